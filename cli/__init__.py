@@ -1,0 +1,1 @@
+"""The command line, one file a verb; installed as fusekit_cli."""

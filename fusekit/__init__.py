@@ -1,0 +1,69 @@
+"""fusekit: GPU kernels compiled ahead of time from declarative specs, launched without the compiler.
+
+    library = fusekit.open_library()
+    kernel = library.load("quickstart/moe-fc1")
+    kernel(x=x, w=w, offsets=offsets, y=y)
+
+`open_library` needs cuda-bindings, `build` the `build` extra; both are imported on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fusekit.config import Config
+from fusekit.errors import (
+    ArchMismatchError,
+    ArgumentError,
+    BuildError,
+    CheckFailedError,
+    DriverError,
+    FusekitError,
+    IntegrityError,
+    NotBuiltError,
+    ProofError,
+    SpecError,
+    StoreError,
+    ToolchainError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from fusekit.compiler.build import build
+    from fusekit.runtime import open_library
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArchMismatchError",
+    "ArgumentError",
+    "BuildError",
+    "CheckFailedError",
+    "Config",
+    "DriverError",
+    "FusekitError",
+    "IntegrityError",
+    "NotBuiltError",
+    "ProofError",
+    "SpecError",
+    "StoreError",
+    "ToolchainError",
+    "UsageError",
+    "__version__",
+    "build",
+    "open_library",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "open_library":
+        from fusekit.runtime import open_library
+
+        return open_library
+    if name == "build":
+        from fusekit.compiler.build import build
+
+        return build
+    raise AttributeError(f"module 'fusekit' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The launch record: everything a launcher must know about a cubin, as data."""

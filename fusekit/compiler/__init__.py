@@ -1,0 +1,1 @@
+"""From a spec to a cubin, its launch record and its proof; needs no GPU."""

@@ -1,0 +1,129 @@
+"""The exception tree.
+
+Every error of fusekit is a `FusekitError`. Its text is one message that states the value, the rule it breaks and the remedy;
+`exit_code` is what the command line exits with. Attributes beyond the message are keyword arguments with defaults, so that
+every error survives pickling on its way out of a worker process.
+"""
+
+from typing import ClassVar
+
+
+class FusekitError(Exception):
+    """Base of every error; exit code 1: what was asked failed."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(FusekitError):
+    """A command line or a call that cannot be meant: unknown name, malformed option."""
+
+    exit_code = 2
+
+
+class SpecError(FusekitError):
+    """A spec that cannot be built.
+
+    problems: one line for every problem found, each with its table, key and value; empty where there is just the message.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class NotBuiltError(FusekitError):
+    """A kernel that no store layer holds.
+
+    name: what was asked for. command: the `fusekit build ...` line that would put it there.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, name: str = "", command: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        self.command = command
+
+    @classmethod
+    def of(cls, name: str, arch: str | None = None, detail: str = "") -> "NotBuiltError":
+        """The error for `name` (of `arch`, where it was asked for), with the line that builds it."""
+        command = f"fusekit build '{name}'" if any(c in name for c in "*?[ ") else f"fusekit build {name}"
+        if arch is not None:
+            command += f" --arch {arch}"
+        wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
+        detail = f" ({detail})" if detail else ""
+        return cls(f"{wanted} is not in any store layer{detail}; build it with: {command}", name=name, command=command)
+
+
+class StoreError(FusekitError):
+    """A store that cannot be read or written. path: the file or folder concerned."""
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class IntegrityError(FusekitError):
+    """Stored bytes that are not what their digest says. key: the entry concerned, where it is known."""
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class BuildError(FusekitError):
+    """A kernel that could not be compiled. name: the kernel, where it is known."""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class ProofError(BuildError):
+    """The launch record and the DSL's own host code disagree. parameter: the one that differs."""
+
+    def __init__(self, message: str, *, name: str = "", parameter: str = "") -> None:
+        super().__init__(message, name=name)
+        self.parameter = parameter
+
+
+class ToolchainError(BuildError):
+    """The compiler is missing or is not the one that is needed."""
+
+
+class ArgumentError(FusekitError):
+    """A launch argument that does not fit. argument: its name."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, argument: str = "") -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
+class DriverError(FusekitError):
+    """The CUDA driver is absent, too old, or refused. name, text: CUDA's own, such as CUDA_ERROR_INVALID_VALUE."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, name: str = "", text: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        self.text = text
+
+
+class ArchMismatchError(FusekitError):
+    """A cubin for another architecture than the device's. expected: the cubin's; found: the device's."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, expected: str = "", found: str = "") -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+class CheckFailedError(FusekitError):
+    """A result that is further from the reference than the agreed error."""

@@ -1,0 +1,1 @@
+"""Device code in the CuTe DSL: main loops, schedulers, epilogues."""

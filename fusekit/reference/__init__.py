@@ -1,0 +1,1 @@
+"""What each operation means, in NumPy."""

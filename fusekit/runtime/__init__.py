@@ -1,0 +1,1 @@
+"""Opens a store, loads cubins, binds tensors, launches; imports no compiler."""

@@ -1,0 +1,1 @@
+"""Kernel specs: TOML to frozen values."""
