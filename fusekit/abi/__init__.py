@@ -1,1 +1,48 @@
-"""The launch record: everything a launcher must know about a cubin, as data."""
+"""The launch record: what a launcher must know beside the cubin, as plain data.
+
+A cubin alone is not launchable: tensor maps, scalars and the grid are computed on the host. A `LaunchRecord` states
+them as closed integer expressions (`fusekit.abi.expr`) over
+
+- the dims of the arguments' shapes (``"M"``),
+- the arguments' strides in elements (``"x.stride0"``) and device addresses (``"x.address"``, 64-bit, wrapping),
+- i32 scalar arguments by their name (in integer parameters only),
+- ``"sm_count"``, the multiprocessors of the device, and ``"cluster_margin"``, the clusters held back for other kernels.
+
+A launcher binds the dims from the tensors' shapes, checks what the record demands, evaluates the expressions, writes
+the parameters at the offsets that the cubin prescribes, and launches. docs/launch-record.md says it step by step, for
+launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL or NumPy.
+"""
+
+from fusekit.abi.arguments import DTYPE_BYTES, Argument, Dim, ScalarArgument, TensorArgument
+from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
+from fusekit.abi.parameters import (
+    FloatParameter,
+    IntegerParameter,
+    Parameter,
+    PointerParameter,
+    TensorMapParameter,
+)
+from fusekit.abi.record import SCHEMA, Constraint, LaunchRecord
+
+__all__ = [
+    "DTYPE_BYTES",
+    "SCHEMA",
+    "Argument",
+    "Constraint",
+    "Dim",
+    "Expr",
+    "FloatParameter",
+    "IntegerParameter",
+    "LaunchRecord",
+    "Parameter",
+    "PointerParameter",
+    "RecordError",
+    "ScalarArgument",
+    "TensorArgument",
+    "TensorMapParameter",
+    "evaluate",
+    "evaluate_address",
+    "render",
+    "validate",
+    "variables",
+]

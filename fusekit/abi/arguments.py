@@ -1,0 +1,211 @@
+"""What a caller of a kernel passes: named tensors and scalars, and the dims that their shapes are made of."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.abi.codec import Reader, describe, expression
+from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variables
+
+# Bytes of one element. The names are those of spec files, extended by the integers that tensor maps know.
+DTYPE_BYTES = {
+    "bf16": 2, "fp16": 2, "f32": 4, "f64": 8, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
+}  # fmt: skip
+SCALAR_DTYPES = ("f32", "i32")
+ROLES = ("input", "output", "inout")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED = frozenset({"sm_count", "cluster_margin", "workspace", "stream"})
+
+
+def check_name(name: str, where: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise RecordError(f"{where}: {name!r}; a name is letters, digits and _, and does not begin with a digit")
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A run-time extent in elements: a multiple of `divisor` in [`minimum`, `maximum`]."""
+
+    name: str
+    divisor: int = 1
+    minimum: int = 0
+    maximum: int = 2**31 - 1
+
+    def check(self, where: str) -> None:
+        check_name(self.name, f"{where}.name")
+        if self.name in RESERVED:
+            raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
+        if self.divisor < 1:
+            raise RecordError(f"{where}.divisor: {self.divisor}; it must be at least 1")
+        if not 0 <= self.minimum <= self.maximum < 2**63:
+            raise RecordError(
+                f"{where}: minimum {self.minimum} and maximum {self.maximum}; 0 <= minimum <= maximum < 2**63"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "divisor": self.divisor, "minimum": self.minimum, "maximum": self.maximum}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "dim") -> Dim:
+        reader = Reader(value, where)
+        dim = cls(
+            reader.string("name"), reader.integer("divisor"), reader.integer("minimum"), reader.integer("maximum")
+        )
+        reader.end()
+        return dim
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A tensor on the device.
+
+    `shape` holds dim names and expressions over dims; every dim stands bare in at least one shape. `strides` are in
+    elements: the variable ``"<name>.stride<i>"`` means that the stride is read from the tensor (it must be positive
+    and a multiple of `stride_divisor`), anything else is an expression over dims that the tensor's stride must equal.
+    The stride of a dim whose extent is 0 or 1 is never looked at. `alignment` is that of the first element's address,
+    in bytes.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+    stride_divisor: int = 1
+    alignment: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(freeze(item) for item in self.shape))
+        object.__setattr__(self, "strides", tuple(freeze(item) for item in self.strides))
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def written(self) -> bool:
+        return self.role != "input"
+
+    def stride_variable(self, index: int) -> str:
+        return f"{self.name}.stride{index}"
+
+    def reads_stride(self, index: int) -> bool:
+        """Whether the stride of dim `index` is taken from the tensor instead of being prescribed."""
+        return self.strides[index] == self.stride_variable(index)
+
+    def check(self, where: str, dims: frozenset[str]) -> None:
+        check_name(self.name, f"{where}.name")
+        if self.name in RESERVED:
+            raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
+        if self.role not in ROLES:
+            raise RecordError(f"{where}.role: {self.role!r}; it must be one of {', '.join(ROLES)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        if len(self.strides) != len(self.shape):
+            raise RecordError(f"{where}.strides: {len(self.strides)} strides for a shape of rank {len(self.shape)}")
+        for index, extent in enumerate(self.shape):
+            validate(extent, f"{where}.shape[{index}]", dims)
+        for index, stride in enumerate(self.strides):
+            if not self.reads_stride(index):
+                validate(stride, f"{where}.strides[{index}]", dims)
+        if self.stride_divisor < 1:
+            raise RecordError(f"{where}.stride_divisor: {self.stride_divisor}; it must be at least 1")
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise RecordError(f"{where}.alignment: {self.alignment}; it must be a power of two")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "tensor", "name": self.name, "role": self.role, "dtype": self.dtype,
+            "shape": thaw(self.shape), "strides": thaw(self.strides),
+            "stride_divisor": self.stride_divisor, "alignment": self.alignment,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, reader: Reader) -> TensorArgument:
+        return cls(
+            name=reader.string("name"),
+            role=reader.string("role", ROLES),
+            dtype=reader.string("dtype", tuple(DTYPE_BYTES)),
+            shape=reader.array("shape", expression),
+            strides=reader.array("strides", expression),
+            stride_divisor=reader.integer("stride_divisor"),
+            alignment=reader.integer("alignment"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarArgument:
+    """A number passed by value. `default` None means that the caller must give it; infinity is allowed for f32."""
+
+    name: str
+    dtype: str
+    default: float | int | None = None
+
+    def check(self, where: str) -> None:
+        check_name(self.name, f"{where}.name")
+        if self.name in RESERVED:
+            raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
+        if self.dtype not in SCALAR_DTYPES:
+            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(SCALAR_DTYPES)}")
+        if self.default is not None and self.dtype == "i32" and not isinstance(self.default, int):
+            raise RecordError(f"{where}.default: {self.default!r}; an i32 scalar has an integer default")
+
+    def to_json(self) -> dict[str, Any]:
+        default: Any = self.default
+        if isinstance(default, float) and not math.isfinite(default):
+            default = str(default)  # JSON has no infinity: "inf", "-inf", "nan"
+        return {"kind": "scalar", "name": self.name, "dtype": self.dtype, "default": default}
+
+    @classmethod
+    def read(cls, reader: Reader) -> ScalarArgument:
+        name, dtype = reader.string("name"), reader.string("dtype", SCALAR_DTYPES)
+        return cls(name, dtype, scalar_from_json(reader.take("default"), reader.path("default")))
+
+
+Argument = TensorArgument | ScalarArgument
+
+
+def scalar_from_json(value: Any, where: str) -> float | int | None:
+    """A scalar's JSON form: null, a number, or one of the strings inf, -inf, nan."""
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise RecordError(f'{where}: {describe(value)}; it must be null, a number, "inf", "-inf" or "nan"')
+    return value
+
+
+def argument_from_json(value: Any, where: str) -> Argument:
+    reader = Reader(value, where)
+    kind = reader.string("kind", ("tensor", "scalar"))
+    argument: Argument = TensorArgument.read(reader) if kind == "tensor" else ScalarArgument.read(reader)
+    reader.end()
+    return argument
+
+
+def bare_dims(arguments: tuple[Argument, ...]) -> set[str]:
+    """The dims that some tensor's shape states by their bare name, so that a launcher can read them off."""
+    return {
+        extent
+        for argument in arguments
+        if isinstance(argument, TensorArgument)
+        for extent in argument.shape
+        if isinstance(extent, str)
+    }
+
+
+def shape_dims(arguments: tuple[Argument, ...]) -> set[str]:
+    """Every dim that some tensor's shape mentions."""
+    names: set[str] = set()
+    for argument in arguments:
+        if isinstance(argument, TensorArgument):
+            for extent in argument.shape:
+                names |= variables(extent)
+    return names

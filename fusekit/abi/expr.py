@@ -1,0 +1,185 @@
+"""Closed integer expressions: how a launch record computes a grid, a tensor-map field or a stride.
+
+An expression is an ``int``, the name of a variable, or ``[operator, operand, operand, ...]``. It is data: it is walked,
+never handed to ``eval``. In Python the nested form is a tuple (hashable, immutable); in JSON it is an array. The set of
+operators is fixed:
+
+=============  ==========  =======================================================
+operator       operands    value
+=============  ==========  =======================================================
+``add``        2 or more   sum
+``sub``        2           first minus second
+``mul``        2 or more   product
+``floordiv``   2           quotient rounded towards minus infinity
+``ceildiv``    2           quotient rounded towards plus infinity
+``mod``        2           ``a - b * floordiv(a, b)``: has the sign of the divisor
+``min``        2 or more   smallest
+``max``        2 or more   largest
+=============  ==========  =======================================================
+
+A divisor must be positive when it is evaluated. Python evaluates with exact integers; a launcher in another language
+uses signed 64-bit arithmetic, which is enough for every value a record may hold. Addresses are the one exception:
+they are unsigned 64-bit and wrap modulo 2**64, so a ``*.address`` variable may only stand under ``add``, ``sub`` and
+``mul``, where wrapping early or late gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusekit.errors import FusekitError
+
+Expr = int | str | list[Any] | tuple[Any, ...]
+
+MAX_DEPTH = 32
+_RING = frozenset({"add", "sub", "mul"})
+_VARIADIC = frozenset({"add", "mul", "min", "max"})
+_BINARY = frozenset({"sub", "floordiv", "ceildiv", "mod"})
+OPERATORS = tuple(sorted(_VARIADIC | _BINARY))
+
+
+class RecordError(FusekitError):
+    """A launch record is malformed, of another schema version, or has a field that cannot be evaluated.
+
+    The message begins with the path of the field, for example ``parameters[2].box[1]``.
+    """
+
+
+def freeze(expr: Expr) -> Expr:
+    """The same expression with tuples for lists, so that it can be hashed and compared. Validates nothing."""
+    if isinstance(expr, list | tuple):
+        return tuple(freeze(item) for item in expr)
+    return expr
+
+
+def thaw(expr: Expr) -> Any:
+    """The JSON form: lists for tuples."""
+    if isinstance(expr, list | tuple):
+        return [thaw(item) for item in expr]
+    return expr
+
+
+def validate(expr: Any, where: str = "expression", known: frozenset[str] | None = None, depth: int = 0) -> None:
+    """Raises RecordError, naming `where`, unless `expr` is well formed.
+
+    It may read only the variables in `known`; None allows any.
+    """
+    if isinstance(expr, bool) or not isinstance(expr, int | str | list | tuple):
+        raise RecordError(
+            f"{where}: {expr!r} is a {type(expr).__name__}; an expression is an integer, a variable name or"
+            " [operator, operand, ...]"
+        )
+    if isinstance(expr, int):
+        if not -(2**63) <= expr < 2**63:
+            raise RecordError(f"{where}: {expr} does not fit into a signed 64-bit integer")
+        return
+    if isinstance(expr, str):
+        if not expr:
+            raise RecordError(f"{where}: a variable name must not be empty")
+        if known is not None and expr not in known:
+            raise RecordError(f"{where}: unknown variable {expr!r}; known are {', '.join(sorted(known)) or 'none'}")
+        return
+    if depth >= MAX_DEPTH:
+        raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
+    if not expr or not isinstance(expr[0], str) or expr[0] not in OPERATORS:
+        head = expr[0] if expr else None
+        raise RecordError(f"{where}: unknown operator {head!r}; the operators are {', '.join(OPERATORS)}")
+    operator, operands = expr[0], expr[1:]
+    if operator in _BINARY and len(operands) != 2:
+        raise RecordError(f"{where}: {operator} takes 2 operands, it has {len(operands)}")
+    if operator in _VARIADIC and len(operands) < 2:
+        raise RecordError(f"{where}: {operator} takes 2 or more operands, it has {len(operands)}")
+    for index, operand in enumerate(operands, start=1):
+        validate(operand, f"{where}[{index}]", known, depth + 1)
+        if operator not in _RING and any(name.endswith(".address") for name in variables(operand)):
+            raise RecordError(f"{where}: {operator} of an address; addresses wrap, only add, sub and mul may take them")
+
+
+def variables(expr: Expr) -> set[str]:
+    """The names that `expr` reads."""
+    if isinstance(expr, str):
+        return {expr}
+    if isinstance(expr, list | tuple):
+        return set().union(*(variables(item) for item in expr[1:]))
+    return set()
+
+
+def evaluate(expr: Expr, env: Mapping[str, int]) -> int:
+    """The value of `expr` with the variables in `env`, as an exact integer.
+
+    Raises RecordError for a variable that `env` lacks, an unknown operator, or a divisor that is not positive.
+    """
+    if isinstance(expr, int):
+        return expr
+    if isinstance(expr, str):
+        try:
+            return env[expr]
+        except KeyError:
+            known = ", ".join(sorted(env)) or "none"
+            raise RecordError(f"expression reads {expr!r}, which has no value; known are {known}") from None
+    function = _FUNCTIONS.get(expr[0])
+    if function is None:
+        raise RecordError(f"expression has the unknown operator {expr[0]!r}; the operators are {', '.join(OPERATORS)}")
+    return function([evaluate(item, env) for item in expr[1:]])
+
+
+def evaluate_address(expr: Expr, env: Mapping[str, int]) -> int:
+    """`evaluate` modulo 2**64: an unsigned 64-bit device address."""
+    return evaluate(expr, env) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def render(expr: Expr) -> str:
+    """`expr` as people write it, for messages: ``["mul", 2, "I"]`` is ``2 * I``."""
+    if not isinstance(expr, list | tuple):
+        return str(expr)
+    parts = [f"({render(item)})" if _is_sum(item) else render(item) for item in expr[1:]]
+    symbol = {"add": " + ", "sub": " - ", "mul": " * ", "floordiv": " // ", "mod": " % "}.get(expr[0])
+    if symbol is None:
+        return f"{expr[0]}({', '.join(render(item) for item in expr[1:])})"
+    return symbol.join(parts)
+
+
+def _is_sum(expr: Expr) -> bool:
+    return isinstance(expr, list | tuple) and expr[0] not in ("ceildiv", "min", "max")
+
+
+def _product(values: list[int]) -> int:
+    result = 1
+    for value in values:
+        result *= value
+    return result
+
+
+def _divisor(values: list[int], operator: str) -> tuple[int, int]:
+    dividend, divisor = values
+    if divisor <= 0:
+        raise RecordError(f"expression: {operator} of {dividend} by {divisor}; a divisor must be positive")
+    return dividend, divisor
+
+
+def _floordiv(values: list[int]) -> int:
+    dividend, divisor = _divisor(values, "floordiv")
+    return dividend // divisor
+
+
+def _ceildiv(values: list[int]) -> int:
+    dividend, divisor = _divisor(values, "ceildiv")
+    return -(-dividend // divisor)
+
+
+def _mod(values: list[int]) -> int:
+    dividend, divisor = _divisor(values, "mod")
+    return dividend % divisor
+
+
+_FUNCTIONS: dict[str, Callable[[list[int]], int]] = {
+    "add": sum,
+    "sub": lambda values: values[0] - values[1],
+    "mul": _product,
+    "floordiv": _floordiv,
+    "ceildiv": _ceildiv,
+    "mod": _mod,
+    "min": min,
+    "max": max,
+}
