@@ -1,0 +1,122 @@
+"""Entries: what is known about one compiled kernel, filed under its key.
+
+An entry is one file, so that cubin digest, launch record and resources can never be of different builds. It is
+written after its cubin: an entry that can be seen is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusekit.errors import IntegrityError
+from fusekit.store.documents import damaged, members, seal, unseal
+from fusekit.store.keys import SCHEMA, is_digest, key_of
+
+CUBIN_LIMIT = 1 << 30
+"""Largest cubin accepted, in bytes."""
+
+_MEMBERS = {
+    "schema": int,
+    "key": str,
+    "fields": dict,
+    "cubin": dict,
+    "launch": dict,
+    "resources": dict,
+    "proof": dict,
+    "toolchain": dict,
+    "seconds": float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One compiled kernel.
+
+    key: 64 hexadecimal digits, the hash of `fields`. fields: the labelled key fields. cubin_sha256, cubin_bytes:
+    digest and size of the cubin, which is the blob of that digest. launch: the launch record as JSON. resources:
+    registers, spill_bytes and shared memory, read from the cubin. proof: what was compared. toolchain: what compiled
+    it. seconds: to compile and prove it.
+    """
+
+    key: str
+    fields: Mapping[str, str]
+    cubin_sha256: str
+    cubin_bytes: int
+    launch: Mapping[str, Any]
+    resources: Mapping[str, Any]
+    proof: Mapping[str, Any]
+    toolchain: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def arch(self) -> str:
+        """The architecture the cubin is for, such as `sm_90a`."""
+        return self.fields["arch"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the digest, as JSON types."""
+        return {
+            "schema": SCHEMA,
+            "key": self.key,
+            "fields": dict(self.fields),
+            "cubin": {"sha256": self.cubin_sha256, "bytes": self.cubin_bytes},
+            "launch": dict(self.launch),
+            "resources": dict(self.resources),
+            "proof": dict(self.proof),
+            "toolchain": dict(self.toolchain),
+            "seconds": float(self.seconds),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The entry as a file's bytes. Raises `IntegrityError` when its parts contradict each other."""
+        document = self.to_json()
+        _check(document, self.key, f"entry {self.key}")
+        return seal(document, f"entry {self.key}")
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path, key: str) -> Entry:
+        """The entry in `data`, read from `path`, where the one of `key` belongs. Raises `IntegrityError` for any
+        other.
+        """
+        document = unseal(data, path)
+        members(document, _MEMBERS, path)
+        _check(document, key, path)
+        return cls(
+            key=key,
+            fields=document["fields"],
+            cubin_sha256=document["cubin"]["sha256"],
+            cubin_bytes=document["cubin"]["bytes"],
+            launch=document["launch"],
+            resources=document["resources"],
+            proof=document["proof"],
+            toolchain=document["toolchain"],
+            seconds=document["seconds"],
+        )
+
+
+def _check(document: dict[str, Any], key: str, where: Path | str) -> None:
+    path = Path(where)
+    try:
+        if document["schema"] != SCHEMA:
+            raise damaged(path, f"has schema {document['schema']}, where this fusekit reads {SCHEMA}")
+        if document["key"] != key:
+            raise damaged(path, f"is the entry of key {document['key']}, not of {key}")
+        fields = document["fields"]
+        if not all(type(value) is str for value in fields.values()) or "arch" not in fields:
+            raise damaged(path, "has key fields that are no strings, or no field 'arch'")
+        if key_of(fields) != key:
+            raise damaged(path, f"has key fields whose key is {key_of(fields)}, not {key}")
+        cubin = document["cubin"]
+        if set(cubin) != {"sha256", "bytes"} or not is_digest(cubin["sha256"]):
+            raise damaged(path, f"names its cubin by {cubin!r}")
+        if type(cubin["bytes"]) is not int or not 0 < cubin["bytes"] <= CUBIN_LIMIT:
+            raise damaged(path, f"has a cubin of {cubin['bytes']!r} bytes, where 1 to {CUBIN_LIMIT} are allowed")
+        arch = document["launch"].get("arch", fields["arch"])
+        if arch != fields["arch"]:
+            raise damaged(path, f"has a launch record for {arch} under a key for {fields['arch']}")
+    except IntegrityError as error:
+        error.key = key
+        raise

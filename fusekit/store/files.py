@@ -1,0 +1,273 @@
+"""The file layer of the store: reads that refuse what is no plain file, writes that are whole or absent.
+
+Publishing writes a temporary file *in the target's own directory* (a rename across file systems is a copy), syncs it,
+gives it its final name in one step and syncs the directory. After that the file survives a power loss; before it,
+nobody sees it. Nothing here relies on locks, and nothing is read back to learn whether a step worked: a network file
+system may show an old answer for a while.
+
+`Disk` holds the few system calls that change a disk, so that a test can record their order or make one of them fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from fusekit.errors import IntegrityError, StoreError
+
+TEMPORARY_SUFFIX = ".tmp"
+FILE_MODE = 0o444  # published files never change; the process' umask still applies
+DIRECTORY_MODE = 0o777
+
+# A sync of a directory is meaningless on some file systems, which say so with one of these.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+# File systems without hard links answer with one of these.
+_NO_HARD_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL})
+
+_REMEDIES = {
+    errno.EACCES: "grant access to it, or name another store with --store or FUSEKIT_STORE",
+    errno.EPERM: "grant access to it, or name another store with --store or FUSEKIT_STORE",
+    errno.EROFS: "the file system is read-only: list it in FUSEKIT_STORES and name a writable store with FUSEKIT_STORE",
+    errno.ENOSPC: "free some space, or name another store with --store or FUSEKIT_STORE; what is there is intact",
+    errno.EDQUOT: "free some quota, or name another store with --store or FUSEKIT_STORE; what is there is intact",
+    errno.ENOTDIR: "a part of the path is a file: remove it, or name another store with --store or FUSEKIT_STORE",
+    errno.ENOENT: "a directory of the store has vanished: check that its file system is still mounted",
+    errno.ESTALE: "the network file system lost the file: try again, or remount it",
+    errno.EIO: "the disk or the network file system failed: check it, then run `fusekit verify --full`",
+}
+
+
+def store_error(path: Path, doing: str, error: OSError) -> StoreError:
+    """`error`, met while `doing` something with `path`, as a message that says what to do about it."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system, or name another store with --store")
+    return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
+
+
+def read_file(path: Path, *, limit: int, exactly: int | None = None) -> bytes | None:
+    """The bytes of the plain file at `path`, taken once; None when there is none.
+
+    `limit` is the largest size accepted, `exactly` the only one, both in bytes. A symbolic link, a FIFO, a directory,
+    a device or a file of another size raises `IntegrityError` before anything is read; `StoreError` is for a failing
+    disk.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer. O_NOFOLLOW: a link is never a part of a store.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_plain(path, "a symbolic link") from None
+        if error.errno == errno.ENXIO:
+            raise _not_plain(path, "a socket or a device") from None
+        if error.errno == errno.ENOTDIR:
+            raise IntegrityError(
+                f"{path}: a part of its path is no directory; a store has directories there; remove it"
+            ) from None
+        raise store_error(path, "open", error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_plain(path, _kind(status.st_mode))
+        if exactly is not None and status.st_size != exactly:
+            raise _wrong_size(path, status.st_size, f"must have {exactly}")
+        if status.st_size > limit:
+            raise _wrong_size(path, status.st_size, f"may have at most {limit}")
+        chunks = []
+        left = status.st_size
+        while left:
+            chunk = os.read(descriptor, left)
+            if not chunk:
+                raise _wrong_size(path, status.st_size - left, f"had {status.st_size} when it was opened")
+            chunks.append(chunk)
+            left -= len(chunk)
+        return b"".join(chunks)
+    except OSError as error:
+        raise store_error(path, "read", error) from error
+    finally:
+        os.close(descriptor)
+
+
+def size_of(path: Path) -> int | None:
+    """Size in bytes of the plain file at `path`; None when there is none. IntegrityError for anything but a plain
+    file.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise store_error(path, "look at", error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_plain(path, _kind(status.st_mode))
+    return status.st_size
+
+
+class Disk:
+    """Size in bytes of the plain file at `path`, None when there is none. IntegrityError for anything else."""
+
+    def make_directory(self, path: Path) -> bool:
+        """Make one directory; False when it is there already."""
+        try:
+            path.mkdir(DIRECTORY_MODE)
+        except FileExistsError:
+            return False
+        return True
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Make the new file `path` with `data` and sync it: when this returns, the bytes are on the disk."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, FILE_MODE)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give `source` the name `target` too; FileExistsError when somebody else has that name."""
+        os.link(source, target, follow_symlinks=False)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename `source` to `target` in one step, over whatever file is there."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file if it is there."""
+        path.unlink(missing_ok=True)
+
+    def sync(self, path: Path) -> None:
+        """Make a file's bytes, or a directory's names, survive a power loss."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not (error.errno in _NO_DIRECTORY_SYNC and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+class Publisher:
+    """Writes files under one root. Holds which directories this process has made durable; otherwise no state."""
+
+    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+        self.root = root
+        self._disk = disk or Disk()
+        self._durable: set[Path] = set()
+
+    def claim(self, path: Path, data: bytes) -> bool:
+        """Publish `data` as the new file `path`; False, with nothing changed, when the name is taken.
+
+        Of any number of processes exactly one gets True, where the file system has hard links. Where it has none the
+        last one wins, which is as right and only does its work twice.
+        """
+        return self._publish(path, data, self._link_or_rename)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Publish `data` as `path`, over whatever file has that name: a repair, or a record that may change."""
+        self._publish(path, data, self._rename)
+
+    def settle(self, path: Path) -> None:
+        """Make a file durable that another process published and may not have synced yet."""
+        try:
+            self._disk.sync(path)
+            self._directory(path.parent)
+            self._disk.sync(path.parent)
+        except OSError as error:
+            raise store_error(path, "sync", error) from error
+
+    def directory(self, path: Path) -> None:
+        """Make the directory `path` and what is missing above it, durably."""
+        try:
+            self._directory(path)
+        except OSError as error:
+            raise store_error(path, "make the directory", error) from error
+
+    def _publish(self, path: Path, data: bytes, name_it: Callable[[Path, Path], bool]) -> bool:
+        temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
+        try:
+            self._directory(path.parent)
+            try:
+                try:
+                    self._disk.write(temporary, data)
+                except FileNotFoundError:
+                    # The directory went away after this process made it (a store that was cleared): make it once more.
+                    self._durable.clear()
+                    self._directory(path.parent)
+                    self._disk.write(temporary, data)
+                named = name_it(temporary, path)
+            finally:
+                self._disk.remove(temporary)
+            if named:
+                self._disk.sync(path.parent)
+        except OSError as error:
+            raise store_error(path, "write", error) from error
+        return named
+
+    def _link_or_rename(self, temporary: Path, path: Path) -> bool:
+        try:
+            self._disk.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINK:
+                raise
+            return self._rename(temporary, path)
+        return True
+
+    def _rename(self, temporary: Path, path: Path) -> bool:
+        try:
+            self._disk.replace(temporary, path)
+        except IsADirectoryError as error:
+            raise IntegrityError(
+                f"{path} is a directory; a store keeps a file there; remove it and try again"
+            ) from error
+        return True
+
+    def _directory(self, path: Path) -> None:
+        # Each level is synced into its parent once by every process that publishes below it: another process may
+        # have made it a moment ago and not have synced it yet.
+        if path in self._durable:
+            return
+        if path == self.root:
+            self._make_root()
+        else:
+            self._directory(path.parent)
+            self._disk.make_directory(path)
+            self._disk.sync(path.parent)
+        self._durable.add(path)
+
+    def _make_root(self) -> None:
+        missing = []
+        level = self.root
+        while not level.is_dir():
+            missing.append(level)
+            level = level.parent
+        for level in reversed(missing):
+            self._disk.make_directory(level)
+            self._disk.sync(level.parent)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
+    return "a socket or a device"
+
+
+def _not_plain(path: Path, kind: str) -> IntegrityError:
+    return IntegrityError(f"{path} is {kind}; a store holds plain files only; remove it and build the kernel again")
+
+
+def _wrong_size(path: Path, size: int, rule: str) -> IntegrityError:
+    return IntegrityError(f"{path} has {size} bytes; it {rule}; remove it and build the kernel again")

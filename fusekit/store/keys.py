@@ -1,0 +1,127 @@
+"""What a compiled kernel is filed under.
+
+A key is a SHA-256 over *labelled fields*: everything that can change the cubin or its launch record, and nothing
+else. Each field goes into the hash as label and payload, both preceded by their length, so no two different sets of
+fields can run together into the same bytes. The fields are kept in the entry beside the key, so that a miss can be
+explained field by field and an entry that was moved under another key betrays itself.
+
+In a key: the schema version, the canonical device spec, the architecture, every toolchain distribution with its
+version, the compile options, the digest of each source file that takes part. Never in a key: a path of this machine,
+a time, an object's address, a pickle, the order of a dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from fusekit.errors import FusekitError
+
+SCHEMA = 1
+"""Version of the key fields, of the entry and of the name record. A change of meaning of any of them raises it."""
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_DOMAIN = b"fusekit-store-key\0"
+
+
+def is_digest(text: object) -> bool:
+    """True for 64 lower-case hexadecimal digits: the form of every key and digest in a store."""
+    return isinstance(text, str) and _KEY.fullmatch(text) is not None
+
+
+def sha256(data: bytes) -> str:
+    """SHA-256 of `data` as 64 lower-case hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_json(value: object, what: str = "value") -> str:
+    """`value` as the one JSON text that stands for it: keys sorted, no spaces, ASCII, finite numbers.
+
+    `what` names the value in an error. Raises `FusekitError` for anything that JSON has no exact form for: a NaN or
+    an infinity, a key that is no string, an object of any other type. A value without a fixed form has no identity,
+    and guessing one (`repr`, pickle) would let two different kernels share a key.
+    """
+    _require_json(value, what)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def key_fields(
+    *,
+    device_spec: Mapping[str, object],
+    arch: str,
+    toolchain: Mapping[str, str],
+    options: str,
+    sources: Mapping[str, str],
+) -> dict[str, str]:
+    """The labelled fields of one kernel's key, in the order in which they are hashed.
+
+    `device_spec`: what decides the cubin, JSON types only; one field per top-level entry, `spec.<name>`.
+    `arch`: target architecture such as `sm_90a`. `toolchain`: distribution -> version, not empty; `toolchain.<name>`.
+    `options`: the compiler's option string. `sources`: path relative to the package -> SHA-256 of the file; not
+    empty; `source.<path>`. Raises `FusekitError` for a value that cannot be identified.
+    """
+    if not device_spec:
+        raise FusekitError("the device spec is empty; a key needs it; pass KernelSpec.device_spec()")
+    if not toolchain:
+        raise FusekitError(
+            "no toolchain distribution was given; a key names each with its version; install fusekit[build]"
+        )
+    if not sources:
+        raise FusekitError("no source file was given; a key holds the digest of each one of the kernel; pass them")
+    fields = {"schema": str(SCHEMA), "arch": arch, "options": options}
+    for name, value in device_spec.items():
+        fields[f"spec.{name}"] = canonical_json(value, f"device spec field {name!r}")
+    for name, version in toolchain.items():
+        if not version:
+            raise FusekitError(f"toolchain distribution {name!r} has no version; a key needs one; reinstall it")
+        fields[f"toolchain.{name}"] = version
+    for path, digest in sources.items():
+        if path.startswith("/") or "\\" in path or ".." in path.split("/"):
+            raise FusekitError(f"source {path!r}; a key takes paths relative to the package, with '/'; strip the rest")
+        if not is_digest(digest):
+            raise FusekitError(f"source {path!r} has digest {digest!r}; it must be a SHA-256 in lower-case hexadecimal")
+        fields[f"source.{path}"] = digest
+    return dict(sorted(fields.items()))
+
+
+def key_of(fields: Mapping[str, str]) -> str:
+    """The key of a set of labelled fields: 64 hexadecimal digits, whatever the order of the mapping."""
+    digest = hashlib.sha256(_DOMAIN)
+    digest.update(len(fields).to_bytes(8, "little"))
+    for label in sorted(fields):
+        for text in (label, fields[label]):
+            if not isinstance(text, str):
+                raise FusekitError(
+                    f"key field {label!r} holds {text!r}; labels and payloads are strings; convert it first"
+                )
+            payload = text.encode("utf-8")
+            digest.update(len(payload).to_bytes(8, "little"))
+            digest.update(payload)
+    return digest.hexdigest()
+
+
+def _require_json(value: object, what: str) -> None:
+    # bool before int is not needed: both have one JSON form. Subclasses (IntEnum, numpy scalars) are refused.
+    if value is None or type(value) in (str, int, bool):
+        return
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise FusekitError(f"{what} is {value}; JSON has only finite numbers; write it as null or as a string")
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_json(item, f"{what}[{index}]")
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) is not str:
+                raise FusekitError(f"{what} has the key {key!r}; JSON keys are strings; convert it first")
+            _require_json(item, f"{what}.{key}")
+        return
+    raise FusekitError(
+        f"{what} is a {type(value).__name__}; only str, int, float, bool, None, list and dict have a fixed form; "
+        "convert it"
+    )

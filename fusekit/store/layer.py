@@ -1,0 +1,106 @@
+"""One store on the disk, read-only: where things lie, and reading them with every check.
+
+    <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
+    <root>/entries/<2 digits>/<key>.json                 an entry, under its key
+    <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
+    <root>/locks/<key>.lock                              an empty file that builders lock; never needed for being
+    right
+
+Temporary files are `.<name>.<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
+did not ask for, so what a killed writer left cannot be taken for a part of the store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusekit.errors import IntegrityError
+from fusekit.store import names
+from fusekit.store.documents import LIMIT, damaged
+from fusekit.store.entries import CUBIN_LIMIT, Entry
+from fusekit.store.files import TEMPORARY_SUFFIX, read_file, store_error
+from fusekit.store.keys import is_digest, sha256
+from fusekit.store.names import NameRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The store under `root`, which need not exist: it is empty then."""
+
+    root: Path
+
+    def entry_path(self, key: str) -> Path:
+        return self.root / "entries" / key[:2] / f"{key}.json"
+
+    def blob_path(self, digest: str) -> Path:
+        return self.root / "blobs" / "sha256" / digest[:2] / digest
+
+    def name_path(self, name: str, arch: str) -> Path:
+        return self.root / names.record_path(name, arch)
+
+    def lock_path(self, key: str) -> Path:
+        return self.root / "locks" / f"{key}.lock"
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
+        if not is_digest(key):
+            raise IntegrityError(f"{key!r} is no key; a key is 64 lower-case hexadecimal digits")
+        path = self.entry_path(key)
+        data = read_file(path, limit=LIMIT)
+        return None if data is None else Entry.from_bytes(data, path, key)
+
+    def blob(self, digest: str, size: int | None = None) -> bytes | None:
+        """The blob of `digest`, hashed, and of `size` bytes if that is known; None when there is none."""
+        path = self.blob_path(digest)
+        data = read_file(path, limit=CUBIN_LIMIT, exactly=size)
+        if data is not None and (found := sha256(data)) != digest:
+            raise damaged(path, f"has the digest {found}, not that of its name")
+        return data
+
+    def name(self, name: str, arch: str) -> NameRecord | None:
+        """The record of the full name `name` for `arch`, checked; None when there is none."""
+        path = self.name_path(name, arch)
+        data = read_file(path, limit=LIMIT)
+        return None if data is None else NameRecord.from_bytes(data, path, name, arch)
+
+    def name_files(self, file: str | None = None) -> Iterator[tuple[str, str]]:
+        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given. Reads no
+        record.
+        """
+        for folder in [file] if file is not None else _listing(self.root / "names"):
+            for entry in _listing(self.root / "names" / folder):
+                yield folder, entry
+
+    def entry_files(self) -> Iterator[Path]:
+        """Paths of what lies under `entries`, sorted, temporaries left out."""
+        return _two_deep(self.root / "entries")
+
+    def blob_files(self) -> Iterator[Path]:
+        """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
+        return _two_deep(self.root / "blobs" / "sha256")
+
+    def temporary_files(self) -> Iterator[Path]:
+        """Temporaries that writers are using or have left behind."""
+        for top in ("entries", "blobs/sha256", "names"):
+            for folder in _listing(self.root / top):
+                directory = self.root / top / folder
+                yield from (directory / name for name in _listing(directory, temporary=True))
+
+
+def _two_deep(top: Path) -> Iterator[Path]:
+    for folder in _listing(top):
+        for name in _listing(top / folder):
+            yield top / folder / name
+
+
+def _listing(directory: Path, temporary: bool = False) -> list[str]:
+    try:
+        found = os.listdir(directory)  # noqa: PTH208 - names only; thousands of Path objects would cost more than the reads
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise store_error(directory, "list", error) from error
+    return sorted(name for name in found if name.endswith(TEMPORARY_SUFFIX) == temporary)

@@ -1,0 +1,145 @@
+"""Checking a whole store: every document, every name, every cubin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusekit.errors import IntegrityError, StoreError
+from fusekit.store import names
+from fusekit.store.documents import damaged
+from fusekit.store.entries import Entry
+from fusekit.store.files import size_of
+from fusekit.store.keys import is_digest
+from fusekit.store.layer import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. key: the entry it concerns, empty if none is known. path: the file. layer: the store's
+    root.
+    """
+
+    key: str
+    problem: str
+    path: Path
+    layer: Path
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked and what is wrong.
+
+    entries, names, blobs: how many of each were looked at. orphans: blobs of no entry, and temporaries: files of
+    writers; both are what a killed builder leaves, no damage. full: whether every blob was hashed, not only its size
+    compared.
+    """
+
+    entries: int
+    names: int
+    blobs: int
+    orphans: int
+    temporaries: int
+    full: bool
+    bad: tuple[Problem, ...]
+
+    @property
+    def checked(self) -> int:
+        """Entries and names together."""
+        return self.entries + self.names
+
+
+def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
+    """Check every layer. Damage is reported, never raised, and nothing is changed.
+
+    Without `full`: the digest, key and place of each entry and name, and that each entry's cubin is there with its
+    size. With `full`: every blob is hashed too.
+    """
+    check = _Check(full)
+    for layer in layers:
+        check.entries_of(layer)
+    for layer in layers:
+        check.names_of(layer)
+        check.temporaries += sum(1 for _ in layer.temporary_files())
+    return VerifyReport(
+        entries=check.entries,
+        names=check.names,
+        blobs=check.blobs,
+        orphans=check.orphans,
+        temporaries=check.temporaries,
+        full=full,
+        bad=tuple(check.bad),
+    )
+
+
+class _Check:
+    def __init__(self, full: bool) -> None:
+        self.full = full
+        self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
+        self.bad: list[Problem] = []
+        self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
+
+    def entries_of(self, layer: Layer) -> None:
+        cubins: dict[str, Entry] = {}
+        try:
+            for path in layer.entry_files():
+                self.entries += 1
+                key = path.name.removesuffix(".json")
+                try:
+                    if not is_digest(key) or path != layer.entry_path(key):
+                        raise damaged(path, "is no entry; it does not have an entry's name and place")
+                    entry = layer.entry(key)
+                    if entry is None:  # collected since it was listed
+                        self.entries -= 1
+                        continue
+                    blob = layer.blob_path(entry.cubin_sha256)
+                    if (size := size_of(blob)) is None:
+                        raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
+                    if size != entry.cubin_bytes:
+                        raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
+                    self._keys[key] = entry.arch
+                    cubins[entry.cubin_sha256] = entry
+                except (IntegrityError, StoreError) as error:
+                    self._add(layer, path, error, key if is_digest(key) else "")
+            self._blobs_of(layer, cubins)
+        except StoreError as error:
+            self._add(layer, layer.root, error, "")
+
+    def _blobs_of(self, layer: Layer, cubins: dict[str, Entry]) -> None:
+        for path in layer.blob_files():
+            self.blobs += 1
+            owner = cubins.get(path.name)
+            self.orphans += owner is None
+            try:
+                if not is_digest(path.name) or path != layer.blob_path(path.name):
+                    raise damaged(path, "is no blob; it does not have a blob's name and place")
+                if self.full:
+                    layer.blob(path.name)
+                else:
+                    size_of(path)
+            except (IntegrityError, StoreError) as error:
+                self._add(layer, path, error, owner.key if owner else "")
+
+    def names_of(self, layer: Layer) -> None:
+        try:
+            for folder, filename in layer.name_files():
+                self.names += 1
+                path = layer.root / "names" / folder / filename
+                key = ""
+                try:
+                    record = layer.name(*names.of_path(folder, filename))
+                    if record is None:
+                        self.names -= 1
+                        continue
+                    key = record.key
+                    if key not in self._keys:
+                        raise damaged(path, f"stands for entry {key}, which no layer holds whole")
+                    if self._keys[key] != record.arch:
+                        raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
+                except (IntegrityError, StoreError) as error:
+                    self._add(layer, path, error, key)
+        except StoreError as error:
+            self._add(layer, layer.root, error, "")
+
+    def _add(self, layer: Layer, path: Path, error: Exception, key: str) -> None:
+        self.bad.append(Problem(key=key, problem=str(error), path=path, layer=layer.root))
