@@ -108,7 +108,7 @@ def size_of(path: Path) -> int | None:
 
 
 class Disk:
-    """Size in bytes of the plain file at `path`, None when there is none. IntegrityError for anything else."""
+    """The system calls that change a store. Each is one step of a publication, in the order in which they stand."""
 
     def make_directory(self, path: Path) -> bool:
         """Make one directory; False when it is there already."""
