@@ -1,1 +1,26 @@
-"""What each operation means, in NumPy."""
+"""What each operation means, in NumPy and float64: the only definition of right.
+
+Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
+"""
+
+from fusekit.reference.formats import POISON, decode, encode
+from fusekit.reference.gemm import check, expected, gemm
+from fusekit.reference.inputs import group_sizes, make_inputs, offsets_of, output_shapes, sample_rows
+from fusekit.reference.measure import Expected, Measurement, measure
+
+__all__ = [
+    "POISON",
+    "Expected",
+    "Measurement",
+    "check",
+    "decode",
+    "encode",
+    "expected",
+    "gemm",
+    "group_sizes",
+    "make_inputs",
+    "measure",
+    "offsets_of",
+    "output_shapes",
+    "sample_rows",
+]

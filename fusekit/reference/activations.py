@@ -1,0 +1,128 @@
+"""The activations of the epilogue, in float64. A new one is a function and a row of ``KINDS``.
+
+Plain kinds map z [..., N] to [..., N]; gated kinds split z [..., 2I] by ``glu_layout`` into g and u and give
+``gate(g) * (u + up_offset)`` [..., I], after clamping g from above and u from both sides when there is a ``limit``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusekit.reference import layouts
+from fusekit.reference.formats import Array
+from fusekit.spec import Activation
+
+# An activation made of the hardware's tanh (relative error 2**-11) is off by this share of its argument.
+EVALUATION = 2.0**-12
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One activation. ``function`` gets z and the spec's parameters; of a gated kind it is the gate, and gets g."""
+
+    function: Callable[[Array, Activation], Array]
+    gated: bool = False
+
+
+def identity(z: Array, activation: Activation) -> Array:
+    return z
+
+
+def relu(z: Array, activation: Activation) -> Array:
+    return np.maximum(z, 0.0)
+
+
+def srelu(z: Array, activation: Activation) -> Array:
+    return np.maximum(z, 0.0) ** 2
+
+
+def silu(z: Array, activation: Activation) -> Array:
+    return z * _sigmoid(z)
+
+
+def swish(g: Array, activation: Activation) -> Array:
+    return g * _sigmoid(activation.alpha * g)
+
+
+def gelu(z: Array, activation: Activation) -> Array:
+    if activation.approximate == "tanh":
+        # 0.5 (1 + tanh t) = sigmoid(2t), which keeps its digits where tanh is near -1.
+        return z * _sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
+    return 0.5 * z * _erfc(-z * math.sqrt(0.5))
+
+
+KINDS: dict[str, Kind] = {
+    "identity": Kind(identity),
+    "relu": Kind(relu),
+    "srelu": Kind(srelu),
+    "silu": Kind(silu),
+    "gelu": Kind(gelu),
+    "swiglu": Kind(swish, gated=True),
+    "geglu": Kind(gelu, gated=True),
+    "reglu": Kind(relu, gated=True),
+}
+
+
+def activate(activation: Activation, layout: str, z: Array) -> Array:
+    """The activation of z [rows, N], in float64: [rows, N] if it is plain, [rows, N/2] if it is gated."""
+    kind = _kind(activation)
+    z = np.asarray(z, dtype=np.float64)
+    if not kind.gated:
+        return kind.function(z, activation)
+    g, u = _clamped(activation, layout, z)
+    return kind.function(g, activation) * (u + activation.up_offset)
+
+
+def error_bound(activation: Activation, layout: str, z: Array, error: Array) -> Array:
+    """How far off the activation may be when z [rows, N] is off by ``error`` [rows, N]; shaped as the result.
+
+    The error is carried through by moving z both ways. It is not allowed to shrink where the function is flat: there
+    a result of float32 arithmetic is good to a share of its argument, not of itself.
+    """
+    kind = _kind(activation)
+    z = np.asarray(z, dtype=np.float64)
+    error = np.asarray(error, dtype=np.float64)
+    if not kind.gated:
+        return _spread(kind, activation, z, error)
+    g, u = _clamped(activation, layout, z)
+    gate_error, up_error = layouts.split(error, layout)
+    up = np.abs(u + activation.up_offset)
+    gate = np.abs(kind.function(g, activation))
+    bound: Array = _spread(kind, activation, g, gate_error) * (up + up_error) + gate * up_error
+    return bound
+
+
+def _kind(activation: Activation) -> Kind:
+    try:
+        return KINDS[activation.kind]
+    except KeyError:
+        raise ValueError(f"activation {activation.kind!r}; it is one of {', '.join(KINDS)}") from None
+
+
+def _clamped(activation: Activation, layout: str, z: Array) -> tuple[Array, Array]:
+    g, u = layouts.split(z, layout)
+    if activation.limit is None or activation.limit == math.inf:
+        return g, u
+    return np.minimum(g, activation.limit), np.clip(u, -activation.limit, activation.limit)
+
+
+def _spread(kind: Kind, activation: Activation, z: Array, error: Array) -> Array:
+    error = error + EVALUATION * np.abs(z)
+    here = kind.function(z, activation)
+    above = np.abs(kind.function(z + error, activation) - here)
+    below = np.abs(kind.function(z - error, activation) - here)
+    return np.asarray(np.maximum(np.maximum(above, below), error))
+
+
+def _sigmoid(t: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # a NaN stays one
+        return np.asarray(np.exp(-np.logaddexp(0.0, -t)))
+
+
+def _erfc(t: Array) -> Array:
+    flat = np.fromiter(map(math.erfc, t.ravel().tolist()), dtype=np.float64, count=t.size)
+    return flat.reshape(t.shape)

@@ -1,0 +1,110 @@
+"""bf16 and fp16 as bit patterns: NumPy has no bfloat16, so a 16-bit tensor is held here as ``uint16``.
+
+``encode`` rounds to nearest, ties to even, straight from the precision it is given (float64 is not rounded to float32
+on the way), keeps infinities, signed zeros and subnormals, and maps every NaN to a NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A 16-bit floating-point format.
+
+    ``significand`` counts the leading one, so half a unit in the last place is ``2**-significand`` relative.
+    ``smallest`` is the least positive subnormal, ``largest`` the greatest finite value.
+    """
+
+    name: str
+    significand: int
+    fraction: int
+    bias: int
+    smallest: float
+    largest: float
+
+
+BF16 = Format("bf16", significand=8, fraction=7, bias=127, smallest=2.0**-133, largest=(2.0 - 2.0**-7) * 2.0**127)
+FP16 = Format("fp16", significand=11, fraction=10, bias=15, smallest=2.0**-24, largest=65504.0)
+FORMATS = {"bf16": BF16, "fp16": FP16}
+
+# All ones is a NaN in both formats, and one that no arithmetic produces: what still holds it was never written.
+POISON = 0xFFFF
+
+
+def format_of(name: str) -> Format:
+    """The ``Format`` called ``name``; ``ValueError`` for anything but "bf16" and "fp16"."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ValueError(f"dtype {name!r}; a 16-bit format is one of {', '.join(FORMATS)}") from None
+
+
+def encode(values: Array, name: str) -> NDArray[np.uint16]:
+    """Round float16/float32/float64 ``values`` to the format ``name``; the same shape, as uint16 bit patterns."""
+    format_of(name)
+    values = np.asarray(values)
+    if values.dtype not in (np.float16, np.float32, np.float64):
+        raise ValueError(f"cannot round an array of {values.dtype}; give float16, float32 or float64")
+    if name == "fp16":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    return _encode_bf16(values)
+
+
+def decode(bits: Array, name: str) -> NDArray[np.float32]:
+    """The exact float32 values of uint16 ``bits`` in the format ``name``; the same shape."""
+    format_of(name)
+    if bits.dtype != np.uint16:
+        raise ValueError(f"{name} bits come as uint16, not {bits.dtype}")
+    if name == "fp16":
+        with np.errstate(invalid="ignore"):
+            return bits.view(np.float16).astype(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def values(array: Array, name: str) -> Array:
+    """``array`` as floating-point numbers: uint16 (or an ml_dtypes bfloat16) is decoded as ``name``, floats pass."""
+    array = np.asarray(array)
+    if array.dtype.name == "bfloat16":
+        return decode(array.view(np.uint16), "bf16")
+    if array.dtype == np.uint16:
+        return decode(array, name)
+    if array.dtype.kind != "f":
+        raise ValueError(f"a {name} tensor comes as uint16 bits or floating-point numbers, not {array.dtype}")
+    return array
+
+
+def _encode_bf16(values: Array) -> NDArray[np.uint16]:
+    shape = values.shape
+    values = np.ascontiguousarray(values).reshape(-1)
+    single = _single_to_odd(values) if values.dtype == np.float64 else values.astype(np.float32)
+    bits = single.view(np.uint32)
+    # Half of the 16 bits dropped, less one, plus the bit that decides a tie. A mantissa that overflows carries into
+    # the exponent, which is the next binade or, past the largest one, infinity.
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    nan = np.isnan(values)
+    if nan.any():
+        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x0040)
+    return rounded.astype(np.uint16).reshape(shape)
+
+
+def _single_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Float64 to float32, rounded to odd: a second rounding, to fewer bits, then gives what one rounding would."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        nearest = values.astype(np.float32)
+    back = nearest.astype(np.float64)
+    bits = nearest.view(np.uint32)
+    bits = np.where(np.abs(back) > np.abs(values), bits - np.uint32(1), bits)
+    inexact = (back != values) & ~np.isnan(values)
+    odd: NDArray[np.float32] = (bits | inexact.astype(np.uint32)).view(np.float32)
+    return odd

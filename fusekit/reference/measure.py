@@ -1,0 +1,113 @@
+"""How far a result is from the reference, and whether that is right.
+
+Two bounds must hold. The relative Frobenius error of the whole tensor stays below ``FROBENIUS``: a bf16 rounding alone
+costs 1.7e-3. And every element stays within ``2**(1-p) |ref| + c``, p being the bits of the format's significand
+(2**-7 for bf16). c comes with the reference, element by element: it is the error that float32 arithmetic may make of
+the products summed there, so that it is never a fixed tolerance behind which a wrong row could hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.reference.formats import Array, format_of, values
+
+FROBENIUS = {"bf16": 2.5e-3, "fp16": 5.0e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Reference rows of one output: float64 ``value`` and ``slack`` (c above) [R, C] for the ``rows`` int64[R]."""
+
+    dtype: str
+    rows: NDArray[np.int64]
+    value: Array
+    slack: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One output's error.
+
+    ``fro`` is ||got - ref|| / ||ref||; ``max_scaled`` the largest error in units of the element's bound, so at most 1
+    is right; ``wrong`` counts elements over their bound, NaN for a number and number for a NaN among them. ``worst`` is
+    (row, column) of the worst element in the whole buffer, None if nothing was compared; ``got`` and ``want`` are the
+    values there.
+    """
+
+    name: str
+    ok: bool
+    fro: float
+    fro_limit: float
+    max_scaled: float
+    wrong: int
+    elements: int
+    worst: tuple[int, int] | None
+    got: float
+    want: float
+
+    def __str__(self) -> str:
+        if self.worst is None:
+            return f"{self.name}: nothing to compare"
+        return (
+            f"{self.name}: {'ok' if self.ok else 'WRONG'}, relative Frobenius error {self.fro:.3g} "
+            f"(limit {self.fro_limit:.3g}), {self.wrong} of {self.elements} elements over their bound, worst at "
+            f"row {self.worst[0]} column {self.worst[1]}: {self.got:.7g} for {self.want:.7g}, "
+            f"{self.max_scaled:.3g} of its bound"
+        )
+
+
+def measure(name: str, got: Array, want: Expected) -> Measurement:
+    """Compare ``got`` [R, C] (uint16 bits of ``want.dtype``, or floats) with the reference rows ``want``."""
+    if got.shape != want.value.shape:
+        raise ValueError(f"{name} has shape {got.shape}; the reference has {want.value.shape}")
+    limit = FROBENIUS[want.dtype]
+    if not got.size:
+        return Measurement(name, True, 0.0, limit, 0.0, 0, 0, None, np.nan, np.nan)
+    numbers = values(got, want.dtype).astype(np.float64)
+    scaled = _scaled(numbers, want)
+    row, column = np.unravel_index(int(np.argmax(scaled)), scaled.shape)
+    wrong = int(np.count_nonzero(scaled > 1.0))
+    fro, negligible = _frobenius(numbers, want)
+    return Measurement(
+        name=name,
+        ok=wrong == 0 and (negligible or fro <= limit),
+        fro=fro,
+        fro_limit=limit,
+        max_scaled=float(scaled[row, column]),
+        wrong=wrong,
+        elements=got.size,
+        worst=(int(want.rows[row]), int(column)),
+        got=float(numbers[row, column]),
+        want=float(want.value[row, column]),
+    )
+
+
+def _scaled(numbers: Array, want: Expected) -> Array:
+    """|got - ref| in units of the bound [R, C]; infinite where one is NaN or infinite and the other is not that."""
+    form = format_of(want.dtype)
+    with np.errstate(all="ignore"):
+        bound = np.abs(want.value) * 2.0 ** (1 - form.significand) + want.slack + form.smallest
+        scaled = np.abs(numbers - want.value) / bound
+        # A NaN or an infinity has no distance: it is right where the reference has it too, or rounds to infinity.
+        overflow = np.abs(want.value) + bound > form.largest
+        same = (np.isnan(numbers) & np.isnan(want.value)) | (
+            np.isinf(numbers) & (np.sign(numbers) == np.sign(want.value)) & overflow
+        )
+        odd = ~np.isfinite(scaled) | ~np.isfinite(want.value) | ~np.isfinite(numbers)
+    return np.where(odd, np.where(same, 0.0, np.inf), scaled)
+
+
+def _frobenius(numbers: Array, want: Expected) -> tuple[float, bool]:
+    """The relative error over elements finite on both sides, and whether the reference is all rounding noise."""
+    both = np.isfinite(numbers) & np.isfinite(want.value)
+    reference = np.where(both, want.value, 0.0)
+    error = float(np.linalg.norm(np.where(both, numbers, 0.0) - reference))
+    size = float(np.linalg.norm(reference))
+    noise = float(np.linalg.norm(np.where(both, want.slack, 0.0)))
+    if size == 0.0:
+        return (0.0 if error == 0.0 else np.inf), True
+    return error / size, size <= noise
