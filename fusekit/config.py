@@ -19,8 +19,8 @@ from fusekit.errors import UsageError
 class Config:
     """What the library needs to know about its surroundings.
 
-    store: absolute path of the writable store (it need not exist yet). layers: absolute paths of read-only stores, in the
-    order in which they are searched after `store`. color: whether a terminal may be coloured.
+    store: absolute path of the writable store (it need not exist yet). layers: absolute paths of read-only stores, in
+    the order in which they are searched after `store`. color: whether a terminal may be coloured.
     """
 
     store: Path
@@ -33,8 +33,8 @@ class Config:
     ) -> "Config":
         """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE. Makes no folder.
 
-        A layer that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that cannot be
-        expanded (`~nobody/x`) or is empty.
+        A layer that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
+        cannot be expanded (`~nobody/x`) or is empty.
         """
         environ = os.environ if environ is None else environ
         if store is not None:

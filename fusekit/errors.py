@@ -1,8 +1,8 @@
 """The exception tree.
 
-Every error of fusekit is a `FusekitError`. Its text is one message that states the value, the rule it breaks and the remedy;
-`exit_code` is what the command line exits with. Attributes beyond the message are keyword arguments with defaults, so that
-every error survives pickling on its way out of a worker process.
+Every error of fusekit is a `FusekitError`. Its text is one message that states the value, the rule it breaks and the
+remedy; `exit_code` is what the command line exits with. Attributes beyond the message are keyword arguments with
+defaults, so that every error survives pickling on its way out of a worker process.
 """
 
 from typing import ClassVar
@@ -23,7 +23,8 @@ class UsageError(FusekitError):
 class SpecError(FusekitError):
     """A spec that cannot be built.
 
-    problems: one line for every problem found, each with its table, key and value; empty where there is just the message.
+    problems: one line for every problem found, each with its table, key and value; empty where there is just the
+    message.
     """
 
     exit_code = 2

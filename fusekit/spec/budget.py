@@ -1,0 +1,193 @@
+"""Shared memory and register arithmetic: the one place that says which tiles fit an SM.
+
+A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. Its dynamic shared memory holds
+
+    stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
+    32768 bytes      epilogue staging: 8 warps x 2 buffers x 16 rows x 64 columns x 2 bytes
+    2048 bytes       barriers, the scheduler's ring and the slack of a 1024-byte alignment
+
+Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
+registers a multiprocessor).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fusekit.errors import SpecError
+
+MAINLOOPS = ("pingpong", "cooperative")
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+GLU_LAYOUTS = ("concat", "interleaved", "interleaved-32")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one architecture offers a CTA; bytes, or registers a thread."""
+
+    shared_bytes: int = 232448
+    reserved_bytes: int = 2048
+    epilogue_bytes: int = 32768
+    tile_k: int = 64
+    operand_bytes: int = 2
+    min_stages: int = 3
+    max_stages: int = 8
+    threads: int = 384
+    producer_registers: int = 24
+    consumer_registers: int = 240
+    accumulator_registers: int = 208  # of a consumer's 240; the rest is addresses, descriptors and the epilogue
+
+
+SM90A = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a kernel of one tile uses. Bytes are dynamic shared memory a CTA; registers are a thread's."""
+
+    tile_k: int
+    stages: int
+    stage_bytes: int
+    epilogue_bytes: int
+    shared_bytes: int
+    accumulator_registers: int
+    consumer_registers: int
+    producer_registers: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a combination cannot be built: the key to change, and the rule with its arithmetic."""
+
+    key: str
+    rule: str
+
+
+# Rows of one CTA tile that each main loop can hold: a warpgroup's WGMMA has 64 rows, and may do one or two.
+TILE_M = {"pingpong": (64, 128), "cooperative": (128, 256)}
+
+# (b_major, glu_layout) -> what tile N is a multiple of, and why.
+TILE_N = {
+    ("k", "none"): (16, "WGMMA's N, and a 16-column epilogue step"),
+    ("k", "concat"): (32, "the gate half and the up half are multiples of 16 each"),
+    ("k", "interleaved"): (32, "gate and up columns are multiples of 16 each"),
+    ("k", "interleaved-32"): (64, "a gate block and an up block have 32 columns each"),
+    ("n", "none"): (64, "an n-major box is 64 columns wide"),
+    ("n", "concat"): (128, "gate and up are n-major boxes, 64 columns wide each"),
+    ("n", "interleaved"): (64, "an n-major box is 64 columns wide"),
+    ("n", "interleaved-32"): (128, "gate and up come from n-major boxes, 64 columns wide each"),
+}
+MAX_TILE_N = 256
+
+
+def accumulator_registers(tile: tuple[int, int], mainloop: str) -> int:
+    """float32 accumulators a thread: 128 threads (a warpgroup) own a ping-pong tile, 256 a cooperative one."""
+    return tile[0] * tile[1] // (128 if mainloop == "pingpong" else 256)
+
+
+def default_mainloop(tile: tuple[int, int], limits: Limits = SM90A) -> str:
+    """Ping-pong where one warpgroup can hold the whole tile, else cooperative."""
+    fits = tile[0] in TILE_M["pingpong"] and accumulator_registers(tile, "pingpong") <= limits.accumulator_registers
+    return "pingpong" if fits else "cooperative"
+
+
+def refusals(
+    tile: tuple[int, int],
+    cluster: tuple[int, int],
+    mainloop: str,
+    *,
+    b_major: str = "k",
+    glu_layout: str = "none",
+    limits: Limits = SM90A,
+) -> tuple[Refusal, ...]:
+    """Every rule that the combination breaks; empty when it fits."""
+    found = [*_tile_refusals(tile, mainloop, b_major, glu_layout)]
+    if cluster not in CLUSTERS:
+        allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
+        found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
+    if not found:  # the arithmetic means nothing for a tile that no main loop can run
+        found += _size_refusals(tile, mainloop, limits)
+    return tuple(found)
+
+
+def _tile_refusals(tile: tuple[int, int], mainloop: str, b_major: str, glu_layout: str) -> Iterator[Refusal]:
+    tile_m, tile_n = tile
+    if tile_m not in TILE_M[mainloop]:
+        allowed = " or ".join(str(m) for m in TILE_M[mainloop])
+        other = next((name for name in MAINLOOPS if tile_m in TILE_M[name]), None)
+        remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
+        yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
+    multiple, why = TILE_N[b_major, glu_layout]
+    if tile_n % multiple or not multiple <= tile_n <= MAX_TILE_N:
+        lower = min(MAX_TILE_N, max(multiple, tile_n // multiple * multiple))
+        upper = min(MAX_TILE_N, lower + multiple)
+        near = f"{lower}" if lower == upper or tile_n < lower else f"{lower} or {upper}"
+        layout = "" if glu_layout == "none" else f', glu_layout = "{glu_layout}"'
+        yield Refusal(
+            "tile",
+            f"tile N = {tile_n} must be a multiple of {multiple} from {multiple} to {MAX_TILE_N} with "
+            f'b_major = "{b_major}"{layout} ({why}); the nearest: {near}',
+        )
+
+
+def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iterator[Refusal]:
+    tile_m, tile_n = tile
+    registers = accumulator_registers(tile, mainloop)
+    if registers > limits.accumulator_registers:
+        owners, remedy = 256, "take a smaller tile"
+        if mainloop == "pingpong":
+            owners, remedy = 128, 'take a smaller tile, or mainloop = "cooperative"'
+        yield Refusal(
+            "tile",
+            f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
+            f"most {limits.accumulator_registers} of a consumer's {limits.consumer_registers} are free; {remedy}",
+        )
+    stage, room = _stage_bytes(tile, limits), _stage_room(limits)
+    if room // stage < limits.min_stages:
+        yield Refusal(
+            "tile",
+            f"({tile_m} + {tile_n}) x {limits.tile_k} x {limits.operand_bytes} = {stage} bytes a stage; "
+            f"{limits.shared_bytes} - {limits.reserved_bytes} (barriers) - {limits.epilogue_bytes} (epilogue)"
+            f" = {room} bytes of shared memory hold {room // stage} stages, at least {limits.min_stages} are needed; "
+            "take a smaller tile",
+        )
+
+
+def budget(
+    tile: tuple[int, int],
+    cluster: tuple[int, int],
+    mainloop: str,
+    *,
+    b_major: str = "k",
+    glu_layout: str = "none",
+    limits: Limits = SM90A,
+) -> Budget:
+    """The resources of one combination.
+
+    tile, cluster: (M, N). glu_layout: "none" when the activation is not gated. Raises SpecError, with the arithmetic,
+    for a combination that does not fit.
+    """
+    broken = refusals(tile, cluster, mainloop, b_major=b_major, glu_layout=glu_layout, limits=limits)
+    if broken:
+        raise SpecError("; ".join(refusal.rule for refusal in broken), problems=tuple(r.rule for r in broken))
+    stage = _stage_bytes(tile, limits)
+    stages = min(limits.max_stages, _stage_room(limits) // stage)
+    return Budget(
+        tile_k=limits.tile_k,
+        stages=stages,
+        stage_bytes=stage,
+        epilogue_bytes=limits.epilogue_bytes,
+        shared_bytes=stages * stage + limits.epilogue_bytes + limits.reserved_bytes,
+        accumulator_registers=accumulator_registers(tile, mainloop),
+        consumer_registers=limits.consumer_registers,
+        producer_registers=limits.producer_registers,
+        threads=limits.threads,
+    )
+
+
+def _stage_bytes(tile: tuple[int, int], limits: Limits) -> int:
+    return (tile[0] + tile[1]) * limits.tile_k * limits.operand_bytes
+
+
+def _stage_room(limits: Limits) -> int:
+    return limits.shared_bytes - limits.reserved_bytes - limits.epilogue_bytes

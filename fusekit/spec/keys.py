@@ -1,0 +1,85 @@
+"""Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.spec.budget import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
+from fusekit.spec.model import ACTIVATIONS, ARCHES, DTYPES, OPS
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
+NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with a letter or digit, 64 at most"
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key.
+
+    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers) or "table". choices: allowed
+    strings, or allowed pairs. keys: a table's own keys. sweep: a list of values is allowed, and makes one kernel for
+    each.
+    """
+
+    name: str
+    type: str
+    doc: str
+    choices: tuple[Any, ...] = ()
+    keys: tuple["Key", ...] = ()
+    minimum: int = 0
+    default: Any = None
+    required: bool = False
+    sweep: bool = False
+
+
+ACTIVATION_KEYS = (
+    Key("kind", "choice", "The function.", choices=ACTIVATIONS, required=True),
+    Key("approximate", "choice", "How gelu and geglu compute gelu.", choices=("none", "tanh"), default="none"),
+    Key("alpha", "float", "swiglu's slope in sigmoid(alpha.g); may be changed at launch.", default=1.0),
+    Key("limit", "float", "Gated kinds: g <= limit and |u| <= limit; left out: no clamp. May be changed at launch."),
+    Key("up_offset", "float", "Gated kinds: added to u; may be changed at launch.", default=0.0),
+)
+
+PROBLEM_KEYS = (
+    Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
+    Key("M", "int", "Rows of x.", required=True),
+    Key("N", "int", "Columns of x.w, before a gated activation halves them.", minimum=1, required=True),
+    Key("K", "int", "Columns of x.", minimum=1, required=True),
+)
+
+KERNEL_KEYS = (
+    Key("name", "string", "The kernel's name in this file.", required=True),
+    Key("summary", "string", "One line about the kernel; default: the file's."),
+    Key("op", "choice", "The operation.", choices=OPS, required=True),
+    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    Key("dtype", "choice", "Type of x, w, bias and preactivation.", choices=DTYPES, default="bf16"),
+    Key("out_dtype", "choice", "Type of y; default: dtype.", choices=DTYPES),
+    Key("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
+    Key("alpha", "choice", "float32 accumulator scale.", choices=("none", "scalar", "group"), default="none"),
+    Key("bias", "bool", "Adds bias[E, N].", default=False),
+    Key("save_preactivation", "bool", "Also stores z[M, N], the activation's input.", default=False),
+    Key("activation", "table", 'What is applied to z; default: { kind = "identity" }.', keys=ACTIVATION_KEYS),
+    Key("glu_layout", "choice", 'How gate and up lie along N; default: "concat" for a gated activation, else "none".',
+        choices=("none", *GLU_LAYOUTS)),
+    Key("row_scale", "bool", "Multiplies row m of y by row_scale[m].", default=False),
+    Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
+    Key("tile", "pair", "CTA tile [M, N]; K is 64.", required=True, sweep=True),
+    Key("cluster", "pair", "CTAs of a cluster along [M, N].", choices=CLUSTERS, default=(1, 1), sweep=True),
+    Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold the tile.",
+        choices=MAINLOOPS, sweep=True),
+    Key("schedule", "choice", "How tiles are dealt to clusters.", choices=("static",), default="static", sweep=True),
+    Key("cluster_margin", "int", "Clusters held back for other kernels; may be changed at launch.", default=0),
+    Key("problem", "table", "The shape that run and benchmarks use.", keys=PROBLEM_KEYS),
+)  # fmt: skip
+
+KERNEL_ONLY = ("name", "summary")
+DEFAULTS_KEYS = tuple(key for key in KERNEL_KEYS if key.name not in KERNEL_ONLY)
+SWEEP_KEYS = ("arch", "tile", "cluster", "mainloop", "schedule")
+
+FILE_KEYS = (
+    Key("schema", "int", "Version of this format: 1.", required=True),
+    Key("summary", "string", "One line about the file."),
+    Key(
+        "defaults", "table", "Any key of a kernel but name and summary; a kernel's own value wins.", keys=DEFAULTS_KEYS
+    ),
+    Key("kernel", "table", "The kernels, one [[kernel]] table each.", keys=KERNEL_KEYS, required=True),
+)

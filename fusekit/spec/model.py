@@ -1,0 +1,167 @@
+"""The frozen values a spec file turns into. Names are those of the file's keys."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fusekit.errors import SpecError
+from fusekit.spec.budget import Budget, budget, default_mainloop
+
+ARCHES = ("sm_90a",)
+OPS = ("dense-gemm", "grouped-gemm")
+DTYPES = ("bf16", "fp16")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+PLAIN_ACTIVATIONS = ("identity", "relu", "srelu", "silu", "gelu")
+ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The epilogue's activation.
+
+    Plain kinds act on z: identity, relu, srelu = max(z, 0)^2, silu, gelu. Gated kinds take z = (g, u), clamped to g
+    <= limit, |u| <= limit, to: swiglu g.sigmoid(alpha.g).(u + up_offset), geglu gelu(g).(u + up_offset), reglu max(g,
+    0).(u + up_offset). alpha, limit (None: no clamp) and up_offset are run-time scalars with these defaults, not part
+    of the cubin.
+    """
+
+    kind: str = "identity"
+    approximate: str = "none"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether two columns of z make one of y."""
+        return self.kind in GATED_ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The shape that `run` and the benchmarks use unless told otherwise: x[M, K], w of N x K for each of E groups."""
+
+    E: int
+    M: int
+    N: int
+    K: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin."""
+
+    file: str
+    kernel: str
+    op: str
+    arch: str
+    dtype: str
+    out_dtype: str
+    b_major: str
+    alpha: str
+    bias: bool
+    save_preactivation: bool
+    activation: Activation
+    glu_layout: str
+    row_scale: bool
+    quant: str
+    tile: tuple[int, int]
+    cluster: tuple[int, int]
+    mainloop: str
+    schedule: str
+    cluster_margin: int
+    problem: Problem | None
+    summary: str
+
+    @property
+    def name(self) -> str:
+        """`file/kernel`: every variant of the kernel."""
+        return f"{self.file}/{self.kernel}"
+
+    @property
+    def variant(self) -> str:
+        """The sweep's choice, such as `128x192-c2x1`; a suffix where the main loop or schedule is not the usual one."""
+        (tile_m, tile_n), (cluster_m, cluster_n) = self.tile, self.cluster
+        suffix = ""
+        if self.mainloop != default_mainloop(self.tile):
+            suffix += "-coop" if self.mainloop == "cooperative" else f"-{self.mainloop}"
+        if self.schedule != "static":
+            suffix += f"-{self.schedule}"
+        return f"{tile_m}x{tile_n}-c{cluster_m}x{cluster_n}{suffix}"
+
+    @property
+    def full_name(self) -> str:
+        """`file/kernel@variant`. Kernels of several architectures share it."""
+        return f"{self.name}@{self.variant}"
+
+    @property
+    def budget(self) -> Budget:
+        """Stages, shared memory and registers; raises SpecError where the tile does not fit."""
+        return budget(self.tile, self.cluster, self.mainloop, b_major=self.b_major, glu_layout=self.glu_layout)
+
+    def canonical(self) -> dict[str, Any]:
+        """The whole spec in JSON types, keys sorted."""
+        return {name: _json_value(value) for name, value in sorted(asdict(self).items())}
+
+    @classmethod
+    def from_canonical(cls, data: Mapping[str, Any]) -> "KernelSpec":
+        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
+        expected = {field.name for field in fields(cls)}
+        if set(data) != expected:
+            odd = ", ".join(sorted(expected ^ set(data)))
+            raise SpecError(
+                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
+            )
+        values = dict(data)
+        values["activation"] = Activation(**values["activation"])
+        values["problem"] = None if values["problem"] is None else Problem(**values["problem"])
+        values["tile"] = tuple(values["tile"])
+        values["cluster"] = tuple(values["cluster"])
+        return cls(**values)
+
+    def device_spec(self) -> dict[str, Any]:
+        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem."""
+        return {
+            "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
+            "alpha": self.alpha,
+            "arch": self.arch,
+            "b_major": self.b_major,
+            "bias": self.bias,
+            "cluster": list(self.cluster),
+            "dtype": self.dtype,
+            "glu_layout": self.glu_layout,
+            "mainloop": self.mainloop,
+            "op": self.op,
+            "out_dtype": self.out_dtype,
+            "quant": self.quant,
+            "row_scale": self.row_scale,
+            "save_preactivation": self.save_preactivation,
+            "schedule": self.schedule,
+            "stages": self.budget.stages,
+            "tile": list(self.tile),
+        }
+
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out: act_alpha, act_limit (inf: no clamp), act_up_offset, cluster_margin."""
+        scalars: dict[str, float | int] = {"cluster_margin": self.cluster_margin}
+        if self.activation.gated:
+            limit = self.activation.limit
+            scalars["act_alpha"] = self.activation.alpha
+            scalars["act_limit"] = math.inf if limit is None else limit
+            scalars["act_up_offset"] = self.activation.up_offset
+        return scalars
+
+
+def canonical_json(spec: KernelSpec) -> str:
+    """One line of JSON, the same for equal specs on every machine."""
+    return json.dumps(spec.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(sorted(value.items()))
+    return value

@@ -1,0 +1,187 @@
+"""TOML text -> expanded, validated `KernelSpec`s. All problems of a file are reported in one SpecError."""
+
+import itertools
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fusekit.errors import SpecError
+from fusekit.spec.budget import default_mainloop
+from fusekit.spec.keys import DEFAULTS_KEYS, FILE_KEYS, KERNEL_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
+from fusekit.spec.model import Activation, KernelSpec, Problem
+from fusekit.spec.rules import broken_rules
+from fusekit.spec.values import BAD, Reader, nearest, show, type_name
+
+SCHEMA_VERSION = 1
+MAX_KERNELS = 4096  # a sweep that makes more is a slip
+
+
+def parse_file(path: str | os.PathLike[str]) -> tuple[KernelSpec, ...]:
+    """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError."""
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"{path}: there is no such file; give the path of a spec file, or a packaged name") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}; give the path of a readable spec file") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{path}: byte {error.start} is not UTF-8, which TOML is written in; save the file as UTF-8"
+        ) from None
+    return parse_text(text, path.stem, str(path))
+
+
+def parse_text(text: str, stem: str, source: str | None = None) -> tuple[KernelSpec, ...]:
+    """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
+    source = source or f"{stem}.toml"
+    if not re.fullmatch(NAME_PATTERN, stem):
+        raise SpecError(f"{source}: the stem {show(stem)} begins every kernel's name; {NAME_RULE}; rename the file")
+    if not text.strip():
+        raise SpecError(
+            f"{source}: the file is empty; a spec has schema = {SCHEMA_VERSION} and at least one [[kernel]] table"
+        )
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{source}: not TOML: {error}; see toml.io for the syntax") from None
+    reader = Reader()
+    specs = _File(reader, document, stem).expand()
+    if reader.problems:
+        raise _error(source, reader.problems)
+    return specs
+
+
+def _error(source: str, problems: list[str]) -> SpecError:
+    lines = tuple(dict.fromkeys(problems))  # variants of one kernel break the same rule in the same words
+    if len(lines) == 1:
+        return SpecError(f"{source}: {lines[0]}", problems=lines)
+    return SpecError(f"{source}: {len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
+
+
+class _File:
+    def __init__(self, reader: Reader, document: dict[str, Any], stem: str) -> None:
+        self.reader, self.document, self.stem = reader, document, stem
+
+    def expand(self) -> tuple[KernelSpec, ...]:
+        self._check_top()
+        defaults = self._table("defaults")
+        shared = self.reader.table("[defaults]: ", defaults, DEFAULTS_KEYS, complete=False)
+        summary = self.document.get("summary", "")
+        specs: list[KernelSpec] = []
+        seen: dict[str, int] = {}
+        for number, table in enumerate(self._kernels(), start=1):
+            where = f"[[kernel]] {number}"
+            name = table.get("name")
+            where += f" ({name}): " if isinstance(name, str) else ": "
+            if isinstance(name, str) and seen.setdefault(name, number) != number:
+                self.reader.report(
+                    where, "name", name, f"[[kernel]] {seen[name]} has this name already; name them apart"
+                )
+            own = self.reader.table(where, table, KERNEL_KEYS, complete=False)
+            for key in KERNEL_KEYS:
+                if key.required and key.name not in own and key.name not in shared:
+                    self.reader.missing(where, key)
+            specs += self._variants(where, own, shared, summary)
+        return tuple(specs)
+
+    def _check_top(self) -> None:
+        known = {key.name: key for key in FILE_KEYS}
+        for name, value in self.document.items():
+            if name in known:
+                continue
+            hint = nearest(name, known)
+            if not hint and any(key.name == name for key in KERNEL_KEYS):
+                hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
+            hint = hint or f"; the top level has {', '.join(known)}"
+            self.reader.problems.append(f"top level: {name} = {show(value)}: there is no such key{hint}")
+        version = self.document.get("schema")
+        if version is None:
+            self.reader.problems.append(f"top level: schema is missing: begin the file with schema = {SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION or isinstance(version, bool) or not isinstance(version, int):
+            rule = f"this version of fusekit reads schema = {SCHEMA_VERSION} (an integer)"
+            self.reader.report("top level: ", "schema", version, rule)
+        if not isinstance(self.document.get("summary", ""), str):
+            value = self.document["summary"]
+            self.reader.report("top level: ", "summary", value, f"must be a string, is {type_name(value)}")
+
+    def _table(self, name: str) -> dict[str, Any]:
+        value = self.document.get(name, {})
+        if isinstance(value, dict):
+            return value
+        self.reader.report("top level: ", name, value, f"must be a table, is {type_name(value)}; write [{name}]")
+        return {}
+
+    def _kernels(self) -> list[dict[str, Any]]:
+        value = self.document.get("kernel")
+        if value is None or value == []:
+            self.reader.problems.append(
+                "top level: there is no [[kernel]] table; a spec file names at least one kernel"
+            )
+        elif isinstance(value, dict):
+            self.reader.problems.append("top level: [kernel] is a single table; write [[kernel]], with two brackets")
+        elif not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self.reader.report("top level: ", "kernel", value, "must be [[kernel]] tables")
+        else:
+            return value
+        return []
+
+    def _variants(self, where: str, own: dict[str, Any], shared: dict[str, Any], file_summary: str) -> list[KernelSpec]:
+        values = {
+            key.name: (key.default,) if key.sweep else key.default for key in KERNEL_KEYS if key.name not in KERNEL_ONLY
+        }
+        values |= {"mainloop": (None,), "summary": file_summary} | shared | own
+        required = [key.name for key in KERNEL_KEYS if key.required]
+        if any(values.get(name) in (None, (None,)) for name in required) or any(
+            value is BAD for value in values.values()
+        ):
+            return []  # reported already
+        count = 1
+        for key in SWEEP_KEYS:
+            count *= len(values[key])
+        if count > MAX_KERNELS:
+            product = " x ".join(f"{len(values[key])} {key}" for key in SWEEP_KEYS if len(values[key]) > 1)
+            self.reader.problems.append(
+                f"{where}{product} = {count} kernels; at most {MAX_KERNELS} are expanded; sweep less"
+            )
+            return []
+        specs = []
+        for choice in itertools.product(*(values[key] for key in SWEEP_KEYS)):
+            spec = self._spec(values, dict(zip(SWEEP_KEYS, choice, strict=True)))
+            specs.append(spec)
+            for key, value, rule in broken_rules(spec):
+                base = key.partition(".")[0]
+                origin = "from [defaults]: " if base in shared and base not in own else ""
+                self.reader.report(f"{where}{origin}", key, value, rule)
+        return specs
+
+    def _spec(self, values: dict[str, Any], choice: dict[str, Any]) -> KernelSpec:
+        activation = Activation(**(values["activation"] or {}))
+        problem = Problem(**values["problem"]) if values["problem"] else None
+        tile = choice["tile"]
+        mainloop = choice["mainloop"] or default_mainloop(tile)
+        return KernelSpec(
+            file=self.stem,
+            kernel=values["name"],
+            op=values["op"],
+            arch=choice["arch"],
+            dtype=values["dtype"],
+            out_dtype=values["out_dtype"] or values["dtype"],
+            b_major=values["b_major"],
+            alpha=values["alpha"],
+            bias=values["bias"],
+            save_preactivation=values["save_preactivation"],
+            activation=activation,
+            glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
+            row_scale=values["row_scale"],
+            quant=values["quant"],
+            tile=tile,
+            cluster=choice["cluster"],
+            mainloop=mainloop,
+            schedule=choice["schedule"],
+            cluster_margin=values["cluster_margin"],
+            problem=problem,
+            summary=values["summary"],
+        )

@@ -1,0 +1,95 @@
+"""What no single key can say: combinations that cannot be built, with the arithmetic that refuses them."""
+
+from typing import Any
+
+from fusekit.spec.budget import refusals
+from fusekit.spec.model import KernelSpec
+from fusekit.spec.values import show
+
+# A TMA dimension's stride is a multiple of 16 bytes: 8 elements of 16 bits.
+ALIGNED_ELEMENTS = 8
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+def broken_rules(spec: KernelSpec) -> list[Broken]:
+    """Every rule that an expanded spec breaks; empty when it can be built."""
+    found = [*_activation(spec), *_operands(spec)]
+    if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
+        return found
+    values = {"tile": spec.tile, "cluster": spec.cluster}
+    for refusal in refusals(spec.tile, spec.cluster, spec.mainloop, b_major=spec.b_major, glu_layout=spec.glu_layout):
+        found.append((refusal.key, values[refusal.key], refusal.rule))
+    return found + _problem(spec)
+
+
+def _activation(spec: KernelSpec) -> list[Broken]:
+    found: list[Broken] = []
+    act = spec.activation
+    if act.approximate != "none" and act.kind not in ("gelu", "geglu"):
+        found.append(
+            ("activation.approximate", act.approximate, f"only gelu and geglu have it, not {act.kind}; leave it out")
+        )
+    if act.alpha != 1.0 and act.kind != "swiglu":
+        found.append(("activation.alpha", act.alpha, f"only swiglu has it, not {act.kind}; leave it out"))
+    if not act.gated:
+        if act.limit is not None:
+            found.append(
+                ("activation.limit", act.limit, f"only gated activations have it, not {act.kind}; leave it out")
+            )
+        if act.up_offset != 0.0:
+            found.append(
+                ("activation.up_offset", act.up_offset, f"only gated activations have it, not {act.kind}; leave it out")
+            )
+        if spec.glu_layout != "none":
+            rule = f'the activation {act.kind} is not gated, so there is no gate to lay out; leave it out or say "none"'
+            found.append(("glu_layout", spec.glu_layout, rule))
+    else:
+        if act.limit is not None and act.limit <= 0:
+            found.append(("activation.limit", act.limit, "must be above 0; leave it out for no limit"))
+        if spec.glu_layout == "none":
+            rule = f'{act.kind} is gated: say how gate and up lie along N, "concat", "interleaved" or "interleaved-32"'
+            found.append(("glu_layout", spec.glu_layout, rule))
+    return found
+
+
+def _operands(spec: KernelSpec) -> list[Broken]:
+    if spec.alpha == "group" and spec.op == "dense-gemm":
+        return [("alpha", spec.alpha, 'dense-gemm has no groups to scale apart; say "scalar", or op = "grouped-gemm"')]
+    return []
+
+
+def _problem(spec: KernelSpec) -> list[Broken]:
+    problem = spec.problem
+    if problem is None:
+        return []
+    found: list[Broken] = []
+    if spec.op == "dense-gemm" and problem.E != 1:
+        found.append(("problem.E", problem.E, "dense-gemm has one group; say E = 1"))
+    found += _aligned("problem.K", problem.K, "a row of x")
+    if not spec.activation.gated:
+        return found + _aligned("problem.N", problem.N, "a row of y")
+    kind, half = spec.activation.kind, problem.N // 2
+    if problem.N % 2:
+        rule = f"{kind} is gated: N = 2 I, and {problem.N} / 2 = {problem.N / 2:g} is no whole I; say an even N"
+        found.append(("problem.N", problem.N, rule))
+    elif spec.glu_layout == "interleaved-32" and problem.N % 64:
+        rule = "interleaved-32 alternates 32 gate and 32 up columns, so N is a multiple of 64"
+        rest = f"{problem.N} = 64 x {problem.N // 64} + {problem.N % 64}"
+        found.append(("problem.N", problem.N, f"{rule}, and {rest}; say {_near(problem.N, 64)}"))
+    elif half % ALIGNED_ELEMENTS:
+        rule = f"a row of y has N / 2 = {half} elements of 2 bytes = {2 * half} bytes, which must be a multiple of 16"
+        found.append(("problem.N", problem.N, f"{rule}; say {_near(problem.N, 2 * ALIGNED_ELEMENTS)}"))
+    return found
+
+
+def _aligned(key: str, value: int, what: str) -> list[Broken]:
+    if value % ALIGNED_ELEMENTS == 0:
+        return []
+    rule = f"{what} has {value} elements of 2 bytes = {2 * value} bytes, which must be a multiple of 16"
+    return [(key, value, f"{rule}; say {_near(value, ALIGNED_ELEMENTS)}")]
+
+
+def _near(value: int, multiple: int) -> str:
+    lower = value // multiple * multiple
+    return show(lower + multiple) if lower == 0 else f"{lower} or {lower + multiple}"

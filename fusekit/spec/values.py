@@ -1,0 +1,197 @@
+"""One TOML value against one key of the table: type, allowed values, sweeps. Problems are collected, not raised."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key
+
+_TYPE_NAMES = (
+    (bool, "a boolean"),
+    (str, "a string"),
+    (int, "an integer"),
+    (float, "a float"),
+    (dict, "a table"),
+    (list, "an array"),
+)
+
+
+class Bad:
+    """The value of a key whose problem has been reported."""
+
+
+BAD = Bad()
+
+
+def show(value: Any) -> str:
+    """The value as a TOML file would have it, shortened."""
+    if isinstance(value, dict):
+        text = "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(show(item) for item in value) + "]"
+    elif isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, bool):
+        text = "true" if value else "false"
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def type_name(value: Any) -> str:
+    """What a TOML author calls the value's type."""
+    return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "a date or time")
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """`; did you mean "x"?` for a word close to an allowed one, else nothing."""
+    from difflib import get_close_matches  # only where an error is being written
+
+    words = list(allowed)
+    folded = {item.lower().replace("-", "_"): item for item in words}
+    match = get_close_matches(word.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return f'; did you mean "{folded[match[0]]}"?' if match else ""
+
+
+def one_of(allowed: Iterable[Any]) -> str:
+    """The allowed values as a phrase."""
+    words = [show(item) for item in allowed]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+class Reader:
+    """Reads tables of one file; `problems` has a line for everything that is wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def report(self, where: str, key: str, value: Any, rule: str) -> Bad:
+        """Adds a line: where, the key, its value, the rule that it breaks."""
+        self.problems.append(f"{where}{key} = {show(value)}: {rule}")
+        return BAD
+
+    def table(
+        self, where: str, table: dict[str, Any], keys: tuple[Key, ...], *, complete: bool = True
+    ) -> dict[str, Any]:
+        """The table's values by key, `BAD` where a problem was reported; absent keys stay absent.
+
+        complete: report required keys that are missing.
+        """
+        known = {key.name: key for key in keys}
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            if name in known:
+                values[name] = self.value(where, known[name], value)
+            else:
+                hint = nearest(name, known) or f"; the keys are {', '.join(known)}"
+                self.problems.append(f"{where}{name} = {show(value)}: there is no such key{hint}")
+        if complete:
+            for key in keys:
+                if key.required and key.name not in table:
+                    self.missing(where, key)
+        return values
+
+    def missing(self, where: str, key: Key) -> None:
+        """Reports a required key that is absent."""
+        self.problems.append(f"{where}{key.name} is missing; give {_expected(key)}: {key.doc[0].lower()}{key.doc[1:]}")
+
+    def value(self, where: str, key: Key, value: Any) -> Any:
+        """The value, normalised; a sweep comes as a tuple of values, always, for a key that may be swept."""
+        if not key.sweep:
+            return self._single(where, key, value)
+        many = isinstance(value, list) and not (
+            key.type == "pair" and not any(isinstance(item, list) for item in value)
+        )
+        if (many and not value) or value == []:
+            return self.report(
+                where, key.name, value, f"an empty sweep makes no kernel; give {_expected(key)}, or a list of them"
+            )
+        items = tuple(self._single(where, key, item) for item in (value if many else [value]))
+        if any(item is BAD for item in items):
+            return BAD
+        for index, item in enumerate(items):
+            if item in items[:index]:
+                return self.report(where, key.name, value, f"{show(item)} appears twice; a sweep names each value once")
+        return items
+
+    def _single(self, where: str, key: Key, value: Any) -> Any:
+        read = getattr(self, f"_{key.type}")
+        return read(where, key, value)
+
+    def _wrong_type(self, where: str, key: Key, value: Any) -> Bad:
+        return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}")
+
+    def _string(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, str):
+            return self._wrong_type(where, key, value)
+        if key.name == "name" and not re.fullmatch(NAME_PATTERN, value):
+            return self.report(where, key.name, value, NAME_RULE)
+        return value
+
+    def _choice(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, str):
+            return self._wrong_type(where, key, value)
+        if value not in key.choices:
+            must = f"must be {one_of(key.choices)}{nearest(value, key.choices)}"
+            return self.report(where, key.name, value, must)
+        return value
+
+    def _bool(self, where: str, key: Key, value: Any) -> Any:
+        return value if isinstance(value, bool) else self._wrong_type(where, key, value)
+
+    def _int(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return self._wrong_type(where, key, value)
+        if not key.minimum <= value <= INT32_MAX:
+            return self.report(where, key.name, value, f"must be from {key.minimum} to {INT32_MAX}")
+        return value
+
+    def _float(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return self._wrong_type(where, key, value)
+        if not math.isfinite(value):
+            return self.report(
+                where, key.name, value, "must be finite" + ("; leave limit out for none" if key.name == "limit" else "")
+            )
+        return float(value)
+
+    def _pair(self, where: str, key: Key, value: Any) -> Any:
+        whole = isinstance(value, list) and len(value) == 2
+        if not whole or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return self.report(
+                where, key.name, value, f"must be {_expected(key)}" + (", or a list of such pairs" if key.sweep else "")
+            )
+        pair = (value[0], value[1])
+        if min(pair) < 1:
+            return self.report(where, key.name, value, "both must be at least 1")
+        if key.choices and pair not in key.choices:
+            return self.report(where, key.name, value, f"must be {one_of(key.choices)}")
+        return pair
+
+    def _table(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, dict):
+            hint = f"; write {{ kind = {show(value)} }}" if key.name == "activation" and isinstance(value, str) else ""
+            return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}{hint}")
+        before = len(self.problems)
+        values = self.table(f"{where}{key.name}.", value, key.keys)
+        return values if len(self.problems) == before else BAD
+
+
+def _expected(key: Key) -> str:
+    match key.type:
+        case "choice":
+            return f"a string, {one_of(key.choices)}"
+        case "pair":
+            return "a pair of integers [M, N]"
+        case "table":
+            return "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
+        case "bool":
+            return "true or false"
+        case "int":
+            return "an integer"
+        case "float":
+            return "a number"
+        case _:
+            return "a string"
