@@ -16,9 +16,6 @@ from fusekit.reference import layouts
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation
 
-# An activation made of the hardware's tanh (relative error 2**-11) is off by this share of its argument.
-EVALUATION = 2.0**-12
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -80,8 +77,8 @@ def activate(activation: Activation, layout: str, z: Array) -> Array:
 def error_bound(activation: Activation, layout: str, z: Array, error: Array) -> Array:
     """How far off the activation may be when z [rows, N] is off by ``error`` [rows, N]; shaped as the result.
 
-    The error is carried through by moving z both ways. It is not allowed to shrink where the function is flat: there
-    a result of float32 arithmetic is good to a share of its argument, not of itself.
+    The error is carried through by moving z both ways. It is not allowed to shrink where the function is flat: what
+    float32 arithmetic makes of a gelu near its tail is good to a share of the argument, not of the result.
     """
     kind = _kind(activation)
     z = np.asarray(z, dtype=np.float64)
@@ -111,7 +108,6 @@ def _clamped(activation: Activation, layout: str, z: Array) -> tuple[Array, Arra
 
 
 def _spread(kind: Kind, activation: Activation, z: Array, error: Array) -> Array:
-    error = error + EVALUATION * np.abs(z)
     here = kind.function(z, activation)
     above = np.abs(kind.function(z + error, activation) - here)
     below = np.abs(kind.function(z - error, activation) - here)
