@@ -1,0 +1,145 @@
+"""The shapes and circumstances that break grouped GEMMs, as plain values. Pure: nothing here needs a GPU.
+
+A case says how many rows each group has, how far N and K lie from the tile, and what is odd about the launch. The same
+cases run for every kernel of ``matrix.toml``; ``harness`` turns a case into buffers and judges what came back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fusekit.spec import KernelSpec
+
+TILE_K = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch.
+
+    sizes: rows of each group (of a dense-gemm: its M alone). n, k: N (gate and up together) and K. spare: rows of x and
+    y beyond the last group. pad: elements between the rows of x, w, y and preactivation. nan_group: a group whose rows
+    of x are NaN. nan_empty_weights: w of empty groups is NaN. loud: x is eight times as large, which reaches clamps
+    and tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at launch. sample: compare
+    about this many rows (and look at all of them for poison).
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    n: int
+    k: int
+    spare: int = 0
+    pad: int = 0
+    nan_group: int | None = None
+    nan_empty_weights: bool = False
+    loud: bool = False
+    scalars: dict[str, float] = field(default_factory=dict)
+    margin: int | None = None
+    sample: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that groups own."""
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def multiple_of_n(spec: KernelSpec) -> int:
+    """What N must be a multiple of: 16 bytes a row of w and of y, and whole blocks of the layout."""
+    if spec.glu_layout == "none":
+        return 8
+    return 64 if spec.glu_layout == "interleaved-32" else 16
+
+
+def cases_of(spec: KernelSpec) -> list[Case]:
+    """Every case that the kernel must pass, with distinct names."""
+    return _dense_cases(spec) if spec.op == "dense-gemm" else _grouped_cases(spec)
+
+
+def _grouped_cases(spec: KernelSpec) -> list[Case]:
+    unit = multiple_of_n(spec)
+    tile_m, tile_n = spec.tile
+    n, k = _near(2 * tile_n, unit) + unit, TILE_K + 8  # two tiles and a bit; one step and a bit
+    uneven = tuple(int(size) for size in np.random.default_rng(5).integers(0, 6, 256))
+    sparse = tuple(3 if group % 31 == 7 else 0 for group in range(200))
+    cases = [
+        Case("sizes-around-the-tile", (1, 63, 64, 65, 127, 128, 129, 255, 256, 257), n, k),
+        Case("first-group-empty", (0, 70, 33), n, k),
+        Case("last-group-empty", (70, 33, 0), n, k),
+        Case("middle-groups-empty", (70, 0, 0, 33), n, k),
+        Case("all-rows-in-the-first-group", (200, 0, 0, 0), n, k),
+        Case("all-rows-in-the-last-group", (0, 0, 0, 200), n, k),
+        Case("one-row-a-group", (1,) * 9, n, k),
+        Case("one-group", (150,), n, k),
+        Case("32-groups", (5,) * 31 + (140,), n, k),
+        Case("33-groups", (140,) + (0,) * 31 + (5,), n, k),
+        Case("256-groups", uneven, unit, k),
+        Case("200-groups-mostly-empty", sparse, n, k),
+        Case("no-rows", (0, 0, 0), n, k),
+        Case("no-rows-but-spare-ones", (0, 0, 0), n, k, spare=130),
+        Case("spare-rows", (70, 33), n, k, spare=2 * tile_m + 3),
+        Case("nan-in-a-neighbour", (70, 33, 65), n, k, nan_group=1),
+        Case("nan-in-the-first-rows", (70, 33), n, k, nan_group=0),
+        Case("nan-weights-of-empty-groups", (70, 0, 33, 0), n, k, nan_empty_weights=True),
+        Case("loud", (70, 33), n, k, loud=True),
+        Case("padded-rows", (70, 33), n, k, spare=5, pad=24),
+    ]
+    cases += _extents(spec, (70, 0, 33), unit)
+    cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
+    # More tiles than SMs, so that the persistent loop and its rings go round; one group passes 2048 rows.
+    cases.append(Case("many-tiles", (700, 0, 4 * 1024 + 65, 129, 1000), 6 * tile_n, 2 * TILE_K, sample=400))
+    cases.append(Case("many-tiles-few-clusters", (513, 0, 700), 4 * tile_n, k, margin=100_000, sample=400))
+    return cases + _scalar_cases(spec, (70, 33), n, k)
+
+
+def _dense_cases(spec: KernelSpec) -> list[Case]:
+    unit = multiple_of_n(spec)
+    tile_n = spec.tile[1]
+    n, k = _near(2 * tile_n, unit) + unit, TILE_K + 8
+    cases = [Case(f"{rows}-rows", (rows,), n, k) for rows in (0, 1, 63, 64, 65, 127, 128, 129, 257)]
+    cases += _extents(spec, (150,), unit)
+    cases += [
+        Case("loud", (150,), n, k, loud=True),
+        Case("padded-rows", (150,), n, k, pad=24),
+        Case("margin-50", (300,), n, k, margin=50),
+        Case("margin-100000", (300,), n, k, margin=100_000),
+        Case("many-tiles", (8 * 1024 + 65,), 6 * tile_n, 2 * TILE_K, sample=400),
+    ]
+    return cases + _scalar_cases(spec, (150,), n, k)
+
+
+def _extents(spec: KernelSpec, sizes: tuple[int, ...], unit: int) -> list[Case]:
+    """N and K on the tile, off it on both sides, below one tile, and K past the pipeline's depth."""
+    tile_n = spec.tile[1]
+    n = _near(tile_n, unit)
+    ring = spec.budget.stages * TILE_K
+    return [
+        Case("n-on-the-tile", sizes, _near(2 * tile_n, unit), 2 * TILE_K),
+        Case("n-least", sizes, unit, 2 * TILE_K),
+        Case("n-under-the-tile", sizes, max(n - unit, unit), 2 * TILE_K),
+        Case("n-over-the-tile", sizes, n + unit, 2 * TILE_K),
+        Case("k-on-the-tile", sizes, n, TILE_K),
+        Case("k-least", sizes, n, 8),
+        Case("k-under-the-tile", sizes, n, 2 * TILE_K - 8),
+        Case("k-fills-the-pipeline", sizes, n + unit, ring),
+        Case("k-passes-the-pipeline", sizes, n + unit, 2 * ring + TILE_K + 8),
+    ]
+
+
+def _scalar_cases(spec: KernelSpec, sizes: tuple[int, ...], n: int, k: int) -> list[Case]:
+    if not spec.activation.gated:
+        return []
+    alpha = {"act_alpha": 1.25} if spec.activation.kind == "swiglu" else {}
+    return [
+        Case("scalars-given", sizes, n, k, scalars=alpha | {"act_limit": 0.75, "act_up_offset": -0.5}),
+        Case("no-limit-given", sizes, n, k, loud=True, scalars={"act_limit": math.inf}),
+    ]
+
+
+def _near(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

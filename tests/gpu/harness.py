@@ -1,0 +1,163 @@
+"""From a case to buffers, and from buffers to a verdict. Pure NumPy: tested on the CPU with a stand-in for the kernel.
+
+Every tensor lies in a buffer of its own between guards. All that a kernel must not read is NaN (guards, padding, spare
+rows), all that it must not write, and all that it must, holds the poison 0xFFFF beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusekit import reference
+from fusekit.spec import KernelSpec
+
+from .cases import Case
+
+GUARD = 1024  # bytes before and after; a multiple of every alignment that a tensor map asks for
+DTYPES = {"bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor inside a guarded allocation: ``image`` is the whole allocation, uint8; strides are in elements."""
+
+    image: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def array(self) -> np.ndarray:
+        """The tensor's elements (16-bit floats as uint16); writing changes the image."""
+        kind = np.dtype(DTYPES[self.dtype])
+        strides = tuple(stride * kind.itemsize for stride in self.strides)
+        return np.ndarray(self.shape, kind, self.image.data, GUARD, strides)
+
+    def fresh(self) -> Buffer:
+        """The same buffer, all poison."""
+        return Buffer(np.full_like(self.image, 0xFF), self.dtype, self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A case ready to run: the kernel's arguments, the names of those it writes, and what the reference needs."""
+
+    spec: KernelSpec
+    case: Case
+    arguments: dict[str, Buffer | float]
+    outputs: tuple[str, ...]
+    inputs: dict[str, Any]
+
+    def fresh(self) -> Launch:
+        """The same launch with new, poisoned outputs."""
+        poisoned = {name: self.arguments[name].fresh() for name in self.outputs}
+        return Launch(self.spec, self.case, self.arguments | poisoned, self.outputs, self.inputs)
+
+
+def guarded(shape: tuple[int, ...], dtype: str, pad: int = 0, data: np.ndarray | None = None) -> Buffer:
+    """A buffer of 0xFF bytes with rows ``pad`` elements longer than the shape says; ``data`` goes into the tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, extent * strides[0] + (pad if len(strides) == 1 else 0))
+    elements = strides[0] * shape[0]
+    image = np.full(2 * GUARD + elements * np.dtype(DTYPES[dtype]).itemsize, 0xFF, np.uint8)
+    buffer = Buffer(image, dtype, shape, tuple(strides))
+    if data is not None:
+        buffer.array[...] = data
+    return buffer
+
+
+def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
+    """Made-up inputs for the case, and poisoned outputs."""
+    rows = case.rows + case.spare
+    inputs = reference.make_inputs(
+        spec, E=len(case.sizes), M=rows, N=case.n, K=case.k, seed=seed, sizes=case.sizes, spare=case.spare
+    )
+    if case.loud:
+        inputs["x"] += np.uint16(3 << (7 if spec.dtype == "bf16" else 10))
+    inputs["x"][case.rows :] = reference.POISON
+    if case.nan_group is not None:
+        inputs["x"][_rows_of(case, case.nan_group)] = reference.POISON
+    if case.nan_empty_weights:
+        inputs["w"][[group for group, size in enumerate(case.sizes) if not size]] = reference.POISON
+    if "row_scale" in inputs:
+        inputs["row_scale"][case.rows :] = np.nan
+    inputs |= case.scalars
+    arguments: dict[str, Buffer | float] = {}
+    for name, value in inputs.items():
+        if isinstance(value, float):
+            arguments[name] = value
+        else:
+            padded = case.pad if name in ("x", "w") else 0
+            arguments[name] = guarded(value.shape, _dtype_of(spec, name), padded, value)
+    shapes = reference.output_shapes(spec, M=rows, N=case.n)
+    for name, (shape, dtype) in shapes.items():
+        arguments[name] = guarded(shape, dtype, case.pad)
+    return Launch(spec, case, arguments, tuple(shapes), inputs)
+
+
+def faults(launch: Launch) -> list[str]:
+    """What is wrong with the outputs after the launch, one line each; empty if all is right."""
+    case, found = launch.case, []
+    owned = np.arange(case.rows)
+    if case.nan_group is not None:  # its own rows are anything; its neighbours' are not
+        owned = np.setdiff1d(owned, owned[_rows_of(case, case.nan_group)])
+    for name in launch.outputs:
+        found += _strays(name, launch.arguments[name], case.rows) + _gaps(name, launch.arguments[name], owned)
+    rows = _sampled(launch, owned)
+    outputs = {name: launch.arguments[name].array for name in launch.outputs}
+    results = reference.check(launch.spec, launch.inputs, outputs, rows)
+    return found + [str(result) for result in results.values() if not result.ok]
+
+
+def differences(first: Launch, second: Launch) -> list[str]:
+    """Outputs that two launches of the same case did not leave the same, bit for bit."""
+    return [
+        f"{name}: the same launch twice gave other bits"
+        for name in first.outputs
+        if not np.array_equal(first.arguments[name].image, second.arguments[name].image)
+    ]
+
+
+def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
+    """Writes outside the rows that groups own: in guards, between rows, in spare rows."""
+    beyond = Buffer(buffer.image.copy(), buffer.dtype, buffer.shape, buffer.strides)
+    beyond.array[:rows] = reference.POISON
+    hit = np.flatnonzero(beyond.image != 0xFF)
+    if not hit.size:
+        return []
+    element = (int(hit[0]) - GUARD) // 2
+    row, column = divmod(element, buffer.strides[0])
+    return [
+        f"{name}: {hit.size} bytes written outside rows 0..{rows - 1}, first at element {element} "
+        f"(row {row}, column {column} of {buffer.shape[0]} x {buffer.shape[1]}, row stride {buffer.strides[0]})"
+    ]
+
+
+def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:
+    """Elements that should have been written and still hold the poison."""
+    missing = np.argwhere(buffer.array[rows] == reference.POISON)
+    if not missing.size:
+        return []
+    row, column = missing[0]
+    return [f"{name}: {len(missing)} elements not written, first at row {rows[row]} column {column}"]
+
+
+def _sampled(launch: Launch, owned: np.ndarray) -> np.ndarray:
+    if launch.case.sample is None:
+        return owned
+    return reference.sample_rows(reference.offsets_of(launch.case.sizes), launch.case.sample)
+
+
+def _rows_of(case: Case, group: int) -> slice:
+    start = sum(case.sizes[:group])
+    return slice(start, start + case.sizes[group])
+
+
+def _dtype_of(spec: KernelSpec, name: str) -> str:
+    fixed: Mapping[str, str] = {"offsets": "i32", "alpha": "f32", "row_scale": "f32"}
+    return fixed.get(name, spec.dtype)

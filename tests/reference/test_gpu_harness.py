@@ -1,0 +1,136 @@
+"""The GPU tests' buffers and verdicts, on the CPU: a stand-in kernel passes, and each way of being wrong is found."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusekit import reference
+from fusekit.reference import formats
+from fusekit.spec import parse_file
+from tests.gpu.cases import Case, cases_of
+from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepare
+
+SPECS = {
+    spec.full_name.removeprefix("matrix/"): spec
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
+}
+WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
+CASE = Case("hard", (70, 0, 33, 64), 48, 72, spare=5, pad=24)
+
+
+def stand_in(launch, **changes):
+    """What the kernel should do, from the launch's own buffers; ``changes`` replace inputs."""
+    inputs = {name: value.array if isinstance(value, Buffer) else value for name, value in launch.arguments.items()}
+    for name, value in reference.gemm(launch.spec, inputs | changes).items():
+        if name in launch.outputs:
+            buffer = launch.arguments[name]
+            owned = launch.case.rows
+            buffer.array[:owned] = formats.encode(value, buffer.dtype)[:owned]
+    return launch
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "whole-epilogue@64x192-c2x1",
+        "swiglu-concat-n@128x128-c2x1",
+        "dense-n@128x256-c1x2",
+        "reglu-interleaved-32@128x64-c1x1",
+    ],
+)
+def test_the_stand_in_passes_every_case(name):
+    spec = SPECS[name]
+    for case in cases_of(spec):
+        if case.sample is None:  # the large ones are the GPU's
+            assert faults(stand_in(prepare(spec, case))) == [], case.name
+
+
+def test_sampled_rows_are_checked_and_all_are_looked_at():
+    case = Case("sampled", (900, 0, 300), 32, 24, sample=40)
+    launch = stand_in(prepare(WHOLE, case))
+    assert faults(launch) == []
+    launch.arguments["y"].array[517, 3] = reference.POISON
+    assert any("1 elements not written, first at row 517 column 3" in line for line in faults(launch))
+
+
+def outside(launch, name, element):
+    """One 16-bit element of the whole allocation, counted from the tensor's first."""
+    launch.arguments[name].image[GUARD + 2 * element :][:2] = 0
+
+
+@pytest.mark.parametrize("name", ["y", "preactivation"])
+@pytest.mark.parametrize("place", ["before", "after", "padding", "spare"])
+def test_a_stray_write_is_found(name, place):
+    launch = stand_in(prepare(WHOLE, CASE))
+    buffer = launch.arguments[name]
+    stride = buffer.strides[0]
+    element = {"before": -1, "after": stride * 172, "padding": stride * 3 - 1, "spare": stride * 167 + 2}[place]
+    assert faults(launch) == []
+    outside(launch, name, element)
+    assert [line for line in faults(launch) if line.startswith(f"{name}: 2 bytes written outside rows 0..166")]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offsets": np.array([71, 71, 103, 167], np.int32)},  # one row goes to its neighbour
+        {"offsets": np.array([70, 70, 103, 166], np.int32)},  # the last row is left out
+        {"alpha": np.ones(4, np.float32)},
+        {"bias": np.zeros((4, 48), np.uint16)},
+        {"row_scale": np.ones(172, np.float32)},
+        {"act_up_offset": 0.0},
+        {"act_alpha": 1.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_wrong_epilogue_or_group_is_found(change):
+    assert faults(stand_in(prepare(WHOLE, CASE), **change))
+
+
+def test_a_clamp_that_is_forgotten_is_found_by_a_loud_input():
+    case = Case("loud", (70, 33), 48, 72, loud=True)
+    assert faults(stand_in(prepare(WHOLE, case))) == []
+    assert faults(stand_in(prepare(WHOLE, case), act_limit=np.inf))
+
+
+def test_nothing_written_is_found():
+    assert [line.split(":")[0] for line in faults(prepare(WHOLE, CASE))] == ["y", "preactivation"] * 2
+
+
+def test_a_leaking_nan_is_found():
+    case = Case("nan", (70, 33, 65), 48, 72, nan_group=1)
+    launch = stand_in(prepare(WHOLE, case))
+    assert faults(launch) == []
+    launch.arguments["y"].array[69] = formats.encode(np.array([np.nan]), "bf16")
+    assert faults(launch)
+
+
+def test_what_must_not_be_read_is_nan():
+    case = Case("guards", (70, 0), 48, 72, spare=4, pad=8, nan_empty_weights=True)
+    launch = prepare(WHOLE, case)
+    x, w = launch.arguments["x"], launch.arguments["w"]
+    assert np.isnan(formats.decode(x.array[70:], "bf16")).all()
+    assert np.isnan(formats.decode(w.array[1], "bf16")).all()
+    assert np.isfinite(formats.decode(w.array[0], "bf16")).all()
+    whole_rows = x.image[GUARD:-GUARD].view(np.uint16).reshape(74, 80)
+    assert (whole_rows[:, 72:] == reference.POISON).all()
+    assert (x.image[:GUARD] == 0xFF).all()
+    assert np.isnan(launch.arguments["row_scale"].array[70:]).all()
+
+
+def test_other_bits_the_second_time_are_found():
+    first, second = stand_in(prepare(WHOLE, CASE)), stand_in(prepare(WHOLE, CASE).fresh())
+    assert differences(first, second) == []
+    second.arguments["preactivation"].array[3, 3] ^= 1
+    assert differences(first, second) == ["preactivation: the same launch twice gave other bits"]
+
+
+def test_guarded_buffers_hold_their_data():
+    data = np.arange(2 * 3 * 8, dtype=np.uint16).reshape(2, 3, 8)
+    buffer = guarded(data.shape, "bf16", 8, data)
+    assert buffer.strides == (48, 16, 1)
+    assert np.array_equal(buffer.array, data)
+    assert np.count_nonzero(buffer.image != 0xFF) <= data.nbytes
+    assert guarded((0, 8), "bf16").array.shape == (0, 8)
+    assert guarded((5,), "f32").strides == (1,)
