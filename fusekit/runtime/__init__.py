@@ -1,1 +1,28 @@
-"""Opens a store, loads cubins, binds tensors, launches; imports no compiler."""
+"""Launching from a store: open it, load a cubin, bind tensors, launch.
+
+Stands on the standard library, fusekit's `abi` and `store`, and cuda.bindings, which is imported at the first load.
+Nothing here imports the compiler, the DSL, PyTorch or NumPy; tensors and streams of any framework are taken by
+protocol.
+
+=========  ==========================================================================================
+module     its job
+=========  ==========================================================================================
+library    from a name to a loaded kernel; `select` picks the variant a name leaves open
+kernel     a loaded kernel: `Kernel(...)` launches, `Kernel.bind(...)` gives a `Launch`
+arguments  checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
+plan       a launch worked out for one signature; parameter blocks; the one driver call
+tensors    address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
+streams    streams of any owner as handles
+devices    devices, primary contexts, which arch runs where
+driver     cuda.bindings, its version, its errors
+memory     `DeviceArray`, device memory of our own
+=========  ==========================================================================================
+"""
+
+from fusekit.runtime.devices import Device, Devices
+from fusekit.runtime.driver import Driver
+from fusekit.runtime.kernel import Kernel, Launch
+from fusekit.runtime.library import Library, open_library
+from fusekit.runtime.memory import DeviceArray
+
+__all__ = ["Device", "DeviceArray", "Devices", "Driver", "Kernel", "Launch", "Library", "open_library"]

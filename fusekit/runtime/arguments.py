@@ -1,0 +1,280 @@
+"""Checks of a call's arguments against a launch record, and the variables that its expressions read.
+
+Everything here depends on shapes, strides, dtypes and devices only, so it is done once for each combination of them;
+what depends on addresses (alignment, overlap) is prepared here as plain numbers for the launch path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.abi import LaunchRecord, ScalarArgument, TensorArgument, evaluate, render
+from fusekit.errors import ArgumentError
+from fusekit.runtime.tensors import View, compact_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A call's checked meaning: `env` has every dim and stride variable, `spans` the bytes from first to last element.
+
+    `strides` are the effective ones in elements, argument by argument in the record's order of tensors.
+    """
+
+    env: dict[str, int]
+    device: int
+    strides: tuple[tuple[int, ...], ...]
+    spans: tuple[int, ...]
+
+
+def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[str, Any], kernel: str) -> None:
+    """Raises ArgumentError for an argument that `record` does not have, or one that is missing and has no default."""
+    names = set(given)
+    known = [argument.name for argument in record.arguments]
+    for name in sorted(names - set(known)):
+        import difflib
+
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError(
+            f"{name} is no argument of {kernel}; it takes {', '.join(known)};{hint or ' leave it out'}", argument=name
+        )
+    for argument in record.arguments:
+        if argument.name in names:
+            continue
+        if isinstance(argument, TensorArgument):
+            raise ArgumentError(
+                f"{argument.name} is missing; {kernel} needs the {argument.role} {signature(argument)}",
+                argument=argument.name,
+            )
+        if defaults.get(argument.name, argument.default) is None:
+            raise ArgumentError(
+                f"{argument.name} is missing; {kernel} needs this {argument.dtype} scalar, it has no default",
+                argument=argument.name,
+            )
+
+
+def signature(tensor: TensorArgument) -> str:
+    """bf16[M, K], as messages show it."""
+    return f"{tensor.dtype}[{', '.join(render(extent) for extent in tensor.shape)}]"
+
+
+def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
+    """`value` as the number that `argument` takes; ArgumentError for anything that is not one."""
+    kind = "integer" if argument.dtype == "i32" else "number"
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = value.__index__() if argument.dtype == "i32" else float(value)
+    except (TypeError, ValueError, AttributeError):
+        raise ArgumentError(
+            f"{argument.name} is {value!r}, a {type(value).__name__}; it must be an {argument.dtype} {kind}",
+            argument=argument.name,
+        ) from None
+    limit = 2.0**128 if argument.dtype == "f32" else 2.0**31
+    if math.isfinite(number) and not -limit <= number < limit:
+        raise ArgumentError(
+            f"{argument.name} is {value!r}; it does not fit into {argument.dtype}", argument=argument.name
+        )
+    return number
+
+
+def bind(record: LaunchRecord, views: Sequence[View]) -> Bound:
+    """Checks `views`, one for each tensor of `record` in its order; raises ArgumentError that names the argument."""
+    tensors = record.tensors
+    for tensor, view in zip(tensors, views, strict=True):
+        if view.dtype != tensor.dtype:
+            raise ArgumentError(f"{tensor.name} is {view.dtype}; it must be {tensor.dtype}", argument=tensor.name)
+        if len(view.shape) != tensor.rank:
+            raise ArgumentError(
+                f"{tensor.name} has rank {len(view.shape)}, shape {list(view.shape)}; it must have rank {tensor.rank}:"
+                f" {signature(tensor)}",
+                argument=tensor.name,
+            )
+    device = _common_device(tensors, views)
+    dims, origins = _dims(record, views)
+    for tensor, view in zip(tensors, views, strict=True):
+        _check_shape(tensor, view, dims, origins)
+    env: dict[str, int] = dict(dims)
+    strides = tuple(_strides(tensor, view, dims) for tensor, view in zip(tensors, views, strict=True))
+    spans = []
+    for tensor, view, steps in zip(tensors, views, strides, strict=True):
+        env.update((tensor.stride_variable(index), step) for index, step in enumerate(steps))
+        last = sum((extent - 1) * step for extent, step in zip(view.shape, steps, strict=True))
+        spans.append(0 if 0 in view.shape else (last + 1) * tensor.itemsize)
+    for constraint in record.constraints:
+        value = evaluate(constraint.expr, env)
+        if value != 0:
+            shown = ", ".join(f"{name} = {value}" for name, value in dims.items())
+            raise ArgumentError(f"{constraint.message}; got {shown}")
+    return Bound(env, device, strides, tuple(spans))
+
+
+def _common_device(tensors: Sequence[TensorArgument], views: Sequence[View]) -> int:
+    """The ordinal they share; -1 when every one is empty and without an address."""
+    first: TensorArgument | None = None
+    device = -1
+    for tensor, view in zip(tensors, views, strict=True):
+        if view.device < 0:  # an empty array without an address of its own
+            continue
+        if first is None:
+            first, device = tensor, view.device
+        elif view.device != device:
+            raise ArgumentError(
+                f"{tensor.name} is on device {view.device}, {first.name} on device {device}; the tensors of one launch"
+                " are on one device",
+                argument=tensor.name,
+            )
+    return device
+
+
+def _dims(record: LaunchRecord, views: Sequence[View]) -> tuple[dict[str, int], dict[str, str]]:
+    """Every dim's value, and which argument fixed it."""
+    values: dict[str, int] = {}
+    origins: dict[str, str] = {}
+    for tensor, view in zip(record.tensors, views, strict=True):
+        for extent, value in zip(tensor.shape, view.shape, strict=True):
+            if isinstance(extent, str) and extent not in values:
+                values[extent], origins[extent] = value, tensor.name
+    for dim in record.dims:
+        value, name = values[dim.name], origins[dim.name]
+        if value % dim.divisor:
+            raise ArgumentError(
+                f"{name} gives {dim.name} = {value}; {dim.name} must be a multiple of {dim.divisor}", argument=name
+            )
+        if not dim.minimum <= value <= dim.maximum:
+            raise ArgumentError(
+                f"{name} gives {dim.name} = {value}; {dim.name} must be {dim.minimum} to {dim.maximum}", argument=name
+            )
+    return values, origins
+
+
+def _check_shape(tensor: TensorArgument, view: View, dims: dict[str, int], origins: dict[str, str]) -> None:
+    for index, (extent, value) in enumerate(zip(tensor.shape, view.shape, strict=True)):
+        expected = evaluate(extent, dims)
+        if value == expected:
+            continue
+        text = render(extent)
+        source = "" if text == str(expected) else f" {text} ="
+        fixed = origins.get(extent) if isinstance(extent, str) else None
+        why = f" (fixed by {fixed})" if fixed and fixed != tensor.name else ""
+        raise ArgumentError(
+            f"{tensor.name} has {value} at dim {index}, shape {list(view.shape)}; it must have{source} {expected}{why}:"
+            f" {signature(tensor)}",
+            argument=tensor.name,
+        )
+
+
+def _strides(tensor: TensorArgument, view: View, dims: dict[str, int]) -> tuple[int, ...]:
+    """The effective strides: those of extents 0 and 1 mean nothing and become the compact ones."""
+    compact = compact_strides(view.shape)
+    if 0 in view.shape:
+        return compact
+    effective = []
+    for index, (extent, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        where = f"{tensor.name} has stride {stride} at dim {index} (elements, shape {list(view.shape)})"
+        if tensor.reads_stride(index):
+            if extent == 1:
+                stride = compact[index]
+            elif stride <= 0 or stride % tensor.stride_divisor:
+                raise ArgumentError(
+                    f"{where}; it must be a positive multiple of {tensor.stride_divisor}"
+                    f" ({tensor.stride_divisor * tensor.itemsize} bytes)",
+                    argument=tensor.name,
+                )
+        else:
+            expected = evaluate(tensor.strides[index], dims)
+            if extent > 1 and stride != expected:
+                kind = "contiguous" if tensor.strides[index] == 1 else "compact"
+                raise ArgumentError(f"{where}; it must be {expected} ({kind})", argument=tensor.name)
+            stride = expected
+        effective.append(stride)
+    if tensor.written:
+        _check_distinct(tensor, view.shape, effective)
+    return tuple(effective)
+
+
+def _check_distinct(tensor: TensorArgument, shape: tuple[int, ...], strides: list[int]) -> None:
+    """An output whose elements share memory would be written in a race."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride < reach:
+            raise ArgumentError(
+                f"{tensor.name} has strides {strides} for shape {list(shape)}, so that elements overlap; an output's"
+                " elements must lie apart",
+                argument=tensor.name,
+            )
+        reach = stride * (extent - 1) + reach
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors, at least one of them written, that must not overlap. Indices count the record's tensors.
+
+    Where both are matrices of the same row pitch (bytes), they may interleave: columns of one buffer.
+    """
+
+    first: int
+    second: int
+    first_span: int
+    second_span: int
+    pitch: int
+    first_width: int
+    second_width: int
+
+    def overlap(self, distance: int) -> bool:
+        """Whether memory is shared when `second` begins `distance` bytes after `first`."""
+        if not -self.second_span < distance < self.first_span:
+            return False
+        if not self.pitch:
+            return True
+        column = distance % self.pitch
+        return column < self.first_width or column + self.second_width > self.pitch
+
+
+def pairs(record: LaunchRecord, views: Sequence[View], bound: Bound) -> tuple[Pair, ...]:
+    """Every pair that could overlap: empty tensors cannot, and inputs may share memory with each other."""
+    tensors = record.tensors
+    found = []
+    for first in range(len(tensors)):
+        for second in range(first + 1, len(tensors)):
+            spans = bound.spans[first], bound.spans[second]
+            if (tensors[first].written or tensors[second].written) and all(spans):
+                widths = [_row(tensors[index], views[index], bound.strides[index]) for index in (first, second)]
+                pitch = widths[0][0] if widths[0][0] == widths[1][0] else 0
+                found.append(Pair(first, second, *spans, pitch, widths[0][1], widths[1][1]))
+    return tuple(found)
+
+
+def _row(tensor: TensorArgument, view: View, strides: tuple[int, ...]) -> tuple[int, int]:
+    """(pitch, width) in bytes of a matrix with contiguous rows; (0, 0) for anything else."""
+    if len(strides) != 2 or strides[1] != 1 or view.shape[0] == 1:
+        return 0, 0
+    return strides[0] * tensor.itemsize, view.shape[1] * tensor.itemsize
+
+
+def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], addresses: Sequence[int]) -> None:
+    """Raises ArgumentError for an address that is null or misaligned, or an output that overlaps another argument."""
+    tensors = record.tensors
+    for tensor, address, span in zip(tensors, addresses, bound.spans, strict=True):
+        if span and not address:
+            raise ArgumentError(f"{tensor.name} has a null address; it must be allocated", argument=tensor.name)
+        if span and address % tensor.alignment:
+            raise ArgumentError(
+                f"{tensor.name} begins at {address:#x}, {address % tensor.alignment} bytes after a multiple of"
+                f" {tensor.alignment}; it must begin at a multiple of {tensor.alignment} bytes",
+                argument=tensor.name,
+            )
+    for pair in found:
+        if pair.overlap(addresses[pair.second] - addresses[pair.first]):
+            one, other = tensors[pair.first], tensors[pair.second]
+            output, partner = (other, one) if other.written else (one, other)
+            raise ArgumentError(
+                f"{output.name} overlaps {partner.name} in memory; an output must not share memory with another"
+                " argument",
+                argument=output.name,
+            )

@@ -1,0 +1,128 @@
+"""Devices and their primary contexts: each is asked once, and a context is made current only where another one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.errors import ArchMismatchError, DriverError
+from fusekit.runtime.driver import Driver
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU and its retained primary context. `capability` is (major, minor), `sm_count` its multiprocessors."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    handle: Any
+    context: Any
+
+    @property
+    def arch(self) -> str:
+        """What a kernel for exactly this device is built for, such as sm_90a."""
+        return archs_of(self.capability)[0]
+
+    def __str__(self) -> str:
+        return f"device {self.ordinal} ({self.name}, {self.arch})"
+
+
+def archs_of(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The targets that compile for this capability alone, the most specific first: ("sm_90a", "sm_90")."""
+    base = f"sm_{capability[0]}{capability[1]}"
+    return (
+        (f"{base}a", f"{base}f", base)
+        if capability >= (10, 0)
+        else (f"{base}a", base)
+        if capability >= (9, 0)
+        else (base,)
+    )
+
+
+def check_arch(arch: str, device: Device, name: str) -> None:
+    """Raises ArchMismatchError unless `device` runs cubins for `arch`.
+
+    An ``a`` target runs on its own capability only, an ``f`` target and a plain one also on later minors of the major.
+    """
+    number = arch.removeprefix("sm_").rstrip("af")
+    major, minor = int(number[:-1]), int(number[-1])
+    exact = arch.endswith("a")
+    if device.capability[0] == major and (device.capability[1] == minor if exact else device.capability[1] >= minor):
+        return
+    raise ArchMismatchError(
+        f"{name} is for {arch}, {device} is not; expected {arch}, found {device.arch}; build it for this device with:"
+        f" fusekit build '{name}' --arch {device.arch}",
+        expected=arch,
+        found=device.arch,
+    )
+
+
+class Devices:
+    """The devices of one process as a library sees them; a primary context is retained at its first use."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._devices: dict[int, Device] = {}
+        self.count: int = driver.check(driver.api.cuDeviceGetCount(), "cuDeviceGetCount")
+        if self.count == 0:
+            raise DriverError(
+                "the driver sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES", name="CUDA_ERROR_NO_DEVICE"
+            )
+
+    def current(self) -> int:
+        """The ordinal of this thread's current context, or 0 where none is current."""
+        api = self.driver.api
+        if int(self.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == 0:
+            return 0
+        return int(self.driver.check(api.cuCtxGetDevice(), "cuCtxGetDevice"))
+
+    def get(self, ordinal: int) -> Device:
+        """The device of that ordinal; DriverError when there is none."""
+        device = self._devices.get(ordinal)
+        if device is None:
+            # Two threads may both get here: the second result wins, one more retain is the whole cost.
+            device = self._devices[ordinal] = self._open(ordinal)
+        return device
+
+    def _open(self, ordinal: int) -> Device:
+        if not 0 <= ordinal < self.count:
+            raise DriverError(f"device {ordinal}; this process sees devices 0 to {self.count - 1}; choose one of them")
+        api, check = self.driver.api, self.driver.check
+        handle = check(api.cuDeviceGet(ordinal), "cuDeviceGet")
+        kinds = api.CUdevice_attribute
+
+        def attribute(name: str) -> int:
+            kind = getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(check(api.cuDeviceGetAttribute(kind, handle), f"cuDeviceGetAttribute {name}"))
+
+        return Device(
+            ordinal=ordinal,
+            name=check(api.cuDeviceGetName(128, handle), "cuDeviceGetName").split(b"\0")[0].decode(),
+            capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+            sm_count=attribute("MULTIPROCESSOR_COUNT"),
+            handle=handle,
+            context=check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain"),
+        )
+
+    @contextmanager
+    def active(self, device: Device) -> Iterator[None]:
+        """`device`'s context is current inside; the one that was current is so again afterwards."""
+        api, check = self.driver.api, self.driver.check
+        if int(check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(device.context):
+            yield
+            return
+        check(api.cuCtxPushCurrent(device.context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    def close(self) -> None:
+        """Gives the primary contexts back. Kernels of this library must not be used afterwards."""
+        while self._devices:
+            _, device = self._devices.popitem()
+            self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(device.handle), "cuDevicePrimaryCtxRelease")

@@ -1,0 +1,93 @@
+"""The CUDA driver through cuda.bindings: imported at first use, checked once, errors in CUDA's own words.
+
+Tests pass another object with the same functions instead of ``cuda.bindings.driver``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.errors import DriverError
+
+# cuKernelGetParamInfo, the youngest function in use, came with CUDA 12.4.
+MINIMUM_VERSION = 12040
+_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "kernel module and libcuda are of different versions; reboot or reinstall",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the cubin is for another architecture; build the kernel for this one",
+    "CUDA_ERROR_OUT_OF_MEMORY": "the device is out of memory; free some or use a smaller problem",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel broke the context; restart, look with compute-sanitizer",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "impossible while a stream is captured; load kernels before the capture",
+}
+
+
+def version_text(version: int) -> str:
+    """13000 -> "13.0"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class Driver:
+    """An initialised CUDA driver. `api` is the module of driver functions, `version` such as 13000.
+
+    Raises DriverError, with expected and found, when cuda-bindings or the driver is absent or too old, or has no
+    device.
+    """
+
+    def __init__(self, bindings: Any = None) -> None:
+        self.api: Any = _import_bindings() if bindings is None else bindings
+        try:
+            self.version: int = self.check(self.api.cuDriverGetVersion(), "cuDriverGetVersion")
+        except DriverError:
+            raise
+        except Exception as error:  # what is raised for a missing libcuda differs between releases of cuda-bindings
+            raise DriverError(
+                f"no NVIDIA driver: {error} Expected one for CUDA {version_text(MINIMUM_VERSION)} or newer; install the"
+                " NVIDIA driver, or run where there is one",
+                name="CUDA_ERROR_STUB_LIBRARY",
+            ) from error
+        self.require(MINIMUM_VERSION, "fusekit")
+        self.check(self.api.cuInit(0), "cuInit")
+
+    def require(self, version: int, who: str) -> None:
+        """Raises DriverError unless the driver supports CUDA `version`, which `who` needs."""
+        if self.version < version:
+            raise DriverError(
+                f"the NVIDIA driver supports CUDA {version_text(self.version)}; {who} expects CUDA"
+                f" {version_text(version)} or newer; update the driver",
+                name="CUDA_ERROR_INSUFFICIENT_DRIVER",
+            )
+
+    def check(self, result: tuple[Any, ...], what: str) -> Any:
+        """The values behind the status in `result` (None, one, or a tuple); DriverError when the status is an error."""
+        if result[0]:
+            raise self.error(result[0], what)
+        if len(result) <= 2:
+            return result[1] if len(result) == 2 else None
+        return result[1:]
+
+    def error(self, status: Any, what: str) -> DriverError:
+        """The DriverError for `status`, with CUDA's own name and text, said of `what`."""
+        name = self._text(self.api.cuGetErrorName, status) or f"CUresult {int(status)}"
+        text = self._text(self.api.cuGetErrorString, status)
+        message = f"{what} failed: {name}" + (f" ({text})" if text else "")
+        remedy = _REMEDIES.get(name)
+        return DriverError(f"{message}; {remedy}" if remedy else message, name=name, text=text)
+
+    @staticmethod
+    def _text(function: Any, status: Any) -> str:
+        try:
+            failed, text = function(status)
+        except (RuntimeError, ValueError):
+            return ""
+        return text.decode() if not failed and text else ""
+
+
+def _import_bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DriverError(
+            f"cuda.bindings cannot be imported: {error}; launching needs cuda-bindings 13; pip install"
+            " 'cuda-bindings>=13,<14'"
+        ) from error
+    return driver

@@ -1,0 +1,263 @@
+"""A loaded kernel: arguments in, one driver launch out.
+
+The path of a call: pick address, shape, strides, dtype and device off every tensor; look the signature up among the
+plans made so far; fill a block with the addresses; launch. Checks and expressions run only for a signature not seen
+before. The path takes no lock, allocates no device memory and asks the driver nothing (a default stream costs one
+question: which context is current).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusekit.abi import LaunchRecord, evaluate
+from fusekit.errors import ArgumentError, DriverError, IntegrityError
+from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
+from fusekit.runtime.devices import Device, Devices, check_arch
+from fusekit.runtime.driver import Driver
+from fusekit.runtime.plan import Block, Loaded, Plan, launch
+from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.tensors import describe, read
+
+# Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
+_PLANS_KEPT = 256
+# EI_ABIVERSION of the cubin's ELF header, and the CUDA version of the first driver that reads it.
+_ELF_ABI_OFFSET, _ELF_ABI_CUDA13, _CUDA13 = 8, 8, 13000
+_Scalars = list[float | int]
+
+
+class Kernel:
+    """A kernel from a store, ready on `device` and made ready on other devices as their tensors come.
+
+    Calling it from several threads is fine. `name`, `arch`, `record` and `defaults` (of scalars and cluster_margin) say
+    what it is.
+    """
+
+    def __init__(
+        self, devices: Devices, name: str, record: LaunchRecord, cubin: bytes, defaults: Mapping[str, Any], device: int,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.arch = record.arch
+        self.record = record
+        self.device = device
+        self.defaults = dict(defaults)
+        self.margin = check_margin(self.defaults.pop("cluster_margin", 0))
+        self._devices = devices
+        self._driver = devices.driver
+        self._tensors = tuple(tensor.name for tensor in record.tensors)
+        self._scalars = record.scalars
+        self._scalar_defaults = tuple(
+            None if value is None else check_scalar(scalar, value)
+            for scalar, value in ((s, _number(self.defaults.get(s.name, s.default))) for s in record.scalars)
+        )
+        self._plans: dict[Any, Plan] = {}
+        self._loaded: dict[int, Loaded] = {}
+        # Both before the driver sees the cubin: its own errors would not say what was expected.
+        first = devices.get(device)
+        check_arch(record.arch, first, name)
+        check_cubin(cubin, self._driver, name)
+        self._library, self._kernel = _load(self._driver, name, record, cubin)
+        self._prepare(first)
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name} for {self.arch}>"
+
+    def __call__(self, *, stream: Any = None, cluster_margin: int | None = None, **arguments: Any) -> None:
+        """Launches on `stream`, on the device of the tensors.
+
+        arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: None (legacy
+        default stream), an int handle, or an object with ``__cuda_stream__``. cluster_margin: clusters held back for
+        other kernels; None takes the spec's. Raises ArgumentError naming the argument, DriverError for a refused
+        launch. Returns when the launch is queued.
+        """
+        handle = stream if type(stream) is int else stream_handle(stream)
+        plan, addresses, scalars = self._resolve(arguments, cluster_margin)
+        if plan.skip:
+            return
+        block = plan.take()
+        plan.fill(block, addresses, scalars)
+        launch(plan, block, handle)
+        plan.spare.append(block)
+
+    def bind(self, *, cluster_margin: int | None = None, **arguments: Any) -> Launch:
+        """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""
+        plan, addresses, scalars = self._resolve(arguments, cluster_margin)
+        block = None if plan.skip else Block(plan)
+        if block is not None:
+            plan.fill(block, addresses, scalars)
+        return Launch(self, plan, block, tuple(arguments.values()))
+
+    def unload(self) -> None:
+        """Gives the kernel's code and workspaces back to the driver. Launches afterwards raise ArgumentError."""
+        api, check = self._driver.api, self._driver.check
+        self._plans.clear()
+        while self._loaded:
+            _, loaded = self._loaded.popitem()
+            loaded.function = None
+            if loaded.workspace:
+                with self._devices.active(loaded.device):
+                    check(api.cuMemFree(loaded.workspace), "cuMemFree")
+        if self._library is not None:
+            library, self._library = self._library, None
+            check(api.cuLibraryUnload(library), "cuLibraryUnload")
+
+    def _resolve(self, arguments: dict[str, Any], cluster_margin: int | None) -> tuple[Plan, list[int], _Scalars]:
+        names = self._tensors
+        addresses: list[int] = []
+        metas: list[Any] = []
+        for name in names:
+            if name not in arguments:
+                check_names(self.record, arguments, self.defaults, self.name)
+            address, meta = read(arguments[name], name, self._driver)
+            addresses.append(address)
+            metas.append(meta)
+        scalars: _Scalars = []
+        if len(arguments) != len(names) or self._scalars:
+            scalars = self._read_scalars(arguments)
+        integers = tuple(value for scalar, value in zip(self._scalars, scalars, strict=True) if scalar.dtype == "i32")
+        key = (cluster_margin, integers, *metas)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(metas, cluster_margin, integers)
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan, addresses, scalars
+
+    def _read_scalars(self, arguments: dict[str, Any]) -> _Scalars:
+        """The scalars in the record's order; also where a count of arguments that is not right is explained."""
+        given = 0
+        values: _Scalars = []
+        for scalar, default in zip(self._scalars, self._scalar_defaults, strict=True):
+            if scalar.name in arguments:
+                given += 1
+                values.append(check_scalar(scalar, arguments[scalar.name]))
+            elif default is not None:
+                values.append(default)
+        if len(arguments) != len(self._tensors) + given or len(values) != len(self._scalars):
+            check_names(self.record, arguments, self.defaults, self.name)
+        return values
+
+    def _plan(self, metas: list[Any], cluster_margin: int | None, integers: tuple[int | float, ...]) -> Plan:
+        views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
+        bound = bind(self.record, views)
+        margin = self.margin if cluster_margin is None else check_margin(cluster_margin)
+        loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
+        names = [scalar.name for scalar in self._scalars if scalar.dtype == "i32"]
+        values = {name: int(value) for name, value in zip(names, integers, strict=True)}
+        return Plan(self._driver, self.record, loaded, bound, pairs(self.record, views, bound), margin, values)
+
+    def _prepare(self, device: Device) -> Loaded:
+        """The kernel made ready on `device`: code loaded now, not at a first launch; shared memory; workspace."""
+        loaded = self._loaded.get(device.ordinal)
+        if loaded is not None:
+            return loaded
+        if self._library is None:
+            raise ArgumentError(f"{self.name} was unloaded; load it again before launching it")
+        check_arch(self.arch, device, self.name)
+        api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
+        attributes = self.record.attributes
+        settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": self.record.dynamic_shared}
+        if attributes.get("non_portable_cluster_size_allowed"):
+            settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
+        if "preferred_shared_memory_carveout" in attributes:
+            settings["PREFERRED_SHARED_MEMORY_CARVEOUT"] = attributes["preferred_shared_memory_carveout"]
+        with self._devices.active(device):
+            for name, value in settings.items():
+                kind = getattr(kinds, f"CU_FUNC_ATTRIBUTE_{name}")
+                check(
+                    api.cuKernelSetAttribute(kind, value, self._kernel, device.handle),
+                    f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
+                )
+            function = check(api.cuKernelGetFunction(self._kernel), f"{self.name}: cuKernelGetFunction on {device}")
+            loaded = Loaded(device, function, self._workspace(device))
+        return self._loaded.setdefault(device.ordinal, loaded)
+
+    def _workspace(self, device: Device) -> int:
+        """The address of a new workspace; launches of one kernel that may overlap in time must not need one."""
+        size = evaluate(self.record.workspace, {"sm_count": device.sm_count})
+        if size <= 0:
+            return 0
+        api, check = self._driver.api, self._driver.check
+        address = int(check(api.cuMemAlloc(size), f"{self.name}: workspace of {size} bytes on {device}"))
+        if self.record.workspace_zeroed:
+            check(api.cuMemsetD8(address, 0, size), "cuMemsetD8")
+        return address
+
+
+class Launch:
+    """A kernel bound to its arguments: `launch(stream)` is one driver call, and safe under graph capture.
+
+    It keeps the bound arguments alive. Belongs to one thread at a time, like a stream; bind again for another thread.
+    """
+
+    __slots__ = ("_block", "_keep", "_plan", "kernel")
+
+    def __init__(self, kernel: Kernel, plan: Plan, block: Block | None, keep: tuple[Any, ...]) -> None:
+        self.kernel = kernel
+        self._plan = plan
+        self._block = block
+        self._keep = keep
+
+    def __call__(self, stream: Any = None) -> None:
+        """Queues the launch on `stream` (as a kernel's); nothing at all where a dim of the skip rule is 0."""
+        if self._block is not None:
+            launch(self._plan, self._block, stream if type(stream) is int else stream_handle(stream))
+
+    def __repr__(self) -> str:
+        shown = "nothing to do" if self._block is None else f"grid {'x'.join(map(str, self._plan.grid))}"
+        return f"<Launch of {self.kernel.name}: {shown}>"
+
+
+def check_margin(value: Any) -> int:
+    """`value` as a cluster margin; ArgumentError unless it is an integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ArgumentError(
+            f"cluster_margin is {value!r}; it must be an integer from 0: the clusters held back for other kernels",
+            argument="cluster_margin",
+        )
+    return value
+
+
+def check_cubin(cubin: bytes, driver: Driver, name: str) -> None:
+    """Raises IntegrityError for what is no cubin, DriverError for one whose format the driver does not know."""
+    if cubin[:4] != b"\x7fELF" or len(cubin) < 64:
+        raise IntegrityError(f"{name}: the stored cubin is no ELF file; it begins with {cubin[:4]!r}; rebuild it")
+    if cubin[_ELF_ABI_OFFSET] >= _ELF_ABI_CUDA13:
+        driver.require(_CUDA13, f"{name} (a cubin of CUDA 13's format)")
+
+
+def _number(value: Any) -> Any:
+    """Infinity travels through JSON as a string."""
+    return float(value) if value in ("inf", "-inf") else value
+
+
+def _load(driver: Driver, name: str, record: LaunchRecord, cubin: bytes) -> tuple[Any, Any]:
+    api, check = driver.api, driver.check
+    library = check(api.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"{name}: cuLibraryLoadData")
+    try:
+        kernel = check(api.cuLibraryGetKernel(library, record.symbol.encode()), f"{name}: cuLibraryGetKernel")
+        _check_parameters(driver, name, record, kernel)
+    except (DriverError, IntegrityError):
+        api.cuLibraryUnload(library)
+        raise
+    return library, kernel
+
+
+def _check_parameters(driver: Driver, name: str, record: LaunchRecord, kernel: Any) -> None:
+    """The driver's own account of the parameters against the record's: a cubin of another build ends here."""
+    expected = sorted((parameter.offset, parameter.size, parameter.name) for parameter in record.parameters)
+    found = []
+    for index in range(len(expected) + 1):
+        result = driver.api.cuKernelGetParamInfo(kernel, index)
+        if result[0]:  # past the last one
+            break
+        found.append((int(result[1]), int(result[2])))
+    if found != [(offset, size) for offset, size, _ in expected]:
+        record_says = ", ".join(f"{label}@{offset}+{size}" for offset, size, label in expected)
+        driver_says = ", ".join(f"{offset}+{size}" for offset, size in found)
+        raise IntegrityError(
+            f"{name}: the launch record's parameters ({record_says}) are not the cubin's ({driver_says}); the entry was"
+            " put together from two builds; rebuild it"
+        )

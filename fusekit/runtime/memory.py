@@ -1,0 +1,109 @@
+"""Device memory of our own, where no framework is at hand: what `fusekit run` and small programs launch on."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from fusekit.abi import DTYPE_BYTES
+from fusekit.errors import ArgumentError
+from fusekit.runtime.devices import Devices
+from fusekit.runtime.tensors import compact_strides
+
+
+class DeviceArray:
+    """A row-major array in device memory, in the terms that launches read: data_ptr(), stride(), shape, dtype, device.
+
+    shape: extents in elements. dtype: a fusekit dtype name. device: an ordinal. Freed by `free()` or with the object.
+    `offset` bytes are left unused in front: room for sentinels, or for a misaligned array.
+    """
+
+    def __init__(
+        self, devices: Devices, shape: tuple[int, ...], dtype: str, device: int = 0, *, offset: int = 0, tail: int = 0
+    ) -> None:
+        if dtype not in DTYPE_BYTES:
+            raise ArgumentError(f"dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+        if any(extent < 0 for extent in shape):
+            raise ArgumentError(f"shape {list(shape)}; extents are not negative")
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.device = device
+        self.nbytes = DTYPE_BYTES[dtype]
+        for extent in shape:
+            self.nbytes *= extent
+        self.offset = offset
+        self.tail = tail
+        self._strides = compact_strides(self.shape)
+        self._devices = devices
+        self._base = 0
+        with devices.active(devices.get(device)):
+            total = offset + self.nbytes + tail
+            self._base = int(self._call("cuMemAlloc", max(total, 1)))
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        driver = self._devices.driver
+        return driver.check(getattr(driver.api, function)(*arguments), function)
+
+    def data_ptr(self) -> int:
+        """The device address of the first element."""
+        return self._base + self.offset
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._strides
+
+    @property
+    def allocation(self) -> tuple[int, int]:
+        """Address and bytes of the whole allocation, sentinels included."""
+        return self._base, self.offset + self.nbytes + self.tail
+
+    def fill(self, byte: int) -> None:
+        """Sets every byte of the whole allocation, sentinels included."""
+        base, size = self.allocation
+        if size:
+            with self._devices.active(self._devices.get(self.device)):
+                self._call("cuMemsetD8", base, byte, size)
+
+    def upload(self, source: Any) -> None:
+        """Copies a contiguous host buffer (bytes, memoryview, NumPy array) of exactly `nbytes` bytes here."""
+        view = memoryview(source)
+        if view.nbytes != self.nbytes or not view.contiguous:
+            raise ArgumentError(
+                f"upload of {view.nbytes} bytes (contiguous: {view.contiguous}); expected {self.nbytes}, contiguous"
+            )
+        if self.nbytes:
+            with self._devices.active(self._devices.get(self.device)):
+                self._call("cuMemcpyHtoD", self.data_ptr(), source, self.nbytes)
+
+    def download(self, start: int = 0, size: int | None = None) -> bytearray:
+        """`size` bytes from `start` (default: all of the array), counted from the first element; waits for the device.
+
+        `start` may be negative and the end beyond the array, as far as the allocation reaches.
+        """
+        size = self.nbytes - start if size is None else size
+        if start < -self.offset or size < 0 or start + size > self.nbytes + self.tail:
+            raise ArgumentError(
+                f"download of bytes {start} to {start + size}; the allocation has {-self.offset} to"
+                f" {self.nbytes + self.tail}"
+            )
+        data = bytearray(size)
+        if size:
+            buffer = (ctypes.c_char * size).from_buffer(data)
+            with self._devices.active(self._devices.get(self.device)):
+                self._call("cuMemcpyDtoH", ctypes.addressof(buffer), self.data_ptr() + start, size)
+            del buffer
+        return data
+
+    def free(self) -> None:
+        """Gives the memory back; the array must not be used afterwards."""
+        base, self._base = self._base, 0
+        if base:
+            with self._devices.active(self._devices.get(self.device)):
+                self._call("cuMemFree", base)
+
+    def __del__(self) -> None:
+        try:
+            if getattr(self, "_base", 0):
+                self.free()
+        except Exception:  # the driver may be gone at interpreter exit; its context takes the memory along
+            self._base = 0

@@ -1,0 +1,52 @@
+"""Which variant of a kernel to load when a name leaves it open.
+
+The heuristic is a cost model of one number a variant, from the spec alone; the least wins.
+
+    cost = padded rows * padded columns * (1 + 16 / tile_m + 16 / tile_n)
+
+*Padded* is what the tiles compute, inside the problem or not: columns are rounded up to tile_n; so are the rows of a
+dense GEMM to tile_m, while each of E groups wastes half a tile on average, since its size is anyone's guess. The last
+factor is the price of operand traffic: a tile fetches (tile_m + tile_n) elements for tile_m * tile_n products, so
+that a small tile is chosen only where it saves much padding. Equal costs: the larger tile, then the larger cluster,
+then the name, so that the choice is the same everywhere. Without a problem only the last factor counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusekit.store import NameRecord
+
+_TRAFFIC = 16.0
+
+
+def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
+    """The model's cost of the variant `spec` (canonical form).
+
+    problem: E, M, N, K in elements, with E = 1 for a dense GEMM; None where nothing is known of it.
+    """
+    tile_m: int = spec["tile"][0]
+    tile_n: int = spec["tile"][1]
+    traffic = 1 + _TRAFFIC / tile_m + _TRAFFIC / tile_n
+    if not problem:
+        return traffic
+    columns = -(-problem["N"] // tile_n) * tile_n
+    if spec["op"] == "dense-gemm":
+        rows = -(-problem["M"] // tile_m) * tile_m
+    else:
+        rows = problem["M"] + problem["E"] * tile_m // 2
+    return rows * columns * traffic
+
+
+def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None) -> NameRecord:
+    """The variant to load; `problem` overrides the specs' own. `variants` must not be empty."""
+
+    def rank(record: NameRecord) -> tuple[float, int, int, str]:
+        spec = record.spec
+        tile, cluster = spec["tile"], spec["cluster"]
+        priced = cost(spec, problem if problem is not None else spec.get("problem"))
+        return priced, -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
+
+    return min(variants, key=rank)

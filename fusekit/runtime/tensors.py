@@ -1,0 +1,168 @@
+"""Tensors of any framework as (address, meta): torch-like duck typing, then DLPack, then __cuda_array_interface__.
+
+`read` is on the launch path, so it only picks values up; what they mean is worked out by `describe`, once for each new
+combination of shapes, strides, dtypes and devices. No framework is imported. A view is taken without any stream
+synchronisation: that the data are ready in the stream of the launch is the caller's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.abi import DTYPE_BYTES
+from fusekit.errors import ArgumentError
+from fusekit.runtime.driver import Driver
+
+_DTYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f32", "float": "f32", "float64": "f64",
+    "double": "f64", "int32": "i32", "int": "i32", "int64": "i64", "long": "i64", "uint8": "u8", "uint16": "u16",
+    "uint32": "u32", "uint64": "u64",
+}  # fmt: skip
+# NumPy has no bfloat16: extension types show up as 2 opaque bytes.
+_TYPESTRS = {
+    "V2": "bf16", "f2": "fp16", "f4": "f32", "f8": "f64", "i4": "i32", "i8": "i64", "u1": "u8", "u2": "u16",
+    "u4": "u32", "u8": "u64",
+}  # fmt: skip
+_DLPACK_DTYPES = {
+    (4, 16): "bf16", (2, 16): "fp16", (2, 32): "f32", (2, 64): "f64", (0, 32): "i32", (0, 64): "i64", (1, 8): "u8",
+    (1, 16): "u16", (1, 32): "u32", (1, 64): "u64",
+}  # fmt: skip
+_DLPACK_DEVICES = {1: "the CPU", 3: "pinned host memory", 10: "ROCm"}
+_DL_CUDA, _DL_CUDA_MANAGED = 2, 13
+
+Meta = tuple[Any, tuple[int, ...], tuple[int, ...], Any]
+"""(dtype, shape, strides in elements, device), hashable; dtype and device are the framework's own objects or ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a launch needs to know of a tensor but its address. `strides` are in elements, `device` is an ordinal."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int
+
+
+def read(tensor: Any, name: str, driver: Driver) -> tuple[int, Meta]:
+    """The address and meta of `tensor`, passed as argument `name`. Raises ArgumentError when it is no device tensor."""
+    try:
+        return tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    except AttributeError:
+        pass
+    if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
+        return _read_dlpack(tensor, name)
+    interface = getattr(tensor, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _read_interface(interface, name, driver)
+    raise ArgumentError(
+        f"{name} is a {type(tensor).__name__}; it must be a CUDA tensor with data_ptr()/stride(), __dlpack__ or"
+        " __cuda_array_interface__",
+        argument=name,
+    )
+
+
+def describe(meta: Meta, name: str) -> View:
+    """What `meta` says, in fusekit's terms. Raises ArgumentError for an unknown dtype or a tensor not on a GPU."""
+    dtype, shape, strides, device = meta
+    text = str(dtype).rpartition(".")[2]
+    known = text if text in DTYPE_BYTES else _DTYPES.get(text)
+    if known is None:
+        raise ArgumentError(
+            f"{name} has dtype {dtype}; known are {', '.join(sorted(set(_DTYPES.values())))}", argument=name
+        )
+    return View(known, tuple(map(int, shape)), tuple(map(int, strides)), _ordinal(device, name))
+
+
+def _ordinal(device: Any, name: str) -> int:
+    if isinstance(device, int):
+        return device
+    kind, index = getattr(device, "type", None), getattr(device, "index", None)
+    if kind == "cuda" and isinstance(index, int):
+        return index
+    raise ArgumentError(f"{name} is on {device}; it must be in the memory of a CUDA device", argument=name)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
+    kind, ordinal = tensor.__dlpack_device__()
+    if int(kind) not in (_DL_CUDA, _DL_CUDA_MANAGED):
+        where = _DLPACK_DEVICES.get(int(kind), f"DLPack device type {int(kind)}")
+        raise ArgumentError(f"{name} is on {where}; it must be in the memory of a CUDA device", argument=name)
+    try:
+        capsule = tensor.__dlpack__(stream=-1)  # -1: do not synchronise
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise ArgumentError(f"{name} refuses to be viewed through DLPack: {error}", argument=name) from error
+    pointer = _capsule_pointer()(capsule, b"dltensor")
+    dl = _DLTensor.from_address(pointer)
+    dtype = _DLPACK_DTYPES.get((dl.code, dl.bits))
+    if dtype is None or dl.lanes != 1:
+        raise ArgumentError(
+            f"{name} has DLPack dtype code {dl.code}, {dl.bits} bits, {dl.lanes} lanes; known are"
+            f" {', '.join(_DLPACK_DTYPES.values())}",
+            argument=name,
+        )
+    shape = tuple(dl.shape[: dl.ndim]) if dl.ndim else ()
+    strides = tuple(dl.strides[: dl.ndim]) if dl.ndim and dl.strides else compact_strides(shape)
+    address = (dl.data or 0) + dl.byte_offset
+    # The capsule was not consumed: dropping it calls the producer's deleter. The caller's tensor keeps the memory.
+    return address, (dtype, shape, strides, int(ordinal))
+
+
+def _capsule_pointer() -> Any:
+    # A prototype of its own: setting argtypes on the shared pythonapi object would be felt by everyone else.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    return prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
+def _read_interface(interface: dict[str, Any], name: str, driver: Driver) -> tuple[int, Meta]:
+    typestr, shape = interface["typestr"], tuple(map(int, interface["shape"]))
+    dtype = _TYPESTRS.get(typestr[1:]) if typestr[:1] in "<|=" else None
+    if dtype is None:
+        known = ", ".join(f"<{key}" for key in _TYPESTRS)
+        raise ArgumentError(f"{name} has typestr {typestr}; known are {known} (V2 is bf16)", argument=name)
+    address = int(interface["data"][0] or 0)
+    size = DTYPE_BYTES[dtype]
+    strides = interface.get("strides")
+    if strides is None:
+        elements = compact_strides(shape)
+    elif any(stride % size for stride in strides):
+        raise ArgumentError(f"{name} has strides {strides} bytes; they must be multiples of {size}", argument=name)
+    else:
+        elements = tuple(stride // size for stride in strides)
+    return address, (dtype, shape, elements, _ordinal_of_address(address, name, driver))
+
+
+def _ordinal_of_address(address: int, name: str, driver: Driver) -> int:
+    api = driver.api
+    if address == 0:  # an empty array: it is wherever the others are
+        return -1
+    status, ordinal = api.cuPointerGetAttribute(api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    if status:
+        raise ArgumentError(f"{name} points at {address:#x}, which is no device memory the driver knows", argument=name)
+    return int(ordinal)
+
+
+def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The row-major strides of `shape` in elements."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
