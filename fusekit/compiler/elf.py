@@ -1,0 +1,88 @@
+"""Sections and symbols of a 64-bit little-endian ELF file: what a cubin and the DSL's host object both are."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from fusekit.errors import BuildError
+
+SHT_SYMTAB = 2
+SHT_NOBITS = 8
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`size` in bytes; `data` is empty for a section that takes no room in the file."""
+
+    name: str
+    kind: int
+    size: int
+    link: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """`section` is the index of the section that defines it, 0 for an undefined symbol."""
+
+    name: str
+    section: int
+    value: int
+    size: int
+    is_function: bool
+    is_global: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Elf:
+    flags: int
+    sections: tuple[Section, ...]
+    symbols: tuple[Symbol, ...]
+
+    def section(self, name: str) -> Section | None:
+        return next((section for section in self.sections if section.name == name), None)
+
+
+def parse(data: bytes, what: str) -> Elf:
+    """The ELF file in `data`; raises BuildError, naming `what`, when it is none or is cut short."""
+    try:
+        return _parse(data, what)
+    except (struct.error, IndexError, ValueError) as error:
+        raise BuildError(f"{what}: {len(data)} bytes that end inside an ELF table ({error}); build it again") from error
+
+
+def _parse(data: bytes, what: str) -> Elf:
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise BuildError(f"{what}: begins with {data[:6].hex() or 'nothing'}; a 64-bit little-endian ELF file is expected")
+    header = _HEADER.unpack_from(data)
+    table, flags, count, names_at = header[6], header[7], header[12], header[13]
+    raw = [_SECTION.unpack_from(data, table + index * _SECTION.size) for index in range(count)]
+    names = _contents(data, raw[names_at]) if count else b""
+    sections = tuple(
+        Section(_text(names, entry[0]), entry[1], entry[5], entry[6], _contents(data, entry)) for entry in raw
+    )
+    symbols: list[Symbol] = []
+    for section in sections:
+        if section.kind == SHT_SYMTAB:
+            strings = sections[section.link].data
+            for name, info, _, index, value, size in _SYMBOL.iter_unpack(section.data):
+                symbols.append(Symbol(_text(strings, name), index, value, size, info & 0xF == 2, info >> 4 != 0))
+    return Elf(flags, sections, tuple(symbols))
+
+
+def _contents(data: bytes, entry: tuple[int, ...]) -> bytes:
+    kind, offset, size = entry[1], entry[4], entry[5]
+    if kind in (0, SHT_NOBITS):
+        return b""
+    if offset + size > len(data):
+        raise ValueError(f"a section ends at byte {offset + size}")
+    return data[offset : offset + size]
+
+
+def _text(strings: bytes, at: int) -> str:
+    return strings[at : strings.index(b"\0", at)].decode()

@@ -1,0 +1,111 @@
+"""How the arguments of the DSL's host function lie in memory, and their values for one argument set.
+
+A tensor is a struct: the address, then the extents that are dynamic, then the strides that are dynamic, each as wide as the
+fake tensor declares it. Everything else is passed by the address of its value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from fusekit.abi import LaunchRecord, TensorArgument
+from fusekit.abi.expr import Expr, evaluate, render
+from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostTensor, TracePlan
+from fusekit.compiler.samples import ArgumentSet
+from fusekit.errors import BuildError, ProofError
+
+
+def check_plan(plan: TracePlan) -> None:
+    """Raises BuildError where the fake arguments and the record's cannot be the same thing: count, dtype, alignment."""
+    given = _given(plan)
+    if len(given) != len(plan.host_arguments):
+        raise BuildError(
+            f"trace plan: {len(given)} arguments that are not None and {len(plan.host_arguments)} host arguments; they"
+            " correspond one for one"
+        )
+    for fake, host in zip(given, plan.host_arguments, strict=True):
+        if not isinstance(host, HostTensor):
+            continue
+        tensor = _tensor(plan.record, host.argument)
+        if fake.element_type.width != 8 * tensor.itemsize:
+            raise BuildError(f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}")
+        if tensor.alignment % fake._assumed_align:
+            raise BuildError(
+                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record promises only"
+                f" {tensor.alignment}; raise the one or lower the other"
+            )
+        shape, strides = _layout(tensor, host)
+        if len(shape) != len(fake.shape) or len(strides) != len(fake.stride):
+            raise BuildError(f"trace plan: {tensor.name} is traced with {len(fake.shape)} modes, its layout here has {len(shape)}")
+
+
+def pack(plan: TracePlan, arguments: ArgumentSet) -> list[ctypes.Array[Any]]:
+    """One buffer for each host argument.
+
+    Raises ProofError where the record allows a value that the traced function excludes: a fixed extent that differs, or
+    a divisor that does not hold.
+    """
+    return [
+        _buffer(_bytes(plan.record, fake, host, arguments))
+        for fake, host in zip(_given(plan), plan.host_arguments, strict=True)
+    ]
+
+
+def _given(plan: TracePlan) -> list[Any]:
+    # The DSL compiles a None away: it is no argument of the host function.
+    return [argument for argument in plan.arguments if argument is not None]
+
+
+def _bytes(record: LaunchRecord, fake: Any, host: HostArgument, arguments: ArgumentSet) -> bytes:
+    if isinstance(host, HostTensor):
+        return _tensor_bytes(_tensor(record, host.argument), fake, host, arguments)
+    if isinstance(host, HostPointer):
+        return struct.pack("<Q", arguments.values[f"{host.argument}.address"])
+    if isinstance(host, HostScalar):
+        if host.argument in arguments.floats:
+            return struct.pack("<f", arguments.floats[host.argument])
+        return struct.pack("<i", arguments.values[host.argument])
+    if isinstance(host, HostInteger):
+        return struct.pack("<i" if host.dtype == "i32" else "<q", evaluate(host.value, arguments.values))
+    return struct.pack("<Q", arguments.stream)
+
+
+def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments: ArgumentSet) -> bytes:
+    packed = struct.pack("<Q", arguments.values[f"{tensor.name}.address"])
+    shape, strides = _layout(tensor, host)
+    for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
+        for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
+            value = evaluate(expr, arguments.values)
+            fixed = isinstance(symbol, int)
+            wrong = value != symbol if fixed else value % symbol.divisibility
+            if wrong:
+                rule = f"compiled as {symbol}" if fixed else f"compiled as a multiple of {symbol.divisibility}"
+                raise ProofError(
+                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value};"
+                    f" state the divisor in the record. Argument set {arguments}",
+                    parameter=tensor.name,
+                )
+            if not fixed:
+                width = symbol.width // 8
+                packed += bytes(-len(packed) % width) + value.to_bytes(width, "little", signed=True)
+    return packed
+
+
+def _layout(tensor: TensorArgument, host: HostTensor) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    shape = tensor.shape if host.shape is None else host.shape
+    strides = tensor.strides if host.strides is None else host.strides
+    return shape, strides
+
+
+def _tensor(record: LaunchRecord, name: str) -> TensorArgument:
+    found = next((tensor for tensor in record.tensors if tensor.name == name), None)
+    if found is None:
+        known = ", ".join(tensor.name for tensor in record.tensors)
+        raise BuildError(f"trace plan: a host tensor names {name!r}; the record's tensors are {known}")
+    return found
+
+
+def _buffer(data: bytes) -> ctypes.Array[Any]:
+    return ctypes.create_string_buffer(data, max(len(data), 8))

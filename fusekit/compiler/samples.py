@@ -1,0 +1,175 @@
+"""Argument sets to prove a launch record on: edges first, then random ones, all of them launchable."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter
+from fusekit.abi.expr import evaluate, evaluate_address
+from fusekit.abi.parameters import INTEGER_BYTES
+from fusekit.abi.tensormap import TensorMap
+from fusekit.errors import BuildError
+
+ADDRESS_LIMIT = 2**47
+_ATTEMPTS = 400
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4028234663852886e38)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentSet:
+    """One made-up call. values: dims, strides, addresses, sm_count, cluster_margin and i32 scalars by the names that the
+    record's expressions use; floats: the f32 scalars; stream: a handle."""
+
+    label: str
+    values: dict[str, int]
+    floats: dict[str, float]
+    stream: int
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in self.values.items() if not name.endswith(".address")}
+        return f"{self.label}: " + ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def argument_sets(record: LaunchRecord, seed: str, count: int) -> list[ArgumentSet]:
+    """At least `count` sets, the same for the same record and seed.
+
+    The edges: every dim at its smallest, one step above it, and each dim in turn at the largest value with which the launch is
+    still possible (tensor-map limits, grid limits, address space). Raises BuildError when the record's constraints leave
+    nothing to try.
+    """
+    source = random.Random(f"fusekit proof {seed}")
+    sets = list(_edges(record, source))
+    while len(sets) < count:
+        sets.append(_search(record, source, f"random {len(sets)}", {}))
+    return sets
+
+
+def _edges(record: LaunchRecord, source: random.Random) -> Iterator[ArgumentSet]:
+    smallest = {dim.name: _smallest(record, dim) for dim in record.dims}
+    for label, steps in (("smallest", 0), ("next to smallest", 1)):
+        fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in record.dims}
+        made = _attempt(record, source, label, fixed, tight=True)
+        if made is not None:
+            yield made
+    for dim in record.dims:
+        extent = _largest(dim)
+        while extent > smallest[dim.name]:
+            made = _attempt(record, source, f"largest {dim.name}", {**smallest, dim.name: extent}, tight=True)
+            if made is not None:
+                yield made
+                break
+            extent = max(extent // 2 // dim.divisor * dim.divisor, smallest[dim.name])
+
+
+def _search(record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int]) -> ArgumentSet:
+    for _ in range(_ATTEMPTS):
+        made = _attempt(record, source, label, fixed, tight=source.random() < 0.3)
+        if made is not None:
+            return made
+    rules = "; ".join(constraint.message for constraint in record.constraints) or "none"
+    raise BuildError(
+        f"launch record: no launchable arguments in {_ATTEMPTS} random tries (constraints: {rules}); widen the dims or"
+        " state the rules as divisors"
+    )
+
+
+def _attempt(
+    record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int], *, tight: bool
+) -> ArgumentSet | None:
+    """A set with the dims in `fixed`, or None when it cannot be launched. `tight`: no padding between rows."""
+    values = {dim.name: fixed.get(dim.name, _extent(record, dim, source)) for dim in record.dims}
+    for tensor in record.tensors:
+        if not _place(tensor, values, source, tight):
+            return None
+    values["workspace.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
+    values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, 264)))
+    values["cluster_margin"] = source.choice((0, 0, source.randrange(values["sm_count"] + 8)))
+    floats: dict[str, float] = {}
+    for scalar in record.scalars:
+        if scalar.dtype == "f32":
+            floats[scalar.name] = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
+        else:
+            values[scalar.name] = source.randrange(-(2**31), 2**31)
+    floats = {name: struct.unpack("<f", struct.pack("<f", value))[0] for name, value in floats.items()}
+    made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47))
+    return made if _launchable(record, values) else None
+
+
+def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random, tight: bool) -> bool:
+    """Sets the tensor's strides and address in `values`; False when it does not fit into the address space."""
+    extents = [evaluate(extent, values) for extent in tensor.shape]
+    span = 1
+    for index in reversed(range(tensor.rank)):
+        if tensor.reads_stride(index):
+            step = tensor.stride_divisor
+            stride = -(-span // step) * step
+            if not tight:
+                stride += step * _log_uniform(source, 2**39 // tensor.itemsize // step)
+        else:
+            stride = evaluate(tensor.strides[index], values)
+        values[tensor.stride_variable(index)] = stride
+        span = max(span, stride * extents[index])
+    room = ADDRESS_LIMIT - 2**32 - span * tensor.itemsize
+    if room <= 0:
+        return False
+    values[f"{tensor.name}.address"] = (2**32 + source.randrange(room)) // tensor.alignment * tensor.alignment
+    return True
+
+
+def _launchable(record: LaunchRecord, values: dict[str, int]) -> bool:
+    if any(evaluate(constraint.expr, values) for constraint in record.constraints):
+        return False
+    grid = [evaluate(extent, values) for extent in record.grid]
+    if not all(1 <= extent <= limit for extent, limit in zip(grid, _GRID_LIMITS, strict=True)):
+        return False
+    for parameter in record.parameters:
+        if isinstance(parameter, IntegerParameter):
+            bound = 1 << 8 * INTEGER_BYTES[parameter.dtype] - 1
+            if not -bound <= evaluate(parameter.value, values) < bound:
+                return False
+        elif isinstance(parameter, TensorMapParameter):
+            try:
+                expected_map(parameter, values).check()
+            except RecordError:
+                return False
+    return True
+
+
+def expected_map(parameter: TensorMapParameter, values: dict[str, int]) -> TensorMap:
+    """The tensor map that the record asks for under `values`."""
+    return TensorMap(
+        address=evaluate_address(parameter.address, values),
+        dtype=parameter.dtype,
+        dims=tuple(evaluate(dim, values) for dim in parameter.dims),
+        strides=tuple(evaluate(stride, values) for stride in parameter.strides),
+        box=parameter.box,
+        element_strides=parameter.element_strides,
+        interleave=parameter.interleave,
+        swizzle=parameter.swizzle,
+        l2_promotion=parameter.l2_promotion,
+        oob_fill=parameter.oob_fill,
+    )
+
+
+def _smallest(record: LaunchRecord, dim: Dim) -> int:
+    # A zero in skip_if_zero never reaches a launch.
+    least = max(dim.minimum, 1) if dim.name in record.skip_if_zero else dim.minimum
+    return -(-least // dim.divisor) * dim.divisor
+
+
+def _largest(dim: Dim) -> int:
+    return dim.maximum // dim.divisor * dim.divisor
+
+
+def _extent(record: LaunchRecord, dim: Dim, source: random.Random) -> int:
+    low, high = _smallest(record, dim), _largest(dim)
+    return low + dim.divisor * min(_log_uniform(source, 2**20 // dim.divisor), (high - low) // dim.divisor)
+
+
+def _log_uniform(source: random.Random, limit: int) -> int:
+    """0 to `limit`, every order of magnitude as likely as any other."""
+    return source.randrange(1 << source.randrange(max(limit, 1).bit_length() + 1)) % (limit + 1)
