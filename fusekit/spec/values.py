@@ -95,7 +95,7 @@ class Reader:
 
     def missing(self, where: str, key: Key) -> None:
         """Reports a required key that is absent."""
-        self.problems.append(f"{where}{key.name} is missing; give {_expected(key)}: {key.doc[0].lower()}{key.doc[1:]}")
+        self.problems.append(f"{where}{key.name} is missing ({key.doc.rstrip('.')}); give {_expected(key)}")
 
     def value(self, where: str, key: Key, value: Any) -> Any:
         """The value, normalised; a sweep comes as a tuple of values, always, for a key that may be swept."""

@@ -1,0 +1,129 @@
+"""The packaged specs, and finding kernels in them."""
+
+import pytest
+
+from fusekit.errors import SpecError, UsageError
+from fusekit.spec import find, packaged_files, parse_file
+from fusekit.spec.catalog import packaged_folder
+
+MODELS = ("deepseek-v3", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-30b-a3b")
+SHAPES = {  # E, H, I, M
+    "gpt-oss-20b": (32, 2880, 2880, 98304),
+    "gpt-oss-120b": (128, 2880, 2880, 98304),
+    "deepseek-v3": (8, 7168, 2048, 65536),
+    "qwen3-30b-a3b": (128, 2048, 768, 196608),
+    "mixtral-8x7b": (8, 4096, 14336, 16384),
+}
+
+
+def names(*patterns):
+    return [spec.full_name for spec in find(patterns)]
+
+
+def test_packaged_files():
+    assert {path.stem for path in packaged_files()} >= {*MODELS, "quickstart"}
+
+
+def test_no_pattern_is_every_kernel():
+    everything = find()
+    assert [spec for path in packaged_files() for spec in parse_file(path)] == list(everything)
+    assert find([]) == find(["*"]) == everything
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_their_shapes(model):
+    experts, hidden, intermediate, rows = SHAPES[model]
+    for spec in find([model]):
+        problem = spec.problem
+        n, k = (hidden, intermediate) if spec.kernel.startswith("fc2") else (2 * intermediate, hidden)
+        assert (experts, rows, n, k) == (problem.E, problem.M, problem.N, problem.K)
+        assert n % spec.tile[1] == 0, "a packaged tile divides N"
+        gpt = model.startswith("gpt-oss")
+        assert spec.bias is gpt
+        if spec.activation.gated:
+            scalars = (spec.activation.alpha, spec.activation.limit, spec.activation.up_offset)
+            assert scalars == ((1.702, 7.0, 1.0) if gpt else (1.0, None, 0.0))
+            assert spec.glu_layout == ("interleaved" if gpt else "concat")
+    assert {spec.kernel for spec in find([model])} >= {"fc1-fwd", "fc2-fwd"}
+
+
+def test_every_packaged_kernel_fits_and_has_a_shape():
+    for spec in find():
+        assert spec.budget.stages >= 3
+        assert spec.problem is not None
+        assert spec.summary
+
+
+def test_models_share_cubins():
+    specs = find()
+    assert len({str(spec.device_spec()) for spec in specs}) < len(specs)
+
+
+def test_quickstart_is_small_and_shows_both_operations():
+    specs = find(["quickstart"])
+    assert len(specs) <= 4
+    assert {spec.op for spec in specs} == {"dense-gemm", "grouped-gemm"}
+    assert any(spec.activation.kind == "swiglu" for spec in specs)
+
+
+def test_patterns():
+    assert names("quickstart/moe-fc1") == ["quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1"]
+    assert names("quickstart/moe-fc1@128x192-c2x1") == ["quickstart/moe-fc1@128x192-c2x1"]
+    assert names("quick*") == names("quickstart")
+    assert names("quickstart/*fc1*") == names("quickstart/moe-fc1")
+    assert names("quickstart/*@128x192*") == ["quickstart/moe-fc1@128x192-c2x1"]
+    assert {name.partition("/")[0] for name in names("*/fc1-fwd")} == set(MODELS)
+    assert {spec.file for spec in find(["gpt-oss-*"])} == {"gpt-oss-20b", "gpt-oss-120b"}
+
+
+def test_each_kernel_once_in_the_order_of_the_patterns():
+    assert names("quickstart/moe-fc2", "quickstart") == [
+        "quickstart/moe-fc2@128x128-c2x1",
+        "quickstart/linear@128x128-c2x1",
+        "quickstart/moe-fc1@128x128-c2x1",
+        "quickstart/moe-fc1@128x192-c2x1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("quickstrt", r"'quickstrt' names no packaged kernel; did you mean \"quickstart\"\?"),
+        ("quickstart/moe-fc3", r"did you mean \"quickstart/moe-fc2\"\?"),
+        ("quickstart/moe-fc1@128x12-c2x1", r"did you mean \"quickstart/moe-fc1@128x192-c2x1\"\?"),
+        ("zz*", "there are deepseek-v3, gpt-oss-120b"),
+        ("", "names no packaged kernel"),
+        ("zz/fc1", "there are deepseek-v3"),
+    ],
+)
+def test_unknown_name(pattern, message):
+    with pytest.raises(UsageError, match=message):
+        find([pattern])
+
+
+def test_paths(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((packaged_folder() / "quickstart.toml").read_text())
+    assert [spec.file for spec in find([str(path), "quickstart"])] == ["mine"] * 4 + ["quickstart"] * 4
+    assert find(["quickstart.toml"]) == find(["quickstart"])
+    with pytest.raises(SpecError, match="there is no such file"):
+        find([str(tmp_path / "none.toml")])
+
+
+def test_one_name_with_two_meanings_is_refused(tmp_path):
+    path = tmp_path / "quickstart.toml"
+    text = (packaged_folder() / "quickstart.toml").read_text()
+    path.write_text(text)
+    assert find([str(path), "quickstart"]) == find(["quickstart"])
+    path.write_text(text.replace("bias = true", "bias = false"))
+    with pytest.raises(UsageError, match="another meaning than an earlier target"):
+        find([str(path), "quickstart"])
+
+
+def test_a_broken_file_does_not_hide_the_others(tmp_path, monkeypatch):
+    (tmp_path / "good.toml").write_text((packaged_folder() / "quickstart.toml").read_text())
+    (tmp_path / "broken.toml").write_text("schema = ")
+    monkeypatch.setattr("fusekit.spec.catalog.packaged_folder", lambda: tmp_path)
+    assert len(find(["good"])) == 4
+    with pytest.raises(SpecError, match=r"broken\.toml"):
+        find()

@@ -1,0 +1,269 @@
+"""What a spec file may not say, and how the error says it."""
+
+import pytest
+
+from fusekit.errors import SpecError
+from fusekit.spec import parse_file, parse_text
+
+GOOD = """
+schema = 1
+[[kernel]]
+name = "fc1"
+op = "grouped-gemm"
+arch = "sm_90a"
+tile = [128, 128]
+"""
+GATED = GOOD + 'activation = { kind = "swiglu" }\n'
+
+
+def problems(text: str) -> tuple[str, ...]:
+    with pytest.raises(SpecError) as caught:
+        parse_text(text, "model", "model.toml")
+    assert str(caught.value).startswith("model.toml: ")
+    assert all(line in str(caught.value) for line in caught.value.problems)
+    return caught.value.problems or (str(caught.value),)
+
+
+def problem(text: str) -> str:
+    (only,) = problems(text)
+    return only
+
+
+AT = "[[kernel]] 1 (fc1): "
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bais = true", 'bais = true: there is no such key; did you mean "bias"?'),
+        ("save-preactivation = true", 'there is no such key; did you mean "save_preactivation"?'),
+        ("zzz = 3", "zzz = 3: there is no such key; the keys are name, summary, op, arch,"),
+        ('dtype = "bf17"', 'dtype = "bf17": must be "bf16" or "fp16"; did you mean "bf16"?'),
+        ('dtype = "BF16"', 'dtype = "BF16": must be "bf16" or "fp16"; did you mean "bf16"?'),
+        ("dtype = 16", 'dtype = 16: must be a string, "bf16" or "fp16", is an integer'),
+        ('dtype = ["bf16", "fp16"]', "is an array"),
+        ('bias = "yes"', 'bias = "yes": must be true or false, is a string'),
+        ("bias = 1", "bias = 1: must be true or false, is an integer"),
+        ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
+        ('quant = "fp8"', 'quant = "fp8": must be "none"'),
+        ('schedule = "dynamic"', 'schedule = "dynamic": must be "static"'),
+        ('schedule = ["static", "static"]', '"static" appears twice; a sweep names each value once'),
+        ("schedule = []", "schedule = []: an empty sweep makes no kernel"),
+        ('mainloop = "ping-pong"', 'must be "pingpong" or "cooperative"; did you mean "pingpong"?'),
+        ("cluster = [2, 2]", "cluster = [2, 2]: must be [1, 1], [2, 1] or [1, 2]"),
+        ("cluster = [[1, 1], [4, 1]]", "cluster = [4, 1]: must be [1, 1], [2, 1] or [1, 2]"),
+        ("cluster = [2]", "cluster = [2]: must be a pair of integers [M, N], or a list of such pairs"),
+        ("cluster = [2, true]", "cluster = [2, true]: must be a pair of integers"),
+        ("cluster_margin = -1", "cluster_margin = -1: must be from 0 to 2147483647"),
+        ("cluster_margin = 1.0", "cluster_margin = 1.0: must be an integer, is a float"),
+        ("cluster_margin = true", "cluster_margin = true: must be an integer, is a boolean"),
+        ("summary = 2020-01-01", "summary = 2020-01-01: must be a string, is a date or time"),
+        ('activation = "silu"', 'is a string; write { kind = "silu" }'),
+        ("activation = {}", "activation.kind is missing (The function); give a string, "),
+        ('activation = { kind = "swigul" }', 'activation.kind = "swigul": must be "identity", '),
+        ('activation = { kind = "swigul" }', 'did you mean "swiglu"?'),
+        ('activation = { kind = "gelu", aproximate = "tanh" }', 'did you mean "approximate"?'),
+        ('activation = { kind = "silu", approximate = "tanh" }', "only gelu and geglu have it, not silu; leave it out"),
+        ('activation = { kind = "silu", alpha = 2 }', "activation.alpha = 2.0: only swiglu has it, not silu"),
+        ('activation = { kind = "geglu", alpha = 2 }', "activation.alpha = 2.0: only swiglu has it, not geglu"),
+        ('activation = { kind = "relu", limit = 7.0 }', "activation.limit = 7.0: only gated activations have it"),
+        ('activation = { kind = "relu", up_offset = 1 }', "activation.up_offset = 1.0: only gated activations have it"),
+        ('activation = { kind = "swiglu", limit = 0 }', "activation.limit = 0.0: must be above 0"),
+        ('activation = { kind = "swiglu", limit = inf }', "activation.limit = inf: must be finite; leave limit out"),
+        ('activation = { kind = "swiglu", alpha = nan }', "activation.alpha = nan: must be finite"),
+        ('activation = { kind = "swiglu", alpha = "1" }', 'activation.alpha = "1": must be a number, is a string'),
+        ('glu_layout = "concat"', "the activation identity is not gated, so there is no gate to lay out"),
+        ('glu_layout = "interleaved32"', 'did you mean "interleaved-32"?'),
+        ("problem = { E = 1, M = 8, K = 8 }", "problem.N is missing"),
+        ("problem = { E = 0, M = 8, N = 8, K = 8 }", "problem.E = 0: must be from 1 to 2147483647"),
+        ("problem = { E = 1, M = 8, N = 12, K = 8 }", "a row of y has 12 elements of 2 bytes = 24 bytes"),
+        (
+            "problem = { E = 1, M = 8, N = 8, K = 20 }",
+            "20 elements of 2 bytes = 40 bytes, which must be a multiple of 16",
+        ),
+        ("problem = { E = 1, M = 8, N = 8, K = 20 }", "say 16 or 24"),
+    ],
+)
+def test_bad_line(line, message):
+    found = problem(GOOD + line + "\n")
+    assert found.startswith(AT)
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[]", "an empty sweep makes no kernel; give a pair of integers [M, N], or a list of them"),
+        ("[128]", "tile = [128]: must be a pair of integers [M, N], or a list of such pairs"),
+        ("[128, 128, 64]", "must be a pair of integers [M, N]"),
+        ("[[128, 128], 64]", "tile = 64: must be a pair of integers [M, N]"),
+        ('"128x128"', 'tile = "128x128": must be a pair of integers'),
+        ("[0, 128]", "tile = [0, 128]: both must be at least 1"),
+        ("[[128, 160], [128, 160]]", "[128, 160] appears twice"),
+        ("[96, 128]", "tile M = 96 does not fit the cooperative main loop, which has 128 or 256"),
+        ("[128, 100]", "tile N = 100 must be a multiple of 16 from 16 to 256"),
+        ("[128, 100]", "the nearest: 96 or 112"),
+        ("[128, 272]", "tile N = 272 must be a multiple of 16 from 16 to 256"),
+        ("[256, 256]", "256 x 256 / 256 threads = 256 accumulator registers a thread (cooperative); at most 208"),
+    ],
+)
+def test_bad_tile(value, message):
+    found = problem(GOOD.replace("[128, 128]", value))
+    assert found.startswith(AT + "tile = ")
+    assert message in found
+
+
+def test_main_loop_that_cannot_hold_the_tile():
+    text = GOOD.replace("[128, 128]", "[128, 256]") + 'mainloop = "pingpong"\n'
+    assert "128 x 256 / 128 threads = 256 accumulator registers a thread (pingpong)" in problem(text)
+    assert 'or mainloop = "cooperative"' in problem(text)
+    text = GOOD.replace("[128, 128]", "[256, 128]") + 'mainloop = "pingpong"\n'
+    assert 'which has 64 or 128; take mainloop = "cooperative" for 256' in problem(text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tile_n", "multiple"),
+    [
+        ('glu_layout = "concat"', 176, 32),
+        ('glu_layout = "interleaved"', 176, 32),
+        ('glu_layout = "interleaved-32"', 160, 64),
+        ('glu_layout = "concat"\nb_major = "n"', 192, 128),
+        ('glu_layout = "interleaved"\nb_major = "n"', 160, 64),
+        ('glu_layout = "interleaved-32"\nb_major = "n"', 192, 128),
+    ],
+)
+def test_gated_tile_n(keys, tile_n, multiple):
+    text = GATED.replace("[128, 128]", f"[128, {tile_n}]") + keys + "\n"
+    assert f"tile N = {tile_n} must be a multiple of {multiple}" in problem(text)
+
+
+def test_gated_problem():
+    odd = GATED + "problem = { E = 1, M = 8, N = 33, K = 8 }\n"
+    assert "swiglu is gated: N = 2 I, and 33 / 2 = 16.5 is no whole I; say an even N" in problem(odd)
+    half = GATED + "problem = { E = 1, M = 8, N = 40, K = 8 }\n"
+    assert "a row of y has N / 2 = 20 elements of 2 bytes = 40 bytes" in problem(half)
+    blocks = GATED + 'glu_layout = "interleaved-32"\nproblem = { E = 1, M = 8, N = 96, K = 8 }\n'
+    assert "N is a multiple of 64, and 96 = 64 x 1 + 32; say 64 or 128" in problem(blocks)
+
+
+def test_gated_needs_a_layout():
+    assert "swiglu is gated: say how gate and up lie along N" in problem(GATED + 'glu_layout = "none"\n')
+
+
+def test_dense_has_no_groups():
+    dense = GOOD.replace("grouped-gemm", "dense-gemm")
+    assert "dense-gemm has no groups to scale apart" in problem(dense + 'alpha = "group"\n')
+    found = problem(dense + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
+    assert "problem.E = 2: dense-gemm has one group; say E = 1" in found
+
+
+@pytest.mark.parametrize("key", ["op", "arch", "tile"])
+def test_missing_key(key):
+    lines = [line for line in GOOD.splitlines() if not line.startswith(key)]
+    assert problem("\n".join(lines)).startswith(f"{AT}{key} is missing (")
+
+
+def test_unknown_arch_lists_the_known():
+    assert 'arch = "sm_90": must be "sm_90a"; did you mean "sm_90a"?' in problem(GOOD.replace("sm_90a", "sm_90"))
+
+
+def test_unknown_op():
+    assert 'must be "dense-gemm" or "grouped-gemm"' in problem(GOOD.replace("grouped-gemm", "conv"))
+
+
+def test_names():
+    assert "name is missing" in problem(GOOD.replace('name = "fc1"', ""))
+    for bad in ("FC1", "a b", "", "../up", "-x", "é", "x" * 65, "a/b", "a@b"):
+        assert "a name is lower-case letters, digits" in problem(GOOD.replace('"fc1"', f'"{bad}"'))
+
+
+def test_two_kernels_of_one_name():
+    text = GOOD + GOOD.partition("schema = 1\n")[2]
+    assert problem(text) == '[[kernel]] 2 (fc1): name = "fc1": [[kernel]] 1 has this name already; name them apart'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty; a spec has schema = 1 and at least one [[kernel]] table"),
+        (" \n\n", "the file is empty"),
+        ("# nothing\n", "schema is missing: begin the file with schema = 1"),
+        ("schema = 1\n", "there is no [[kernel]] table; a spec file names at least one kernel"),
+        ("schema = 1\nkernel = []\n", "there is no [[kernel]] table"),
+        ("schema = 1\nkernel = 3\n", "kernel = 3: must be [[kernel]] tables"),
+        ("schema = 1\n[kernel]\n", "[kernel] is a single table; write [[kernel]], with two brackets"),
+        ("schema = 1\n[[kernels]]\n", 'did you mean "kernel"?'),
+        (GOOD.replace("schema = 1", "schema = 2"), "schema = 2: this version of fusekit reads schema = 1"),
+        (GOOD.replace("schema = 1", "schema = true"), "schema = true: this version"),
+        (GOOD.replace("schema = 1", "schema = 1.0"), "schema = 1.0: this version"),
+        (GOOD.replace("schema = 1", "schema = 1\nsummary = 3"), "summary = 3: must be a string, is an integer"),
+        (GOOD.replace("schema = 1", "schema = 1\nbias = true"), "bias belongs into a [[kernel]] table or [defaults]"),
+        (GOOD.replace("schema = 1", "schema = 1\ndefault = {}"), 'did you mean "defaults"?'),
+        (GOOD.replace("schema = 1", "schema = 1\ndefaults = 1"), "must be a table, is an integer; write [defaults]"),
+        (
+            GOOD.replace("schema = 1", "schema = 1\n[defaults]\nname = 'x'"),
+            '[defaults]: name = "x": there is no such key',
+        ),
+        ("schema = ", "not TOML: "),
+        (GOOD + 'name = "twice"\n', "not TOML: "),
+    ],
+)
+def test_bad_file(text, message):
+    assert any(message in line for line in problems(text))
+
+
+def test_toml_error_has_the_line():
+    assert "at line 2" in problem("schema = 1\n[[kernel\n")
+
+
+def test_fault_in_defaults_is_told_once_and_there():
+    text = (
+        GOOD.replace("schema = 1", 'schema = 1\n[defaults]\ndtype = "f16"')
+        + '[[kernel]]\nname = "b"\nop = "dense-gemm"\n'
+    )
+    text += 'arch = "sm_90a"\ntile = [64, 64]\n'
+    assert problem(text).startswith('[defaults]: dtype = "f16": must be')
+
+
+def test_combination_says_that_a_value_comes_from_defaults():
+    text = GOOD.replace("schema = 1", 'schema = 1\n[defaults]\nglu_layout = "concat"')
+    assert problem(text).startswith(f'{AT}from [defaults]: glu_layout = "concat": ')
+
+
+def test_all_problems_come_together_once_each():
+    text = GOOD.replace('"sm_90a"', '"sm_91"') + 'bias = 3\n[[kernel]]\nname = "b"\nop = "x"\n'
+    found = problems(text)
+    assert len(found) == 5
+    assert [line.partition(" =")[0].partition(" is")[0] for line in found] == [
+        "[[kernel]] 1 (fc1): arch",
+        "[[kernel]] 1 (fc1): bias",
+        "[[kernel]] 2 (b): op",
+        "[[kernel]] 2 (b): arch",
+        "[[kernel]] 2 (b): tile",
+    ]
+    swept = GATED + "cluster = [[1, 1], [2, 1], [1, 2]]\nproblem = { E = 1, M = 8, N = 33, K = 8 }\n"
+    assert "33 / 2" in problem(swept)
+
+
+def test_too_wide_a_sweep():
+    tiles = ", ".join(f"[{m}, {n}]" for m in range(1, 60) for n in range(1, 60))
+    text = GOOD.replace("[128, 128]", f"[{tiles}]") + "cluster = [[1, 1], [2, 1]]\n"
+    assert "3481 tile x 2 cluster = 6962 kernels; at most 4096 are expanded" in problem(text)
+
+
+def test_long_values_are_shortened():
+    assert len(problem(GOOD.replace('"grouped-gemm"', f'"{"x" * 500}"'))) < 300
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(SpecError, match="there is no such file"):
+        parse_file(tmp_path / "none.toml")
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(SpecError, match="cannot be read: Is a directory"):
+        parse_file(tmp_path / "folder.toml")
+    (tmp_path / "latin.toml").write_bytes(b'summary = "\xe9"')
+    with pytest.raises(SpecError, match="byte 11 is not UTF-8"):
+        parse_file(tmp_path / "latin.toml")
+    (tmp_path / "Upper Case.toml").write_text(GOOD)
+    with pytest.raises(SpecError, match='the stem "Upper Case" begins every kernel\'s name'):
+        parse_file(tmp_path / "Upper Case.toml")

@@ -1,0 +1,68 @@
+"""The one frozen configuration."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fusekit import Config
+from fusekit.errors import UsageError
+
+
+def test_default_is_the_user_cache_folder(tmp_path):
+    config = Config.from_environment(environ={})
+    assert config.store.name == "fusekit"
+    assert config.store.is_absolute()
+    assert config.layers == ()
+    assert config.color
+
+
+def test_argument_wins_over_variable_wins_over_default(tmp_path):
+    environ = {"FUSEKIT_STORE": str(tmp_path / "variable")}
+    assert Config.from_environment(environ=environ).store == tmp_path / "variable"
+    assert Config.from_environment(tmp_path / "argument", environ).store == tmp_path / "argument"
+    assert Config.from_environment(str(tmp_path / "argument"), environ).store == tmp_path / "argument"
+
+
+def test_empty_variables_count_as_unset():
+    empty = Config.from_environment(environ={"FUSEKIT_STORE": "", "FUSEKIT_STORES": "", "NO_COLOR": ""})
+    assert empty == Config.from_environment(environ={})
+
+
+def test_layers_in_order_each_once_without_the_store():
+    environ = {"FUSEKIT_STORE": "/a", "FUSEKIT_STORES": "/b::/c:/b:/a:/c/../d"}
+    config = Config.from_environment(environ=environ)
+    assert config.layers == (Path("/b"), Path("/c"), Path("/d"))
+    assert config.roots == (Path("/a"), *config.layers)
+
+
+def test_home_and_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Config.from_environment("~/store", {}).store == tmp_path / "home" / "store"
+    assert Config.from_environment("here", {}).store == tmp_path / "here"
+
+
+@pytest.mark.parametrize("bad", ["", "~no-such-user-here/store"])
+def test_a_path_that_names_no_folder(bad):
+    with pytest.raises(UsageError, match="--store"):
+        Config.from_environment(bad, {})
+    if bad:
+        with pytest.raises(UsageError, match="FUSEKIT_STORES"):
+            Config.from_environment(environ={"FUSEKIT_STORES": f"/a:{bad}"})
+
+
+def test_color():
+    assert not Config.from_environment(environ={"NO_COLOR": "1"}).color
+
+
+def test_it_reads_the_process_environment_and_makes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path / "store"))
+    assert Config.from_environment().store == tmp_path / "store"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_frozen():
+    config = Config.from_environment(environ={})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.store = Path("/")

@@ -1,0 +1,207 @@
+"""Who may import whom, checked from the source and in fresh processes.
+
+| package | may import, beside the standard library |
+|---|---|
+| errors | nothing |
+| config | errors, platformdirs |
+| spec, abi | errors |
+| store | errors, config, filelock, fsspec |
+| kernels | cutlass, and the stream type of cuda.bindings.driver |
+| compiler | errors, config, spec, abi, store, kernels; cutlass and llvmlite inside functions |
+| runtime | errors, config, abi, store, cuda.bindings |
+| reference | numpy, spec, errors |
+| bench | runtime, reference, what these may import |
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fusekit"
+CLI = ROOT / "cli"
+
+# Everything a room may import beside the standard library and itself.
+MAY = {
+    "errors": set(),
+    "config": {"fusekit.errors", "platformdirs"},
+    "spec": {"fusekit.errors"},
+    "abi": {"fusekit.errors"},
+    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec"},
+    "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
+    "compiler": {
+        "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
+        "cutlass", "cuda.bindings", "llvmlite",
+    },
+    "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "cuda.bindings"},
+    "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
+    "bench": {
+        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
+        "fusekit.reference", "numpy", "cuda.bindings",
+    },
+    "__init__": {"fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler"},
+}  # fmt: skip
+
+# Imported inside functions only: loading them costs more than all the rest, or they may be absent.
+LAZY = {"cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "platformdirs"}
+LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
+CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}
+
+# Device code is a pure function of its arguments: nothing here reaches files, processes or the environment.
+KERNEL_STDLIB = {
+    "__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator", "types", "typing",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    top: bool  # runs when the module is imported
+
+
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file by its absolute name; imports for type checkers alone are left out."""
+    package = path.parent.relative_to(ROOT).parts
+
+    def walk(nodes: list[ast.stmt] | Iterator[ast.AST], top: bool) -> Iterator[Import]:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                if module in ("fusekit", "cuda", "cli"):  # `from fusekit import store` imports a room
+                    yield from (Import(f"{module}.{alias.name}", node.lineno, top) for alias in node.names)
+                else:
+                    yield Import(module, node.lineno, top)
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.orelse, top)
+            else:
+                inner = top and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from walk(ast.iter_child_nodes(node), inner)
+
+    return list(walk(ast.parse(path.read_text()).body, True))
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def within(module: str, allowed: set[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+LIBRARY_FILES = sorted(PACKAGE.glob("**/*.py"))
+CLI_FILES = sorted(CLI.glob("*.py"))
+
+
+def test_every_room_is_in_the_table():
+    assert {room_of(path) for path in LIBRARY_FILES} <= set(MAY)
+
+
+@pytest.mark.parametrize("path", LIBRARY_FILES, ids=name_of)
+def test_library_imports(path):
+    room = room_of(path)
+    allowed = MAY[room] | {f"fusekit.{room}"}
+    for found in imports_of(path):
+        stdlib = found.module.partition(".")[0] in sys.stdlib_module_names
+        assert stdlib or within(found.module, allowed), f"{room} may not import {found.module} (line {found.line})"
+        root = found.module.partition(".")[0]
+        if found.top and root in LAZY and room not in LAZY_ROOMS.get(root, set()):
+            pytest.fail(f"{found.module} is imported at the top (line {found.line}); import it where it is used")
+        if room == "kernels" and stdlib:
+            assert root in KERNEL_STDLIB, f"device code may not import {found.module} (line {found.line})"
+
+
+@pytest.mark.parametrize("path", CLI_FILES, ids=name_of)
+def test_cli_imports_lazily(path):
+    for found in imports_of(path):
+        if found.top:
+            assert not within(found.module, CLI_LAZY), f"{found.module} (line {found.line}) belongs inside the command"
+
+
+@pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)
+def test_the_environment_is_read_in_one_place(path):
+    if path == PACKAGE / "config.py":
+        return
+    tree = ast.parse(path.read_text())
+    # A worker's own environment may be written before it starts; that is an assignment or a deletion.
+    writes = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "getenvb"):
+            assert id(node) in writes, f"line {node.lineno} reads the environment; fusekit/config.py does that"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            assert not {alias.name for alias in node.names} & {"environ", "getenv"}
+
+
+@pytest.mark.parametrize("path", [*LIBRARY_FILES, *CLI_FILES], ids=name_of)
+def test_no_module_level_mutable_state(path):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"line {node.lineno}: global state"
+    for node in tree.body:
+        value = getattr(node, "value", None) if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        empty = isinstance(value, (ast.List, ast.Dict)) and not ast.unparse(value).strip("[]{}")
+        made = isinstance(value, ast.Call) and ast.unparse(value.func) in (
+            "dict",
+            "list",
+            "set",
+            "defaultdict",
+            "deque",
+        )
+        assert not empty and not (made and not value.args), f"line {node.lineno}: filled later, so it is state"
+
+
+def loaded(statement: str, folder: Path, *, tolerate_exit: bool = False) -> set[str]:
+    """Top-level names of the modules in a fresh process after `statement`."""
+    if tolerate_exit:
+        statement = f"try:\n    {statement}\nexcept SystemExit:\n    pass"
+    code = f"import sys, json\n{statement}\nsys.stdout.write('\\n' + json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.rpartition("\n")[2]))
+
+
+@pytest.mark.parametrize("room", sorted(set(MAY) - {"__init__", "kernels", "reference", "bench"}))
+def test_a_fresh_process_loads_nothing_heavy(room, tmp_path):
+    modules = loaded(f"import fusekit.{room}", tmp_path)
+    heavy = {"cutlass", "torch", "numpy", "llvmlite", "rich", "click", "hypothesis"}
+    assert not modules & heavy
+    if room != "runtime":
+        assert "cuda" not in modules
+
+
+def test_import_fusekit_is_light(tmp_path):
+    modules = loaded("import fusekit", tmp_path)
+    assert not {name for name in modules if name.startswith("fusekit.")} - {"fusekit.errors", "fusekit.config"}
+    assert not modules & {"platformdirs", "tomllib", "json.tool", "ctypes", "asyncio"}
+
+
+@pytest.mark.skipif(not (CLI / "main.py").exists(), reason="the command line is not written yet")
+def test_help_loads_nothing_heavy(tmp_path):
+    statement = "from fusekit_cli.main import main; sys.argv = ['fusekit', '--help']; main()"
+    modules = loaded(statement, tmp_path, tolerate_exit=True)
+    assert "click" in modules
+    assert not modules & {"cutlass", "torch", "numpy", "llvmlite", "rich", "cuda", "hypothesis"}
+
+
+def test_no_import_makes_a_file(tmp_path):
+    rooms = [room for room in MAY if room not in ("__init__", "kernels", "bench")]
+    loaded("import " + ", ".join(f"fusekit.{room}" for room in rooms), tmp_path)
+    assert list(tmp_path.iterdir()) == []
