@@ -78,6 +78,7 @@ class _Check:
         self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
         self.bad: list[Problem] = []
         self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
+        self._damaged: set[str] = set()  # keys of damaged entries
 
     def entries_of(self, layer: Layer) -> None:
         cubins: dict[str, Entry] = {}
@@ -100,6 +101,7 @@ class _Check:
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry
                 except (IntegrityError, StoreError) as error:
+                    self._damaged.add(key)
                     self._add(layer, path, error, key if is_digest(key) else "")
             self._blobs_of(layer, cubins)
         except StoreError as error:
@@ -132,6 +134,8 @@ class _Check:
                         self.names -= 1
                         continue
                     key = record.key
+                    if key in self._damaged and key not in self._keys:
+                        continue  # said once, with the entry
                     if key not in self._keys:
                         raise damaged(path, f"stands for entry {key}, which no layer holds whole")
                     if self._keys[key] != record.arch:

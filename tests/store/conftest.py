@@ -1,0 +1,42 @@
+"""Fixtures of the store's tests."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusekit.store import Entry, NameRecord
+from tests.store.samples import build_entry, build_record
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def make_entry() -> Callable[..., tuple[Entry, bytes]]:
+    return build_entry
+
+
+@pytest.fixture
+def make_record() -> Callable[..., NameRecord]:
+    return build_record
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder, for a test that runs without the power to ignore permissions, also where the suite runs as root."""
+    folder = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0
+    if root:
+        os.chown(folder, NOBODY, -1)
+        os.seteuid(NOBODY)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o700)
+        shutil.rmtree(folder)

@@ -1,0 +1,31 @@
+"""Made-up entries and names: the store does not know what a kernel is."""
+
+from fusekit.store import Entry, NameRecord, key_fields, key_of
+from fusekit.store.keys import sha256
+
+
+def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5) -> tuple[Entry, bytes]:
+    cubin = cubin if cubin is not None else b"\x7fELF cubin %d" % seed * 20
+    fields = key_fields(
+        device_spec={"op": "dense-gemm", "tile": [128, 160], "seed": seed},
+        arch="sm_90a",
+        toolchain={"nvidia-cutlass-dsl": "4.8.1"},
+        options="--gpu-arch=sm_90a",
+        sources={"kernels/gemm.py": sha256(b"source")},
+    )
+    entry = Entry(
+        key=key_of(fields),
+        fields=fields,
+        cubin_sha256=sha256(cubin),
+        cubin_bytes=len(cubin),
+        launch={"schema": 1, "arch": "sm_90a", "symbol": "kernel", "dynamic_shared": 1024 + seed},
+        resources={"registers": 168, "spill_bytes": 0},
+        proof={"launches": 8},
+        toolchain={"nvidia-cutlass-dsl": "4.8.1"},
+        seconds=seconds,
+    )
+    return entry, cubin
+
+
+def build_record(entry: Entry, name: str = "quickstart/fc1@128x160-c2x1", arch: str = "sm_90a") -> NameRecord:
+    return NameRecord(name, arch, entry.key, {"kernel": "fc1"}, {"act_limit": float("inf"), "cluster_margin": 0})
