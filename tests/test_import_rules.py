@@ -49,7 +49,7 @@ MAY = {
 }  # fmt: skip
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
-LAZY = {"cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "platformdirs"}
+LAZY = {"cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "filelock", "platformdirs"}
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}
 
@@ -199,6 +199,15 @@ def test_help_loads_nothing_heavy(tmp_path):
     modules = loaded(statement, tmp_path, tolerate_exit=True)
     assert "click" in modules
     assert not modules & {"cutlass", "torch", "numpy", "llvmlite", "rich", "cuda", "hypothesis"}
+
+
+def test_launching_needs_neither_the_lock_nor_the_tables(tmp_path):
+    """A machine that only launches may have no more than click, platformdirs and cuda-bindings."""
+    absent = "filelock", "rich", "numpy", "cutlass", "llvmlite", "torch"
+    statement = "".join(f"sys.modules['{name}'] = None; " for name in absent) + "import fusekit.runtime, fusekit.store"
+    if (CLI / "main.py").exists():
+        statement += ", fusekit_cli.main"
+    assert "fusekit.runtime" in loaded(statement, tmp_path)
 
 
 def test_no_import_makes_a_file(tmp_path):
