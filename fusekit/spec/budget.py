@@ -4,7 +4,7 @@ A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the ep
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
     32768 bytes      epilogue staging: 8 warps x 2 buffers x 16 rows x 64 columns x 2 bytes
-    2048 bytes       barriers, the scheduler's ring and the slack of a 1024-byte alignment
+    2304 bytes       two rows of bias (2 x 256 x 4 bytes), barriers and the scheduler's ring (256 bytes)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
 registers a multiprocessor).
@@ -25,7 +25,7 @@ class Limits:
     """What one architecture offers a CTA; bytes, or registers a thread."""
 
     shared_bytes: int = 232448
-    reserved_bytes: int = 2048
+    reserved_bytes: int = 2304
     epilogue_bytes: int = 32768
     tile_k: int = 64
     operand_bytes: int = 2
@@ -42,7 +42,10 @@ SM90A = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a kernel of one tile uses. Bytes are dynamic shared memory a CTA; registers are a thread's."""
+    """What a kernel of one tile uses. Bytes are dynamic shared memory a CTA; registers are a thread's.
+
+    shared_bytes is an upper bound: a kernel without bias takes less, and its launch record says how much.
+    """
 
     tile_k: int
     stages: int
@@ -147,7 +150,7 @@ def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iter
         yield Refusal(
             "tile",
             f"({tile_m} + {tile_n}) x {limits.tile_k} x {limits.operand_bytes} = {stage} bytes a stage; "
-            f"{limits.shared_bytes} - {limits.reserved_bytes} (barriers) - {limits.epilogue_bytes} (epilogue)"
+            f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - {limits.epilogue_bytes} (epilogue)"
             f" = {room} bytes of shared memory hold {room // stage} stages, at least {limits.min_stages} are needed; "
             "take a smaller tile",
         )
