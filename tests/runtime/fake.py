@@ -1,0 +1,263 @@
+"""A stand-in for ``cuda.bindings.driver``: records what it is asked, keeps device memory in host buffers.
+
+It behaves as the runtime relies on: (status, values...) tuples, IntEnum statuses, one current-context stack a thread,
+parameters read through ``kernelParams`` at the moment of a launch. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import threading
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_IMAGE = 200
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_FOUND = 500
+
+
+OK = CUresult.CUDA_SUCCESS
+
+
+class Names:
+    """Any enum: members are their own names."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class CUtensorMap:
+    def __init__(self, data: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(data, 128)
+
+    def getPtr(self) -> int:  # noqa: N802
+        return ctypes.addressof(self._buffer)
+
+
+@dataclass
+class Launched:
+    """One cuLaunchKernelEx: the grid as (x, y, z), each parameter's bytes, attribute id -> value, the context."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    stream: int
+    attributes: dict[str, Any]
+    parameters: list[bytes]
+    function: Any
+    context: int
+
+
+@dataclass
+class FakeDriver:
+    """`parameters` are the (offset, size) pairs of the one kernel that every cubin contains, under `symbol`."""
+
+    parameters: list[tuple[int, int]] = field(default_factory=list)
+    symbol: str = "kernel"
+    version: int = 13000
+    devices: int = 1
+    capability: tuple[int, int] = (9, 0)
+    sm_count: int = 132
+    calls: list[str] = field(default_factory=list)
+    launches: list[Launched] = field(default_factory=list)
+    encoded: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[tuple[str, int], int] = field(default_factory=dict)
+    stream_contexts: dict[int, int] = field(default_factory=dict)
+    fail: dict[str, CUresult] = field(default_factory=dict)
+    loaded: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory: dict[int, Any] = {}
+        self.owner: dict[int, int] = {}
+        self._local = threading.local()
+        self._numbers = itertools.count(1)
+        self.CUresult = CUresult
+        for enum in (
+            "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute", "CUtensorMapDataType",
+            "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill",
+            "CUevent_flags",
+        ):  # fmt: skip
+            setattr(self, enum, Names())
+        self.cuuint32_t = self.cuuint64_t = int
+        self.CUlaunchConfig = SimpleNamespace
+        self.CUlaunchAttribute = lambda: SimpleNamespace(
+            value=SimpleNamespace(clusterDim=SimpleNamespace(x=0, y=0, z=0))
+        )
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if not name.startswith("cu") or name.startswith("cuuint"):
+            return found
+
+        def called(*arguments: Any) -> Any:
+            self.calls.append(name)
+            status = self.fail.get(name)
+            return (status, None) if status else found(*arguments)
+
+        return called
+
+    # -- the driver and its devices
+
+    def cuDriverGetVersion(self) -> Any:  # noqa: N802
+        return OK, self.version
+
+    def cuInit(self, flags: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuGetErrorName(self, status: CUresult) -> Any:  # noqa: N802
+        return OK, CUresult(status).name.encode()
+
+    def cuGetErrorString(self, status: CUresult) -> Any:  # noqa: N802
+        return OK, f"text of {int(status)}".encode()
+
+    def cuDeviceGetCount(self) -> Any:  # noqa: N802
+        return OK, self.devices
+
+    def cuDeviceGet(self, ordinal: int) -> Any:  # noqa: N802
+        return OK, ordinal
+
+    def cuDeviceGetName(self, length: int, device: int) -> Any:  # noqa: N802
+        return OK, b"FAKE H200" + bytes(length - 9)
+
+    def cuDeviceGetAttribute(self, kind: str, device: int) -> Any:  # noqa: N802
+        major, minor = self.capability
+        values = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": self.sm_count}
+        return OK, next((value for key, value in values.items() if kind.endswith(key)), 0)
+
+    # -- contexts
+
+    @property
+    def stack(self) -> list[int]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> Any:  # noqa: N802
+        return OK, 1000 + device
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuCtxGetCurrent(self) -> Any:  # noqa: N802
+        return OK, self.stack[-1] if self.stack else 0
+
+    def cuCtxPushCurrent(self, context: int) -> Any:  # noqa: N802
+        self.stack.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self) -> Any:  # noqa: N802
+        return OK, self.stack.pop()
+
+    def cuCtxGetDevice(self) -> Any:  # noqa: N802
+        return OK, self.stack[-1] - 1000
+
+    def cuCtxSynchronize(self) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuStreamGetCtx(self, stream: int) -> Any:  # noqa: N802
+        return OK, self.stream_contexts.get(stream, 1000)
+
+    # -- kernels
+
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> Any:  # noqa: N802
+        self.loaded += 1
+        return OK, f"library {next(self._numbers)}"
+
+    def cuLibraryUnload(self, library: Any) -> Any:  # noqa: N802
+        self.loaded -= 1
+        return (OK,)
+
+    def cuLibraryGetKernel(self, library: Any, name: bytes) -> Any:  # noqa: N802
+        return (OK, "kernel") if name.decode() == self.symbol else (CUresult.CUDA_ERROR_NOT_FOUND, None)
+
+    def cuKernelGetParamInfo(self, kernel: Any, index: int) -> Any:  # noqa: N802
+        if index >= len(self.parameters):
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None, None
+        return (OK, *sorted(self.parameters)[index])
+
+    def cuKernelSetAttribute(self, kind: str, value: int, kernel: Any, device: int) -> Any:  # noqa: N802
+        self.settings[kind, device] = value
+        return (OK,)
+
+    def cuKernelGetFunction(self, kernel: Any) -> Any:  # noqa: N802
+        return OK, ("function", self.stack[-1])
+
+    def cuTensorMapEncodeTiled(self, *fields: Any) -> Any:  # noqa: N802
+        names = (
+            "dtype", "rank", "address", "dims", "strides", "box", "element_strides", "interleave", "swizzle", "promotion",
+            "fill",
+        )  # fmt: skip
+        self.encoded.append(dict(zip(names, fields, strict=True)))
+        return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
+        if function is None:
+            return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+        context = self.stream_contexts.get(config.hStream, 1000) if config.hStream > 2 else (self.stack or [0])[-1]
+        if function != ("function", context):
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        sizes = [size for _, size in sorted(self.parameters)]
+        pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(parameters) if sizes else []
+        values = {
+            "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: (
+                value.clusterDim.x, value.clusterDim.y, value.clusterDim.z,
+            ),
+            "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": lambda value: value.cooperative,
+            "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": lambda value: (
+                value.programmaticStreamSerializationAllowed
+            ),
+        }  # fmt: skip
+        assert config.numAttrs == len(config.attrs)
+        self.launches.append(
+            Launched(
+                grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
+                block=(config.blockDimX, config.blockDimY, config.blockDimZ),
+                shared=config.sharedMemBytes,
+                stream=config.hStream,
+                attributes={attribute.id: values[attribute.id](attribute.value) for attribute in config.attrs},
+                parameters=[ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)],
+                function=function,
+                context=context,
+            )
+        )
+        return (OK,)
+
+    # -- memory
+
+    def cuMemAlloc(self, size: int) -> Any:  # noqa: N802
+        buffer = ctypes.create_string_buffer(size + 256)
+        address = -(-ctypes.addressof(buffer) // 256) * 256
+        self.memory[address] = buffer
+        self.owner[address] = self.stack[-1] - 1000
+        return OK, address
+
+    def cuMemFree(self, address: int) -> Any:  # noqa: N802
+        del self.memory[address]
+        return (OK,)
+
+    def cuMemsetD8(self, address: int, value: int, count: int) -> Any:  # noqa: N802
+        ctypes.memset(address, value, count)
+        return (OK,)
+
+    def cuMemcpyHtoD(self, target: int, source: Any, count: int) -> Any:  # noqa: N802
+        ctypes.memmove(target, bytes(memoryview(source).cast("B")), count)
+        return (OK,)
+
+    def cuMemcpyDtoH(self, target: int, source: int, count: int) -> Any:  # noqa: N802
+        ctypes.memmove(target, source, count)
+        return (OK,)
+
+    def cuPointerGetAttribute(self, kind: str, address: int) -> Any:  # noqa: N802
+        if address not in self.owner:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return OK, self.owner[address]

@@ -1,0 +1,144 @@
+"""Launch records, tensors and stores for the runtime's tests."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusekit.abi import (
+    Constraint,
+    Dim,
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    PointerParameter,
+    ScalarArgument,
+    TensorArgument,
+    TensorMapParameter,
+)
+from fusekit.config import Config
+from fusekit.runtime import Devices, Driver, Kernel, Library
+from fusekit.runtime.tensors import compact_strides
+from fusekit.store import Entry, NameRecord, Store, key_of
+from tests.runtime.fake import FakeDriver
+
+CUBIN = b"\x7fELF\x02\x01\x01\x33\x07" + bytes(120)
+SPEC = {
+    "op": "grouped-gemm",
+    "tile": [128, 160],
+    "cluster": [2, 1],
+    "problem": {"E": 4, "M": 1024, "N": 320, "K": 128},
+}
+
+
+def record(**changes: Any) -> LaunchRecord:
+    """A grouped GEMM with a gated activation: x [M, K], w [E, 2I, K], offsets [E], y [M, I] and two scalars."""
+    parts: dict[str, Any] = {
+        "symbol": "kernel",
+        "arch": "sm_90a",
+        "arguments": (
+            TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), stride_divisor=8),
+            TensorArgument(
+                "w", "input", "bf16", ("E", ("mul", 2, "I"), "K"), ("w.stride0", "w.stride1", 1), stride_divisor=8
+            ),
+            TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+            TensorArgument("y", "output", "bf16", ("M", "I"), ("y.stride0", 1), stride_divisor=8),
+            ScalarArgument("act_limit", "f32", float("inf")),
+            ScalarArgument("act_alpha", "f32"),
+        ),
+        "dims": (Dim("M"), Dim("K", 8, 8), Dim("E", minimum=1), Dim("I", 8, 8)),
+        "constraints": (Constraint(("mod", "I", 16), "I must be a multiple of 16 for this layout"),),
+        "parameters": (
+            TensorMapParameter(
+                "x_map", "x", 0, dims=("K", "M"), strides=(("mul", 2, "x.stride0"),), box=(64, 64), swizzle="128B",
+                l2_promotion="128B",
+            ),
+            TensorMapParameter(
+                "w_map", "w", 128, dims=("K", ("mul", 2, "I"), "E"),
+                strides=(("mul", 2, "w.stride1"), ("mul", 2, "w.stride0")), box=(64, 160, 1), swizzle="128B",
+                address=("add", "w.address", ("mul", 2, "K")),
+            ),
+            PointerParameter("offsets_pointer", "offsets", 256),
+            PointerParameter("y_pointer", "y", 264),
+            IntegerParameter("y_pitch", "i64", "y.stride0", 272),
+            IntegerParameter("rows", "i32", "M", 280),
+            FloatParameter("limit", "act_limit", 284),
+            FloatParameter("alpha", "act_alpha", 288),
+        ),
+        "grid": (("mul", 2, ("max", 1, ("sub", ("floordiv", "sm_count", 2), "cluster_margin"))), 1, 1),
+        "block": (384, 1, 1),
+        "cluster": (2, 1, 1),
+        "dynamic_shared": 200_000,
+        "skip_if_zero": ("M",),
+    }  # fmt: skip
+    return LaunchRecord(**(parts | changes))
+
+
+@dataclass(frozen=True)
+class Torchlike:
+    """A tensor as PyTorch shows one, at any address."""
+
+    shape: tuple[int, ...]
+    dtype: Any = "torch.bfloat16"
+    address: int = 0x10_0000
+    strides: tuple[int, ...] | None = None
+    device: Any = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        return compact_strides(self.shape) if self.strides is None else self.strides
+
+
+def tensors(m: int = 96, k: int = 128, e: int = 4, i: int = 160) -> dict[str, Any]:
+    """Arguments that fit `record`."""
+    return {
+        "x": Torchlike((m, k), address=0x1000_0000),
+        "w": Torchlike((e, 2 * i, k), address=0x2000_0000),
+        "offsets": Torchlike((e,), "torch.int32", address=0x3000_0004),
+        "y": Torchlike((m, i), address=0x4000_0000),
+        "act_alpha": 1.5,
+    }
+
+
+def fake_for(made: LaunchRecord, **changes: Any) -> FakeDriver:
+    return FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters], **changes)
+
+
+def load(
+    made: LaunchRecord | None = None, fake: FakeDriver | None = None, **defaults: Any
+) -> tuple[Kernel, FakeDriver]:
+    """A kernel of `made` on a fake driver."""
+    made = record() if made is None else made
+    fake = fake_for(made) if fake is None else fake
+    devices = Devices(Driver(fake))
+    return Kernel(devices, "sample/fc1@128x160-c2x1", made, CUBIN, defaults, 0), fake
+
+
+def publish(root: Path, name: str = "sample/fc1@128x160-c2x1", made: LaunchRecord | None = None, **spec: Any) -> Store:
+    """A store at `root` that holds `made` under `name`."""
+    made = record() if made is None else made
+    store = Store.open(Config(store=root))
+    fields = {"arch": made.arch, "spec": name}
+    entry = Entry(
+        key=key_of(fields),
+        fields=fields,
+        cubin_sha256=hashlib.sha256(CUBIN).hexdigest(),
+        cubin_bytes=len(CUBIN),
+        launch=made.to_json(),
+        resources={},
+        proof={},
+        toolchain={},
+        seconds=1.0,
+    )
+    store.publish(entry, CUBIN)
+    store.publish_name(NameRecord(name, made.arch, entry.key, SPEC | spec, {"act_alpha": 1.0, "cluster_margin": 0}))
+    return store
+
+
+def library(store: Store, made: LaunchRecord | None = None, **changes: Any) -> tuple[Library, FakeDriver]:
+    fake = fake_for(record() if made is None else made, **changes)
+    return Library(store, Driver(fake)), fake

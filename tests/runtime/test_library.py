@@ -1,0 +1,182 @@
+"""From a name to a loaded kernel: what is checked before the driver sees anything, and what each failure says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusekit.abi import IntegerParameter
+from fusekit.errors import ArchMismatchError, DriverError, IntegrityError, NotBuiltError
+from fusekit.runtime import Devices, Driver, Kernel, Library
+from fusekit.runtime.devices import archs_of
+from fusekit.runtime.select import choose, cost
+from fusekit.store import NameRecord
+from tests.runtime.fake import CUresult, FakeDriver
+from tests.runtime.samples import CUBIN, SPEC, fake_for, library, load, publish, record, tensors
+
+
+def test_a_name_becomes_a_kernel(tmp_path: Path) -> None:
+    opened, fake = library(publish(tmp_path))
+    kernel = opened.load("sample/fc1@128x160-c2x1")
+    kernel(**tensors())
+    assert kernel.name == "sample/fc1@128x160-c2x1"
+    assert kernel.arch == "sm_90a"
+    assert len(fake.launches) == 1
+    opened.close()
+    assert fake.calls[-1] == "cuDevicePrimaryCtxRelease"
+
+
+def test_a_name_without_variant_takes_the_cheapest(tmp_path: Path) -> None:
+    publish(tmp_path, "sample/fc1@128x160-c2x1", record(dynamic_shared=1000))
+    store = publish(tmp_path, "sample/fc1@128x256-c2x1", record(dynamic_shared=2000), tile=[128, 256])
+    opened, _ = library(store)
+    assert opened.load("sample/fc1").name == "sample/fc1@128x160-c2x1"
+    assert opened.find("sample/fc1", problem={"E": 1, "M": 4096, "N": 512, "K": 64}).name == "sample/fc1@128x256-c2x1"
+
+
+def test_what_is_not_built_says_how_to_build_it(tmp_path: Path) -> None:
+    opened, fake = library(publish(tmp_path))
+    fake.calls.clear()
+    with pytest.raises(NotBuiltError, match="fusekit build other/fc1"):
+        opened.load("other/fc1")
+    assert fake.calls == [], "a missing name needs no driver"
+    with pytest.raises(NotBuiltError, match="only for sm_90a.*--arch sm_100a"):
+        opened.load("sample/fc1", arch="sm_100a")
+
+
+def test_another_arch_is_refused_before_the_driver_loads(tmp_path: Path) -> None:
+    opened, fake = library(publish(tmp_path), capability=(10, 0))
+    with pytest.raises(ArchMismatchError, match="for sm_90a; device 0 .*sm_100a.* expects sm_100a") as caught:
+        opened.load("sample/fc1")
+    assert (caught.value.expected, caught.value.found) == ("sm_100a", "sm_90a")
+    with pytest.raises(ArchMismatchError, match="is for sm_90a, device 0 .* is not; expected sm_90a, found sm_100a"):
+        opened.load("sample/fc1", arch="sm_90a")
+    assert "cuLibraryLoadData" not in fake.calls
+
+
+def test_every_arch_a_device_runs() -> None:
+    assert archs_of((8, 0)) == ("sm_80",)
+    assert archs_of((9, 0)) == ("sm_90a", "sm_90")
+    assert archs_of((10, 3)) == ("sm_103a", "sm_103f", "sm_103")
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "fits"),
+    [
+        ("sm_90a", (9, 0), True), ("sm_90", (9, 0), True), ("sm_80", (8, 6), True), ("sm_86", (8, 0), False),
+        ("sm_100a", (10, 3), False), ("sm_100f", (10, 3), True), ("sm_90", (10, 0), False), ("sm_120a", (12, 0), True),
+    ],
+)  # fmt: skip
+def test_which_cubin_runs_where(arch: str, capability: tuple[int, int], fits: bool) -> None:
+    made = record(arch=arch)
+    fake = fake_for(made, capability=capability)
+    if fits:
+        assert load(made, fake)[0].arch == arch
+    else:
+        with pytest.raises(ArchMismatchError):
+            load(made, fake)
+        assert fake.loaded == 0
+
+
+def test_an_old_driver_says_expected_and_found() -> None:
+    with pytest.raises(DriverError, match=r"supports CUDA 11\.8; fusekit expects CUDA 12\.4 or newer"):
+        Driver(FakeDriver(version=11080))
+    cubin = bytearray(CUBIN)
+    cubin[8] = 8
+    made = record()
+    for version, fine in ((12090, False), (13000, True)):
+        fake = fake_for(made, version=version)
+        devices = Devices(Driver(fake))
+        if fine:
+            Kernel(devices, "sample/fc1", made, bytes(cubin), {}, 0)
+            continue
+        with pytest.raises(DriverError, match=r"supports CUDA 12\.9; .*CUDA 13's format.* expects CUDA 13\.0"):
+            Kernel(devices, "sample/fc1", made, bytes(cubin), {}, 0)
+        assert "cuLibraryLoadData" not in fake.calls
+
+
+def test_no_driver_and_no_device() -> None:
+    class NoLibrary:
+        def cuDriverGetVersion(self) -> Any:  # noqa: N802
+            raise RuntimeError("libcuda.so.1 not found.")
+
+    with pytest.raises(DriverError, match=r"no NVIDIA driver: libcuda\.so\.1 not found.*CUDA 12\.4 or newer"):
+        Driver(NoLibrary())
+    with pytest.raises(DriverError, match="the driver sees no GPU"):
+        Devices(Driver(FakeDriver(devices=0)))
+    with pytest.raises(DriverError, match=r"cuInit failed: CUDA_ERROR_NOT_FOUND \(text of 500\)") as caught:
+        Driver(FakeDriver(fail={"cuInit": CUresult.CUDA_ERROR_NOT_FOUND}))
+    assert (caught.value.name, caught.value.text) == ("CUDA_ERROR_NOT_FOUND", "text of 500")
+    with pytest.raises(DriverError, match="device 3; this process sees devices 0 to 1"):
+        Devices(Driver(FakeDriver(devices=2))).get(3)
+
+
+def test_a_cubin_of_another_build_is_caught_by_its_parameters(tmp_path: Path) -> None:
+    made = record()
+    fake = fake_for(made)
+    fake.parameters[-1] = (296, 4)
+    opened = Library(publish(tmp_path), Driver(fake))
+    with pytest.raises(IntegrityError, match=r"alpha@288\+4.*296\+4.*two builds"):
+        opened.load("sample/fc1")
+    assert fake.loaded == 0
+    fake = fake_for(record(parameters=(*made.parameters, IntegerParameter("more", "i32", 1, 292))))
+    with pytest.raises(IntegrityError, match="two builds"):
+        load(made, fake)
+
+
+def test_a_symbol_that_is_not_there() -> None:
+    fake = fake_for(record(), symbol="other")
+    with pytest.raises(DriverError, match="cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND"):
+        load(record(), fake)
+    assert fake.loaded == 0
+
+
+def test_bytes_that_are_no_cubin() -> None:
+    made = record()
+    with pytest.raises(IntegrityError, match="no ELF file"):
+        Kernel(Devices(Driver(fake_for(made))), "sample/fc1", made, b"<html>", {}, 0)
+
+
+def test_the_cheapest_variant() -> None:
+    def named(name: str, tile: list[int], cluster: tuple[int, int] = (2, 1), **more: Any) -> NameRecord:
+        return NameRecord(name, "sm_90a", "0" * 64, SPEC | {"tile": tile, "cluster": list(cluster)} | more, {})
+
+    small, exact, wide = named("s", [64, 64]), named("e", [128, 160]), named("w", [128, 256])
+    assert choose([small, exact, wide], {"E": 4, "M": 65536, "N": 2080, "K": 64}).name == "e"
+    assert choose([small, exact, wide], {"E": 4, "M": 65536, "N": 4096, "K": 64}).name == "w"
+    assert choose([exact, named("c", [128, 160], (1, 1))]).name == "e"
+    assert choose([named("b", [128, 160]), named("a", [128, 160])]).name == "a"
+    # Many short groups waste less with the lower tile.
+    low, high = SPEC | {"tile": [128, 128]}, SPEC | {"tile": [256, 128]}
+    problem = {"E": 256, "M": 8192, "N": 1024, "K": 64}
+    assert cost(low, problem) < cost(high, problem)
+    dense = {"op": "dense-gemm", "tile": [128, 128]}
+    assert cost(dense, problem) == 8192 * 1024 * (1 + 16 / 128 + 16 / 128)
+
+
+def test_the_runtime_imports_no_framework_and_no_driver() -> None:
+    code = (
+        "import sys, fusekit.runtime; print([m for m in ('cutlass', 'torch', 'numpy', 'cuda', 'click', 'rich',"
+        " 'platformdirs') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_real_cuda_bindings_without_a_driver_is_a_driver_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    try:
+        bindings.cuDriverGetVersion()
+    except Exception:
+        with pytest.raises(DriverError, match="no NVIDIA driver"):
+            Driver()
+    else:
+        pytest.skip("this machine has a driver")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace())
+    with pytest.raises(DriverError, match=r"cuda\.bindings cannot be imported.*pip install"):
+        Driver()
