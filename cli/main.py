@@ -1,0 +1,89 @@
+"""The entry point: the group of verbs, each imported when it is called, and what becomes of errors.
+
+A verb's return value, if it is an int, is the exit code: 0 done, 1 what was asked failed, 2 usage or spec error, 3
+not in the store, 4 no usable GPU or driver; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+import fusekit
+from fusekit.errors import FusekitError
+from fusekit_cli.options import Session, common
+
+INTERRUPTED = 130
+
+# What `--help` shows; a verb's own file is only imported when it is called.
+VERBS = {
+    "build": "Compile what the store lacks; needs no GPU.",
+    "ls": "List what the store holds.",
+    "show": "Show one entry whole.",
+    "explain": "Say why a kernel would be built, or would not.",
+    "verify": "Check the store against its digests.",
+    "run": "Launch a kernel from the store on made-up tensors.",
+    "doctor": "Say what this machine can do.",
+    "schema": "Print the JSON Schema of spec files.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules of this package, imported one at a time."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = import_module(f"fusekit_cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(fusekit.__version__, prog_name="fusekit", message="%(prog)s %(version)s")
+@common
+def cli(session: Session) -> None:
+    """Kernels compiled ahead of time from specs, kept in a store, launched without the compiler.
+
+    A name is FILE/KERNEL@VARIANT; FILE, FILE/KERNEL and globs work wherever a name does.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line, `sys.argv`'s without `arguments`; returns the exit code. Errors are one message on
+    stderr.
+    """
+    session = Session()
+    try:
+        code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (click.Abort, KeyboardInterrupt):
+        session.error("interrupted; what was published stays, the same command carries on")
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return error.exit_code
+    except FusekitError as error:
+        if session.debug:
+            raise
+        session.error(str(error))
+        return error.exit_code
+    except Exception as error:
+        if session.debug:
+            raise
+        session.error(f"{type(error).__name__}: {error}; this is a defect of fusekit; --debug shows where it happened")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

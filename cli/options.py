@@ -1,0 +1,77 @@
+"""The options that every verb has, before or after its name, and what a verb is given of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from fusekit.config import Config
+    from fusekit.store import Store
+
+
+@dataclass
+class Session:
+    """One command line. store: folder given with --store. json: one JSON document on stdout. debug: let tracebacks
+    through.
+    """
+
+    store: str | None = None
+    json: bool = False
+    debug: bool = False
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The configuration: the options over the environment."""
+        from fusekit.config import Config
+
+        return Config.from_environment(store=self.store)
+
+    def open_store(self) -> Store:
+        """The layered store of this command line."""
+        from fusekit.store import Store
+
+        return Store.open(self.config)
+
+    def note(self, message: str) -> None:
+        """A line on stderr, beside the answer."""
+        click.echo(message, err=True)
+
+    def error(self, message: str) -> None:
+        """The one message of a command that failed."""
+        click.echo(f"fusekit: {message}", err=True)
+
+
+def common(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb --store, --json and --debug; its function takes a `Session` as its first argument."""
+    decorators = (
+        click.option(
+            "--store",
+            metavar="DIR",
+            expose_value=False,
+            callback=_set,
+            help="Writable store (default: FUSEKIT_STORE, else the user's cache folder).",
+        ),
+        click.option(
+            "--json", is_flag=True, expose_value=False, callback=_set, help="One JSON document on stdout, nothing else."
+        ),
+        click.option(
+            "--debug", is_flag=True, expose_value=False, callback=_set, help="Show a traceback where an error is met."
+        ),
+    )
+    function = click.make_pass_decorator(Session, ensure=True)(function)
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+    # Not given here: what was given before the verb stays.
+    if value and option.name is not None:
+        setattr(ctx.ensure_object(Session), option.name, value)
+    elif value == "" and option.name == "store":
+        raise click.BadParameter("it is empty; a store is a folder; give its path or leave --store out", ctx, option)

@@ -1,0 +1,127 @@
+"""What goes to stdout: a JSON document, or text for people; tables are drawn on a terminal and aligned elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from fusekit_cli.options import Session
+
+
+def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
+    """Print `document` with --json, else let `text` print the same for people."""
+    if session.json:
+        print_json(document)
+    else:
+        text()
+
+
+def print_json(document: Any) -> None:
+    """`document` as strict JSON; an infinity, which JSON has not, as the string "inf"."""
+    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def one_or_many(documents: Sequence[Any]) -> Any:
+    """A name gives one document, a glob as many as it matches."""
+    return documents[0] if len(documents) == 1 else list(documents)
+
+
+def table(
+    session: Session, headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()
+) -> None:
+    """Print rows under headings; the columns named in `right` are aligned to the right.
+
+    On a terminal it is drawn; into a file or a pipe it is aligned with spaces, whatever the width, so that it can be
+    cut, sorted and searched.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and _drawn(session, headings, cells, right):
+        return
+    widths = [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
+    for row in [headings, *cells]:
+        padded = [
+            cell.rjust(width) if heading in right else cell.ljust(width)
+            for cell, width, heading in zip(row, widths, headings, strict=True)
+        ]
+        click.echo("  ".join(padded).rstrip())
+
+
+def tree(document: Mapping[str, Any], indent: str = "") -> None:
+    """Print nested JSON values as indented `name  value` lines; a list of plain values stays on one line."""
+    width = max((len(name) for name, value in document.items() if _flat(value)), default=0)
+    for name, value in document.items():
+        if _flat(value):
+            click.echo(f"{indent}{name.ljust(width)}  {_plain(value)}".rstrip())
+        elif isinstance(value, Mapping):
+            click.echo(f"{indent}{name}")
+            tree(value, indent + "  ")
+        else:
+            click.echo(f"{indent}{name}")
+            for item in value:
+                click.echo(f"{indent}  - {_plain(item)}")
+
+
+def size(count: int) -> str:
+    """A number of bytes for people: `37.2 KiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 entry`, `2 entries`."""
+    if count != 1:
+        noun = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{count} {noun}"
+
+
+def _drawn(session: Session, headings: Sequence[str], cells: list[list[str]], right: Sequence[str]) -> bool:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # a launch-only machine may lack it
+        return False
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        drawn.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in cells:
+        drawn.add_row(*row)
+    Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False).print(drawn)
+    return True
+
+
+def _flat(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value
+    return not isinstance(value, (list, tuple)) or not any(isinstance(item, Mapping) for item in value)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return json.dumps(_finite(value))
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

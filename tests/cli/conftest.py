@@ -1,0 +1,72 @@
+"""A command line in a process of its own, over a store of made-up entries."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusekit.store import NameRecord, Store
+from tests.store.samples import build_entry
+
+NAMES = ("quickstart/linear@128x128-c2x1", "quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1")
+SPEC = {
+    "op": "grouped-gemm",
+    "tile": [128, 128],
+    "cluster": [2, 1],
+    "problem": {"E": 4, "M": 512, "N": 384, "K": 256},
+}
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Fusekit:
+    """Runs `fusekit ...` with one writable store and no other setting of the user's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.environment = {"FUSEKIT_STORE": str(root), "PATH": "/usr/bin:/bin", "HOME": str(root.parent)}
+
+    def __call__(self, *arguments: str, code: int | None = 0, **environment: str) -> Result:
+        run = subprocess.run(
+            [sys.executable, "-m", "fusekit_cli", *arguments],
+            env=self.environment | environment,
+            cwd=self.root.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        result = Result(run.returncode, run.stdout, run.stderr)
+        assert code is None or result.code == code, result
+        return result
+
+
+@pytest.fixture
+def fusekit(tmp_path: Path) -> Fusekit:
+    """The command line over a store that does not exist yet."""
+    return Fusekit(tmp_path / "store")
+
+
+@pytest.fixture
+def store(fusekit: Fusekit) -> Store:
+    """The store of `fusekit`, with three kernels."""
+    store = Store(fusekit.root)
+    for seed, name in enumerate(NAMES):
+        entry, cubin = build_entry(seed)
+        store.publish(entry, cubin)
+        tile = [int(number) for number in name.partition("@")[2].partition("-")[0].split("x")]
+        store.publish_name(NameRecord(name, "sm_90a", entry.key, SPEC | {"tile": tile}, {"act_limit": float("inf")}))
+    return store

@@ -1,0 +1,83 @@
+"""Text for people, JSON for programs."""
+
+import io
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusekit.config import Config
+from fusekit_cli import output
+from fusekit_cli.options import Session
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def drawn(monkeypatch, tmp_path, color=True):
+    """What a small table is on a terminal."""
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        output.table(session(tmp_path, color), ("NAME", "N"), [("[bold]a:smile:", 1), ("b", 22)], right=("N",))
+    return terminal.getvalue()
+
+
+def session(tmp_path, color):
+    made = Session()
+    made.__dict__["config"] = Config(store=tmp_path, color=color)
+    return made
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_a_table_on_a_terminal_is_drawn(monkeypatch, tmp_path, color):
+    pytest.importorskip("rich")
+    text = drawn(monkeypatch, tmp_path, color)
+    assert "[bold]a:smile:" in text
+    assert "─" in text
+    assert not any(f"\x1b[{code}" in text for code in ("3", "4", "9"))
+
+
+def test_a_table_without_rich_is_aligned(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert drawn(monkeypatch, tmp_path) == "NAME             N\n[bold]a:smile:   1\nb               22\n"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), values, max_size=4))
+def test_anything_prints(document):
+    old, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        output.tree(document)
+        sys.stdout = io.StringIO()
+        output.print_json(document)
+        json.loads(sys.stdout.getvalue(), parse_constant=pytest.fail)
+    finally:
+        sys.stdout = old
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_sizes(count, text):
+    assert output.size(count) == text
+
+
+def test_plurals():
+    assert [output.plural(n, w) for n, w in ((1, "entry"), (2, "entry"), (0, "name"))] == [
+        "1 entry",
+        "2 entries",
+        "0 names",
+    ]
