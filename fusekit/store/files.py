@@ -107,6 +107,13 @@ def size_of(path: Path) -> int | None:
     return status.st_size
 
 
+def is_writable(root: Path) -> bool:
+    """Whether this process may write below `root`, or may make it where it is missing. Tries nothing."""
+    while not root.exists():
+        root = root.parent
+    return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+
+
 class Disk:
     """The system calls that change a store. Each is one step of a publication, in the order in which they stand."""
 

@@ -1,0 +1,166 @@
+"""`fusekit doctor`: what this machine can do. Each probe fails softly: what is missing is part of the answer."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import fusekit
+from fusekit.errors import FusekitError
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+IMPORT_SECONDS = 120
+
+
+@click.command("doctor")
+@common
+def command(session: Session) -> None:
+    """Say what this machine can do: compile, launch, on which GPUs, from which stores, and what is in the way.
+
+    Needs neither a compiler nor a driver; what is missing is part of the answer and no error.
+    """
+    compiler, driver = _compiler(), _driver()
+    document = {
+        "fusekit": fusekit.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "can_build": compiler["ok"],
+        "can_run": driver["ok"] and bool(driver["gpus"]),
+        "compiler": compiler,
+        "driver": {name: value for name, value in driver.items() if name != "gpus"},
+        "gpus": driver["gpus"],
+        "stores": _stores(session),
+    }
+    output.answer(session, document, lambda: _print(document))
+
+
+def _compiler() -> dict[str, Any]:
+    """The toolchain's distributions, and whether its libraries can be loaded: tried in a process of its own."""
+    answer: dict[str, Any] = {"ok": False, "toolchain": {}, "problem": None}
+    try:
+        from fusekit.compiler.toolchain import distributions
+
+        answer["toolchain"] = distributions()
+        trial = "import cutlass.cute, llvmlite.binding"
+        run = subprocess.run(
+            [sys.executable, "-c", trial], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+        if run.returncode:
+            last = run.stderr.strip().rpartition("\n")[2]
+            raise FusekitError(
+                f"`{trial}` failed: {last}; compiling needs it; pip install --force-reinstall 'fusekit[build]'"
+            )
+        answer["ok"] = True
+    except Exception as error:
+        answer["problem"] = _text(error)
+    return answer
+
+
+def _driver() -> dict[str, Any]:
+    """The CUDA driver and the GPUs that this process sees. Makes no context."""
+    answer: dict[str, Any] = {"ok": False, "cuda": None, "bindings": None, "problem": None, "gpus": []}
+    try:
+        from importlib.metadata import version
+
+        answer["bindings"] = version("cuda-bindings")
+        from fusekit.runtime.devices import archs_of
+        from fusekit.runtime.driver import Driver, version_text
+
+        driver = Driver()
+        api, check = driver.api, driver.check
+        answer.update(ok=True, cuda=version_text(driver.version))
+        for index in range(check(api.cuDeviceGetCount(), "cuDeviceGetCount")):
+            device = check(api.cuDeviceGet(index), "cuDeviceGet")
+
+            def attribute(name: str, device: Any = device) -> int:
+                kind = getattr(api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+                return int(check(api.cuDeviceGetAttribute(kind, device), f"cuDeviceGetAttribute {name}"))
+
+            capability = (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR"))
+            answer["gpus"].append(
+                {
+                    "device": index,
+                    "name": check(api.cuDeviceGetName(128, device), "cuDeviceGetName").split(b"\0")[0].decode(),
+                    "arch": archs_of(capability)[0],
+                    "sm_count": attribute("MULTIPROCESSOR_COUNT"),
+                    "memory_bytes": int(check(api.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
+                }
+            )
+    except Exception as error:
+        answer["problem"] = _text(error)
+    return answer
+
+
+def _stores(session: Session) -> list[dict[str, Any]]:
+    from fusekit.store import Store
+    from fusekit.store.files import is_writable
+
+    answers = []
+    for index, root in enumerate(session.config.roots):
+        answer: dict[str, Any] = {
+            "path": str(root),
+            "role": "read-only layer" if index else "writable",
+            "exists": root.is_dir(),
+            "writable": None if index else is_writable(root),
+            "free_bytes": None,
+            "problem": None,
+        }
+        try:
+            report = Store(root).verify()
+            answer |= {name: getattr(report, name) for name in ("entries", "names", "blobs", "orphans", "temporaries")}
+            answer["bad"] = len(report.bad)
+            answer["free_bytes"] = _free(root)
+            if report.bad:
+                answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` says what"
+            elif index and not answer["exists"]:
+                answer["problem"] = "there is no such folder; check FUSEKIT_STORES and that its file system is mounted"
+            elif answer["writable"] is False:
+                answer["problem"] = "it cannot be written; building needs another --store or FUSEKIT_STORE"
+        except Exception as error:
+            answer["problem"] = _text(error)
+        answers.append(answer)
+    return answers
+
+
+def _free(root: Path) -> int:
+    import shutil
+
+    while not root.exists():
+        root = root.parent
+    return shutil.disk_usage(root).free
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, FusekitError) else f"{type(error).__name__}: {error}"
+
+
+def _print(document: dict[str, Any]) -> None:
+    click.echo(f"fusekit {document['fusekit']}, Python {document['python']}, {document['platform']}")
+    compiler, driver = document["compiler"], document["driver"]
+    click.echo(f"\nbuild   {'yes' if compiler['ok'] else 'no: ' + compiler['problem']}")
+    for name, version in compiler["toolchain"].items():
+        click.echo(f"        {name} {version}")
+    click.echo(
+        f"\nrun     {'yes' if document['can_run'] else 'no: ' + (driver['problem'] or 'the driver sees no GPU')}"
+    )
+    if driver["bindings"]:
+        cuda = f", driver for CUDA {driver['cuda']}" if driver["cuda"] else ""
+        click.echo(f"        cuda-bindings {driver['bindings']}{cuda}")
+    for gpu in document["gpus"]:
+        memory = output.size(gpu["memory_bytes"])
+        click.echo(f"        device {gpu['device']}: {gpu['name']}, {gpu['arch']}, {gpu['sm_count']} SMs, {memory}")
+    for store in document["stores"]:
+        click.echo(f"\nstore   {store['path']} ({store['role']})")
+        if store["problem"]:
+            click.echo(f"        {store['problem']}")
+        if store["exists"] and "entries" in store:
+            held = f"{output.plural(store['names'], 'name')}, {output.plural(store['entries'], 'entry')}"
+            click.echo(f"        {held}, {output.size(store['free_bytes'])} free")
+        elif not store["exists"] and store["role"] == "writable":
+            click.echo("        it does not exist yet")

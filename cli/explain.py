@@ -1,0 +1,78 @@
+"""`fusekit explain`: why a build would find a kernel in the store, or would not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusekit.errors import IntegrityError
+from fusekit.store import Store, key_of
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.spec import KernelSpec
+
+
+@click.command("explain")
+@click.argument("patterns", metavar="NAME...", nargs=-1, required=True)
+@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@common
+def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
+    """Say whether a build of NAME (or of a spec file) would hit the store, and which key field differs if it would
+    not.
+
+    A field is what a key is made of: `spec.<key>`, `toolchain.<distribution>`, `source.<file>`, `options`, `arch`,
+    `schema`.
+    """
+    from fusekit.compiler.identity import Identity
+    from fusekit.spec import find
+
+    store, identity = session.open_store(), Identity()
+    documents = [
+        _explain(store, spec, identity.key_fields(spec)) for spec in find(patterns) if arch in (None, spec.arch)
+    ]
+
+    def text() -> None:
+        for document in documents:
+            click.echo(f"{document['name']}  {document['arch']}  {document['status']}: {document['reason']}")
+            if document["differs"]:
+                rows = [
+                    (
+                        f"  {row['field']}",
+                        *("(absent)" if row[side] is None else row[side] for side in ("stored", "now")),
+                    )
+                    for row in document["differs"]
+                ]
+                output.table(session, ("  FIELD", "STORED", "NOW"), rows)
+
+    output.answer(session, output.one_or_many(documents), text)
+
+
+def _explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> dict[str, Any]:
+    key = key_of(fields)
+
+    def say(status: str, reason: str, differs: Sequence[dict[str, str | None]] = ()) -> dict[str, Any]:
+        named = {"name": spec.full_name, "arch": spec.arch, "key": key}
+        return named | {"status": status, "reason": reason, "differs": list(differs)}
+
+    try:
+        if store.load(key) is not None:
+            return say("hit", f"the store has entry {key}")
+        record = store.find_name(spec.full_name, spec.arch)
+        entry = None if record is None else store.find_entry(record.key)
+    except IntegrityError as error:
+        return say("damaged", str(error))
+    if record is None:
+        return say("miss", "the store has no kernel of this name")
+    if entry is None:
+        return say("miss", f"its name stands for entry {record.key}, which no layer holds")
+    differs = [
+        {"field": label, "stored": entry.fields.get(label), "now": fields.get(label)}
+        for label in sorted({*entry.fields, *fields})
+        if entry.fields.get(label) != fields.get(label)
+    ]
+    changed = ", ".join(str(row["field"]) for row in differs)
+    return say("miss", f"the store has this name under another key; what differs: {changed}", differs)

@@ -1,0 +1,34 @@
+"""From what a person typed to name records of the store."""
+
+from __future__ import annotations
+
+from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.store import NameListing, Store
+from fusekit.store.names import is_glob
+
+
+def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
+    """As `stored`, but where `pattern` is a kernel (`file/kernel`) only the variant, for each architecture, that
+    `load` takes.
+    """
+    found = stored(store, pattern, arch)
+    if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
+        return found
+    from fusekit.runtime.select import choose
+
+    archs = sorted({listed.record.arch for listed in found})
+    records = [choose([listed.record for listed in found if listed.record.arch == each]) for each in archs]
+    return [listed for record in records for listed in found if listed.record is record]
+
+
+def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
+    """What `pattern` (a name, a file's stem or a glob) means in `store`, sorted, at least one.
+
+    NotBuiltError when nothing does; IntegrityError when the only records that would are damaged.
+    """
+    listing = store.listing(pattern, arch)
+    if listing.names:
+        return list(listing.names)
+    if listing.problems and not is_glob(pattern):
+        raise IntegrityError(listing.problems[0])
+    raise NotBuiltError.of(pattern, arch)

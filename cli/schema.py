@@ -1,0 +1,17 @@
+"""`fusekit schema`: the JSON Schema of spec files, for editors."""
+
+from __future__ import annotations
+
+import click
+
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+
+@click.command("schema")
+@common
+def command(session: Session) -> None:
+    """Print the JSON Schema of spec files, for an editor to check and complete them."""
+    from fusekit.spec import schema
+
+    output.print_json(schema())

@@ -1,0 +1,59 @@
+"""`fusekit show`: one entry whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fusekit.errors import NotBuiltError
+from fusekit.store import NameListing, Store
+from fusekit_cli import output
+from fusekit_cli.lookup import chosen
+from fusekit_cli.options import Session, common
+
+
+@click.command("show")
+@click.argument("name")
+@click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
+@common
+def command(session: Session, name: str, arch: str | None) -> None:
+    """Show everything the store knows about NAME: spec, launch record, resources, toolchain, proof.
+
+    FILE/KERNEL shows the variant that loading it takes. A FILE or a glob shows each kernel it means; with --json that
+    is a list if there are several, and one object otherwise.
+    """
+    store = session.open_store()
+    documents = [_describe(store, listed) for listed in chosen(store, name, arch)]
+
+    def text() -> None:
+        for index, document in enumerate(documents):
+            if index:
+                click.echo()
+            output.tree(document)
+
+    output.answer(session, output.one_or_many(documents), text)
+
+
+def _describe(store: Store, listed: NameListing) -> dict[str, Any]:
+    record = listed.record
+    entry = store.find_entry(record.key)
+    if entry is None:
+        raise NotBuiltError.of(
+            record.name, record.arch, f"its name stands for entry {record.key}, which no layer holds"
+        )
+    return {
+        "name": record.name,
+        "arch": record.arch,
+        "key": record.key,
+        "layer": str(listed.layer),
+        "seconds": entry.seconds,
+        "cubin": {"sha256": entry.cubin_sha256, "bytes": entry.cubin_bytes},
+        "resources": entry.resources,
+        "proof": entry.proof,
+        "toolchain": entry.toolchain,
+        "spec": record.spec,
+        "defaults": record.defaults,
+        "launch": entry.launch,
+        "fields": entry.fields,
+    }

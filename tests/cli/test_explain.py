@@ -1,0 +1,87 @@
+"""explain: hit, miss with the fields that differ, damage; on the packaged specs, without compiling."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fusekit.compiler.identity import key_fields_for
+from fusekit.spec import find
+from fusekit.store import NameRecord, Store, key_of
+from fusekit_cli.main import main
+from tests.store.samples import build_entry
+
+SPEC = find(["quickstart"])[0]
+
+
+@pytest.fixture
+def explain(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("FUSEKIT_STORES", raising=False)
+
+    def run(*arguments, code=0):
+        assert main(["explain", "--store", str(tmp_path), *arguments]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+def fill(root, change=lambda fields: fields):
+    """Publish something under the key that SPEC has, or had before `change`."""
+    fields = change(key_fields_for(SPEC))
+    entry, cubin = build_entry()
+    entry = replace(entry, key=key_of(fields), fields=fields, launch={"arch": SPEC.arch})
+    store = Store(root)
+    store.publish(entry, cubin)
+    store.publish_name(NameRecord(SPEC.full_name, SPEC.arch, entry.key, SPEC.canonical(), SPEC.defaults()))
+    return entry
+
+
+def test_a_miss(explain):
+    document = json.loads(explain(SPEC.full_name, "--json").out)
+    assert (document["name"], document["status"], document["differs"]) == (SPEC.full_name, "miss", [])
+    assert document["key"] == key_of(key_fields_for(SPEC))
+
+
+def test_a_hit(explain, tmp_path):
+    entry = fill(tmp_path)
+    document = json.loads(explain(SPEC.full_name, "--json").out)
+    assert (document["status"], document["key"], document["differs"]) == ("hit", entry.key, [])
+
+
+def test_what_differs(explain, tmp_path):
+    fields = key_fields_for(SPEC)
+    source = next(label for label in fields if label.startswith("source."))
+    extra = "toolchain.nvidia-cutlass-dsl-libs-extra"
+    fill(tmp_path, lambda fields: fields | {"spec.tile": "[64,64]", extra: "1.0", source: "0" * 64})
+    document = json.loads(explain(SPEC.full_name, "--json").out)
+    assert document["status"] == "miss"
+    differs = {row["field"]: (row["stored"], row["now"]) for row in document["differs"]}
+    assert differs == {
+        "spec.tile": ("[64,64]", fields["spec.tile"]),
+        extra: ("1.0", None),
+        source: ("0" * 64, fields[source]),
+    }
+    out = explain(SPEC.full_name).out
+    assert "spec.tile" in out
+    assert "(absent)" in out
+
+
+def test_damage(explain, tmp_path):
+    entry = fill(tmp_path)
+    path = Store(tmp_path).layers[0].blob_path(entry.cubin_sha256)
+    path.chmod(0o644)
+    path.write_bytes(b"")
+    document = json.loads(explain(SPEC.full_name, "--json").out)
+    assert document["status"] == "damaged"
+    assert str(path) in document["reason"]
+
+
+def test_several_are_a_list(explain):
+    documents = json.loads(explain("quickstart", "--json").out)
+    assert [document["name"] for document in documents] == [spec.full_name for spec in find(["quickstart"])]
+
+
+def test_a_name_that_no_spec_has(explain):
+    captured = explain("quickstart/nothing", code=2)
+    assert captured.out == ""
+    assert "quickstart/nothing" in captured.err

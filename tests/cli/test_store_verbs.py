@@ -1,0 +1,176 @@
+"""ls, show, verify over a made-up store."""
+
+import json
+
+import pytest
+
+from tests.cli.conftest import NAMES
+from tests.store.samples import build_entry
+
+
+def damage(path):
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def test_ls(store, fusekit):
+    rows = fusekit("ls", "--json").json
+    assert [row["name"] for row in rows] == list(NAMES)
+    entry, cubin = build_entry()
+    assert rows[0] == {
+        "name": NAMES[0],
+        "arch": "sm_90a",
+        "key": entry.key,
+        "cubin_sha256": entry.cubin_sha256,
+        "bytes": len(cubin),
+        "registers": 168,
+        "spill_bytes": 0,
+        "layer": str(fusekit.root),
+    }
+
+
+def test_ls_for_people_can_be_cut_and_searched(store, fusekit):
+    lines = fusekit("ls").out.splitlines()
+    assert lines[0].split() == ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY"]
+    assert [line.split()[0] for line in lines[1:]] == list(NAMES)
+    assert all(line.isascii() and line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "count"),
+    [
+        (["quickstart"], 3),
+        (["quickstart/moe-fc1"], 2),
+        ([NAMES[0]], 1),
+        (["*@128x128*"], 2),
+        (["quick*/moe*"], 2),
+        (["quickstart/linear", "quickstart"], 3),
+        (["nothing"], 0),
+        (["*", "--arch", "sm_100a"], 0),
+    ],
+)
+def test_ls_takes_names_and_globs(store, fusekit, patterns, count):
+    result = fusekit("ls", *patterns, "--json")
+    assert len(result.json) == count
+    assert ("fusekit build" in result.err) == (count == 0)
+
+
+def test_ls_of_no_store(fusekit):
+    assert fusekit("ls", "--json").json == []
+    assert fusekit("ls").out == ""
+    assert not fusekit.root.exists()
+
+
+def test_ls_says_what_it_leaves_out(store, fusekit):
+    own = store.layers[0]
+    damage(own.entry_path(build_entry(0)[0].key))
+    damage(own.name_path(NAMES[1], "sm_90a"))
+    result = fusekit("ls", "--json")
+    assert [row["name"] for row in result.json] == [NAMES[2]]
+    assert result.err.count("left out:") == 2
+
+
+def test_ls_shows_layers(store, fusekit, tmp_path):
+    result = fusekit("ls", "--json", FUSEKIT_STORE=str(tmp_path / "own"), FUSEKIT_STORES=str(fusekit.root))
+    assert {row["layer"] for row in result.json} == {str(fusekit.root)}
+
+
+def test_show(store, fusekit):
+    document = fusekit("show", NAMES[0], "--json").json
+    entry, _ = build_entry()
+    assert {"name", "key", "spec", "launch", "toolchain", "resources", "proof"} <= set(document)
+    assert (document["name"], document["key"], document["launch"]) == (NAMES[0], entry.key, entry.launch)
+    assert document["defaults"] == {"act_limit": "inf"}
+    out = fusekit("show", NAMES[0]).out
+    assert entry.key in out
+    assert "registers    168" in out
+
+
+def test_show_of_a_kernel_is_the_variant_that_is_loaded(store, fusekit):
+    document = fusekit("show", "quickstart/moe-fc1", "--json").json
+    assert document["name"] == NAMES[2]  # N = 384 is two tiles of 192
+
+
+def test_show_of_several_is_a_list(store, fusekit):
+    assert [document["name"] for document in fusekit("show", "quickstart", "--json").json] == list(NAMES)
+    assert fusekit("show", "*/linear", "--json").json["name"] == NAMES[0]
+
+
+@pytest.mark.parametrize("name", ["nothing", "quickstart/other", "quickstart/linear@64x64-c1x1", "x*"])
+def test_show_of_what_is_not_there(store, fusekit, name):
+    result = fusekit("show", name, "--json", code=3)
+    assert result.out == ""
+    assert f"fusekit build {name}" in result.err or f"fusekit build '{name}'" in result.err
+
+
+def test_show_of_what_is_damaged(store, fusekit):
+    damage(store.layers[0].entry_path(build_entry()[0].key))
+    result = fusekit("show", NAMES[0], code=1)
+    assert result.out == ""
+    assert "remove it and build it again" in result.err
+
+
+def test_show_of_a_name_without_its_entry(store, fusekit):
+    store.layers[0].entry_path(build_entry()[0].key).unlink()
+    assert f"fusekit build {NAMES[0]}" in fusekit("show", NAMES[0], code=3).err
+
+
+def test_verify(store, fusekit):
+    assert fusekit("verify", "--json").json | {"blobs": 3} == {
+        "checked": 6,
+        "bad": [],
+        "entries": 3,
+        "names": 3,
+        "blobs": 3,
+        "full": False,
+        "orphans": 0,
+        "temporaries": 0,
+    }
+    assert fusekit("verify", "--full").out == "3 entries, 3 names, 3 cubins checked in full: none bad\n"
+
+
+def test_verify_finds_damage(store, fusekit):
+    entry, _ = build_entry()
+    path = store.layers[0].blob_path(entry.cubin_sha256)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[::-1])
+    assert fusekit("verify", "--json").json["bad"] == []
+    result = fusekit("verify", "--full", "--json", code=1)
+    (bad,) = result.json["bad"]
+    assert bad["key"] == entry.key
+    assert str(path) in bad["problem"]
+    assert "bad:" in fusekit("verify", "--full", code=1).out
+
+
+def test_verify_of_no_store(fusekit):
+    result = fusekit("verify", "--json")
+    assert result.json["checked"] == 0
+    assert "no store at" in result.err
+
+
+def test_schema(fusekit):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = fusekit("schema").json
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert fusekit("schema", "--json").json == schema
+
+
+def test_doctor_without_a_compiler_a_driver_or_a_store(fusekit):
+    document = fusekit("doctor", "--json").json
+    assert {"compiler", "driver", "gpus", "stores", "can_build", "can_run"} <= set(document)
+    for probe in ("compiler", "driver"):
+        assert document[probe]["ok"] or document[probe]["problem"]
+    (own,) = document["stores"]
+    assert (own["path"], own["exists"], own["writable"], own["problem"]) == (str(fusekit.root), False, True, None)
+    assert fusekit("doctor").out.startswith("fusekit ")
+    assert not fusekit.root.exists()
+
+
+def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
+    damage(store.layers[0].entry_path(build_entry()[0].key))
+    document = fusekit("doctor", "--json", FUSEKIT_STORES=str(tmp_path / "gone")).json
+    own, gone = document["stores"]
+    assert (own["entries"], own["bad"]) == (3, 1)
+    assert "fusekit verify" in own["problem"]
+    assert "no such folder" in gone["problem"]
+    assert json.dumps(document)
