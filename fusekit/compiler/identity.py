@@ -1,0 +1,41 @@
+"""What a kernel's key is made of. Imports neither the DSL nor a family module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fusekit.compiler.families import family
+from fusekit.compiler.sources import closure
+from fusekit.compiler.toolchain import distributions
+from fusekit.compiler.trace import compile_options
+from fusekit.store import key_fields
+
+if TYPE_CHECKING:
+    from fusekit.spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The key fields of any number of specs, as of now: metadata and sources are read once."""
+
+    toolchain: dict[str, str] = field(default_factory=distributions)
+    _sources: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def key_fields(self, spec: KernelSpec) -> dict[str, str]:
+        """The labelled key fields of `spec`."""
+        module = family(spec.op)
+        if module not in self._sources:
+            self._sources[module] = closure(module)
+        return key_fields(
+            device_spec=spec.device_spec(),
+            arch=spec.arch,
+            toolchain=self.toolchain,
+            options=compile_options(spec.arch),
+            sources=self._sources[module],
+        )
+
+
+def key_fields_for(spec: KernelSpec) -> dict[str, str]:
+    """The labelled key fields of one spec. Raises ToolchainError without the DSL, BuildError for an unknown op."""
+    return Identity().key_fields(spec)

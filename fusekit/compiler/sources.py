@@ -1,0 +1,90 @@
+"""The source files that decide a kernel, found by following imports in the syntax tree, without running any of them.
+
+Followed are `fusekit.kernels` and `fusekit.compiler`, from the family module on. The arithmetic that sizes a kernel
+(`fusekit.spec.budget`) takes part as well. Everything else a family module imports reaches a key in another way: the
+spec by its own fields, the DSL by its version, the launch record by its schema version.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from pathlib import Path
+
+from fusekit.errors import BuildError
+
+_FOLLOWED = ("fusekit.kernels", "fusekit.compiler")
+_ALWAYS = ("fusekit.spec.budget",)
+# What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
+_KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
+_DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
+
+
+def closure(root: str, package: Path | None = None) -> dict[str, str]:
+    """Path relative to the package, with '/' -> SHA-256 of the file, for every source file behind the module `root`.
+
+    package: the folder of `fusekit`; default: this one's. Raises BuildError for an import whose source cannot be
+    identified: of a package that no key names, or one computed at run time.
+    """
+    package = package or Path(__file__).parents[1]
+    digests: dict[str, str] = {}
+    pending = [root, *_ALWAYS]
+    while pending:
+        module = pending.pop()
+        for path in _files(module, package):
+            name = path.relative_to(package).as_posix()
+            if name not in digests:
+                data = path.read_bytes()
+                digests[name] = hashlib.sha256(data).hexdigest()
+                pending += _imports(data, path, package)
+    return dict(sorted(digests.items()))
+
+
+def _files(module: str, package: Path) -> list[Path]:
+    """The files that an import of `module` runs: its packages' own below fusekit, and its own."""
+    parts = module.split(".")[1:]
+    files = []
+    for count in range(1, len(parts) + 1):
+        at = package.joinpath(*parts[:count])
+        if (at / "__init__.py").is_file():
+            files.append(at / "__init__.py")
+        elif at.with_suffix(".py").is_file():
+            files.append(at.with_suffix(".py"))
+        elif count < len(parts):
+            raise BuildError(f"source of {module} not found at {at}; reinstall fusekit")
+    return files
+
+
+def _imports(data: bytes, path: Path, package: Path) -> list[str]:
+    """The modules to follow from one file; a name imported from a package may be a module of it, so both are given."""
+    try:
+        tree = ast.parse(data, str(path))
+    except SyntaxError as error:
+        raise BuildError(f"{path}: {error}; mend it") from error
+    here = ["fusekit", *path.relative_to(package).with_suffix("").parts]
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = here[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            found.append(base)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Name) and node.id == "__import__":
+            raise _unidentified(path, "__import__")
+    for module in found:
+        top = module.partition(".")[0]
+        if top not in _KNOWN or top in _DYNAMIC:
+            raise _unidentified(path, module)
+    return [module for module in found if module.startswith(tuple(f"{name}." for name in _FOLLOWED))]
+
+
+def _unidentified(path: Path, what: str) -> BuildError:
+    return BuildError(
+        f"{path.name} imports {what}, whose source no key can name; a kernel imports fusekit, cutlass and the standard"
+        " library, by plain import statements; take it out"
+    )
