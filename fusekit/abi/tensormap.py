@@ -2,8 +2,8 @@
 
 The driver calls the descriptor opaque. This layout, valid for compute capability 9.0, was found by varying one argument
 of cuTensorMapEncodeTiled at a time; tests/gpu/test_tensormap_driver.py compares it with the driver at hand, and
-tests/abi/data/tensormaps.json holds descriptors that a driver made. It serves the build-time proof only: a launcher lets
-the driver encode.
+tests/abi/data/tensormaps.json holds descriptors that a driver made. It serves the build-time proof only: a launcher
+lets the driver encode.
 
 ====== ========= ==================================================================
 word   bits      content (little-endian 32-bit words; a word not listed is 0)
@@ -56,8 +56,9 @@ _KNOWN_WORD_2 = 0x7 << 4 | 0xF << 7 | 0x3 << 11 | 0x3 << 13 | 1 << 15 | 0x3 << 1
 class TensorMap:
     """The arguments of cuTensorMapEncodeTiled.
 
-    `address` in bytes; `dims`, `box` and `element_strides` in elements, innermost first; `strides` in bytes, of dims 1 and
-    up (one fewer than dims). The names of dtype, interleave, swizzle, promotion and fill are those of the launch record.
+    `address` in bytes; `dims`, `box` and `element_strides` in elements, innermost first; `strides` in bytes, of dims 1
+    and up (one fewer than dims). The names of dtype, interleave, swizzle, promotion and fill are those of the launch
+    record.
     """
 
     address: int
@@ -88,7 +89,9 @@ class TensorMap:
         """Raises RecordError, naming the field, for what cuTensorMapEncodeTiled refuses."""
         self._check_modes()
         atom = 32 if self.interleave == "32B" else 16
-        _require(self.address % atom == 0 and 0 <= self.address < 2**64, "address", self.address, f"a multiple of {atom}")
+        _require(
+            self.address % atom == 0 and 0 <= self.address < 2**64, "address", self.address, f"a multiple of {atom}"
+        )
         for index, dim in enumerate(self.dims):
             _require(1 <= dim <= 2**32, f"dims[{index}]", dim, "1 to 2**32")
         for index, stride in enumerate(self.strides):
@@ -104,8 +107,12 @@ class TensorMap:
         width = SWIZZLE_BYTES[self.swizzle]
         if width and self.interleave == "none":
             _require(inner <= width, "box[0]", self.box[0], f"at most {width} bytes with swizzle {self.swizzle}")
-        size = DTYPE_BYTES[self.dtype] * math.prod(-(-e // s) for e, s in zip(self.box, self.element_strides, strict=True))
-        _require(size <= BLOCK_SHARED_BYTES, "box", f"{size} bytes", f"at most the {BLOCK_SHARED_BYTES} bytes of a block")
+        size = DTYPE_BYTES[self.dtype] * math.prod(
+            -(-e // s) for e, s in zip(self.box, self.element_strides, strict=True)
+        )
+        _require(
+            size <= BLOCK_SHARED_BYTES, "box", f"{size} bytes", f"at most the {BLOCK_SHARED_BYTES} bytes of a block"
+        )
 
     def _check_modes(self) -> None:
         for name, value, allowed in (
@@ -166,7 +173,9 @@ def decode(data: bytes) -> TensorMap:
     rank = (words[2] >> 4 & 0x7) + 1
     code = words[2] >> 7 & 0xF
     if rank > MAX_RANK or code not in _TYPES:
-        raise RecordError(f"tensor map: word 2 is {words[2]:#010x}, rank {rank} and type {code}; neither may be unknown")
+        raise RecordError(
+            f"tensor map: word 2 is {words[2]:#010x}, rank {rank} and type {code}; neither may be unknown"
+        )
     interleave = words[2] >> 11 & 0x3
     if interleave >= len(INTERLEAVES):
         raise RecordError(f"tensor map: interleave {interleave} in word 2 ({words[2]:#010x}) is unknown")
@@ -200,7 +209,9 @@ def _refuse_unknown(words: tuple[int, ...], rank: int) -> None:
     for index, mask in known.items():
         stray = words[index] & ~mask
         if stray:
-            raise RecordError(f"tensor map: bits {stray:#x} of word {index} ({words[index]:#010x}) belong to no known field")
+            raise RecordError(
+                f"tensor map: bits {stray:#x} of word {index} ({words[index]:#010x}) belong to no known field"
+            )
 
 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:

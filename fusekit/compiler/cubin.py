@@ -1,7 +1,7 @@
 """What a cubin says of its kernel: the parameter layout, and the resources that it takes.
 
-The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-byte head: format, attribute and a 16-bit
-value, which for the sized format is the length of the payload behind it. CUDA's cuobjdump prints the same
+The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-byte head: format, attribute and a
+16-bit value, which for the sized format is the length of the payload behind it. CUDA's cuobjdump prints the same
 (tests/compiler/test_cubin.py compares).
 """
 
@@ -38,10 +38,10 @@ class KernelParameter:
 class Cubin:
     """One kernel of a cubin.
 
-    registers: per thread. frame_bytes: local memory of a thread: spilled registers and arrays that are indexed at run time.
-    static_shared: bytes a block takes besides what the launch asks for; on sm_90 this includes the 1024 bytes that the
-    architecture reserves. barriers: named barriers. max_threads: the largest block, 0 when the cubin names none.
-    parameter_bytes: the parameter space.
+    registers: per thread. frame_bytes: local memory of a thread: spilled registers and arrays that are indexed at run
+    time. static_shared: bytes a block takes besides what the launch asks for; on sm_90 this includes the 1024 bytes
+    that the architecture reserves. barriers: named barriers. max_threads: the largest block, 0 when the cubin names
+    none. parameter_bytes: the parameter space.
     """
 
     symbol: str
@@ -80,7 +80,9 @@ def read(data: bytes, symbol: str) -> Cubin:
     own = file.section(f".nv.info.{symbol}")
     common = file.section(".nv.info")
     if own is None or common is None:
-        raise BuildError(f"cubin: no .nv.info of {symbol!r}; its parameters are unknown; compile with another toolchain")
+        raise BuildError(
+            f"cubin: no .nv.info of {symbol!r}; its parameters are unknown; compile with another toolchain"
+        )
     number = next(i for i, s in enumerate(file.symbols) if s.name == symbol and s.is_function)
     counts = {_REGISTERS: 0, _FRAME_SIZE: 0}
     for attribute, _, payload in _attributes(common.data):
@@ -96,7 +98,9 @@ def read(data: bytes, symbol: str) -> Cubin:
             _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
             ordinals[ordinal] = KernelParameter(offset, packed >> 18)
         elif attribute == _PARAMETER_V2:
-            raise BuildError("cubin: parameters are listed in the form for spaces above 4 KiB; take fewer or smaller ones")
+            raise BuildError(
+                "cubin: parameters are listed in the form for spaces above 4 KiB; take fewer or smaller ones"
+            )
         elif attribute in (_MAX_THREADS, _REQUIRED_THREADS) and len(payload) >= 12:
             x, y, z = struct.unpack_from("<III", payload)
             threads = x * y * z

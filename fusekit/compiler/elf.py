@@ -58,7 +58,9 @@ def parse(data: bytes, what: str) -> Elf:
 
 def _parse(data: bytes, what: str) -> Elf:
     if data[:6] != b"\x7fELF\x02\x01":
-        raise BuildError(f"{what}: begins with {data[:6].hex() or 'nothing'}; a 64-bit little-endian ELF file is expected")
+        raise BuildError(
+            f"{what}: begins with {data[:6].hex() or 'nothing'}; a 64-bit little-endian ELF file is expected"
+        )
     header = _HEADER.unpack_from(data)
     table, flags, count, names_at = header[6], header[7], header[12], header[13]
     raw = [_SECTION.unpack_from(data, table + index * _SECTION.size) for index in range(count)]

@@ -1,7 +1,7 @@
 """How the arguments of the DSL's host function lie in memory, and their values for one argument set.
 
-A tensor is a struct: the address, then the extents that are dynamic, then the strides that are dynamic, each as wide as the
-fake tensor declares it. Everything else is passed by the address of its value.
+A tensor is a struct: the address, then the extents that are dynamic, then the strides that are dynamic, each as wide as
+the fake tensor declares it. Everything else is passed by the address of its value.
 """
 
 from __future__ import annotations
@@ -30,15 +30,20 @@ def check_plan(plan: TracePlan) -> None:
             continue
         tensor = _tensor(plan.record, host.argument)
         if fake.element_type.width != 8 * tensor.itemsize:
-            raise BuildError(f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}")
+            raise BuildError(
+                f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
+            )
         if tensor.alignment % fake._assumed_align:
             raise BuildError(
-                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record promises only"
+                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record"
+                " promises only"
                 f" {tensor.alignment}; raise the one or lower the other"
             )
         shape, strides = _layout(tensor, host)
         if len(shape) != len(fake.shape) or len(strides) != len(fake.stride):
-            raise BuildError(f"trace plan: {tensor.name} is traced with {len(fake.shape)} modes, its layout here has {len(shape)}")
+            raise BuildError(
+                f"trace plan: {tensor.name} is traced with {len(fake.shape)} modes, its layout here has {len(shape)}"
+            )
 
 
 def pack(plan: TracePlan, arguments: ArgumentSet) -> list[ctypes.Array[Any]]:
@@ -83,7 +88,8 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
             if wrong:
                 rule = f"compiled as {symbol}" if fixed else f"compiled as a multiple of {symbol.divisibility}"
                 raise ProofError(
-                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value};"
+                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} ="
+                    f" {value};"
                     f" state the divisor in the record. Argument set {arguments}",
                     parameter=tensor.name,
                 )

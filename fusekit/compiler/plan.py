@@ -13,9 +13,9 @@ from fusekit.abi import Expr, LaunchRecord
 class HostTensor:
     """The host function takes a tensor, traced as a fake one.
 
-    argument: the record's tensor whose address is passed. shape, strides: in the order of the fake tensor's modes and in
-    elements, expressions as in the record; None stands for the record argument's own. A mode that the fake tensor fixes
-    must evaluate to the fixed value.
+    argument: the record's tensor whose address is passed. shape, strides: in the order of the fake tensor's modes and
+    in elements, expressions as in the record; None stands for the record argument's own. A mode that the fake tensor
+    fixes must evaluate to the fixed value.
     """
 
     argument: str
@@ -57,10 +57,10 @@ HostArgument = HostTensor | HostPointer | HostScalar | HostInteger | HostStream
 class TracePlan:
     """How to compile one kernel.
 
-    function: the host callable (`cute.jit`) that launches exactly one kernel. arguments: what `cute.compile` is given, in
-    the order of the parameters: fake tensors, numbers, a null stream; None for one that this kernel does without.
-    host_arguments: what each that is not None stands for at run time, in order. record: the launch record, its symbol empty and its offsets -1; its parameters stand in the order
-    of the kernel's.
+    function: the host callable (`cute.jit`) that launches exactly one kernel. arguments: what `cute.compile` is given,
+    in the order of the parameters: fake tensors, numbers, a null stream; None for one that this kernel does without.
+    host_arguments: what each that is not None stands for at run time, in order. record: the launch record, its symbol
+    empty and its offsets -1; its parameters stand in the order of the kernel's.
     """
 
     function: Callable[..., Any]

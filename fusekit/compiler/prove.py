@@ -1,8 +1,8 @@
 """The proof: on many argument sets, the launch record gives what the DSL's own host code would launch.
 
 Compared are every defined byte of every kernel parameter (a tensor map field by field first, so that a difference has a
-name), grid, block, cluster, dynamic shared memory, stream, symbol and the launch attributes. The first difference ends the
-build with a ProofError.
+name), grid, block, cluster, dynamic shared memory, stream, symbol and the launch attributes. The first difference ends
+the build with a ProofError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import json
 import struct
 from typing import Any
 
-from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, RecordError, TensorMapParameter
+from fusekit.abi import (
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    PointerParameter,
+    RecordError,
+    TensorMapParameter,
+)
 from fusekit.abi.expr import evaluate
 from fusekit.abi.parameters import INTEGER_BYTES, Parameter
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode
@@ -35,7 +42,9 @@ _NON_PORTABLE_CLUSTER = 14
 _PORTABLE_CLUSTER = 8
 
 
-def prove(plan: TracePlan, record: LaunchRecord, host: HostFunction, seed: str, launches: int = LAUNCHES) -> dict[str, Any]:
+def prove(
+    plan: TracePlan, record: LaunchRecord, host: HostFunction, seed: str, launches: int = LAUNCHES
+) -> dict[str, Any]:
     """Compares `record` (complete) with `host` on at least `launches` argument sets drawn from `seed`.
 
     Returns the proof as JSON: the number of launches, what was compared, and a SHA-256 over all compared values. Raises
@@ -72,7 +81,8 @@ class _Comparison:
         if recorded != launched:
             what = f"{subject}: {field}" if field else subject
             raise ProofError(
-                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; mend the record in the"
+                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; mend the"
+                " record in the"
                 f" kernel's family module. Argument set {self._arguments}",
                 parameter=subject,
             )
@@ -134,7 +144,9 @@ class _Comparison:
         try:
             launched = decode(data)
         except RecordError as error:
-            raise ProofError(f"{parameter.name}: {error}. Argument set {self._arguments}", parameter=parameter.name) from error
+            raise ProofError(
+                f"{parameter.name}: {error}. Argument set {self._arguments}", parameter=parameter.name
+            ) from error
         expected, found = recorded.fields(), launched.fields()
         for field in expected | found:
             self.same(parameter.name, field, expected.get(field, "absent"), found.get(field, "absent"))

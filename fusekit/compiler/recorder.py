@@ -1,8 +1,8 @@
 """Runs the DSL's compiled host function on the CPU and records the launch that it asks for.
 
 The DSL compiles the host function to an object file that leaves eight CUDA entry points undefined. Here they are Python
-callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with made-up addresses, and what
-it hands to the launch is copied out. No GPU, driver or C compiler takes part, and no address is ever read through.
+callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with made-up addresses, and
+what it hands to the launch is copied out. No GPU, driver or C compiler takes part, and no address is ever read through.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class RecordedLaunch:
 class HostFunction:
     """A host function, loaded. `call` it with packed arguments; each call gives the one launch that it made.
 
-    host_object: the DSL's object file. prefix: the function prefix it was made with. cubin: the kernel's bytes; the object
-    must carry the same ones. sizes: bytes of each kernel parameter, in order.
+    host_object: the DSL's object file. prefix: the function prefix it was made with. cubin: the kernel's bytes; the
+    object must carry the same ones. sizes: bytes of each kernel parameter, in order.
     """
 
     def __init__(self, host_object: bytes, prefix: str, cubin: bytes, sizes: Sequence[int]) -> None:
@@ -76,7 +76,9 @@ class HostFunction:
         start = f"_mlir_{prefix}_"
         entries = [s.name for s in file.symbols if s.section and s.name.startswith(f"{start}_mlir_ciface_")]
         if len(entries) != 1:
-            raise BuildError(f"host object: entry points {entries or 'none'}; there must be one; update fusekit for this DSL")
+            raise BuildError(
+                f"host object: entry points {entries or 'none'}; there must be one; update fusekit for this DSL"
+            )
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32)(self._address(entries[0]))
         self._library = ctypes.c_uint64(0)
         self._load(start)
@@ -93,7 +95,9 @@ class HostFunction:
         if result.value:
             raise BuildError(f"the DSL's host function returned CUDA error {result.value} on the recording driver")
         if len(self._launches) != 1:
-            raise BuildError(f"the DSL's host function made {len(self._launches)} launches; a kernel is exactly one launch")
+            raise BuildError(
+                f"the DSL's host function made {len(self._launches)} launches; a kernel is exactly one launch"
+            )
         return self._launches[0]
 
     def _load(self, start: str) -> None:
@@ -113,7 +117,9 @@ class HostFunction:
         try:
             import llvmlite.binding as llvm
         except ImportError as error:
-            raise ToolchainError(f"llvmlite cannot be imported ({error}); the proof needs it; pip install 'fusekit[build]'") from error
+            raise ToolchainError(
+                f"llvmlite cannot be imported ({error}); the proof needs it; pip install 'fusekit[build]'"
+            ) from error
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         # Symbols are process-wide in LLVM; they are bound for good when the object is finalised, a few lines below.
@@ -136,7 +142,8 @@ class HostFunction:
         unknown = undefined - set(self._callbacks) - _HARMLESS
         if unknown:
             raise BuildError(
-                f"host object: needs {', '.join(sorted(unknown))}, which the recording driver does not have; keep host code"
+                f"host object: needs {', '.join(sorted(unknown))}, which the recording driver does not have; keep"
+                " host code"
                 " to layouts, tensor maps and one launch"
             )
 
@@ -188,14 +195,18 @@ class HostFunction:
         elif attribute in _DEVICE_ATTRIBUTES:
             _store_i32(out, _DEVICE_ATTRIBUTES[attribute])
         else:
-            raise BuildError(f"the DSL's host function asks for device attribute {attribute}; a launch record cannot express it")
+            raise BuildError(
+                f"the DSL's host function asks for device attribute {attribute}; a launch record cannot express it"
+            )
 
     def _set_attribute(self, _kernel: int, attribute: int, value: int, *_: int) -> None:
         self._kernel_attributes[attribute & 0xFFFFFFFF] = ctypes.c_int32(value & 0xFFFFFFFF).value
 
     def _get_attribute(self, out: int, attribute: int, _kernel: int, _device: int) -> None:
         if attribute & 0xFFFFFFFF != _KERNEL_SHARED_BYTES:
-            raise BuildError(f"the DSL's host function asks for kernel attribute {attribute & 0xFFFFFFFF}, which is not known here")
+            raise BuildError(
+                f"the DSL's host function asks for kernel attribute {attribute & 0xFFFFFFFF}, which is not known here"
+            )
         _store_i32(out, 0)
 
     def _launch(self, config: int, kernel: int, parameters: int) -> None:

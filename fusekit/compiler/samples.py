@@ -21,8 +21,9 @@ _SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSet:
-    """One made-up call. values: dims, strides, addresses, sm_count, cluster_margin and i32 scalars by the names that the
-    record's expressions use; floats: the f32 scalars; stream: a handle."""
+    """One made-up call. values: dims, strides, addresses, sm_count, cluster_margin and i32 scalars by the names that
+    the record's expressions use; floats: the f32 scalars; stream: a handle.
+    """
 
     label: str
     values: dict[str, int]
@@ -37,9 +38,9 @@ class ArgumentSet:
 def argument_sets(record: LaunchRecord, seed: str, count: int) -> list[ArgumentSet]:
     """At least `count` sets, the same for the same record and seed.
 
-    The edges: every dim at its smallest, one step above it, and each dim in turn at the largest value with which the launch is
-    still possible (tensor-map limits, grid limits, address space). Raises BuildError when the record's constraints leave
-    nothing to try.
+    The edges: every dim at its smallest, one step above it, and each dim in turn at the largest value with which the
+    launch is still possible (tensor-map limits, grid limits, address space). Raises BuildError when the record's
+    constraints leave nothing to try.
     """
     source = random.Random(f"fusekit proof {seed}")
     sets = list(_edges(record, source))

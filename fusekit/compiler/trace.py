@@ -52,13 +52,16 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
 
 
 def complete(record: LaunchRecord, facts: cubins.Cubin) -> LaunchRecord:
-    """`record` with the cubin's symbol and parameter offsets; raises BuildError when the two lists of parameters differ."""
+    """`record` with the cubin's symbol and parameter offsets; raises BuildError when the two lists of parameters
+    differ.
+    """
     asked = [parameter.size for parameter in record.parameters]
     found = [parameter.size for parameter in facts.parameters]
     if asked != found:
         listed = ", ".join(f"{parameter.name} {parameter.size}" for parameter in record.parameters)
         raise BuildError(
-            f"launch record: parameters of {listed} bytes; the cubin's have {', '.join(map(str, found))}; list each kernel"
+            f"launch record: parameters of {listed} bytes; the cubin's have {', '.join(map(str, found))}; list"
+            " each kernel"
             " parameter once, in order, and pass numbers and addresses one by one"
         )
     x, y, z = record.block
@@ -85,10 +88,14 @@ def _trace(plan: TracePlan, scratch: Path) -> tuple[bytes, str, bytes]:
     except BuildError:
         raise
     except Exception as error:
-        raise BuildError(f"the CuTe DSL refuses the kernel: {_ANSI.sub('', str(error)).strip() or repr(error)}") from error
+        raise BuildError(
+            f"the CuTe DSL refuses the kernel: {_ANSI.sub('', str(error)).strip() or repr(error)}"
+        ) from error
     image = compiled.artifacts.CUBIN
     if not image:
-        raise ToolchainError("the CuTe DSL gave no cubin; this fusekit does not know its version; install nvidia-cutlass-dsl 4.8")
+        raise ToolchainError(
+            "the CuTe DSL gave no cubin; this fusekit does not know its version; install nvidia-cutlass-dsl 4.8"
+        )
     symbols = list(compiled.kernel_info)
     if len(symbols) != 1:
         raise BuildError(f"the host function launches {len(symbols)} kernels; a spec is exactly one; launch one")
@@ -96,8 +103,8 @@ def _trace(plan: TracePlan, scratch: Path) -> tuple[bytes, str, bytes]:
 
 
 def _host_object(compiled: Any) -> bytes:
-    # The DSL's engine looks up the host object's CUDA entry points before it writes it out, and finds them only when its
-    # own runtime library is visible in the whole process. None of them is called.
+    # The DSL's engine looks up the host object's CUDA entry points before it writes it out, and finds them only when
+    # its own runtime library is visible in the whole process. None of them is called.
     from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 
     for path in (get_prefix_dsl_libs("CUTE_DSL") or "").split(os.pathsep):
@@ -106,5 +113,7 @@ def _host_object(compiled: Any) -> bytes:
     try:
         host_object: bytes = compiled.dump_to_object(_PREFIX)
     except Exception as error:
-        raise ToolchainError(f"the CuTe DSL cannot write its host object: {_ANSI.sub('', str(error)).strip()}") from error
+        raise ToolchainError(
+            f"the CuTe DSL cannot write its host object: {_ANSI.sub('', str(error)).strip()}"
+        ) from error
     return host_object
