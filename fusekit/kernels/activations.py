@@ -1,0 +1,118 @@
+"""Activation functions on float32 accumulators, in registers.
+
+A plain activation maps z; a gated one maps (gate, up). To add one, write its function here, its NumPy twin in
+`fusekit.reference.activations`, and give each its row in the table. Scalars arrive at launch time, so one cubin serves
+every value of them.
+"""
+
+import math
+
+from cutlass import Float32
+
+from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx
+
+LOG2_E = math.log2(math.e)
+
+
+class GluScalars:
+    """Run-time scalars of a gated activation: slope of the gate's sigmoid, clamp limit (inf for none), offset of up."""
+
+    def __init__(self, alpha: Float32, limit: Float32, up_offset: Float32) -> None:
+        self.alpha, self.limit, self.up_offset = alpha, limit, up_offset
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e^-x); exact limits at both infinities."""
+    return reciprocal_approx(Float32(1.0) + exp2_approx(x * Float32(-LOG2_E)))
+
+
+def identity(z: Float32) -> Float32:
+    """z."""
+    return z
+
+
+def relu(z: Float32) -> Float32:
+    """max(z, 0)."""
+    return maximum(z, Float32(0.0))
+
+
+def srelu(z: Float32) -> Float32:
+    """max(z, 0)^2."""
+    positive = relu(z)
+    return positive * positive
+
+
+def silu(z: Float32) -> Float32:
+    """z * sigmoid(z)."""
+    return z * sigmoid(z)
+
+
+def gelu_tanh(z: Float32) -> Float32:
+    """z/2 (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3))), written as z * sigmoid of twice that argument."""
+    twice = Float32(2.0 * math.sqrt(2.0 / math.pi)) * z * (Float32(1.0) + Float32(0.044715) * z * z)
+    return z * sigmoid(twice)
+
+
+# erfc(x) = t exp(-x^2 + ERFC(t)), t = 1 / (1 + x/2), for x >= 0; Chebyshev fit of Press et al., "Numerical Recipes",
+# section 6.2, fractional error under 1.2e-7. Two special-function operations and few registers.
+ERFC = (
+    0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
+    -1.26551223,
+)  # fmt: skip
+
+
+def gelu_erf(z: Float32) -> Float32:
+    """z/2 (1 + erf(z / sqrt 2)) = z Phi(z), Phi from erfc of |z| so that a small tail keeps its digits."""
+    x = minimum(maximum(z, -z) * Float32(math.sqrt(0.5)), Float32(20.0))  # beyond, the tail is zero; keeps inf * 0 out
+    t = reciprocal_approx(Float32(1.0) + Float32(0.5) * x)
+    polynomial = Float32(ERFC[0])
+    for coefficient in ERFC[1:]:
+        polynomial = polynomial * t + Float32(coefficient)
+    tail = Float32(0.5) * t * exp2_approx((polynomial - x * x) * Float32(LOG2_E))
+    return maximum(z, Float32(0.0)) - x * Float32(math.sqrt(2.0)) * tail
+
+
+def clamp(gate: Float32, up: Float32, scalars: GluScalars):
+    """Gate clamped from above, up from both sides."""
+    return minimum(gate, scalars.limit), maximum(minimum(up, scalars.limit), -scalars.limit)
+
+
+def swiglu(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
+    """g * sigmoid(alpha g) * (u + up_offset)."""
+    gate, up = clamp(gate, up, scalars)
+    return gate * sigmoid(scalars.alpha * gate) * (up + scalars.up_offset)
+
+
+def geglu_tanh(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
+    """gelu(g), tanh form, times (u + up_offset)."""
+    gate, up = clamp(gate, up, scalars)
+    return gelu_tanh(gate) * (up + scalars.up_offset)
+
+
+def geglu_erf(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
+    """gelu(g), erf form, times (u + up_offset)."""
+    gate, up = clamp(gate, up, scalars)
+    return gelu_erf(gate) * (up + scalars.up_offset)
+
+
+def reglu(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
+    """max(g, 0) * (u + up_offset)."""
+    gate, up = clamp(gate, up, scalars)
+    return relu(gate) * (up + scalars.up_offset)
+
+
+# (kind, approximate) -> function; kinds without an approximate form have "none" only
+PLAIN = {
+    ("identity", "none"): identity,
+    ("relu", "none"): relu,
+    ("srelu", "none"): srelu,
+    ("silu", "none"): silu,
+    ("gelu", "none"): gelu_erf,
+    ("gelu", "tanh"): gelu_tanh,
+}
+GATED = {
+    ("swiglu", "none"): swiglu,
+    ("geglu", "none"): geglu_erf,
+    ("geglu", "tanh"): geglu_tanh,
+    ("reglu", "none"): reglu,
+}

@@ -1,0 +1,52 @@
+"""What a GEMM kernel is compiled for, as plain scalars: no framework types, no shapes of a problem."""
+
+from dataclasses import dataclass
+
+TILE_K = 64  # elements of K in one pipeline stage: 128 bytes of a 16-bit type, one swizzle row
+WARPGROUP = 128  # threads
+CONSUMER_WARPGROUPS = 2
+THREADS = WARPGROUP * (1 + CONSUMER_WARPGROUPS)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One compiled GEMM. `tile` and `cluster` are (M, N); `dtype` and `out_dtype` are "bf16" or "fp16".
+
+    `alpha` is "none", "scalar" or "group"; `activation` a key of `activations.ACTIVATIONS`; `glu_layout` one of "none",
+    "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline.
+    """
+
+    grouped: bool
+    dtype: str
+    out_dtype: str
+    b_major: str
+    alpha: str
+    bias: bool
+    save_preactivation: bool
+    activation: str
+    glu_layout: str
+    row_scale: bool
+    tile: tuple[int, int]
+    cluster: tuple[int, int]
+    pingpong: bool
+    stages: int
+
+    @property
+    def gated(self) -> bool:
+        """Whether two columns of the product, gate and up, make one column of the output."""
+        return self.glu_layout != "none"
+
+    @property
+    def out_tile_n(self) -> int:
+        """Columns of the output that one tile makes."""
+        return self.tile[1] // 2 if self.gated else self.tile[1]
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
+        return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs in a cluster."""
+        return self.cluster[0] * self.cluster[1]

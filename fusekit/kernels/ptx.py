@@ -1,0 +1,127 @@
+"""Instructions of sm_90 that the kernels address directly, one thin function each.
+
+The kernels name tensor-map coordinates themselves instead of partitioning TMA tensors, so that the only thing a tensor
+map adds to the kernel's parameters is its 128 descriptor bytes. Sources: PTX ISA, sections "cp.async.bulk.tensor",
+"stmatrix", "shfl.sync", "ex2" and "cvt".
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cutlass_dsl import dsl_user_op
+
+SMEM_ALIGNMENT = 1024  # the period of a 128-byte swizzle
+
+
+@dsl_user_op
+def descriptor_address(atom, *, loc=None, ip=None):
+    """Generic address of the tensor map inside a TMA copy atom that is a kernel parameter."""
+    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
+
+
+def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
+    """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
+
+    `coordinates` are innermost first. With `multicast_mask` the box lands at the same offset in every CTA of the mask, and
+    each of them has the barrier at that offset credited.
+    """
+    rank = len(coordinates)
+    holes = ", ".join("{$r%d}" % (3 + i) for i in range(rank))
+    multicast = multicast_mask is not None
+    arguments = [destination.toint(), descriptor.toint(), barrier.toint(), *[Int32(c) for c in coordinates]]
+    text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    if multicast:
+        arguments.append(cutlass.Int16(multicast_mask))
+        text += ".multicast::cluster [{$r0}], [{$r1}, {" + holes + "}], [{$r2}], {$r%d};" % (3 + rank)
+    else:
+        text += " [{$r0}], [{$r1}, {" + holes + "}], [{$r2}];"
+    cute.arch.inline_ptx(text, read_only_args=arguments)
+
+
+def tma_store(descriptor, source, coordinates) -> None:
+    """Start one box from shared to global memory, in the calling thread's current bulk group."""
+    rank = len(coordinates)
+    holes = ", ".join("{$r%d}" % (2 + i) for i in range(rank))
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [{{$r1}}, {{{holes}}}], [{{$r0}}];",
+        read_only_args=[source.toint(), descriptor.toint(), *[Int32(c) for c in coordinates]],
+    )
+
+
+def store_matrix_x4(address: Int32, registers) -> None:
+    """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *registers],
+    )
+
+
+def store_matrix_x2(address: Int32, registers) -> None:
+    """stmatrix of two 8x8 matrices; lanes 0-15 give the addresses."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x2.shared.b16 [{$r0}], {{$r1}, {$r2}};",
+        read_only_args=[address, *registers],
+    )
+
+
+def pack_pair(low: Float32, high: Float32, dtype) -> Uint32:
+    """Two float32 rounded to nearest even into one register of bf16x2 or fp16x2, `low` in the low half."""
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+def exp2_approx(x: Float32) -> Float32:
+    """2^x, relative error about 2^-22, subnormal results flushed."""
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def reciprocal_approx(x: Float32) -> Float32:
+    """1/x within one unit in the last place."""
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def minimum(a: Float32, b: Float32) -> Float32:
+    """min that passes a NaN on, as NumPy's and torch's do."""
+    return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def maximum(a: Float32, b: Float32) -> Float32:
+    """max that passes a NaN on, as NumPy's and torch's do."""
+    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def permute_bytes(a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
+    """prmt: picks four of the eight bytes of (b, a)."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[a, b, selector]
+    )
+
+
+def load_shared_v4(address: Int32):
+    """Four int32 from shared memory, 16-byte aligned."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[address],
+    )
+
+
+def store_shared_v4(address: Int32, values) -> None:
+    """Four int32 to shared memory, 16-byte aligned."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *[Int32(v) for v in values]]
+    )
+
+
+def load_shared_f32x2(address: Int32):
+    """Two float32 from shared memory, 8-byte aligned. Opaque to the compiler, which would keep the values in registers."""
+    return cute.arch.inline_ptx(
+        "ld.volatile.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address],
+    )

@@ -1,0 +1,152 @@
+"""Which tile a CTA computes next: one warp decides, everybody else in the CTA reads its ring.
+
+Static persistent schedule. Clusters are numbered; cluster c takes the cluster tiles c, c + clusters, c + 2 clusters, ...
+A cluster tile is `cluster` CTA tiles of one group. The groups' tiles are numbered one group after the other, so a tile
+number is turned into (group, m, n) from the row offsets, which are read on the device: the host never learns them.
+Inside a group, tiles go through panels of `PANEL_ROWS` rows, M first inside a panel: the operand rows of a panel stay in
+L2 while N advances.
+
+The warp keeps 32 groups at a time in its lanes. Tile numbers only grow, so it moves forward through the groups and never
+looks back.
+"""
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
+
+from fusekit.kernels.config import GemmConfig
+from fusekit.kernels.ptx import load_shared_v4, store_shared_v4
+
+RING_SLOTS = 4
+SLOT_BYTES = 16
+PANEL_ROWS = 2048
+NO_TILE = -1  # in place of a group: the schedule has ended
+
+
+class TileRing:
+    """The scheduler warp's ring of tiles in shared memory, guarded by one full and one empty barrier a slot.
+
+    Arrive counts: full 1 (the scheduler's lane 0); empty 1 of the load warp + 4 for each consumer warpgroup that reads
+    the slot (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative).
+    """
+
+    def __init__(self, slots, full, empty) -> None:
+        self.slots, self.full, self.empty = slots, full, empty
+
+    def __extract_mlir_values__(self) -> list:
+        """Lets the DSL carry a ring through run-time control flow."""
+        return [value for part in (self.slots, self.full, self.empty) for value in extract_mlir_values(part)]
+
+    def __new_from_mlir_values__(self, values: list) -> "TileRing":
+        """The ring again, from the values of `__extract_mlir_values__`."""
+        parts = []
+        for part in (self.slots, self.full, self.empty):
+            count = len(extract_mlir_values(part))
+            parts.append(new_from_mlir_values(part, values[:count]))
+            values = values[count:]
+        return TileRing(*parts)
+
+    def initialise(self, config: GemmConfig) -> None:
+        """Set up the barriers; one thread."""
+        readers = 1 + 4 * (1 if config.pingpong else 2)
+        for slot in range(RING_SLOTS):
+            cute.arch.mbarrier_init(self.full + slot, 1)
+            cute.arch.mbarrier_init(self.empty + slot, readers)
+
+    @cute.jit
+    def put(self, count: Int32, row: Int32, end: Int32, n_tile: Int32, group: Int32):
+        """Publish the `count`-th tile; the scheduler's lane 0."""
+        slot = count % RING_SLOTS
+        phase = (count // RING_SLOTS) & 1
+        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
+        store_shared_v4(self.slots + slot * SLOT_BYTES, (row, end, n_tile, group))
+        cute.arch.mbarrier_arrive(self.full + slot)
+
+    @cute.jit
+    def get(self, count: Int32, lane: Int32):
+        """Read the `count`-th tile; every lane of the calling warp (lane 0 alone for the load thread)."""
+        slot = count % RING_SLOTS
+        cute.arch.mbarrier_wait(self.full + slot, (count // RING_SLOTS) & 1)
+        row, end, n_tile, group = load_shared_v4(self.slots + slot * SLOT_BYTES)
+        return row, end, n_tile, group
+
+    @cute.jit
+    def free(self, count: Int32):
+        """Give the slot back; one lane of each reading warp, after the warp has read it."""
+        cute.arch.mbarrier_arrive(self.empty + count % RING_SLOTS)
+
+
+class StaticScheduler:
+    """The scheduler warp's program."""
+
+    def __init__(self, config: GemmConfig) -> None:
+        self.config = config
+        self.cluster_rows = config.tile[0] * config.cluster[0]
+        self.panel = max(1, PANEL_ROWS // self.cluster_rows)  # cluster tiles
+        self.sentinels = 2 if config.pingpong else 1  # each consumer warpgroup must see the end
+
+    @cute.jit
+    def groups_of_lanes(
+        self, offsets, first: Int32, groups: Int32, rows: Int32, n_clusters: Int32, base: Int32, lane: Int32
+    ):
+        """Rows [begin, end) of group first + lane, and the tile number at which that group ends."""
+        begin = Int32(0)
+        end = Int32(0)
+        if cutlass.const_expr(self.config.grouped):
+            group = first + lane
+            if group < groups:
+                end = cutlass.min(offsets[group], rows)  # what lies beyond the buffer is nobody's
+                if group > 0:
+                    begin = cutlass.max(offsets[group - 1], 0)
+        else:
+            if lane == 0:
+                end = rows
+        tiles = Int32(0)
+        if end > begin:
+            tiles = (end - begin + (self.cluster_rows - 1)) // self.cluster_rows * n_clusters
+        last = tiles
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(last, 1 << step, mask_and_clamp=0)
+            if lane >= (1 << step):
+                last += below
+        return begin, end, last + base
+
+    @cute.jit
+    def run(self, ring: TileRing, offsets, groups: Int32, rows: Int32, n_clusters: Int32, rank_m: Int32, rank_n: Int32):
+        """Fill the ring until the tiles of this CTA's cluster are over; all lanes of one warp."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        block, _, _ = cute.arch.block_idx()
+        clusters = grid // config.cluster_size
+        number = block // config.cluster_size
+        count = Int32(0)
+        first = Int32(0)
+        begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
+        chunk_end = cute.arch.shuffle_sync(last, 31)
+        more = Boolean(True)
+        while more:
+            while number >= chunk_end and first + 32 < groups:
+                first += 32
+                begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, chunk_end, lane)
+                chunk_end = cute.arch.shuffle_sync(last, 31)
+            more = number < chunk_end
+            if more:
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
+                group_begin = cute.arch.shuffle_sync(begin, owner)
+                group_end = cute.arch.shuffle_sync(end, owner)
+                m_clusters = (group_end - group_begin + (self.cluster_rows - 1)) // self.cluster_rows
+                local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
+                panel = local // (self.panel * n_clusters)
+                inside = local - panel * (self.panel * n_clusters)
+                height = cutlass.min(m_clusters - panel * self.panel, self.panel)
+                n_cluster = inside // height
+                m_cluster = panel * self.panel + inside - n_cluster * height
+                if lane == 0:
+                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
+                    ring.put(count, row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner)
+                count += 1
+                number += clusters
+        if lane == 0:
+            for extra in cutlass.range_constexpr(self.sentinels):
+                ring.put(count + extra, Int32(0), Int32(0), Int32(0), Int32(NO_TILE))
