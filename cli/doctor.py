@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
 import sys
@@ -66,12 +67,13 @@ def _driver() -> dict[str, Any]:
     """The CUDA driver and the GPUs that this process sees. Makes no context."""
     answer: dict[str, Any] = {"ok": False, "cuda": None, "bindings": None, "problem": None, "gpus": []}
     try:
-        from importlib.metadata import version
+        from importlib import metadata
 
-        answer["bindings"] = version("cuda-bindings")
         from fusekit.runtime.devices import archs_of
         from fusekit.runtime.driver import Driver, version_text
 
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            answer["bindings"] = metadata.version("cuda-bindings")
         driver = Driver()
         api, check = driver.api, driver.check
         answer.update(ok=True, cuda=version_text(driver.version))

@@ -64,7 +64,7 @@ def _explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> dict[
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)
     except IntegrityError as error:
-        return say("damaged", str(error))
+        return say("damaged", f"a build would replace it: {error}")
     if record is None:
         return say("miss", "the store has no kernel of this name")
     if entry is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +150,12 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """Make a file's bytes, or a directory's names, survive a power loss."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:
+            if path.is_dir():
+                return  # a directory may let us write and not read; such a one cannot be synced
+            raise
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -198,7 +202,7 @@ class Publisher:
             raise store_error(path, "make the directory", error) from error
 
     def _publish(self, path: Path, data: bytes, name_it: Callable[[Path, Path], bool]) -> bool:
-        temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
+        temporary = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}{TEMPORARY_SUFFIX}"
         try:
             self._directory(path.parent)
             try:

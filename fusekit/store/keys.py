@@ -97,7 +97,7 @@ def key_of(fields: Mapping[str, str]) -> str:
                 raise FusekitError(
                     f"key field {label!r} holds {text!r}; labels and payloads are strings; convert it first"
                 )
-            payload = text.encode("utf-8")
+            payload = text.encode("utf-8", "surrogatepass")  # every str has a form, each its own
             digest.update(len(payload).to_bytes(8, "little"))
             digest.update(payload)
     return digest.hexdigest()

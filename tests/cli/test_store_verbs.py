@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry
 
@@ -162,8 +163,74 @@ def test_doctor_without_a_compiler_a_driver_or_a_store(fusekit):
         assert document[probe]["ok"] or document[probe]["problem"]
     (own,) = document["stores"]
     assert (own["path"], own["exists"], own["writable"], own["problem"]) == (str(fusekit.root), False, True, None)
-    assert fusekit("doctor").out.startswith("fusekit ")
     assert not fusekit.root.exists()
+
+
+class Bindings:
+    """As much of cuda.bindings.driver as a look at the devices takes."""
+
+    class CUdevice_attribute:  # noqa: N801
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 9
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 132
+
+    def __init__(self, version=13000, count=2):
+        self.version, self.count = version, count
+
+    def cuDriverGetVersion(self):  # noqa: N802
+        return 0, self.version
+
+    def cuInit(self, flags):  # noqa: N802
+        return (0,)
+
+    def cuDeviceGetCount(self):  # noqa: N802
+        return 0, self.count
+
+    def cuDeviceGet(self, index):  # noqa: N802
+        return 0, index
+
+    def cuDeviceGetAttribute(self, kind, device):  # noqa: N802
+        return 0, kind
+
+    def cuDeviceGetName(self, length, device):  # noqa: N802
+        return 0, b"NVIDIA H200\0\0"
+
+    def cuDeviceTotalMem(self, device):  # noqa: N802
+        return 0, 141 << 30
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys, tmp_path):
+    def run(bindings):
+        monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: bindings)
+        monkeypatch.setattr("fusekit_cli.doctor._compiler", lambda: {"ok": True, "toolchain": {}, "problem": None})
+        assert main(["doctor", "--json", "--store", str(tmp_path / "store")]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert main(["doctor", "--store", str(tmp_path / "store")]) == 0
+        return document, capsys.readouterr().out
+
+    return run
+
+
+def test_doctor_lists_the_gpus(doctor):
+    document, text = doctor(Bindings())
+    assert document["can_run"]
+    assert document["driver"]["cuda"] == "13.0"
+    assert [gpu["device"] for gpu in document["gpus"]] == [0, 1]
+    gpu = {"device": 1, "name": "NVIDIA H200", "arch": "sm_90a", "sm_count": 132, "memory_bytes": 141 << 30}
+    assert document["gpus"][1] == gpu
+    assert text.startswith("fusekit ")
+    assert "device 1: NVIDIA H200, sm_90a, 132 SMs, 141.0 GiB" in text
+
+
+def test_doctor_with_an_old_driver_or_no_gpu(doctor):
+    document, text = doctor(Bindings(version=11080))
+    assert not document["can_run"]
+    assert "CUDA 11.8" in document["driver"]["problem"]
+    assert "run     no: the NVIDIA driver supports CUDA 11.8" in text
+    document, text = doctor(Bindings(count=0))
+    assert not document["can_run"]
+    assert "sees no GPU" in text
 
 
 def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):

@@ -185,7 +185,7 @@ def test_a_cubin_somebody_else_left_is_synced_before_an_entry_names_it(tmp_path,
     assert disk.steps.index(("name", "entries")) > disk.steps.index(("sync", "blobs"))
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_at_any_step_leaves_a_store_that_is_whole(tmp_path, make_entry, make_record, code):
     entry, cubin = make_entry()
     other, other_cubin = make_entry(1)

@@ -155,7 +155,7 @@ def test_threads_that_race_agree(tmp_path, make_entry):
 def test_a_killed_publisher_leaves_a_store_that_is_whole(tmp_path):
     rng = random.Random(7)
     for _ in range(12):
-        racer = start(tmp_path, 0, 400)
+        racer = start(tmp_path, 0, 200)
         assert racer.stdout.readline() == "ready\n"
         racer.stdin.write("\n")
         racer.stdin.flush()
@@ -167,11 +167,11 @@ def test_a_killed_publisher_leaves_a_store_that_is_whole(tmp_path):
         assert not report.bad
         for listed in store.names():
             assert store.load(listed.record.key) is not None
-    finisher = start(tmp_path, 1, 400)
+    finisher = start(tmp_path, 1, 200)
     finisher.communicate("\n")
     assert finisher.returncode == 0
     report = Store(tmp_path).verify(full=True)
-    assert (report.entries, report.names, report.bad) == (400, 400, ())
+    assert (report.entries, report.names, report.bad) == (200, 200, ())
 
 
 def test_a_builder_repairs(tmp_path, make_entry):
