@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusekit.abi import LaunchRecord, evaluate
+from fusekit.abi import LaunchRecord, ScalarArgument, evaluate
 from fusekit.errors import ArgumentError, DriverError, IntegrityError
 from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
@@ -30,27 +30,26 @@ _Scalars = list[float | int]
 class Kernel:
     """A kernel from a store, ready on `device` and made ready on other devices as their tensors come.
 
-    Calling it from several threads is fine. `name`, `arch`, `record` and `defaults` (of scalars and cluster_margin) say
-    what it is.
+    Calling it from several threads is fine. `name`, `arch`, `record`, `spec` (canonical form) and `defaults` (of the
+    scalars) say what it is.
     """
 
     def __init__(
         self, devices: Devices, name: str, record: LaunchRecord, cubin: bytes, defaults: Mapping[str, Any], device: int,
+        spec: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.arch = record.arch
         self.record = record
         self.device = device
+        self.spec = dict(spec or {})
         self.defaults = dict(defaults)
         self.margin = check_margin(self.defaults.pop("cluster_margin", 0))
         self._devices = devices
         self._driver = devices.driver
         self._tensors = tuple(tensor.name for tensor in record.tensors)
         self._scalars = record.scalars
-        self._scalar_defaults = tuple(
-            None if value is None else check_scalar(scalar, value)
-            for scalar, value in ((s, _number(self.defaults.get(s.name, s.default))) for s in record.scalars)
-        )
+        self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         self._plans: dict[Any, Plan] = {}
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
@@ -228,9 +227,12 @@ def check_cubin(cubin: bytes, driver: Driver, name: str) -> None:
         driver.require(_CUDA13, f"{name} (a cubin of CUDA 13's format)")
 
 
-def _number(value: Any) -> Any:
-    """Infinity travels through JSON as a string."""
-    return float(value) if value in ("inf", "-inf") else value
+def _default(scalar: ScalarArgument, defaults: Mapping[str, Any]) -> float | int | None:
+    """The spec's default, else the record's; None where the caller must give a value."""
+    value = defaults.get(scalar.name, scalar.default)
+    if value in ("inf", "-inf"):  # infinity travels through JSON as a string
+        value = float(value)
+    return None if value is None else check_scalar(scalar, value)
 
 
 def _load(driver: Driver, name: str, record: LaunchRecord, cubin: bytes) -> tuple[Any, Any]:

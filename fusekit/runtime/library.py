@@ -59,7 +59,7 @@ class Library:
                 f"{found.name} is filed under {found.arch}, its launch record is for {record.arch}; rebuild it",
                 key=found.key,
             )
-        return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal)
+        return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
 
     def find(
         self, name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None

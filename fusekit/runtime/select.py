@@ -25,12 +25,12 @@ _TRAFFIC = 16.0
 def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     """The model's cost of the variant `spec` (canonical form).
 
-    problem: E, M, N, K in elements, with E = 1 for a dense GEMM; None where nothing is known of it.
+    problem: E, M, N, K in elements, with E = 1 for a dense GEMM; traffic alone counts where it lacks one.
     """
     tile_m: int = spec["tile"][0]
     tile_n: int = spec["tile"][1]
     traffic = 1 + _TRAFFIC / tile_m + _TRAFFIC / tile_n
-    if not problem:
+    if not problem or not {"E", "M", "N"} <= problem.keys():
         return traffic
     columns = -(-problem["N"] // tile_n) * tile_n
     if spec["op"] == "dense-gemm":
@@ -41,12 +41,12 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
 
 
 def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None) -> NameRecord:
-    """The variant to load; `problem` overrides the specs' own. `variants` must not be empty."""
+    """The variant to load; what `problem` has overrides the specs' own. `variants` must not be empty."""
 
     def rank(record: NameRecord) -> tuple[float, int, int, str]:
         spec = record.spec
         tile, cluster = spec["tile"], spec["cluster"]
-        priced = cost(spec, problem if problem is not None else spec.get("problem"))
+        priced = cost(spec, {**(spec.get("problem") or {}), **(problem or {})})
         return priced, -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
 
     return min(variants, key=rank)

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
@@ -88,6 +89,8 @@ class FakeDriver:
             "CUevent_flags",
         ):  # fmt: skip
             setattr(self, enum, Names())
+        self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+        self.on_launch: Callable[[Launched], None] = lambda launched: None
         self.cuuint32_t = self.cuuint64_t = int
         self.CUlaunchConfig = SimpleNamespace
         self.CUlaunchAttribute = lambda: SimpleNamespace(
@@ -218,18 +221,44 @@ class FakeDriver:
             ),
         }  # fmt: skip
         assert config.numAttrs == len(config.attrs)
-        self.launches.append(
-            Launched(
-                grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
-                block=(config.blockDimX, config.blockDimY, config.blockDimZ),
-                shared=config.sharedMemBytes,
-                stream=config.hStream,
-                attributes={attribute.id: values[attribute.id](attribute.value) for attribute in config.attrs},
-                parameters=[ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)],
-                function=function,
-                context=context,
-            )
+        launched = Launched(
+            grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
+            block=(config.blockDimX, config.blockDimY, config.blockDimZ),
+            shared=config.sharedMemBytes,
+            stream=config.hStream,
+            attributes={attribute.id: values[attribute.id](attribute.value) for attribute in config.attrs},
+            parameters=[ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)],
+            function=function,
+            context=context,
         )
+        self.launches.append(launched)
+        self.on_launch(launched)
+        return (OK,)
+
+    # -- streams and events
+
+    def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
+        return OK, 4096 + next(self._numbers)
+
+    def cuStreamDestroy(self, stream: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuEventCreate(self, flags: int) -> Any:  # noqa: N802
+        return OK, next(self._numbers)
+
+    def cuEventDestroy(self, event: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuEventRecord(self, event: int, stream: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuEventElapsedTime(self, start: int, end: int) -> Any:  # noqa: N802
+        return OK, 2.0
+
+    def cuMemsetD8Async(self, address: int, value: int, count: int, stream: int) -> Any:  # noqa: N802
         return (OK,)
 
     # -- memory

@@ -1,0 +1,137 @@
+"""`fusekit run`: launch kernels from the store on made-up tensors; never compiles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import click
+
+from fusekit.errors import UsageError
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.runtime import Kernel, Library
+    from fusekit_cli.trial import Trial
+
+T = TypeVar("T")
+
+
+@click.command("run")
+@click.argument("name")
+@click.option("--rows", type=click.IntRange(min=0), help="M: rows of the token buffer (default: the spec's).")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Of the made-up tensors.")
+@click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")
+@click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
+@click.option("--cluster-margin", type=click.IntRange(min=0), help="Clusters held back for other kernels.")
+@click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
+@click.option("--arch", help="The cubin's architecture, such as sm_90a (default: the device's).")
+@common
+def command(
+    session: Session, name: str, rows: int | None, seed: int, check: bool, timed: bool, cluster_margin: int | None,
+    device: int | None, arch: str | None,
+) -> int:  # fmt: skip
+    """Launch NAME from the store on made-up tensors with uneven groups.
+
+    FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. Exit code 1 when
+    --check finds a result wrong, 3 when NAME is not built, 4 without a usable GPU.
+    """
+    from fusekit.runtime import open_library
+
+    library = open_library(session.config)
+    documents = []
+    for each in _names(library, name, arch):
+        # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
+        loading = _Background(lambda each=each: _load(library, each, arch, device, rows))
+        try:
+            from fusekit_cli.trial import Trial
+        except ImportError as error:
+            loading.result()
+            raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+        trial = Trial(library, loading.result(), rows, seed, guarded=check)
+        documents.append(_run(trial, check, timed, cluster_margin))
+    output.answer(session, output.one_or_many(documents), lambda: _print(documents))
+    return 0 if all(document["ok"] for document in documents) else 1
+
+
+def _names(library: Library, name: str, arch: str | None) -> list[str]:
+    from fusekit.store.names import is_glob
+
+    if "/" in name and not is_glob(name):
+        return [name]
+    from fusekit_cli.lookup import stored
+
+    return list(dict.fromkeys(listed.record.name for listed in stored(library.store, name, arch)))
+
+
+def _load(library: Library, name: str, arch: str | None, device: int | None, rows: int | None) -> Kernel:
+    return library.load(name, arch, device, None if rows is None else {"M": rows})
+
+
+def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str, Any]:
+    from fusekit.bench.roofline import peak_of
+
+    kernel = trial.kernel
+    document: dict[str, Any] = {
+        "name": kernel.name, "arch": kernel.arch, "device": trial.device.name, "ok": True, "problem": trial.problem,
+        "error": None, "problems": [], "ms": None, "tflops": None, "gbs": None, "peak_share": None, "host_us": None,
+    }  # fmt: skip
+    try:
+        trial.launch(margin)
+        if check:
+            verdict = trial.check()
+            document.update(ok=verdict.ok, error=verdict.error, problems=verdict.problems)
+        if timed:
+            timing = trial.time(margin)
+            document.update(ms=timing.ms, host_us=timing.host_us)
+            if trial.work.flops:
+                document["tflops"], document["gbs"] = trial.work.rates(timing.ms)
+                peak = peak_of(trial.device.name)
+                document["peak_share"] = None if peak is None else trial.work.share(timing.ms, peak)
+    finally:
+        trial.close()
+    return document
+
+
+def _print(documents: list[dict[str, Any]]) -> None:
+    for document in documents:
+        shape = " ".join(f"{name}={value}" for name, value in document["problem"].items())
+        click.echo(f"{document['name']} ({document['arch']}) on {document['device']}, {shape}: "
+                   f"{'ok' if document['ok'] else 'WRONG'}")  # fmt: skip
+        if document["error"] is not None:
+            error = document["error"]
+            click.echo(f"  error: Frobenius {error['fro']:.3g}, worst element {error['max_scaled']:.3g} of its bound")
+        for problem in document["problems"]:
+            click.echo(f"  {problem}")
+        if document["ms"] is not None:
+            line = f"  {document['ms']:.4g} ms"
+            if document["tflops"] is not None:
+                line += f", {document['tflops']:.4g} TFLOP/s, {document['gbs']:.4g} GB/s"
+            if document["peak_share"] is not None:
+                line += f", {document['peak_share']:.1%} of peak"
+            click.echo(f"{line}, host {document['host_us']:.2f} us a launch")
+
+
+class _Background(Generic[T]):
+    """A call in a thread of its own; `result` waits, and raises what it raised."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value] # a call without error has its value

@@ -1,0 +1,177 @@
+"""One kernel on made-up tensors: buffers with guards, launch, comparison with the reference, timing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusekit.bench.roofline import Work, gemm_work
+from fusekit.bench.timing import Timing, own_stream, time_launch
+from fusekit.errors import UsageError
+from fusekit.reference import POISON, Measurement, check, make_inputs, output_shapes, sample_rows
+from fusekit.reference.layouts import gate_columns, up_columns
+from fusekit.runtime import DeviceArray, Kernel, Library
+
+# Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
+GUARD = 4096
+# Rows that no group owns, when the result is checked: they must stay as they were.
+SPARE = 5
+# Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
+WHOLE = 2 * 10**9
+SAMPLED_ROWS = 192
+# Columns in which the first and last row of every group are compared; whole blocks of every glu_layout.
+EDGE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`error` is {"fro", "max_scaled"}, the worst over outputs; `problems` says in words what is wrong."""
+
+    ok: bool
+    error: dict[str, float]
+    problems: list[str] = field(default_factory=list)
+
+
+class Trial:
+    """Inputs on host and device, outputs poisoned, for `kernel` and `rows` (None: the spec's) rows.
+
+    `guarded` leaves spare rows behind the last group of a grouped kernel.
+    """
+
+    def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
+        self.kernel = kernel
+        self.devices = library.devices
+        self.device = self.devices.get(kernel.device)
+        spec = kernel.spec
+        self.problem = _problem(spec, rows)
+        dims = self.problem
+        spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] == "grouped-gemm" else 0
+        self.inputs = make_inputs(spec, **dims, seed=seed, spare=spare)
+        offsets = self.inputs.get("offsets")
+        ends = np.array([dims["M"]]) if offsets is None else offsets
+        self.ends = ends
+        self.owned = int(ends[-1])
+        busy = int(np.count_nonzero(np.diff(ends, prepend=0)))
+        self.work: Work = gemm_work(spec, rows=self.owned, groups=busy, n=dims["N"], k=dims["K"])
+        self.arrays: dict[str, DeviceArray] = {}
+        self.outputs = output_shapes(spec, M=dims["M"], N=dims["N"])
+        try:
+            self._upload()
+        except BaseException:
+            self.close()
+            raise
+
+    def _upload(self) -> None:
+        for tensor in self.kernel.record.tensors:
+            if tensor.name in self.outputs:
+                shape, dtype = self.outputs[tensor.name]
+                array = DeviceArray(self.devices, shape, dtype, self.device.ordinal, offset=GUARD, tail=GUARD)
+                self.arrays[tensor.name] = array
+                array.fill(POISON & 0xFF)
+                continue
+            value = np.ascontiguousarray(self.inputs[tensor.name])
+            self.arrays[tensor.name] = DeviceArray(self.devices, value.shape, tensor.dtype, self.device.ordinal)
+            self.arrays[tensor.name].upload(value)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the kernel is called with: arrays, and the made-up scalars; the spec's own are its defaults."""
+        scalars = {
+            scalar.name: self.inputs[scalar.name] for scalar in self.kernel.record.scalars if scalar.name in self.inputs
+        }
+        return {**self.arrays, **scalars}
+
+    def launch(self, margin: int | None) -> None:
+        """Launches once and waits."""
+        api, driver_check = self.devices.driver.api, self.devices.driver.check
+        self.kernel(**self.arguments, cluster_margin=margin)
+        with self.devices.active(self.device):
+            driver_check(api.cuCtxSynchronize(), f"{self.kernel.name}: cuCtxSynchronize")
+
+    def time(self, margin: int | None) -> Timing:
+        """Times a bound launch on a stream of its own."""
+        with own_stream(self.devices, self.device) as stream:
+            return time_launch(
+                self.devices, self.device, self.kernel.bind(**self.arguments, cluster_margin=margin), stream
+            )
+
+    def check(self) -> Verdict:
+        """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
+        problems: list[str] = []
+        outputs = {name: self._fetch(name, problems) for name in self.outputs}
+        measured = self._measure(outputs)
+        problems += [str(measurement) for measurement in measured if not measurement.ok]
+        error = {
+            "fro": max((measurement.fro for measurement in measured), default=0.0),
+            "max_scaled": max((measurement.max_scaled for measurement in measured), default=0.0),
+        }
+        return Verdict(not problems, error, problems)
+
+    def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+        array = self.arrays[name]
+        for where, start in (("before", -GUARD), ("after", array.nbytes)):
+            if np.frombuffer(array.download(start, GUARD), np.uint16).min() != POISON:
+                problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
+        values = np.frombuffer(array.download(), np.uint16).reshape(array.shape)
+        if (values[self.owned :] != POISON).any():
+            row = self.owned + int(np.argmax((values[self.owned :] != POISON).any(axis=1)))
+            problems.append(f"{name}: row {row}, which no group owns, was written to")
+        untouched = values[: self.owned] == POISON
+        if untouched.any():
+            row, column = np.argwhere(untouched)[0]
+            problems.append(f"{name}: {int(untouched.sum())} elements were not written, the first at {row}, {column}")
+        return values
+
+    def _measure(self, outputs: dict[str, Any]) -> list[Measurement]:
+        spec, dims = self.kernel.spec, self.problem
+        if self.owned * dims["N"] * dims["K"] <= WHOLE:
+            return list(check(spec, self.inputs, outputs).values())
+        measured = list(check(spec, self.inputs, outputs, sample_rows(self.ends, SAMPLED_ROWS)).values())
+        # Sampling widens whole weights, so it takes few groups. The edges of all of them are cheap in few columns.
+        columns, results = self._edge_columns()
+        edge_inputs = dict(self.inputs)
+        axis = 0 if spec["b_major"] == "k" else 1
+        edge_inputs["w"] = np.take(self.inputs["w"], columns, axis=axis + self.inputs["w"].ndim - 2)
+        if "bias" in self.inputs:
+            edge_inputs["bias"] = self.inputs["bias"][..., columns]
+        edge_outputs = {name: outputs[name][:, results if name == "y" else columns] for name in outputs}
+        sizes = np.diff(self.ends, prepend=0)
+        starts = self.ends[sizes > 0] - sizes[sizes > 0]
+        rows = np.unique(np.concatenate([starts, self.ends[sizes > 0] - 1]))
+        return measured + list(check(spec, edge_inputs, edge_outputs, rows).values())
+
+    def _edge_columns(self) -> tuple[Any, Any]:
+        """(columns of w, columns of y): the first and last outputs, in an order that is the same layout again."""
+        layout, n = self.kernel.spec["glu_layout"], self.problem["N"]
+        width = n if layout == "none" else n // 2
+        results = np.arange(width) if width <= 2 * EDGE else np.r_[0:EDGE, width - EDGE : width]
+        if layout == "none":
+            return results, results
+        columns = np.empty(2 * results.size, dtype=np.int64)
+        columns[gate_columns(layout, results.size)] = gate_columns(layout, width)[results]
+        columns[up_columns(layout, results.size)] = up_columns(layout, width)[results]
+        return columns, results
+
+    def close(self) -> None:
+        """Frees device memory and unloads the kernel."""
+        while self.arrays:
+            self.arrays.popitem()[1].free()
+        self.kernel.unload()
+
+
+def _problem(spec: dict[str, Any], rows: int | None) -> dict[str, int]:
+    """E, M, N, K: the spec's, or a few tiles where it has none."""
+    problem = spec.get("problem")
+    if problem is None:
+        tile_m, tile_n = spec["tile"]
+        grouped = spec["op"] == "grouped-gemm"
+        problem = {"E": 4 if grouped else 1, "M": 8 * tile_m, "N": 2 * math.lcm(tile_n, 64), "K": 512}
+    problem = {name: int(problem[name]) for name in ("E", "M", "N", "K")}
+    if rows is not None:
+        problem["M"] = rows
+    if problem["M"] >= 2**31:
+        raise UsageError(f"--rows {rows}; a kernel takes fewer than 2**31 rows; give less")
+    return problem

@@ -1,0 +1,1 @@
+"""How fast a launch is: `timing` measures it, `roofline` says what the device could do."""

@@ -1,0 +1,66 @@
+"""What a launch moves and computes, and what share of a device's peak that is.
+
+Peaks are NVIDIA's data-sheet values: dense (not sparse) bf16/fp16 tensor throughput and memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """`tflops`: dense bf16 TFLOP/s. `gbs`: memory bandwidth in GB/s (1e9 bytes)."""
+
+    tflops: float
+    gbs: float
+
+
+# By what the driver's device name contains; the first match counts, so the more specific stand first.
+PEAKS = {
+    "H200 NVL": Peak(835, 4800),
+    "H200": Peak(989, 4800),
+    "H100 NVL": Peak(835, 3900),
+    "H100 PCIe": Peak(756, 2000),
+    "H100": Peak(989, 3350),
+    "A100-SXM4-40GB": Peak(312, 1555),
+    "A100-SXM4-80GB": Peak(312, 2039),
+}
+
+
+def peak_of(device_name: str) -> Peak | None:
+    """The peaks of the device that the driver calls `device_name`; None for one that the table lacks."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One launch: `flops` multiply-adds counted as two, `bytes` that must cross the memory bus at least once."""
+
+    flops: int
+    bytes: int
+
+    def rates(self, ms: float) -> tuple[float, float]:
+        """(TFLOP/s, GB/s) at `ms` milliseconds a launch."""
+        return self.flops / ms * 1e-9, self.bytes / ms * 1e-6
+
+    def share(self, ms: float, peak: Peak) -> float:
+        """The share of the peak that binds: tensor throughput or bandwidth, whichever needs longer at its peak."""
+        return max(self.flops / (peak.tflops * 1e9), self.bytes / (peak.gbs * 1e6)) / ms
+
+
+def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, n: int, k: int) -> Work:
+    """The work of a dense or grouped GEMM of `spec` (canonical form).
+
+    rows: those that groups own. groups: those with rows, whose weights are read. n: columns of w (gate and up). k:
+    depth.
+    """
+    gated = spec["glu_layout"] != "none"
+    moved = rows * k + groups * n * k + rows * (n // 2 if gated else n)
+    if spec["save_preactivation"]:
+        moved += rows * n
+    if spec["bias"]:
+        moved += groups * n
+    return Work(flops=2 * rows * n * k, bytes=2 * moved + (4 * rows if spec["row_scale"] else 0))
