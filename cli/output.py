@@ -63,7 +63,7 @@ def tree(document: Mapping[str, Any], indent: str = "") -> None:
         else:
             click.echo(f"{indent}{name}")
             for item in value:
-                click.echo(f"{indent}  - {_plain(item)}")
+                click.echo(f"{indent}  - {_item(item)}")
 
 
 def size(count: int) -> str:
@@ -103,6 +103,14 @@ def _flat(value: Any) -> bool:
     if isinstance(value, Mapping):
         return not value
     return not isinstance(value, (list, tuple)) or not any(isinstance(item, Mapping) for item in value)
+
+
+def _item(value: Any) -> str:
+    # The name of a thing in a list stands before what is said of it.
+    if isinstance(value, Mapping) and "name" in value and len(value) > 1:
+        rest = {label: member for label, member in value.items() if label != "name"}
+        return f"{_plain(value['name'])}: {_plain(rest)}"
+    return _plain(value)
 
 
 def _plain(value: Any) -> str:
