@@ -1,6 +1,8 @@
-"""What a GEMM kernel is compiled for, as plain scalars: no framework types, no shapes of a problem."""
+"""What a GEMM kernel is compiled for, as plain scalars: no shapes of a problem."""
 
 from dataclasses import dataclass
+
+import cutlass
 
 TILE_K = 64  # elements of K in one pipeline stage: 128 bytes of a 16-bit type, one swizzle row
 WARPGROUP = 128  # threads
@@ -50,3 +52,8 @@ class GemmConfig:
     def cluster_size(self) -> int:
         """CTAs in a cluster."""
         return self.cluster[0] * self.cluster[1]
+
+
+def dtype_of(name: str):
+    """The DSL's type for "bf16" or "fp16"."""
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]

@@ -1,7 +1,7 @@
 """From accumulators to stored rows, one warp at a time.
 
-A consumer warp owns 16 rows of each 64-row block of its warpgroup's accumulators. It finishes them by itself: scale and
-bias in place, the pre-activation and the activated values rounded into a staging box of its own, each box stored by TMA.
+A consumer warp owns 16 rows of each 64-row block of its warpgroup's accumulators. It finishes them by itself: scale
+and bias in place, the pre-activation and the activated values rounded into a staging box of its own, stored by TMA.
 No barrier joins the warps, so a warp's stores overlap its neighbours' arithmetic.
 
 Accumulator layout (PTX ISA, "wgmma, D fragment"): register (c, r, j) of a 64-row block holds row lane/4 + 8 r of the
@@ -17,7 +17,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import activations, ptx
-from fusekit.kernels.config import CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig
+from fusekit.kernels.config import CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig, dtype_of
 
 WARP_ROWS = 16
 BOX_BYTES = WARP_ROWS * 128  # the widest box: 64 columns of 16 bits
@@ -28,9 +28,11 @@ LARGEST = 2**31 - 1
 WRAP = 2**34
 
 
-def dtype_of(name: str):
-    """The DSL's type for "bf16" or "fp16"."""
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+class Operands:
+    """What the epilogue reads besides accumulators and bias: alpha, the row scales' pointer, the activation's scalars."""
+
+    def __init__(self, alpha, row_scale, scalars: activations.GluScalars) -> None:
+        self.alpha, self.row_scale, self.scalars = alpha, row_scale, scalars
 
 
 def box_columns(width: int) -> int:
@@ -80,7 +82,7 @@ class Epilogue:
         """Column of the product in memory for column `column` of the tile."""
         if cutlass.const_expr(self.concat):
             half = self.config.tile[1] // 2
-            side = column // half
+            side = ptx.divide(column, half)
             return n_tile * half + column - side * half + side * half_n
         return n_tile * self.config.tile[1] + column
 
@@ -108,13 +110,13 @@ class Epilogue:
     ):
         """Write a 16-row box and start its store.
 
-        `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is the
-        tensor map's: 16-byte units exchanged by address bits 7 and up.
+        `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
+        the tensor map's: 16-byte units exchanged by address bits 7 and up.
         """
         address = staging.toint() + (number % BOXES) * BOX_BYTES
-        row = lane % WARP_ROWS
+        row = lane & (WARP_ROWS - 1)
         swizzle = ((row * (2 * columns)) >> 7) & (columns // 8 - 1)
-        unit = ((lane // WARP_ROWS) ^ swizzle) * 16
+        unit = ((lane >> 4) ^ swizzle) * 16
         base = address + row * (2 * columns)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
@@ -219,7 +221,7 @@ class Epilogue:
         for chunk in chunks:
             bias = (None, None)
             if self.config.bias:
-                bias = ptx.load_shared_f32x2(shared_bias.iterator.toint() + (chunk * 8 + (lane % 4) * 2) * 4)
+                bias = ptx.load_shared_f32x2(shared_bias.iterator.toint() + (chunk * 8 + (lane & 3) * 2) * 4)
             for c in range(2):
                 for r in range(2):
                     index = base + chunk * 4 + r * 2 + c
@@ -244,7 +246,7 @@ class Epilogue:
         """The router weights of this lane's two rows."""
         scale = (Float32(1.0), Float32(1.0))
         if cutlass.const_expr(self.config.row_scale):
-            low = row + lane // 4
+            low = row + (lane >> 2)
             first = Float32(0.0)
             second = Float32(0.0)
             if low < end:
@@ -261,7 +263,7 @@ def gather_pairs(packed: Uint32, lane: Int32) -> Uint32:
     In: lane t holds column t (low half) and column 4 + t (high half) of eight. Out: columns 2t and 2t + 1.
     """
     quad = lane & 28
-    source = quad + ((lane & 3) * 2) % 4
+    source = quad + (lane * 2 & 2)
     first = cute.arch.shuffle_sync(packed, source)
     second = cute.arch.shuffle_sync(packed, source + 1)
     upper = cutlass.Uint32((lane >> 1) & 1)

@@ -22,20 +22,30 @@ def descriptor_address(atom, *, loc=None, ip=None):
     return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
 
 
+def divide(a: Int32, b) -> Int32:
+    """a // b of numbers that are never negative; the signed division rounds towards minus infinity, at a price."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
+def modulo(a: Int32, b) -> Int32:
+    """a % b of numbers that are never negative."""
+    return Int32(Uint32(a) % Uint32(b))
+
+
 def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 
-    `coordinates` are innermost first. With `multicast_mask` the box lands at the same offset in every CTA of the mask, and
-    each of them has the barrier at that offset credited.
+    `coordinates` are innermost first. With `multicast_mask` the box lands at the same offset in every CTA of the mask,
+    and each of them has the barrier at that offset credited.
     """
     rank = len(coordinates)
-    holes = ", ".join("{$r%d}" % (3 + i) for i in range(rank))
+    holes = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
     multicast = multicast_mask is not None
     arguments = [destination.toint(), descriptor.toint(), barrier.toint(), *[Int32(c) for c in coordinates]]
     text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
     if multicast:
         arguments.append(cutlass.Int16(multicast_mask))
-        text += ".multicast::cluster [{$r0}], [{$r1}, {" + holes + "}], [{$r2}], {$r%d};" % (3 + rank)
+        text += ".multicast::cluster [{$r0}], [{$r1}, {" + holes + "}], [{$r2}], " + f"{{$r{3 + rank}}};"
     else:
         text += " [{$r0}], [{$r1}, {" + holes + "}], [{$r2}];"
     cute.arch.inline_ptx(text, read_only_args=arguments)
@@ -44,7 +54,7 @@ def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None)
 def tma_store(descriptor, source, coordinates) -> None:
     """Start one box from shared to global memory, in the calling thread's current bulk group."""
     rank = len(coordinates)
-    holes = ", ".join("{$r%d}" % (2 + i) for i in range(rank))
+    holes = ", ".join(f"{{$r{2 + i}}}" for i in range(rank))
     cute.arch.inline_ptx(
         f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [{{$r1}}, {{{holes}}}], [{{$r0}}];",
         read_only_args=[source.toint(), descriptor.toint(), *[Int32(c) for c in coordinates]],
@@ -119,7 +129,7 @@ def store_shared_v4(address: Int32, values) -> None:
 
 
 def load_shared_f32x2(address: Int32):
-    """Two float32 from shared memory, 8-byte aligned. Opaque to the compiler, which would keep the values in registers."""
+    """Two float32 from shared memory, 8-byte aligned; volatile, or the compiler keeps the values for the next block."""
     return cute.arch.inline_ptx(
         "ld.volatile.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],

@@ -1,13 +1,13 @@
 """Which tile a CTA computes next: one warp decides, everybody else in the CTA reads its ring.
 
-Static persistent schedule. Clusters are numbered; cluster c takes the cluster tiles c, c + clusters, c + 2 clusters, ...
-A cluster tile is `cluster` CTA tiles of one group. The groups' tiles are numbered one group after the other, so a tile
-number is turned into (group, m, n) from the row offsets, which are read on the device: the host never learns them.
-Inside a group, tiles go through panels of `PANEL_ROWS` rows, M first inside a panel: the operand rows of a panel stay in
-L2 while N advances.
+Static persistent schedule. Clusters are numbered; cluster c takes the cluster tiles c, c + clusters, c + 2 clusters and
+so on. A cluster tile is `cluster` CTA tiles of one group. The groups' tiles are numbered one group after the other, so
+a tile number is turned into (group, m, n) from the row offsets, read on the device: the host never learns them.
+Inside a group, tiles go through panels of `PANEL_ROWS` rows, M first inside a panel: the operand rows of a panel stay
+in L2 while N advances.
 
-The warp keeps 32 groups at a time in its lanes. Tile numbers only grow, so it moves forward through the groups and never
-looks back.
+The warp keeps 32 groups at a time in its lanes. Tile numbers only grow, so it moves forward through the groups and
+never looks back.
 """
 
 import cutlass
@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
 from fusekit.kernels.config import GemmConfig
-from fusekit.kernels.ptx import load_shared_v4, store_shared_v4
+from fusekit.kernels.ptx import divide, load_shared_v4, modulo, store_shared_v4
 
 RING_SLOTS = 4
 SLOT_BYTES = 16
@@ -56,8 +56,8 @@ class TileRing:
     @cute.jit
     def put(self, count: Int32, row: Int32, end: Int32, n_tile: Int32, group: Int32):
         """Publish the `count`-th tile; the scheduler's lane 0."""
-        slot = count % RING_SLOTS
-        phase = (count // RING_SLOTS) & 1
+        slot = modulo(count, RING_SLOTS)
+        phase = divide(count, RING_SLOTS) & 1
         cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
         store_shared_v4(self.slots + slot * SLOT_BYTES, (row, end, n_tile, group))
         cute.arch.mbarrier_arrive(self.full + slot)
@@ -65,15 +65,15 @@ class TileRing:
     @cute.jit
     def get(self, count: Int32, lane: Int32):
         """Read the `count`-th tile; every lane of the calling warp (lane 0 alone for the load thread)."""
-        slot = count % RING_SLOTS
-        cute.arch.mbarrier_wait(self.full + slot, (count // RING_SLOTS) & 1)
+        slot = modulo(count, RING_SLOTS)
+        cute.arch.mbarrier_wait(self.full + slot, divide(count, RING_SLOTS) & 1)
         row, end, n_tile, group = load_shared_v4(self.slots + slot * SLOT_BYTES)
         return row, end, n_tile, group
 
     @cute.jit
     def free(self, count: Int32):
         """Give the slot back; one lane of each reading warp, after the warp has read it."""
-        cute.arch.mbarrier_arrive(self.empty + count % RING_SLOTS)
+        cute.arch.mbarrier_arrive(self.empty + modulo(count, RING_SLOTS))
 
 
 class StaticScheduler:
@@ -103,7 +103,7 @@ class StaticScheduler:
                 end = rows
         tiles = Int32(0)
         if end > begin:
-            tiles = (end - begin + (self.cluster_rows - 1)) // self.cluster_rows * n_clusters
+            tiles = divide(end - begin + (self.cluster_rows - 1), self.cluster_rows) * n_clusters
         last = tiles
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(last, 1 << step, mask_and_clamp=0)
@@ -118,8 +118,8 @@ class StaticScheduler:
         lane = cute.arch.lane_idx()
         grid, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
-        clusters = grid // config.cluster_size
-        number = block // config.cluster_size
+        clusters = divide(grid, config.cluster_size)
+        number = divide(block, config.cluster_size)
         count = Int32(0)
         first = Int32(0)
         begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
@@ -135,12 +135,12 @@ class StaticScheduler:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
                 group_begin = cute.arch.shuffle_sync(begin, owner)
                 group_end = cute.arch.shuffle_sync(end, owner)
-                m_clusters = (group_end - group_begin + (self.cluster_rows - 1)) // self.cluster_rows
+                m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
                 local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
-                panel = local // (self.panel * n_clusters)
+                panel = divide(local, self.panel * n_clusters)
                 inside = local - panel * (self.panel * n_clusters)
                 height = cutlass.min(m_clusters - panel * self.panel, self.panel)
-                n_cluster = inside // height
+                n_cluster = divide(inside, height)
                 m_cluster = panel * self.panel + inside - n_cluster * height
                 if lane == 0:
                     row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
