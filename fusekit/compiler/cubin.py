@@ -73,6 +73,13 @@ def kernels(data: bytes) -> tuple[str, ...]:
 
 def read(data: bytes, symbol: str) -> Cubin:
     """The facts of the kernel `symbol`; raises BuildError when the cubin lacks it or describes it in an unknown way."""
+    try:
+        return _read(data, symbol)
+    except struct.error as error:
+        raise BuildError(f"cubin: an attribute of .nv.info is cut short ({error}); build it again") from error
+
+
+def _read(data: bytes, symbol: str) -> Cubin:
     file = elf.parse(data, "cubin")
     known = _entry_points(file)
     if symbol not in known:

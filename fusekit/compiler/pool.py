@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +118,9 @@ class Worker:
         return BuildError(f"the compile process died of {job.name} ({_cause(code)}){tail}", name=job.name)
 
 
-def run(items: Sequence[T], workers: int, task: Callable[[Worker, T], R]) -> Iterator[tuple[T, R | Exception]]:
+def run(
+    items: Sequence[T], workers: int, task: Callable[[Worker, T], R]
+) -> Generator[tuple[T, R | Exception], None, None]:
     """Runs `task` on every item, each on one of `workers` threads with a compile process of its own.
 
     Yields (item, result or what `task` raised) as they finish. Closing the iterator, or an exception such as Ctrl-C in

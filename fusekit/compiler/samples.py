@@ -15,6 +15,8 @@ from fusekit.errors import BuildError
 
 ADDRESS_LIMIT = 2**47
 _ATTEMPTS = 400
+# Padding between the rows of a tensor whose strides are free, in steps of its stride divisor.
+_TIGHT, _ONE_STEP, _RANDOM = 0, 1, -1
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4028234663852886e38)
 
@@ -38,9 +40,9 @@ class ArgumentSet:
 def argument_sets(record: LaunchRecord, seed: str, count: int) -> list[ArgumentSet]:
     """At least `count` sets, the same for the same record and seed.
 
-    The edges: every dim at its smallest, one step above it, and each dim in turn at the largest value with which the
-    launch is still possible (tensor-map limits, grid limits, address space). Raises BuildError when the record's
-    constraints leave nothing to try.
+    The edges: every dim at its smallest, one step above it with padded rows, and each dim in turn at the largest value
+    with which the launch is still possible (tensor-map limits, grid limits, address space). Raises BuildError when the
+    record's constraints leave nothing to try.
     """
     source = random.Random(f"fusekit proof {seed}")
     sets = list(_edges(record, source))
@@ -51,15 +53,15 @@ def argument_sets(record: LaunchRecord, seed: str, count: int) -> list[ArgumentS
 
 def _edges(record: LaunchRecord, source: random.Random) -> Iterator[ArgumentSet]:
     smallest = {dim.name: _smallest(record, dim) for dim in record.dims}
-    for label, steps in (("smallest", 0), ("next to smallest", 1)):
+    for label, steps in (("smallest", _TIGHT), ("next to smallest", _ONE_STEP)):
         fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in record.dims}
-        made = _attempt(record, source, label, fixed, tight=True)
+        made = _attempt(record, source, label, fixed, steps)
         if made is not None:
             yield made
     for dim in record.dims:
         extent = _largest(dim)
         while extent > smallest[dim.name]:
-            made = _attempt(record, source, f"largest {dim.name}", {**smallest, dim.name: extent}, tight=True)
+            made = _attempt(record, source, f"largest {dim.name}", {**smallest, dim.name: extent}, _TIGHT)
             if made is not None:
                 yield made
                 break
@@ -68,7 +70,7 @@ def _edges(record: LaunchRecord, source: random.Random) -> Iterator[ArgumentSet]
 
 def _search(record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int]) -> ArgumentSet:
     for _ in range(_ATTEMPTS):
-        made = _attempt(record, source, label, fixed, tight=source.random() < 0.3)
+        made = _attempt(record, source, label, fixed, source.choice((_TIGHT, _RANDOM, _RANDOM)))
         if made is not None:
             return made
     rules = "; ".join(constraint.message for constraint in record.constraints) or "none"
@@ -79,12 +81,12 @@ def _search(record: LaunchRecord, source: random.Random, label: str, fixed: dict
 
 
 def _attempt(
-    record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int], *, tight: bool
+    record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int], padding: int
 ) -> ArgumentSet | None:
-    """A set with the dims in `fixed`, or None when it cannot be launched. `tight`: no padding between rows."""
+    """A set with the dims in `fixed`, or None when it cannot be launched. padding: between rows."""
     values = {dim.name: fixed.get(dim.name, _extent(record, dim, source)) for dim in record.dims}
     for tensor in record.tensors:
-        if not _place(tensor, values, source, tight):
+        if not _place(tensor, values, source, padding):
             return None
     values["workspace.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
     values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, 264)))
@@ -100,7 +102,7 @@ def _attempt(
     return made if _launchable(record, values) else None
 
 
-def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random, tight: bool) -> bool:
+def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random, padding: int) -> bool:
     """Sets the tensor's strides and address in `values`; False when it does not fit into the address space."""
     extents = [evaluate(extent, values) for extent in tensor.shape]
     span = 1
@@ -108,8 +110,8 @@ def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random
         if tensor.reads_stride(index):
             step = tensor.stride_divisor
             stride = -(-span // step) * step
-            if not tight:
-                stride += step * _log_uniform(source, 2**39 // tensor.itemsize // step)
+            extra = _log_uniform(source, 2**39 // tensor.itemsize // step) if padding == _RANDOM else padding
+            stride += step * extra
         else:
             stride = evaluate(tensor.strides[index], values)
         values[tensor.stride_variable(index)] = stride

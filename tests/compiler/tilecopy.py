@@ -114,20 +114,18 @@ def record() -> LaunchRecord:
     )
 
 
+def matrix(stride_divisor: int = 8) -> cute.Tensor:
+    shape = cute.sym_int(), cute.sym_int(divisibility=8)
+    return make_fake_tensor(cutlass.BFloat16, shape, (cute.sym_int64(divisibility=stride_divisor), 1), assumed_align=16)
+
+
 def plan(spec: object = None) -> TracePlan:
-    rows, columns = cute.sym_int(), cute.sym_int(divisibility=8)
-
-    def matrix() -> cute.Tensor:
-        return make_fake_tensor(
-            cutlass.BFloat16, (rows, columns), (cute.sym_int64(divisibility=8), 1), assumed_align=16
-        )
-
     return TracePlan(
         function=TileCopy(broken=getattr(spec, "kernel", "") == "broken"),
         arguments=(
             matrix(),
             matrix(),
-            make_fake_tensor(cutlass.Float32, (columns,), (1,), assumed_align=4),
+            make_fake_tensor(cutlass.Float32, (cute.sym_int(divisibility=8),), (1,), assumed_align=4),
             cutlass.Float32(1.0),
             cutlass.Int32(1),
             cutlass.Int64(1),

@@ -1,0 +1,21 @@
+"""The tests' own small kernel, importable by name: compile processes import it so."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def tilecopy():
+    return pytest.importorskip("tilecopy", reason="the CuTe DSL (extra `build`) is not installed")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    tilecopy = pytest.importorskip("tilecopy", reason="the CuTe DSL (extra `build`) is not installed")
+    from fusekit.compiler.trace import compile_plan
+
+    return compile_plan(tilecopy.plan(), tmp_path_factory.mktemp("scratch"))
