@@ -7,7 +7,7 @@ rows), all that it must not write, and all that it must, holds the poison 0xFFFF
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,29 +17,33 @@ from fusekit.spec import KernelSpec
 
 from .cases import Case
 
-GUARD = 1024  # bytes before and after; a multiple of every alignment that a tensor map asks for
+# Bytes before and after a tensor. No tensor is better aligned than a launch demands: matrices lie 16 bytes past a
+# multiple of 32, the others one element further.
+GUARD = 1040
+VECTORS = ("offsets", "alpha", "bias", "row_scale")
 DTYPES = {"bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32}
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor inside a guarded allocation: ``image`` is the whole allocation, uint8; strides are in elements."""
+    """A tensor that begins ``guard`` bytes into its allocation ``image``, uint8; strides are in elements."""
 
     image: np.ndarray
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    guard: int = GUARD
 
     @property
     def array(self) -> np.ndarray:
         """The tensor's elements (16-bit floats as uint16); writing changes the image."""
         kind = np.dtype(DTYPES[self.dtype])
         strides = tuple(stride * kind.itemsize for stride in self.strides)
-        return np.ndarray(self.shape, kind, self.image.data, GUARD, strides)
+        return np.ndarray(self.shape, kind, self.image.data, self.guard, strides)
 
     def fresh(self) -> Buffer:
         """The same buffer, all poison."""
-        return Buffer(np.full_like(self.image, 0xFF), self.dtype, self.shape, self.strides)
+        return replace(self, image=np.full_like(self.image, 0xFF))
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,19 @@ class Launch:
     def fresh(self) -> Launch:
         """The same launch with new, poisoned outputs."""
         poisoned = {name: self.arguments[name].fresh() for name in self.outputs}
-        return Launch(self.spec, self.case, self.arguments | poisoned, self.outputs, self.inputs)
+        return replace(self, arguments=self.arguments | poisoned)
 
 
-def guarded(shape: tuple[int, ...], dtype: str, pad: int = 0, data: np.ndarray | None = None) -> Buffer:
+def guarded(
+    shape: tuple[int, ...], dtype: str, pad: int = 0, data: np.ndarray | None = None, guard: int = GUARD
+) -> Buffer:
     """A buffer of 0xFF bytes with rows ``pad`` elements longer than the shape says; ``data`` goes into the tensor."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.insert(0, extent * strides[0] + (pad if len(strides) == 1 else 0))
     elements = strides[0] * shape[0]
-    image = np.full(2 * GUARD + elements * np.dtype(DTYPES[dtype]).itemsize, 0xFF, np.uint8)
-    buffer = Buffer(image, dtype, shape, tuple(strides))
+    image = np.full(guard + elements * np.dtype(DTYPES[dtype]).itemsize + GUARD, 0xFF, np.uint8)
+    buffer = Buffer(image, dtype, shape, tuple(strides), guard)
     if data is not None:
         buffer.array[...] = data
     return buffer
@@ -92,8 +98,9 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         if isinstance(value, float):
             arguments[name] = value
         else:
-            padded = case.pad if name in ("x", "w") else 0
-            arguments[name] = guarded(value.shape, _dtype_of(spec, name), padded, value)
+            guard = GUARD + value.itemsize if name in VECTORS else GUARD
+            padded = 0 if name in VECTORS else case.pad
+            arguments[name] = guarded(value.shape, _dtype_of(spec, name), padded, value, guard)
     shapes = reference.output_shapes(spec, M=rows, N=case.n)
     for name, (shape, dtype) in shapes.items():
         arguments[name] = guarded(shape, dtype, case.pad)
@@ -125,12 +132,12 @@ def differences(first: Launch, second: Launch) -> list[str]:
 
 def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
     """Writes outside the rows that groups own: in guards, between rows, in spare rows."""
-    beyond = Buffer(buffer.image.copy(), buffer.dtype, buffer.shape, buffer.strides)
+    beyond = replace(buffer, image=buffer.image.copy())
     beyond.array[:rows] = reference.POISON
     hit = np.flatnonzero(beyond.image != 0xFF)
     if not hit.size:
         return []
-    element = (int(hit[0]) - GUARD) // 2
+    element = (int(hit[0]) - buffer.guard) // 2
     row, column = divmod(element, buffer.strides[0])
     return [
         f"{name}: {hit.size} bytes written outside rows 0..{rows - 1}, first at element {element} "

@@ -1,0 +1,72 @@
+"""The GPU tests' fixtures. Without a GPU, a driver or the built kernels, every test is skipped and says why.
+
+    fusekit --store STORE build tests/gpu/matrix.toml        on any machine
+    FUSEKIT_STORE=STORE python -m pytest tests/gpu           on the machine with the GPU; nothing is compiled there
+
+With pytest-xdist, ``-n 4`` also keeps the run going when a kernel hangs or crashes: only its worker is lost.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusekit import DriverError, FusekitError
+from fusekit.spec import parse_file
+
+MATRIX = Path(__file__).with_name("matrix.toml")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def library():
+    """The library of the store, on a machine with a Hopper GPU."""
+    from fusekit import open_library
+
+    try:
+        opened = open_library()
+        device = opened.devices.get(0)
+    except ImportError as error:
+        pytest.skip(f"launching needs a package that is missing: {error}")
+    except DriverError as error:
+        pytest.skip(f"no GPU: {str(error).partition(';')[0]}")
+    except FusekitError as error:
+        pytest.skip(f"no store: {error}")
+    if device.arch != "sm_90a":
+        pytest.skip(f"the kernels are for sm_90a; this is {device}")
+    if not opened.store.names("matrix/*"):
+        pytest.skip(
+            f"no matrix kernels in {opened}; build tests/gpu/matrix.toml there and name the store: FUSEKIT_STORE"
+        )
+    return opened
+
+
+@pytest.fixture(scope="session")
+def gpu(library, request):
+    from .device import Gpu
+
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def give_up(message):
+        """The context is lost with every later test; an xdist worker is replaced, a lone process has to end."""
+        if hasattr(request.config, "workerinput"):
+            capture.suspend_global_capture(in_=True)
+            print(f"\n{message}", file=sys.stderr, flush=True)  # noqa: T201
+            os._exit(1)
+        pytest.exit(f"{message}; the tests after it could only fail", returncode=1)
+
+    with library.devices.active(library.devices.get(0)):
+        yield Gpu(library, give_up)
+
+
+@pytest.fixture(scope="session")
+def specs():
+    """The matrix's kernels by ``kernel@variant``."""
+    return {spec.full_name.removeprefix("matrix/"): spec for spec in parse_file(MATRIX)}
