@@ -89,8 +89,7 @@ def key_fields(
 
 def key_of(fields: Mapping[str, str]) -> str:
     """The key of a set of labelled fields: 64 hexadecimal digits, whatever the order of the mapping."""
-    digest = hashlib.sha256(_DOMAIN)
-    digest.update(len(fields).to_bytes(8, "little"))
+    parts = [_DOMAIN, len(fields).to_bytes(8, "little")]
     for label in sorted(fields):
         for text in (label, fields[label]):
             if not isinstance(text, str):
@@ -98,9 +97,8 @@ def key_of(fields: Mapping[str, str]) -> str:
                     f"key field {label!r} holds {text!r}; labels and payloads are strings; convert it first"
                 )
             payload = text.encode("utf-8", "surrogatepass")  # every str has a form, each its own
-            digest.update(len(payload).to_bytes(8, "little"))
-            digest.update(payload)
-    return digest.hexdigest()
+            parts += (len(payload).to_bytes(8, "little"), payload)
+    return sha256(b"".join(parts))
 
 
 def _require_json(value: object, what: str) -> None:
