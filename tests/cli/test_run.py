@@ -1,0 +1,224 @@
+"""`fusekit run` over a stand-in for the driver whose kernel is the reference itself."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
+from fusekit.config import Config
+from fusekit.reference import encode, gemm
+from fusekit.spec import parse_text
+from fusekit.store import Entry, NameRecord, Store, key_of
+from fusekit_cli import trial
+from fusekit_cli.main import main
+from tests.runtime.fake import FakeDriver, Launched
+from tests.runtime.samples import CUBIN
+
+SPEC = """
+schema = 1
+summary = "made up"
+[[kernel]]
+name = "fc1"
+op = "grouped-gemm"
+arch = "sm_90a"
+dtype = "bf16"
+bias = true
+save_preactivation = true
+activation = { kind = "swiglu" }
+glu_layout = "interleaved-32"
+tile = [128, 128]
+cluster = [2, 1]
+problem = { E = 3, M = 150, N = 256, K = 64 }
+"""
+NAME = "made/fc1@128x128-c2x1"
+
+
+def record() -> LaunchRecord:
+    """Every tensor by its address: the stand-in for the kernel finds them in the parameters."""
+    double = ("mul", 2, "I")
+    tensors = (
+        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
+        TensorArgument("w", "input", "bf16", ("E", double, "K"), ("w.stride0", "w.stride1", 1), 8),
+        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+        TensorArgument("bias", "input", "bf16", ("E", double), (double, 1)),
+        TensorArgument("y", "output", "bf16", ("M", "I"), ("y.stride0", 1), 8),
+        TensorArgument("preactivation", "output", "bf16", ("M", double), ("preactivation.stride0", 1), 8),
+    )
+    return LaunchRecord(
+        symbol="kernel",
+        arch="sm_90a",
+        arguments=tensors,
+        dims=(Dim("M"), Dim("K", 8, 8), Dim("E", 1, 1), Dim("I", 32, 32)),
+        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+        skip_if_zero=("M",),
+    )
+
+
+Harm = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
+    """A store with one kernel, and a GPU that computes it; `harm` changes the outputs before they are written."""
+    (spec,) = parse_text(SPEC, "made", "made.toml")
+    made = record()
+    store = Store.open(Config(store=tmp_path))
+    fields = {"arch": "sm_90a"}
+    digest = hashlib.sha256(CUBIN).hexdigest()
+    entry = Entry(key_of(fields), fields, digest, len(CUBIN), made.to_json(), {}, {}, {}, 1.0)
+    store.publish(entry, CUBIN)
+    defaults = {"cluster_margin": 0}
+    store.publish_name(
+        NameRecord(spec.full_name, "sm_90a", entry.key, json.loads(json.dumps(spec.canonical())), defaults)
+    )
+    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
+
+    def start(harm: Harm = lambda outputs: None, rows: int = 150) -> FakeDriver:
+        shapes = {
+            "x": (rows, 64), "w": (3, 256, 64), "offsets": (3,), "bias": (3, 256), "y": (rows, 128),
+            "preactivation": (rows, 256),
+        }  # fmt: skip
+
+        def compute(launched: Launched) -> None:
+            if launched.stream:  # timed launches have a stream of their own
+                return
+            arrays = {}
+            for (name, shape), parameter in zip(shapes.items(), launched.parameters, strict=True):
+                kind = np.int32 if name == "offsets" else np.uint16
+                count = int(np.prod(shape))
+                memory = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
+                    *struct.unpack("<Q", parameter)
+                )
+                arrays[name] = np.frombuffer(memory, kind).reshape(shape)
+            owned = int(arrays["offsets"][-1])
+            results = gemm(spec, arrays)
+            for name, values in results.items():
+                arrays[name][:owned] = encode(values[:owned], "bf16")
+            harm(arrays)
+
+        fake = FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters])
+        fake.on_launch = compute
+        monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: fake)
+        return fake
+
+    return start
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main(["run", *arguments, "--json"])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_right_result_is_ok(machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    if not whole:
+        monkeypatch.setattr(trial, "WHOLE", 0)
+        monkeypatch.setattr(trial, "SAMPLED_ROWS", 24)
+    machine()
+    code, document = run(capsys, "made/fc1", "--check", "--time", "--cluster-margin", "2")
+    assert code == 0
+    assert document["name"] == NAME
+    assert document["ok"] is True
+    assert 0 < document["error"]["fro"] < 2.5e-3
+    assert document["error"]["max_scaled"] <= 1
+    assert document["problem"] == {"E": 3, "M": 150, "N": 256, "K": 64}
+    assert document["ms"] == 2.0
+    assert document["tflops"] == pytest.approx(2 * 145 * 256 * 64 / 2e-3 * 1e-12)
+    assert document["host_us"] > 0
+    assert 0 < document["peak_share"] < 1
+
+
+def wrong_row(outputs: dict[str, Any]) -> None:
+    last = outputs["offsets"][0] - 1
+    outputs["y"][last, 100:] = outputs["y"][last - 1, 100:]
+
+
+def spare_row(outputs: dict[str, Any]) -> None:
+    outputs["preactivation"][-1, 3] = 0
+
+
+def left_out(outputs: dict[str, Any]) -> None:
+    outputs["y"][7, 5] = 0xFFFF
+
+
+def past_the_end(outputs: dict[str, Any]) -> None:
+    ctypes.memset(outputs["y"].ctypes.data + outputs["y"].nbytes, 0, 2)
+
+
+def before_the_start(outputs: dict[str, Any]) -> None:
+    ctypes.memset(outputs["y"].ctypes.data - 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (wrong_row, "y: WRONG"),
+        (spare_row, "preactivation: row 149, which no group owns, was written to"),
+        (left_out, "y: 1 elements were not written, the first at 7, 5"),
+        (past_the_end, "y: the 4096 bytes after the buffer were written to"),
+        (before_the_start, "y: the 4096 bytes before the buffer were written to"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_wrong_result_is_noticed(
+    machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, harm: Harm, message: str, whole: bool
+) -> None:
+    if not whole:
+        monkeypatch.setattr(trial, "WHOLE", 0)
+        monkeypatch.setattr(trial, "SAMPLED_ROWS", 0)
+    machine(harm)
+    code, document = run(capsys, NAME, "--check")
+    assert code == 1
+    assert document["ok"] is False
+    assert any(message in problem for problem in document["problems"])
+    assert main(["run", NAME, "--check"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_without_rows_nothing_is_launched_and_all_is_well(machine: Any, capsys: Any) -> None:
+    fake = machine(rows=0)
+    code, document = run(capsys, "made", "--check", "--rows", "0", "--time")
+    assert code == 0
+    assert document["problem"]["M"] == 0
+    assert document["tflops"] is None
+    assert not fake.launches
+
+
+def test_text_for_people(machine: Any, capsys: Any) -> None:
+    machine()
+    assert main(["run", "made/*", "--check", "--time"]) == 0
+    text = capsys.readouterr().out
+    assert f"{NAME} (sm_90a) on FAKE H200, E=3 M=150 N=256 K=64: ok" in text
+    assert "2 ms, " in text
+    assert " us a launch" in text
+
+
+def test_device_memory_is_given_back(machine: Any, capsys: Any) -> None:
+    fake = machine()
+    run(capsys, "made/fc1", "--check", "--time")
+    assert not fake.memory
+    assert fake.loaded == 0
+
+
+def test_what_cannot_run_says_why(machine: Any, capsys: Any) -> None:
+    machine()
+    assert main(["run", "made/other"]) == 3
+    assert "fusekit build made/other" in capsys.readouterr().err
+    machine().devices = 0
+    assert main(["run", "made/fc1"]) == 4
+    assert "the driver sees no GPU" in capsys.readouterr().err
+    machine().version = 11000
+    assert main(["run", "made/fc1"]) == 4
+    assert "CUDA 11.0" in capsys.readouterr().err
