@@ -84,8 +84,8 @@ class FakeDriver:
         self._numbers = itertools.count(1)
         self.CUresult = CUresult
         for enum in (
-            "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute", "CUtensorMapDataType",
-            "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill",
+            "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
+            "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill",
             "CUevent_flags",
         ):  # fmt: skip
             setattr(self, enum, Names())
@@ -197,8 +197,8 @@ class FakeDriver:
 
     def cuTensorMapEncodeTiled(self, *fields: Any) -> Any:  # noqa: N802
         names = (
-            "dtype", "rank", "address", "dims", "strides", "box", "element_strides", "interleave", "swizzle", "promotion",
-            "fill",
+            "dtype", "rank", "address", "dims", "strides", "box", "element_strides", "interleave", "swizzle",
+            "promotion", "fill",
         )  # fmt: skip
         self.encoded.append(dict(zip(names, fields, strict=True)))
         return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))

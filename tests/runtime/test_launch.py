@@ -115,7 +115,7 @@ def test_the_margin_defaults_to_the_specs_and_is_evaluated_by_the_grid() -> None
 @pytest.mark.parametrize("margin", [-1, 1.5, "2", True])
 def test_a_margin_that_is_none(margin: Any) -> None:
     kernel, _ = load()
-    with pytest.raises(ArgumentError, match="cluster_margin is .* integer from 0") as caught:
+    with pytest.raises(ArgumentError, match=r"cluster_margin is .* integer from 0") as caught:
         kernel(**tensors(), cluster_margin=margin)
     assert caught.value.argument == "cluster_margin"
 
@@ -171,7 +171,7 @@ def test_a_thread_without_a_context_may_launch() -> None:
 
 
 def test_a_stream_of_another_device_is_named() -> None:
-    kernel, fake = load(fake=fake_for(record(), stream_contexts={50: 1001}))
+    kernel, _ = load(fake=fake_for(record(), stream_contexts={50: 1001}))
     with pytest.raises(ArgumentError, match="stream 0x32 is not of the primary context of device 0") as caught:
         kernel(**tensors(), stream=50)
     assert caught.value.argument == "stream"
@@ -257,5 +257,5 @@ def test_a_scalar_parameter_that_overflows_is_refused() -> None:
     made = record(parameters=(*base.parameters[:5], type(base.parameters[5])("rows", "i32", ("mul", "M", 2**30), 280),
                               *base.parameters[6:]))  # fmt: skip
     kernel, _ = load(made)
-    with pytest.raises(ArgumentError, match="parameter rows = .* does not fit into 32 bits"):
+    with pytest.raises(ArgumentError, match=r"parameter rows = .* does not fit into 32 bits"):
         kernel(**tensors())

@@ -89,7 +89,7 @@ def test_dlpack_refusals(driver: Driver) -> None:
         def __dlpack__(self, stream: Any = None) -> Any:
             raise BufferError("it requires a gradient")
 
-    with pytest.raises(ArgumentError, match="x refuses .*requires a gradient"):
+    with pytest.raises(ArgumentError, match=r"x refuses .*requires a gradient"):
         read(Refusing((3,), None, 2, 32), "x", driver)
 
 
