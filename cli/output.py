@@ -40,9 +40,9 @@ def table(
     cut, sorted and searched.
     """
     cells = [[str(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty() and _drawn(session, headings, cells, right):
-        return
     widths = [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
+    if sys.stdout.isatty() and _drawn(session, headings, cells, widths, right):
+        return
     for row in [headings, *cells]:
         padded = [
             cell.rjust(width) if heading in right else cell.ljust(width)
@@ -83,19 +83,24 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}"
 
 
-def _drawn(session: Session, headings: Sequence[str], cells: list[list[str]], right: Sequence[str]) -> bool:
+def _drawn(
+    session: Session, headings: Sequence[str], cells: list[list[str]], widths: list[int], right: Sequence[str]
+) -> bool:
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:  # a launch-only machine may lack it
         return False
+    console = Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False)
+    if sum(widths) + 3 * len(widths) + 1 > console.width:
+        return False  # a name that is folded cannot be copied
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        drawn.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+        drawn.add_column(heading, justify="right" if heading in right else "left")
     for row in cells:
         drawn.add_row(*row)
-    Console(no_color=not session.config.color, markup=False, highlight=False, emoji=False).print(drawn)
+    console.print(drawn)
     return True
 
 

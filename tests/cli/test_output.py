@@ -12,15 +12,18 @@ from fusekit.config import Config
 from fusekit_cli import output
 from fusekit_cli.options import Session
 
+ALIGNED = "NAME             N\n[bold]a:smile:   1\nb               22\n"
+
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
 
 
-def drawn(monkeypatch, tmp_path, color=True):
+def drawn(monkeypatch, tmp_path, color=True, columns=80):
     """What a small table is on a terminal."""
     terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     with monkeypatch.context() as patch:
@@ -46,7 +49,11 @@ def test_a_table_on_a_terminal_is_drawn(monkeypatch, tmp_path, color):
 
 def test_a_table_without_rich_is_aligned(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert drawn(monkeypatch, tmp_path) == "NAME             N\n[bold]a:smile:   1\nb               22\n"
+    assert drawn(monkeypatch, tmp_path) == ALIGNED
+
+
+def test_a_table_wider_than_the_terminal_is_not_folded(monkeypatch, tmp_path):
+    assert drawn(monkeypatch, tmp_path, columns=20) == ALIGNED
 
 
 values = st.recursive(
