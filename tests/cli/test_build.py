@@ -1,0 +1,139 @@
+"""fusekit build: from nothing to a store, and what happens when it is stopped, repeated, or asked for nonsense."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fusekit.store import Store
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+PROC = Path("/proc")
+NAME = "quickstart/moe-fc2@128x128-c2x1"
+
+
+def test_build_and_build_again(fusekit):
+    plan = fusekit("build", "quickstart/moe-fc2", "--dry-run", "--json").json
+    assert [row["name"] for row in plan["would_build"]] == [NAME]
+    assert plan["cached"] == []
+    assert not fusekit.root.exists()
+
+    first = fusekit("build", "quickstart/moe-fc2", "--json")
+    document = first.json
+    (built,) = document["built"]
+    assert set(built) == {"name", "arch", "key", "cubin_sha256", "bytes", "seconds", "proved_launches"}
+    assert (built["name"], built["arch"], built["key"]) == (NAME, "sm_90a", plan["would_build"][0]["key"])
+    assert built["proved_launches"] >= 8
+    assert (document["cached"], document["failed"]) == ([], [])
+    assert document["seconds"] > 0
+    assert first.err == f"1/1 {NAME}\n"
+    assert [path.name for path in fusekit.root.parent.iterdir()] == ["store"]
+
+    again = fusekit("build", "quickstart/moe-fc2", "--json")
+    assert (again.json["built"], again.json["cached"], again.err) == ([], [NAME], "")
+    assert fusekit("build", "quickstart/moe-fc2").out.startswith("1 kernel, all cached (")
+    assert fusekit("build", "quickstart/moe-fc2", "--dry-run").out == "0 to build (0 kernels to compile), 1 cached\n"
+    shown = fusekit("show", NAME, "--json").json
+    assert (shown["key"], shown["proof"]["launches"]) == (built["key"], built["proved_launches"])
+    assert fusekit("explain", NAME, "--json").json["status"] == "hit"
+    assert fusekit("verify", "--full", "--json").json["bad"] == []
+
+
+def test_a_hit_imports_no_compiler(fusekit):
+    fusekit("build", "quickstart/moe-fc2")
+    code = (
+        "import sys; from fusekit_cli.main import main; code = main(['build', 'quickstart/moe-fc2']);"
+        "assert not {'cutlass', 'llvmlite', 'numpy', 'cuda', 'rich', 'multiprocessing'} & set(sys.modules);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=fusekit.environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["no-such-file"], 2, "'no-such-file' names no packaged kernel"),
+        (["missing.toml"], 2, "missing.toml"),
+        (["quickstart", "--arch", "sm_100a"], 2, "arch 'sm_100a': none of the kernels named is for it"),
+        (["quickstart", "--jobs", "0"], 2, "--jobs"),
+        (["quickstart", "--jobs", "many"], 2, "--jobs"),
+        (["quickstart", "--check", "x.json"], 2, "No such option"),
+    ],
+)
+def test_nonsense_is_refused(fusekit, arguments, code, message):
+    result = fusekit("build", *arguments, code=code)
+    assert message in result.err
+    assert result.out == ""
+    assert not fusekit.root.exists()
+
+
+def test_a_store_that_cannot_be_made(fusekit):
+    fusekit.root.write_text("a file")
+    result = fusekit("build", "quickstart/moe-fc2", code=1)
+    assert str(fusekit.root) in result.err
+    assert "Traceback" not in result.err
+
+
+def start(fusekit, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusekit_cli", "build", *arguments],
+        env=fusekit.environment,
+        cwd=fusekit.root.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def children(pid):
+    found = []
+    for folder in PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(folder)
+    return found
+
+
+@pytest.mark.skipif(not PROC.is_dir(), reason="reads /proc to find the compile processes")
+def test_an_interrupted_build_leaves_a_whole_store(fusekit):
+    build = start(fusekit, "quickstart/moe-fc1", "--jobs", "1")
+    first = build.stderr.readline()
+    assert first.startswith("1/2 ")
+    workers = children(build.pid)
+    assert workers
+    build.send_signal(signal.SIGINT)
+    out, err = build.communicate(timeout=60)
+    assert build.returncode == 130
+    assert out == ""
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 30
+    while (left := [folder for folder in workers if folder.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+    store = Store(fusekit.root)
+    assert len(store.names()) == 1
+    assert not store.verify(full=True).bad
+    rest = fusekit("build", "quickstart/moe-fc1", "--json").json
+    assert (len(rest["cached"]), len(rest["built"])) == (1, 1)
+
+
+def test_two_builds_at_once_compile_once(fusekit):
+    builds = [start(fusekit, "quickstart/moe-fc2", "--json") for _ in range(2)]
+    documents = []
+    for build in builds:
+        out, err = build.communicate(timeout=120)
+        assert build.returncode == 0, err
+        documents.append(json.loads(out))
+    assert sorted(len(document["built"]) for document in documents) == [0, 1]
+    assert sorted(document["cached"] for document in documents) == [[], [NAME]]
+    assert not Store(fusekit.root).verify(full=True).bad

@@ -1,0 +1,38 @@
+"""Planners for the tests of compile processes. A process imports them by name."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import tilecopy
+
+
+def good(spec):
+    return tilecopy.plan(spec)
+
+
+def dies(spec):
+    sys.stderr.write("a last word\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leaves(spec):
+    os._exit(7)
+
+
+def defective(spec):
+    return [][1]
+
+
+def hangs(spec):
+    Path(spec, "hanging").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def tells(spec):
+    """Gives away where it runs, in the one way it has."""
+    foreign = [name for name in os.environ if name.startswith(("CUTE_", "CUTLASS_"))]
+    raise ValueError(f"{foreign} {os.environ['CUDA_VISIBLE_DEVICES']!r} {Path.cwd()}")

@@ -1,0 +1,144 @@
+"""fusekit.build over a real store, with the tests' small kernel in place of a GEMM."""
+
+import dataclasses
+
+import pytest
+
+from fusekit.abi import LaunchRecord
+from fusekit.compiler import build as building
+from fusekit.compiler.build import Progress, execute, plan_build, select
+from fusekit.compiler.identity import Identity
+from fusekit.errors import StoreError, ToolchainError, UsageError
+from fusekit.spec import find
+from fusekit.store import Store
+
+LINEAR = find(["quickstart/linear"])[0]
+
+
+def named(kernel, **changes):
+    return dataclasses.replace(LINEAR, kernel=kernel, **changes)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def build(tilecopy, store):
+    def run(*specs, **options):
+        return execute(plan_build(specs, store), store, planner=tilecopy.plan, **options)
+
+    return run
+
+
+def test_a_miss_is_built_and_then_it_is_a_hit(build, store, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    steps: list[Progress] = []
+    report = build(LINEAR, jobs=1, progress=steps.append)
+    assert report.ok
+    (built,) = report.built
+    assert (built.name, built.arch) == (LINEAR.full_name, "sm_90a")
+    assert built.proved_launches >= 8
+    assert built.registers > 0
+    assert steps == [Progress(0, 1), Progress(1, 1, LINEAR.full_name)]
+    assert list((tmp_path / "folder").iterdir()) == []
+
+    entry = store.find_entry(built.key)
+    assert (entry.cubin_sha256, entry.cubin_bytes) == (built.cubin_sha256, built.bytes)
+    assert len(store.read_cubin(entry)) == built.bytes
+    assert LaunchRecord.from_json(entry.launch).symbol
+    assert entry.proof["launches"] == built.proved_launches
+    assert entry.resources["registers"] == built.registers
+    assert entry.toolchain["distributions"]["nvidia-cutlass-dsl"]
+    record = store.find_name(LINEAR.full_name, "sm_90a")
+    assert (record.key, record.spec, record.defaults) == (built.key, LINEAR.canonical(), LINEAR.defaults())
+    assert not store.verify(full=True).bad
+
+    again = build(LINEAR, progress=steps.append)
+    assert (again.built, again.cached, again.failed) == ([], [LINEAR.full_name], [])
+    assert len(steps) == 2  # nothing was compiled, so nothing was told
+
+
+def test_names_that_share_a_kernel_share_the_work(build, store):
+    report = build(named("one"), named("two", cluster_margin=3), jobs=2)
+    assert [built.name for built in report.built] == ["quickstart/one@128x128-c2x1", "quickstart/two@128x128-c2x1"]
+    assert len({built.key for built in report.built}) == 1
+    assert [found.record.defaults["cluster_margin"] for found in store.names()] == [0, 3]
+    # Another name of it later: nothing to compile, only to name.
+    report = build(named("three"))
+    assert report.cached == ["quickstart/three@128x128-c2x1"]
+    assert len(store.names()) == 3
+
+
+def test_a_failure_does_not_stop_the_others(build, store):
+    report = build(named("broken"), named("fine", dtype="fp16", out_dtype="fp16"), jobs=1)
+    assert not report.ok
+    assert [failed.name for failed in report.failed] == ["quickstart/broken@128x128-c2x1"]
+    assert "this kernel cannot be traced" in report.failed[0].error
+    assert [built.name for built in report.built] == ["quickstart/fine@128x128-c2x1"]
+    assert [found.record.name for found in store.names()] == ["quickstart/fine@128x128-c2x1"]
+
+
+def test_a_damaged_cubin_is_built_again(build, store):
+    first = build(LINEAR).built[0]
+    blob = store.layers[0].blob_path(first.cubin_sha256)
+    blob.chmod(0o644)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    assert store.verify(full=True).bad
+    second = build(LINEAR).built[0]
+    assert second.cubin_sha256 == first.cubin_sha256
+    assert not store.verify(full=True).bad
+
+
+def test_a_source_that_changes_meanwhile_fails_the_kernel(build, monkeypatch):
+    real, calls = Identity.key_fields, []
+
+    def key_fields(self, spec):
+        calls.append(spec)
+        fields = real(self, spec)
+        return fields if len(calls) == 1 else fields | {"source.kernels/ptx.py": "0" * 64}
+
+    monkeypatch.setattr(Identity, "key_fields", key_fields)
+    report = build(LINEAR)
+    assert "source.kernels/ptx.py changed while quickstart/linear@128x128-c2x1 was compiled" in report.failed[0].error
+
+
+def test_a_store_that_cannot_be_written_ends_the_build(tilecopy, tmp_path):
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "store")
+    with pytest.raises(StoreError):
+        execute(plan_build([LINEAR], store), store, planner=tilecopy.plan)
+
+
+def test_without_the_dsl_a_build_says_what_to_install(store, monkeypatch):
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "distributions", lambda: iter(()))
+    with pytest.raises(ToolchainError, match=r"pip install 'fusekit\[build\]'"):
+        plan_build([LINEAR], store)
+
+
+def test_select():
+    assert select("quickstart/linear") == (LINEAR,)
+    assert select(["quickstart/linear"], "sm_90a") == (LINEAR,)
+    assert len(select("quickstart", ["sm_90a"])) == 4
+    with pytest.raises(UsageError, match="arch 'sm_100a': none of the kernels named is for it; they are for sm_90a"):
+        select("quickstart", "sm_100a")
+
+
+def test_no_processes_are_refused(build):
+    with pytest.raises(UsageError, match="jobs is 0; it must be at least 1"):
+        build(LINEAR, jobs=0)
+
+
+def test_the_public_function(tilecopy, tmp_path, monkeypatch):
+    import fusekit
+
+    assert fusekit.build is building.build
+    config = fusekit.Config(tmp_path / "store")
+    report = fusekit.build("quickstart/moe-fc2", arch="sm_90a", jobs=1, config=config)
+    assert [built.name for built in report.built] == ["quickstart/moe-fc2@128x128-c2x1"]
+    assert report.seconds > 0
+    assert fusekit.build("quickstart/moe-fc2", config=config).cached == ["quickstart/moe-fc2@128x128-c2x1"]

@@ -1,0 +1,69 @@
+"""What the ELF reader says of a cubin, against CUDA's own tools."""
+
+import re
+
+import pytest
+
+from fusekit.compiler import cubin as cubins
+from fusekit.compiler import sass
+from fusekit.errors import BuildError, ToolchainError
+
+
+@pytest.fixture(scope="module")
+def symbol(compiled):
+    return compiled.launch["symbol"]
+
+
+def tool(name, option, cubin):
+    try:
+        return sass.run_tool(name, option, cubin)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+def test_resources_are_those_of_cuobjdump(compiled, symbol):
+    text = tool("cuobjdump", "-res-usage", compiled.cubin)
+    found = dict(re.findall(r"(\w+):(\d+)", text.rpartition(symbol)[2]))
+    facts = cubins.read(compiled.cubin, symbol)
+    assert facts.registers == int(found["REG"])
+    assert facts.frame_bytes == int(found["STACK"]) == int(found["LOCAL"])
+    assert facts.static_shared == int(found["SHARED"])
+    assert compiled.resources["registers"] == facts.registers
+    assert compiled.resources["dynamic_shared"] == 2048
+
+
+def test_parameters_are_those_of_cuobjdump(compiled, symbol):
+    text = tool("cuobjdump", "-elf", compiled.cubin)
+    rows = re.findall(r"Ordinal : 0x([0-9a-f]+)\s+Offset  : 0x([0-9a-f]+)\s+Size    : 0x([0-9a-f]+)", text)
+    theirs = sorted(tuple(int(value, 16) for value in row) for row in rows)
+    facts = cubins.read(compiled.cubin, symbol)
+    assert [(index, each.offset, each.size) for index, each in enumerate(facts.parameters)] == theirs
+    assert [each.size for each in facts.parameters] == [128, 128, 8, 4, 4, 8]
+    assert facts.parameter_bytes == facts.parameters[-1].offset + facts.parameters[-1].size
+    assert facts.max_threads == 128
+
+
+def test_machine_code_is_read(compiled, symbol):
+    try:
+        code = sass.instructions(compiled.cubin, symbol)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    counted = sass.counts(code)
+    assert counted["UTMACCTL"] == 2  # the two prefetched descriptors
+    assert counted["EXIT"] >= 1
+    assert counted["STL"] == 0
+    assert any(each.predicate for each in code)
+    with pytest.raises(BuildError, match="no kernel 'other'"):
+        sass.instructions(compiled.cubin, "other")
+
+
+def test_an_unknown_symbol_is_named(compiled, symbol):
+    assert cubins.kernels(compiled.cubin) == (symbol,)
+    with pytest.raises(BuildError, match="no kernel 'other'; it has kernel_cutlass"):
+        cubins.read(compiled.cubin, "other")
+
+
+@pytest.mark.parametrize("length", [0, 3, 16, 63, 100, 1000, 3000])
+def test_a_cubin_cut_short_is_refused(compiled, symbol, length):
+    with pytest.raises(BuildError, match="cubin"):
+        cubins.read(compiled.cubin[:length], symbol)

@@ -1,0 +1,154 @@
+"""Which sources and which toolchain a key is made of."""
+
+import dataclasses
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from fusekit.compiler.identity import Identity, key_fields_for
+from fusekit.compiler.sources import closure
+from fusekit.compiler.toolchain import describe, distributions
+from fusekit.errors import BuildError, ToolchainError
+from fusekit.spec import find
+from fusekit.store import key_of
+
+SPEC = find(["quickstart/linear"])[0]
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package of the same shape as fusekit: a family module, device code, and rooms that are not followed."""
+    files = {
+        "__init__.py": "",
+        "compiler/__init__.py": "",
+        "compiler/gemm.py": "from fusekit.compiler.plan import TracePlan\nfrom fusekit.spec import KernelSpec\n"
+        "def plan(spec):\n    from fusekit.kernels.gemm_sm90 import Gemm\n",
+        "compiler/plan.py": "import json\n",
+        "compiler/other.py": "import fusekit.compiler.plan\n",
+        "kernels/__init__.py": "",
+        "kernels/gemm_sm90.py": "import cutlass\nfrom fusekit.kernels import ptx\nfrom . import scheduler as s\n",
+        "kernels/ptx.py": "import math\n",
+        "kernels/scheduler.py": "from cutlass import cute\nfrom .ptx import add\n",
+        "kernels/unused.py": "",
+        "spec/__init__.py": "from fusekit.spec.parse import parse\n",
+        "spec/budget.py": "",
+        "spec/parse.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / "fusekit" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "fusekit"
+
+
+def test_the_closure_is_what_the_family_imports(package):
+    assert list(closure("fusekit.compiler.gemm", package)) == [
+        "compiler/__init__.py",
+        "compiler/gemm.py",
+        "compiler/plan.py",
+        "kernels/__init__.py",
+        "kernels/gemm_sm90.py",
+        "kernels/ptx.py",
+        "kernels/scheduler.py",
+        "spec/__init__.py",
+        "spec/budget.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("kernels/scheduler.py", True),
+        ("kernels/__init__.py", True),
+        ("spec/budget.py", True),
+        ("kernels/unused.py", False),
+        ("spec/parse.py", False),
+        ("compiler/other.py", False),
+    ],
+)
+def test_an_edit_counts_where_the_file_takes_part(package, name, counts):
+    before = closure("fusekit.compiler.gemm", package)
+    (package / name).write_text("# edited\n")
+    assert (closure("fusekit.compiler.gemm", package) != before) is counts
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("import numpy\n", "numpy"),
+        ("def f():\n    from quack import gemm\n", "quack"),
+        ("import importlib\n", "importlib"),
+        ("from importlib import import_module\n", "importlib"),
+        ("x = __import__('os')\n", "__import__"),
+    ],
+)
+def test_a_source_that_no_key_can_name_is_refused(package, text, what):
+    (package / "kernels" / "ptx.py").write_text(text)
+    with pytest.raises(BuildError, match=f"ptx.py imports {what}.*whose source no key can name"):
+        closure("fusekit.compiler.gemm", package)
+
+
+def test_a_syntax_error_is_named(package):
+    (package / "kernels" / "ptx.py").write_text("def (:\n")
+    with pytest.raises(BuildError, match=r"ptx\.py"):
+        closure("fusekit.compiler.gemm", package)
+
+
+def test_the_real_closure_holds_the_kernel_and_no_more():
+    names = closure("fusekit.compiler.gemm")
+    assert {"compiler/gemm.py", "compiler/plan.py", "kernels/gemm_sm90.py", "spec/budget.py"} <= set(names)
+    assert not {"compiler/build.py", "compiler/prove.py", "store/store.py", "errors.py"} & set(names)
+
+
+def test_every_distribution_of_the_dsl_is_named():
+    found = distributions()
+    assert found["nvidia-cutlass-dsl"] == metadata.version("nvidia-cutlass-dsl")
+    assert any("libs" in name for name in found)
+    assert all(name.startswith("nvidia-cutlass-dsl") for name in found)
+    assert describe(found)["distributions"] == found
+
+
+def test_a_missing_dsl_is_a_toolchain_error(monkeypatch):
+    monkeypatch.setattr(metadata, "distributions", lambda: iter(()))
+    with pytest.raises(ToolchainError, match=r"pip install 'fusekit\[build\]'"):
+        distributions()
+
+
+def test_names_and_run_time_scalars_do_not_change_the_key():
+    key = key_of(key_fields_for(SPEC))
+    same = dataclasses.replace(SPEC, file="other", kernel="name", cluster_margin=7, problem=None, summary="x")
+    assert key_of(key_fields_for(same)) == key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "fp16"},
+        {"out_dtype": "fp16"},
+        {"b_major": "n"},
+        {"alpha": "scalar"},
+        {"row_scale": True},
+        {"save_preactivation": True},
+        {"tile": (64, 128)},
+        {"cluster": (1, 1)},
+        {"op": "grouped-gemm"},
+    ],
+)
+def test_what_decides_the_cubin_changes_the_key(change):
+    assert key_of(key_fields_for(dataclasses.replace(SPEC, **change))) != key_of(key_fields_for(SPEC))
+
+
+def test_an_unknown_op_is_refused():
+    with pytest.raises(BuildError, match="op 'router-topk' has no kernels; it must be one of dense-gemm, grouped-gemm"):
+        Identity().key_fields(dataclasses.replace(SPEC, op="router-topk"))
+
+
+def test_keys_need_no_compiler():
+    code = (
+        "import sys; from fusekit.compiler.identity import key_fields_for; from fusekit.spec import find;"
+        "key_fields_for(find(['quickstart/linear'])[0]);"
+        "assert not {'cutlass', 'llvmlite', 'numpy', 'cuda'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,65 @@
+"""Compiling is reproducible, leaves nothing behind, and says what it cannot do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fusekit.compiler.trace import compile_plan
+from fusekit.errors import BuildError
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import hashlib, json, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import tilecopy
+from fusekit.compiler.families import plan
+from fusekit.compiler.trace import compile_plan
+from fusekit.spec import find
+
+made = {}
+for name, each in [("tilecopy", tilecopy.plan()), ("linear", plan(find(["quickstart/linear"])[0]))]:
+    with tempfile.TemporaryDirectory() as scratch:
+        compiled = compile_plan(each, Path(scratch))
+    made[name] = [hashlib.sha256(compiled.cubin).hexdigest(), compiled.launch, compiled.resources, compiled.proof]
+print(json.dumps(made, sort_keys=True))
+"""
+
+
+def test_processes_folders_and_hash_seeds_give_the_same_bytes(tilecopy, tmp_path):
+    outputs = []
+    for seed in ("0", "4711"):
+        folder = tmp_path / f"folder {seed}"
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(HERE)],
+            cwd=folder,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(json.loads(done.stdout))
+        assert list(folder.iterdir()) == []
+    assert outputs[0] == outputs[1]
+    assert outputs[0]["tilecopy"][0] != outputs[0]["linear"][0]
+
+
+def test_the_working_directory_stays_empty(tilecopy, tmp_path, monkeypatch):
+    scratch, folder = tmp_path / "scratch", tmp_path / "folder"
+    scratch.mkdir()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    compile_plan(tilecopy.plan(), scratch)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_kernel_that_the_dsl_refuses_is_a_build_error(tilecopy, tmp_path):
+    with pytest.raises(BuildError, match=r"the CuTe DSL refuses the kernel: .*this kernel cannot be traced"):
+        compile_plan(tilecopy.plan(SimpleNamespace(kernel="broken")), tmp_path)
