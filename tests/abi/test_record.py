@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.abi import (
+    DTYPE_BYTES,
     Constraint,
     Dim,
     FloatParameter,
@@ -23,6 +25,8 @@ from fusekit.abi import (
     TensorArgument,
     TensorMapParameter,
 )
+from fusekit.abi.expr import OPERATORS
+from fusekit.abi.record import ATTRIBUTES
 from tests.runtime.samples import record
 
 
@@ -221,3 +225,11 @@ def test_a_template_is_no_record_to_store() -> None:
     )  # fmt: skip
     with pytest.raises(RecordError, match="complete only after compilation"):
         LaunchRecord.from_json(template.to_json())
+
+
+def test_the_example_of_the_documentation_is_a_record() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launch-record.md").read_text()
+    example = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    assert LaunchRecord.from_json(example).to_json() == example
+    for name in (*ATTRIBUTES, *OPERATORS, *DTYPE_BYTES):
+        assert f"`{name}`" in page

@@ -85,8 +85,8 @@ class FakeDriver:
         self.CUresult = CUresult
         for enum in (
             "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
-            "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill",
-            "CUevent_flags",
+            "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
+            "CUtensorMapFloatOOBfill",
         ):  # fmt: skip
             setattr(self, enum, Names())
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
