@@ -13,8 +13,8 @@ from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
+    from fusekit.bench.trial import Trial
     from fusekit.runtime import Kernel, Library
-    from fusekit_cli.trial import Trial
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def command(
         # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
         loading = _Background(lambda each=each: _load(library, each, arch, device, rows))
         try:
-            from fusekit_cli.trial import Trial
+            from fusekit.bench.trial import Trial
         except ImportError as error:
             loading.result()
             raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error

@@ -1,1 +1,1 @@
-"""How fast a launch is: `timing` measures it, `roofline` says what the device could do."""
+"""Launches looked at: `trial` says whether a kernel is right, `timing` how fast, `roofline` what the device could do."""

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
+from fusekit.bench import trial
 from fusekit.config import Config
 from fusekit.reference import encode, gemm
 from fusekit.spec import parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
-from fusekit_cli import trial
 from fusekit_cli.main import main
 from tests.runtime.fake import FakeDriver, Launched
 from tests.runtime.samples import CUBIN
