@@ -56,7 +56,8 @@ class Kernel:
         first = devices.get(device)
         check_arch(record.arch, first, name)
         check_cubin(cubin, self._driver, name)
-        self._library, self._kernel = _load(self._driver, name, record, cubin)
+        with self._devices.active(first):  # the driver tells a kernel's parameters only inside a context
+            self._library, self._kernel = _load(self._driver, name, record, cubin)
         self._prepare(first)
 
     def __repr__(self) -> str:
@@ -253,9 +254,10 @@ def _check_parameters(driver: Driver, name: str, record: LaunchRecord, kernel: A
     found = []
     for index in range(len(expected) + 1):
         result = driver.api.cuKernelGetParamInfo(kernel, index)
-        if result[0]:  # past the last one
+        if result[0] == driver.api.CUresult.CUDA_ERROR_INVALID_VALUE:  # past the last one
             break
-        found.append((int(result[1]), int(result[2])))
+        offset, size = driver.check(result, f"{name}: cuKernelGetParamInfo")
+        found.append((int(offset), int(size)))
     if found != [(offset, size) for offset, size, _ in expected]:
         record_says = ", ".join(f"{label}@{offset}+{size}" for offset, size, label in expected)
         driver_says = ", ".join(f"{offset}+{size}" for offset, size in found)
