@@ -1,1 +1,1 @@
-"""Launches looked at: `trial` says whether a kernel is right, `timing` how fast, `roofline` what the device could do."""
+"""Launches looked at: `trial` says whether a kernel is right, `timing` how fast, `roofline` what the device can do."""

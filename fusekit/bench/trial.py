@@ -49,7 +49,7 @@ class Trial:
         self.problem = _problem(spec, rows)
         dims = self.problem
         spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] == "grouped-gemm" else 0
-        self.inputs = make_inputs(spec, **dims, seed=seed, spare=spare)
+        self.inputs = make_inputs(spec, E=dims["E"], M=dims["M"], N=dims["N"], K=dims["K"], seed=seed, spare=spare)
         offsets = self.inputs.get("offsets")
         ends = np.array([dims["M"]]) if offsets is None else offsets
         self.ends = ends
