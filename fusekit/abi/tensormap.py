@@ -30,7 +30,6 @@ bytes describe the tensor; the rest is the encoder's own scratch and is not comp
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -41,7 +40,6 @@ from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZL
 DEFINED_BYTES = 64
 ENCODER_BITS = 1 << 1 | 1 << 21  # of word 2
 MAX_RANK = 5
-BLOCK_SHARED_BYTES = 227 * 1024  # what a block of compute capability 9.0 may have
 
 _TYPE_CODES = {"u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "fp16": 6, "f32": 7, "f64": 9, "bf16": 10}
 _TYPES = {code: name for name, code in _TYPE_CODES.items()}
@@ -86,12 +84,14 @@ class TensorMap:
         return flat
 
     def check(self) -> None:
-        """Raises RecordError, naming the field, for what cuTensorMapEncodeTiled refuses."""
+        """Raises RecordError, naming the field, for what cuTensorMapEncodeTiled refuses.
+
+        It also refuses most boxes larger than a block's shared memory, which no descriptor can tell.
+        """
         self._check_modes()
         atom = 32 if self.interleave == "32B" else 16
-        _require(
-            self.address % atom == 0 and 0 <= self.address < 2**64, "address", self.address, f"a multiple of {atom}"
-        )
+        rule = f"a multiple of {atom}, below 2**57"
+        _require(self.address % atom == 0 and 0 <= self.address < 2**57, "address", self.address, rule)
         for index, dim in enumerate(self.dims):
             _require(1 <= dim <= 2**32, f"dims[{index}]", dim, "1 to 2**32")
         for index, stride in enumerate(self.strides):
@@ -107,12 +107,6 @@ class TensorMap:
         width = SWIZZLE_BYTES[self.swizzle]
         if width and self.interleave == "none":
             _require(inner <= width, "box[0]", self.box[0], f"at most {width} bytes with swizzle {self.swizzle}")
-        size = DTYPE_BYTES[self.dtype] * math.prod(
-            -(-e // s) for e, s in zip(self.box, self.element_strides, strict=True)
-        )
-        _require(
-            size <= BLOCK_SHARED_BYTES, "box", f"{size} bytes", f"at most the {BLOCK_SHARED_BYTES} bytes of a block"
-        )
 
     def _check_modes(self) -> None:
         for name, value, allowed in (

@@ -15,6 +15,8 @@ from typing import Any
 from fusekit.compiler import elf
 from fusekit.errors import BuildError
 
+RESERVED_SHARED = 1024  # of every block, from sm_80 on; counted in a kernel's section if it uses shared memory at all
+
 _SIZED = 0x04  # attribute format: payload behind the head
 _MAX_THREADS = 0x05
 _REQUIRED_THREADS = 0x10
@@ -38,9 +40,9 @@ class KernelParameter:
 class Cubin:
     """One kernel of a cubin.
 
-    registers: per thread. frame_bytes: local memory of a thread: spilled registers and arrays that are indexed at run
-    time. static_shared: bytes a block takes besides what the launch asks for; on sm_90 this includes the 1024 bytes
-    that the architecture reserves. barriers: named barriers. max_threads: the largest block, 0 when the cubin names
+    registers: per thread. frame_bytes: local memory of a thread: spilled registers and arrays indexed at run time.
+    static_shared: bytes that a block takes besides what the launch asks for, without the 1024 that the architecture
+    reserves (as the driver counts). barriers: named barriers. max_threads: the largest block, 0 when the cubin names
     none. parameter_bytes: the parameter space.
     """
 
@@ -122,7 +124,7 @@ def _read(data: bytes, symbol: str) -> Cubin:
         symbol=symbol,
         registers=counts[_REGISTERS],
         frame_bytes=counts[_FRAME_SIZE],
-        static_shared=shared.size if shared is not None else 0,
+        static_shared=max(shared.size - RESERVED_SHARED, 0) if shared is not None else 0,
         barriers=facts[_BARRIERS],
         max_threads=threads,
         parameter_bytes=facts[_PARAMETER_BYTES],

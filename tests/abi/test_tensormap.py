@@ -47,7 +47,7 @@ def tensor_maps(draw):
     widest = min(256, SWIZZLES[swizzle] // DTYPE_BYTES[dtype])
     inner = granule * draw(st.integers(1, max(1, widest // granule)))
     return TensorMap(
-        address=atom * draw(st.integers(0, 2**64 // atom - 1)),
+        address=atom * draw(st.integers(0, 2**57 // atom - 1)),
         dtype=dtype,
         dims=tuple(draw(st.lists(st.integers(1, 2**32), min_size=rank, max_size=rank))),
         strides=tuple(atom * draw(st.integers(0, 2**40 // atom - 1)) for _ in range(rank - 1)),
@@ -84,7 +84,7 @@ def test_every_combination_of_modes_is_told_apart():
     ("change", "field"),
     [
         ({"address": 8}, "address"),
-        ({"address": 2**64}, "address"),
+        ({"address": 2**57}, "address"),
         ({"dims": (0, 1)}, r"dims\[0\]"),
         ({"dims": (1, 2**32 + 1)}, r"dims\[1\]"),
         ({"strides": (2**40,)}, r"strides\[0\]"),
@@ -94,7 +94,6 @@ def test_every_combination_of_modes_is_told_apart():
         ({"box": (64, 0)}, r"box\[1\]"),
         ({"box": (4, 1)}, r"box\[0\]"),
         ({"box": (64, 64), "swizzle": "64B"}, r"box\[0\]"),
-        ({"box": (256, 256), "dtype": "f32"}, "box"),
         ({"element_strides": (1, 9)}, r"element_strides\[1\]"),
         ({"swizzle": "16B"}, "swizzle"),
         ({"interleave": "16B"}, "rank"),

@@ -6,7 +6,10 @@ import pytest
 
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler import sass
+from fusekit.compiler.families import plan
+from fusekit.compiler.trace import compile_plan
 from fusekit.errors import BuildError, ToolchainError
+from fusekit.spec import find
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def test_resources_are_those_of_cuobjdump(compiled, symbol):
     facts = cubins.read(compiled.cubin, symbol)
     assert facts.registers == int(found["REG"])
     assert facts.frame_bytes == int(found["STACK"]) == int(found["LOCAL"])
-    assert facts.static_shared == int(found["SHARED"])
+    assert facts.static_shared == int(found["SHARED"]) == 0
     assert compiled.resources["registers"] == facts.registers
     assert compiled.resources["dynamic_shared"] == 2048
 
@@ -67,3 +70,18 @@ def test_an_unknown_symbol_is_named(compiled, symbol):
 def test_a_cubin_cut_short_is_refused(compiled, symbol, length):
     with pytest.raises(BuildError, match="cubin"):
         cubins.read(compiled.cubin[:length], symbol)
+
+
+def test_a_gemm_has_the_reserved_shared_memory_and_no_more(tmp_path):
+    """As cuobjdump counts it is 1024 bytes, as the driver counts (CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES) none."""
+    compiled = compile_plan(plan(find(["quickstart/moe-fc2"])[0]), tmp_path)
+    text = tool("cuobjdump", "-res-usage", compiled.cubin)
+    found = dict(re.findall(r"(\w+):(\d+)", text))
+    assert int(found["SHARED"]) == cubins.RESERVED_SHARED
+    assert compiled.resources["static_shared"] == 0
+    assert compiled.resources["registers"] == int(found["REG"])
+    assert compiled.resources["spill_bytes"] == int(found["STACK"])
+    code = sass.counts(sass.instructions(compiled.cubin, compiled.launch["symbol"]))
+    assert code["HGMMA"] > 0
+    assert code["UTMALDG"] > 0
+    assert code["UTMASTG"] > 0
