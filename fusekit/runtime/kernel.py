@@ -49,6 +49,7 @@ class Kernel:
         self._driver = devices.driver
         self._tensors = tuple(tensor.name for tensor in record.tensors)
         self._scalars = record.scalars
+        self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         self._plans: dict[Any, Plan] = {}
         self._loaded: dict[int, Loaded] = {}
@@ -115,7 +116,7 @@ class Kernel:
         scalars: _Scalars = []
         if len(arguments) != len(names) or self._scalars:
             scalars = self._read_scalars(arguments)
-        integers = tuple(value for scalar, value in zip(self._scalars, scalars, strict=True) if scalar.dtype == "i32")
+        integers = tuple([scalars[index] for index in self._integers])
         key = (cluster_margin, integers, *metas)
         plan = self._plans.get(key)
         if plan is None:
@@ -144,7 +145,7 @@ class Kernel:
         bound = bind(self.record, views)
         margin = self.margin if cluster_margin is None else check_margin(cluster_margin)
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
-        names = [scalar.name for scalar in self._scalars if scalar.dtype == "i32"]
+        names = [self._scalars[index].name for index in self._integers]
         values = {name: int(value) for name, value in zip(names, integers, strict=True)}
         return Plan(self._driver, self.record, loaded, bound, pairs(self.record, views, bound), margin, values)
 

@@ -126,6 +126,13 @@ class Plan:
         self.loaded = loaded
         self.bound = bound
         self.overlaps = tuple(overlaps)
+        # What a launch looks at first: (index, bits that must be 0) and (two indices, range of distances that is near).
+        self._aligned = tuple(
+            (position, tensor.alignment - 1)
+            for position, (tensor, span) in enumerate(zip(record.tensors, bound.spans, strict=True))
+            if span
+        )
+        self._near = tuple((pair.first, pair.second, -pair.second_span, pair.first_span) for pair in self.overlaps)
         self.names = tuple(tensor.name for tensor in record.tensors)
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
@@ -181,7 +188,8 @@ class Plan:
 
     def fill(self, block: Block, addresses: Sequence[int], scalars: Sequence[float | int]) -> None:
         """Writes every parameter of one launch into `block`, after the checks that depend on addresses."""
-        check_placement(self.record, self.bound, self.overlaps, addresses)
+        if self._suspect(addresses):
+            check_placement(self.record, self.bound, self.overlaps, addresses)
         memory = block.memory
         for offset, index in self.pointers:
             _POINTER.pack_into(memory, offset, addresses[index])
@@ -189,6 +197,14 @@ class Plan:
             _FLOAT.pack_into(memory, offset, scalars[index])
         for slot in self.maps:
             memory[slot.offset : slot.offset + 128] = slot.encoded(addresses, self.names)
+
+    def _suspect(self, addresses: Sequence[int]) -> bool:
+        """Whether an address is null or misaligned, or two tensors come so near that they may overlap."""
+        for index, mask in self._aligned:
+            address = addresses[index]
+            if address & mask or not address:
+                return True
+        return any(low < addresses[second] - addresses[first] < high for first, second, low, high in self._near)
 
 
 class Block:
