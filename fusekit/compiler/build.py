@@ -143,8 +143,11 @@ def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | N
         fields = identity.key_fields(spec)
         grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
     tasks = [Task(key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
-    hits = [task for task in tasks if _stored(store, task.key) is not None]
-    return BuildPlan(tuple(hits), tuple(task for task in tasks if task not in hits))
+    found = {task.key for task in tasks if _stored(store, task.key) is not None}
+    return BuildPlan(
+        hits=tuple(task for task in tasks if task.key in found),
+        misses=tuple(task for task in tasks if task.key not in found),
+    )
 
 
 def execute(
@@ -176,9 +179,9 @@ def execute(
             else:
                 _report(report, task, outcome)
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
-    order = {spec.full_name: index for index, spec in enumerate(s for task in wanted.misses for s in task.specs)}
-    report.built.sort(key=lambda built: order[built.name])
-    report.failed.sort(key=lambda failed: order[failed.name])
+    names = [(spec.full_name, spec.arch) for task in wanted.misses for spec in task.specs]
+    report.built.sort(key=lambda built: names.index((built.name, built.arch)))
+    report.failed.sort(key=lambda failed: names.index((failed.name, failed.arch)))
     return report
 
 

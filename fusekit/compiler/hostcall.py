@@ -35,9 +35,8 @@ def check_plan(plan: TracePlan) -> None:
             )
         if tensor.alignment % fake._assumed_align:
             raise BuildError(
-                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record"
-                " promises only"
-                f" {tensor.alignment}; raise the one or lower the other"
+                f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record promises"
+                f" only {tensor.alignment}; raise the one or lower the other"
             )
         shape, strides = _layout(tensor, host)
         if len(shape) != len(fake.shape) or len(strides) != len(fake.stride):
@@ -88,9 +87,8 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
             if wrong:
                 rule = f"compiled as {symbol}" if fixed else f"compiled as a multiple of {symbol.divisibility}"
                 raise ProofError(
-                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} ="
-                    f" {value};"
-                    f" state the divisor in the record. Argument set {arguments}",
+                    f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value}"
+                    f"; state the divisor in the record. Argument set {arguments}",
                     parameter=tensor.name,
                 )
             if not fixed:

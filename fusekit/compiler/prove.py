@@ -81,9 +81,8 @@ class _Comparison:
         if recorded != launched:
             what = f"{subject}: {field}" if field else subject
             raise ProofError(
-                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; mend the"
-                " record in the"
-                f" kernel's family module. Argument set {self._arguments}",
+                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; mend the record in"
+                f" the kernel's family module. Argument set {self._arguments}",
                 parameter=subject,
             )
         self.seen.append([subject, field, recorded])

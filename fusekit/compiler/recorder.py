@@ -142,9 +142,8 @@ class HostFunction:
         unknown = undefined - set(self._callbacks) - _HARMLESS
         if unknown:
             raise BuildError(
-                f"host object: needs {', '.join(sorted(unknown))}, which the recording driver does not have; keep"
-                " host code"
-                " to layouts, tensor maps and one launch"
+                f"host object: needs {', '.join(sorted(unknown))}, which the recording driver does not have; keep host"
+                " code to layouts, tensor maps and one launch"
             )
 
     def _raise_failure(self) -> None:
