@@ -119,12 +119,12 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
             strides=tuple(_bytes(stride) for stride in w_outer), box=(*w_box, *([1] if grouped else [])),
             swizzle="128B", l2_promotion=L2_PROMOTION,
         ),
-        _store_map("map_y", "y", spec.out_dtype, ("I" if gated else "N",), _box(tile_n // 2 if gated else tile_n)),
+        _store_map("map_y", "y", spec.out_dtype, ("I" if gated else "N",), _box(tile_n // 2 if gated else tile_n, spec)),
     ]  # fmt: skip
     if spec.save_preactivation:
         split = spec.glu_layout == "concat"
         columns: tuple[Expr, ...] = ("I", 2) if split else (n,)
-        box = _box(tile_n // 2 if split else tile_n)
+        box = _box(tile_n // 2 if split else tile_n, spec)
         parameters.append(_store_map("map_preactivation", "preactivation", spec.dtype, columns, box))
     if grouped:
         parameters.append(PointerParameter("offsets_pointer", "offsets"))
@@ -148,9 +148,9 @@ def _bytes(elements: Expr) -> Expr:
     return ["mul", ELEMENT, elements]
 
 
-def _box(width: int) -> int:
+def _box(width: int, spec: KernelSpec) -> int:
     """Columns of an epilogue box; the kernel's `box_columns` says the same."""
-    return next(columns for columns in (64, 32, 16) if width % columns == 0)
+    return next(columns for columns in (64, 32, 16) if columns <= spec.budget.epilogue_box and width % columns == 0)
 
 
 def _store_map(name: str, argument: str, dtype: str, columns: tuple[Expr, ...], box: int) -> TensorMapParameter:
@@ -230,6 +230,7 @@ def _function(spec: KernelSpec) -> Any:
             cluster=spec.cluster,
             pingpong=spec.mainloop == "pingpong",
             stages=spec.budget.stages,
+            epilogue_box=spec.budget.epilogue_box,
         )
     )
 

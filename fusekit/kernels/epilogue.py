@@ -20,24 +20,22 @@ from fusekit.kernels import activations, ptx
 from fusekit.kernels.config import CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig, dtype_of
 
 WARP_ROWS = 16
-BOX_BYTES = WARP_ROWS * 128  # the widest box: 64 columns of 16 bits
 BOXES = 2  # staging boxes a warp alternates between
-STAGING_BYTES = CONSUMER_WARPGROUPS * 4 * BOXES * BOX_BYTES
 BIG = 2**30
 LARGEST = 2**31 - 1
 WRAP = 2**34
 
 
 class Operands:
-    """What the epilogue reads besides accumulators and bias: alpha, the row scales' pointer, the activation's scalars."""
+    """What the epilogue reads besides accumulators and bias: alpha, row scales, the activation's scalars."""
 
     def __init__(self, alpha, row_scale, scalars: activations.GluScalars) -> None:
         self.alpha, self.row_scale, self.scalars = alpha, row_scale, scalars
 
 
-def box_columns(width: int) -> int:
-    """Columns of a staging box: the widest of 64, 32, 16 that divides `width`."""
-    return next(columns for columns in (64, 32, 16) if width % columns == 0)
+def box_columns(width: int, limit: int) -> int:
+    """Columns of a staging box: the widest of 64, 32, 16 up to `limit` that divides `width`."""
+    return next(columns for columns in (64, 32, 16) if columns <= limit and width % columns == 0)
 
 
 def bias_barrier(warpgroup: Int32) -> Int32:
@@ -54,8 +52,11 @@ class Epilogue:
         self.out_dtype = dtype_of(config.out_dtype)
         self.concat = config.glu_layout == "concat"
         half = config.tile[1] // 2
-        self.y_box = box_columns(config.out_tile_n)
-        self.z_box = box_columns(half if self.concat else config.tile[1])
+        self.y_box = box_columns(config.out_tile_n, config.epilogue_box)
+        self.z_box = box_columns(half if self.concat else config.tile[1], config.epilogue_box)
+        self.box_bytes = config.epilogue_box * WARP_ROWS * 2
+        self.warp_bytes = BOXES * self.box_bytes
+        self.staging_bytes = CONSUMER_WARPGROUPS * 4 * self.warp_bytes
         self.z_boxes = config.tile[1] // self.z_box if config.save_preactivation else 0
         self.boxes = self.z_boxes + config.out_tile_n // self.y_box  # of one 64-row block
         table = activations.GATED if config.gated else activations.PLAIN
@@ -113,7 +114,7 @@ class Epilogue:
         `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
         the tensor map's: 16-byte units exchanged by address bits 7 and up.
         """
-        address = staging.toint() + (number % BOXES) * BOX_BYTES
+        address = staging.toint() + (number % BOXES) * self.box_bytes
         row = lane & (WARP_ROWS - 1)
         swizzle = ((row * (2 * columns)) >> 7) & (columns // 8 - 1)
         unit = ((lane >> 4) ^ swizzle) * 16
@@ -127,7 +128,7 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.tma_store(descriptor, staging + (number % BOXES) * BOX_BYTES, coordinates)
+            ptx.tma_store(descriptor, staging + (number % BOXES) * self.box_bytes, coordinates)
             cute.arch.cp_async_bulk_commit_group()
 
     # -- values -------------------------------------------------------------------------------------------------------

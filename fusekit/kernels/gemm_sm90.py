@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import cpasync
 from fusekit.kernels import ptx
 from fusekit.kernels.activations import GluScalars
 from fusekit.kernels.config import THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
-from fusekit.kernels.epilogue import BIG, BOX_BYTES, BOXES, LARGEST, STAGING_BYTES, WARP_ROWS, WRAP, Epilogue, Operands
+from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue, Operands
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
 from fusekit.kernels.scheduler import RING_SLOTS, SLOT_BYTES, StaticScheduler, TileRing
 
@@ -78,9 +78,8 @@ class GemmSm90:
         rows = x.shape[0]
         map_x = self.load_map(x, (self.main_loop.x_box, TILE_K), swizzled(self.dtype, 64))
         w_nk, n = self.weights_as_nke(w)
-        map_w = self.load_map(
-            w_nk, (self.main_loop.w_box, TILE_K, 1), swizzled(self.dtype, 64, n_major=self.main_loop.n_major)
-        )
+        w_box = (self.main_loop.w_box, TILE_K, *([1] if config.grouped else []))
+        map_w = self.load_map(w_nk, w_box, swizzled(self.dtype, 64, n_major=self.main_loop.n_major))
         map_y = self.store_map(y, self.epilogue.y_box, self.out_dtype)
         map_z = None
         if cutlass.const_expr(config.save_preactivation):
@@ -118,13 +117,12 @@ class GemmSm90:
         )
 
     def weights_as_nke(self, w):
-        """w viewed as [N, K, E] whatever its layout in memory, and N."""
+        """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N."""
         n_major = self.main_loop.n_major
         if self.config.grouped:
             layout = cute.select(w.layout, [2, 1, 0] if n_major else [1, 2, 0])
         else:
             layout = cute.select(w.layout, [1, 0] if n_major else [0, 1])
-            layout = cute.append(layout, cute.make_layout(1, stride=0))
         return cute.make_tensor(w.iterator, layout), layout.shape[0]
 
     def load_map(self, tensor, box, atom):
@@ -184,7 +182,7 @@ class GemmSm90:
         allocator = cutlass.memory.SmemAllocator()
         smem_x = cute.recast_ptr(allocator.allocate(config.stages * tile_m * TILE_K * 2, 1024), dtype=self.dtype)
         smem_w = cute.recast_ptr(allocator.allocate(config.stages * tile_n * TILE_K * 2, 1024), dtype=self.dtype)
-        staging = allocator.allocate(STAGING_BYTES, 1024)
+        staging = allocator.allocate(self.epilogue.staging_bytes, 1024)
         full = allocator.allocate_array(Int64, config.stages)
         empty = allocator.allocate_array(Int64, config.stages)
         ring = TileRing(
@@ -249,7 +247,7 @@ class GemmSm90:
         acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
 
         alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
-        staging_warp = staging + (consumer * 4 + warp) * (BOXES * BOX_BYTES)
+        staging_warp = staging + (consumer * 4 + warp) * self.epilogue.warp_bytes
         map_y = ptx.descriptor_address(map_y)
         if cutlass.const_expr(config.save_preactivation):
             map_z = ptx.descriptor_address(map_z)

@@ -90,7 +90,9 @@ class MainLoop:
     def load_w_columns(self, w_map, destination, barrier, k, column, width, group, mask) -> None:
         """`width` columns of w from `column` on, in as many boxes as it takes."""
         for first in range(0, width, self.w_box):
-            where = (column + first, k, group) if self.n_major else (k, column + first, group)
+            where = (column + first, k) if self.n_major else (k, column + first)
+            if self.config.grouped:
+                where = (*where, group)
             ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, multicast_mask=mask)
 
     # -- accumulate ---------------------------------------------------------------------------------------------------

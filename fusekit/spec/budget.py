@@ -3,7 +3,8 @@
 A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. Its dynamic shared memory holds
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
-    32768 bytes      epilogue staging: 8 warps x 2 buffers x 16 rows x 64 columns x 2 bytes
+    32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
+                     columns, where that makes room for one more stage
     2304 bytes       two rows of bias (2 x 256 x 4 bytes), barriers and the scheduler's ring (256 bytes)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
@@ -26,7 +27,7 @@ class Limits:
 
     shared_bytes: int = 232448
     reserved_bytes: int = 2304
-    epilogue_bytes: int = 32768
+    epilogue_column_bytes: int = 512  # 8 warps x 2 boxes x 16 rows x 2 bytes
     tile_k: int = 64
     operand_bytes: int = 2
     min_stages: int = 3
@@ -34,7 +35,7 @@ class Limits:
     threads: int = 384
     producer_registers: int = 24
     consumer_registers: int = 240
-    accumulator_registers: int = 208  # of a consumer's 240; the rest is addresses, descriptors and the epilogue
+    accumulator_registers: int = 192  # of a consumer's 240; with more, the epilogue spills
 
 
 SM90A = Limits()
@@ -50,6 +51,7 @@ class Budget:
     tile_k: int
     stages: int
     stage_bytes: int
+    epilogue_box: int
     epilogue_bytes: int
     shared_bytes: int
     accumulator_registers: int
@@ -78,7 +80,7 @@ TILE_N = {
     ("n", "none"): (64, "an n-major box is 64 columns wide"),
     ("n", "concat"): (128, "gate and up are n-major boxes, 64 columns wide each"),
     ("n", "interleaved"): (64, "an n-major box is 64 columns wide"),
-    ("n", "interleaved-32"): (128, "gate and up come from n-major boxes, 64 columns wide each"),
+    ("n", "interleaved-32"): (64, "an n-major box is 64 columns wide"),
 }
 MAX_TILE_N = 256
 
@@ -104,7 +106,7 @@ def refusals(
     limits: Limits = SM90A,
 ) -> tuple[Refusal, ...]:
     """Every rule that the combination breaks; empty when it fits."""
-    found = [*_tile_refusals(tile, mainloop, b_major, glu_layout)]
+    found = [*_tile_refusals(tile, cluster, mainloop, b_major, glu_layout)]
     if cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
@@ -113,7 +115,9 @@ def refusals(
     return tuple(found)
 
 
-def _tile_refusals(tile: tuple[int, int], mainloop: str, b_major: str, glu_layout: str) -> Iterator[Refusal]:
+def _tile_refusals(
+    tile: tuple[int, int], cluster: tuple[int, int], mainloop: str, b_major: str, glu_layout: str
+) -> Iterator[Refusal]:
     tile_m, tile_n = tile
     if tile_m not in TILE_M[mainloop]:
         allowed = " or ".join(str(m) for m in TILE_M[mainloop])
@@ -121,6 +125,8 @@ def _tile_refusals(tile: tuple[int, int], mainloop: str, b_major: str, glu_layou
         remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
         yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
     multiple, why = TILE_N[b_major, glu_layout]
+    if b_major == "n" and cluster[0] > 1:
+        multiple, why = 128, "each CTA of the cluster fetches half of the columns, in n-major boxes of 64"
     if tile_n % multiple or not multiple <= tile_n <= MAX_TILE_N:
         lower = min(MAX_TILE_N, max(multiple, tile_n // multiple * multiple))
         upper = min(MAX_TILE_N, lower + multiple)
@@ -145,12 +151,13 @@ def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iter
             f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
             f"most {limits.accumulator_registers} of a consumer's {limits.consumer_registers} are free; {remedy}",
         )
-    stage, room = _stage_bytes(tile, limits), _stage_room(limits)
+    stage, box = _stage_bytes(tile, limits), _epilogue_box(tile, limits)
+    room = _stage_room(limits, box)
     if room // stage < limits.min_stages:
         yield Refusal(
             "tile",
             f"({tile_m} + {tile_n}) x {limits.tile_k} x {limits.operand_bytes} = {stage} bytes a stage; "
-            f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - {limits.epilogue_bytes} (epilogue)"
+            f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - {box * limits.epilogue_column_bytes} (epilogue)"
             f" = {room} bytes of shared memory hold {room // stage} stages, at least {limits.min_stages} are needed; "
             "take a smaller tile",
         )
@@ -174,13 +181,16 @@ def budget(
     if broken:
         raise SpecError("; ".join(refusal.rule for refusal in broken), problems=tuple(r.rule for r in broken))
     stage = _stage_bytes(tile, limits)
-    stages = min(limits.max_stages, _stage_room(limits) // stage)
+    box = _epilogue_box(tile, limits)
+    stages = min(limits.max_stages, _stage_room(limits, box) // stage)
+    epilogue_bytes = box * limits.epilogue_column_bytes
     return Budget(
         tile_k=limits.tile_k,
         stages=stages,
         stage_bytes=stage,
-        epilogue_bytes=limits.epilogue_bytes,
-        shared_bytes=stages * stage + limits.epilogue_bytes + limits.reserved_bytes,
+        epilogue_box=box,
+        epilogue_bytes=epilogue_bytes,
+        shared_bytes=stages * stage + epilogue_bytes + limits.reserved_bytes,
         accumulator_registers=accumulator_registers(tile, mainloop),
         consumer_registers=limits.consumer_registers,
         producer_registers=limits.producer_registers,
@@ -192,5 +202,11 @@ def _stage_bytes(tile: tuple[int, int], limits: Limits) -> int:
     return (tile[0] + tile[1]) * limits.tile_k * limits.operand_bytes
 
 
-def _stage_room(limits: Limits) -> int:
-    return limits.shared_bytes - limits.reserved_bytes - limits.epilogue_bytes
+def _epilogue_box(tile: tuple[int, int], limits: Limits) -> int:
+    """Columns of an epilogue box at most: 64, or 32 where that makes room for one more stage."""
+    stage = _stage_bytes(tile, limits)
+    return max((64, 32), key=lambda box: (min(limits.max_stages, _stage_room(limits, box) // stage), box))
+
+
+def _stage_room(limits: Limits, box: int) -> int:
+    return limits.shared_bytes - limits.reserved_bytes - box * limits.epilogue_column_bytes

@@ -131,6 +131,7 @@ class KernelSpec:
             "bias": self.bias,
             "cluster": list(self.cluster),
             "dtype": self.dtype,
+            "epilogue_box": self.budget.epilogue_box,
             "glu_layout": self.glu_layout,
             "mainloop": self.mainloop,
             "op": self.op,

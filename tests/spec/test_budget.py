@@ -15,7 +15,7 @@ from fusekit.spec.budget import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, SM90A, budget,
     [
         ((64, 64), "pingpong", 8, 8 * 16384 + 35072, 32),
         ((128, 160), "pingpong", 5, 5 * 36864 + 35072, 160),
-        ((128, 192), "pingpong", 4, 4 * 40960 + 35072, 192),
+        ((128, 192), "pingpong", 5, 5 * 40960 + 18688, 192),
         ((128, 256), "cooperative", 4, 4 * 49152 + 35072, 128),
         ((256, 128), "cooperative", 4, 4 * 49152 + 35072, 128),
         ((256, 192), "cooperative", 3, 3 * 57344 + 35072, 192),

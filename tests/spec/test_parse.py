@@ -125,7 +125,7 @@ def test_sweep_is_every_combination_in_order():
 
 
 def test_main_loop_follows_each_tile():
-    text = SHORT.replace("[128, 128]", "[[64, 128], [128, 208], [128, 224], [256, 192]]")
+    text = SHORT.replace("[128, 128]", "[[64, 128], [128, 192], [128, 208], [256, 192]]")
     loops = [spec.mainloop for spec in parse_text(text, "s")]
     assert loops == ["pingpong", "pingpong", "cooperative", "cooperative"]
     assert all(not spec.variant.endswith("coop") for spec in parse_text(text, "s"))
@@ -197,7 +197,7 @@ def test_device_spec_leaves_out_what_does_not_decide_the_cubin():
         ('"swiglu", alpha = 1.702', '"geglu"'),
         ('"interleaved"', '"concat"'),
         ("row_scale = true", "row_scale = false"),
-        ("tile = [128, 128]", "tile = [128, 64]"),
+        ("tile = [128, 128]", "tile = [128, 256]"),
         ("cluster = [2, 1]", "cluster = [1, 2]"),
         ('"cooperative"', '"pingpong"'),
     ],

@@ -104,7 +104,7 @@ def test_bad_line(line, message):
         ("[128, 100]", "tile N = 100 must be a multiple of 16 from 16 to 256"),
         ("[128, 100]", "the nearest: 96 or 112"),
         ("[128, 272]", "tile N = 272 must be a multiple of 16 from 16 to 256"),
-        ("[256, 256]", "256 x 256 / 256 threads = 256 accumulator registers a thread (cooperative); at most 208"),
+        ("[256, 256]", "256 x 256 / 256 threads = 256 accumulator registers a thread (cooperative); at most 192"),
     ],
 )
 def test_bad_tile(value, message):
@@ -129,7 +129,7 @@ def test_main_loop_that_cannot_hold_the_tile():
         ('glu_layout = "interleaved-32"', 160, 64),
         ('glu_layout = "concat"\nb_major = "n"', 192, 128),
         ('glu_layout = "interleaved"\nb_major = "n"', 160, 64),
-        ('glu_layout = "interleaved-32"\nb_major = "n"', 192, 128),
+        ('glu_layout = "interleaved-32"\nb_major = "n"', 160, 64),
     ],
 )
 def test_gated_tile_n(keys, tile_n, multiple):
