@@ -29,7 +29,7 @@ from fusekit.compiler.recorder import HostFunction, RecordedLaunch
 from fusekit.compiler.samples import ArgumentSet, argument_sets, expected_map
 from fusekit.errors import ProofError
 
-LAUNCHES = 16
+LAUNCHES = 64  # about 25 ms
 
 # cudaLaunchAttributeID
 _COOPERATIVE = 2
@@ -47,8 +47,9 @@ def prove(
 ) -> dict[str, Any]:
     """Compares `record` (complete) with `host` on at least `launches` argument sets drawn from `seed`.
 
-    Returns the proof as JSON: the number of launches, what was compared, and a SHA-256 over all compared values. Raises
-    ProofError naming the parameter, the field, both values and the argument set.
+    Returns the proof as JSON: the number of launches, the parameters compared, which edges were among the argument
+    sets, and a SHA-256 over all compared values. Raises ProofError naming the parameter, the field, both values and the
+    argument set.
     """
     check_plan(plan)
     digest = hashlib.sha256()
@@ -63,7 +64,7 @@ def prove(
     return {
         "launches": len(sets),
         "parameters": [parameter.name for parameter in record.parameters],
-        "argument_sets": [arguments.label for arguments in sets],
+        "edges": [arguments.label for arguments in sets if arguments.edge],
         "seed": seed,
         "digest": digest.hexdigest(),
     }

@@ -24,13 +24,14 @@ _SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4
 @dataclass(frozen=True, slots=True)
 class ArgumentSet:
     """One made-up call. values: dims, strides, addresses, sm_count, cluster_margin and i32 scalars by the names that
-    the record's expressions use; floats: the f32 scalars; stream: a handle.
+    the record's expressions use; floats: the f32 scalars; stream: a handle; edge: chosen, not random.
     """
 
     label: str
     values: dict[str, int]
     floats: dict[str, float]
     stream: int
+    edge: bool
 
     def __str__(self) -> str:
         shown = {name: value for name, value in self.values.items() if not name.endswith(".address")}
@@ -98,7 +99,7 @@ def _attempt(
         else:
             values[scalar.name] = source.randrange(-(2**31), 2**31)
     floats = {name: struct.unpack("<f", struct.pack("<f", value))[0] for name, value in floats.items()}
-    made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47))
+    made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
     return made if _launchable(record, values) else None
 
 
