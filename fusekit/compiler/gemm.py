@@ -103,7 +103,9 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
     grouped, gated = spec.op == "grouped-gemm", spec.activation.gated
     tile_m, tile_n = spec.tile
     halves = spec.cluster[0] > 1 or spec.glu_layout == "concat"
+    width: Expr = "I" if gated else "N"
     w_outer: tuple[Expr, ...] = ("w.stride1", "w.stride0") if grouped else ("w.stride0",)
+    w_dims: tuple[Expr, Expr]
     if spec.b_major == "k":
         w_dims, w_box = ("K", n), (64, tile_n // 2 if halves else tile_n)
     else:
@@ -119,7 +121,7 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
             strides=tuple(_bytes(stride) for stride in w_outer), box=(*w_box, *([1] if grouped else [])),
             swizzle="128B", l2_promotion=L2_PROMOTION,
         ),
-        _store_map("map_y", "y", spec.out_dtype, ("I" if gated else "N",), _box(tile_n // 2 if gated else tile_n, spec)),
+        _store_map("map_y", "y", spec.out_dtype, (width,), _box(tile_n // 2 if gated else tile_n, spec)),
     ]  # fmt: skip
     if spec.save_preactivation:
         split = spec.glu_layout == "concat"

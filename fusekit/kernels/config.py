@@ -15,7 +15,8 @@ class GemmConfig:
     """One compiled GEMM. `tile` and `cluster` are (M, N); `dtype` and `out_dtype` are "bf16" or "fp16".
 
     `alpha` is "none", "scalar" or "group"; `activation` a key of `activations.ACTIVATIONS`; `glu_layout` one of "none",
-    "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline; `epilogue_box` the most columns of an epilogue staging box.
+    "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline; `epilogue_box` the most
+    columns of an epilogue staging box.
     """
 
     grouped: bool

@@ -219,7 +219,7 @@ class GemmSm90:
                 cluster_n = tile_n * config.cluster[1]
                 n_clusters = ptx.divide(n + (cluster_n - 1), cluster_n)
                 groups_ = groups if cutlass.const_expr(config.grouped) else Int32(1)
-                self.scheduler.run(ring, offsets, groups_, rows, n_clusters, rank_m, rank_n)
+                self.scheduler.run(ring, offsets, groups_, rows, k, n_clusters, (rank_m, rank_n))
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)

@@ -3,8 +3,8 @@
 Static persistent schedule. Clusters are numbered; cluster c takes the cluster tiles c, c + clusters, c + 2 clusters and
 so on. A cluster tile is `cluster` CTA tiles of one group. The groups' tiles are numbered one group after the other, so
 a tile number is turned into (group, m, n) from the row offsets, read on the device: the host never learns them.
-Inside a group, tiles go through panels of `PANEL_ROWS` rows, M first inside a panel: the operand rows of a panel stay
-in L2 while N advances.
+Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand rows stay in L2 while
+N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, all about equally high.
 
 The warp keeps 32 groups at a time in its lanes. Tile numbers only grow, so it moves forward through the groups and
 never looks back.
@@ -19,7 +19,7 @@ from fusekit.kernels.ptx import divide, load_shared_v4, modulo, store_shared_v4
 
 RING_SLOTS = 4
 SLOT_BYTES = 16
-PANEL_ROWS = 2048
+PANEL_ELEMENTS = 12 * 2**20  # 24 MiB of 16-bit operands, about half of the L2 of an H100
 NO_TILE = -1  # in place of a group: the schedule has ended
 
 
@@ -82,7 +82,6 @@ class StaticScheduler:
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
         self.cluster_rows = config.tile[0] * config.cluster[0]
-        self.panel = max(1, PANEL_ROWS // self.cluster_rows)  # cluster tiles
         self.sentinels = 2 if config.pingpong else 1  # each consumer warpgroup must see the end
 
     @cute.jit
@@ -112,14 +111,15 @@ class StaticScheduler:
         return begin, end, last + base
 
     @cute.jit
-    def run(self, ring: TileRing, offsets, groups: Int32, rows: Int32, n_clusters: Int32, rank_m: Int32, rank_n: Int32):
-        """Fill the ring until the tiles of this CTA's cluster are over; all lanes of one warp."""
+    def run(self, ring: TileRing, offsets, groups: Int32, rows: Int32, k: Int32, n_clusters: Int32, ranks):
+        """Fill the ring until the cluster's tiles are over; all lanes of one warp. ranks: of the CTA, along M and N."""
         config = self.config
         lane = cute.arch.lane_idx()
         grid, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
         clusters = divide(grid, config.cluster_size)
         number = divide(block, config.cluster_size)
+        most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), k), 1)  # cluster tiles in a panel
         count = Int32(0)
         first = Int32(0)
         begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
@@ -137,14 +137,16 @@ class StaticScheduler:
                 group_end = cute.arch.shuffle_sync(end, owner)
                 m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
                 local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
-                panel = divide(local, self.panel * n_clusters)
-                inside = local - panel * (self.panel * n_clusters)
-                height = cutlass.min(m_clusters - panel * self.panel, self.panel)
-                n_cluster = divide(inside, height)
-                m_cluster = panel * self.panel + inside - n_cluster * height
+                panels = divide(m_clusters + most - 1, most)
+                height = divide(m_clusters + panels - 1, panels)
+                panel = divide(local, height * n_clusters)
+                inside = local - panel * height * n_clusters
+                first_m = panel * height
+                n_cluster = divide(inside, cutlass.min(m_clusters - first_m, height))
+                m_cluster = first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height)
                 if lane == 0:
-                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
-                    ring.put(count, row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner)
+                    row = group_begin + m_cluster * self.cluster_rows + ranks[0] * config.tile[0]
+                    ring.put(count, row, group_end, n_cluster * config.cluster[1] + ranks[1], first + owner)
                 count += 1
                 number += clusters
         if lane == 0:

@@ -52,10 +52,13 @@ class Loaded:
 class MapSlot:
     """One tensor-map parameter with its dims and strides evaluated; `encode` adds the address."""
 
-    def __init__(self, driver: Driver, parameter: TensorMapParameter, env: Mapping[str, int], index: int) -> None:
+    def __init__(
+        self, driver: Driver, context: Any, parameter: TensorMapParameter, env: Mapping[str, int], index: int
+    ) -> None:
         self.offset = parameter.offset
         self.tensor = index
         self._driver = driver
+        self._context = context
         self._name = f"{parameter.argument} (tensor map {parameter.name})"
         self._argument = parameter.argument
         # Almost always the tensor's own address, which needs no evaluation.
@@ -107,7 +110,12 @@ class MapSlot:
         return found
 
     def _encode(self, address: int) -> bytes:
-        result = self._driver.api.cuTensorMapEncodeTiled(*self._before, address, *self._after)
+        api, check = self._driver.api, self._driver.check
+        check(api.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")  # the driver encodes only inside a context
+        try:
+            result = api.cuTensorMapEncodeTiled(*self._before, address, *self._after)
+        finally:
+            check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
         if result[0]:
             error = self._driver.error(result[0], f"cuTensorMapEncodeTiled for {self._name} at {address:#x}")
             raise ArgumentError(str(error), argument=self._argument)
@@ -150,7 +158,7 @@ class Plan:
         self.floats: list[tuple[int, int]] = []
         for parameter in record.parameters:
             if isinstance(parameter, TensorMapParameter):
-                self.maps.append(MapSlot(driver, parameter, env, index[parameter.argument]))
+                self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
             elif isinstance(parameter, FloatParameter):
                 self.floats.append((parameter.offset, scalars[parameter.argument]))
             elif isinstance(parameter, IntegerParameter):

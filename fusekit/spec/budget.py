@@ -157,8 +157,9 @@ def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iter
         yield Refusal(
             "tile",
             f"({tile_m} + {tile_n}) x {limits.tile_k} x {limits.operand_bytes} = {stage} bytes a stage; "
-            f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - {box * limits.epilogue_column_bytes} (epilogue)"
-            f" = {room} bytes of shared memory hold {room // stage} stages, at least {limits.min_stages} are needed; "
+            f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - "
+            f"{box * limits.epilogue_column_bytes} (epilogue) = {room} bytes of shared memory hold {room // stage} "
+            f"stages, at least {limits.min_stages} are needed; "
             "take a smaller tile",
         )
 

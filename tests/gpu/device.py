@@ -85,6 +85,7 @@ class Gpu:
         for name, buffer in launch.arguments.items():
             if isinstance(buffer, Buffer):
                 placed[name].memory.upload(buffer.image)
+        self.driver.check(self.api.cuCtxSynchronize(), "cuCtxSynchronize")  # a copy from pageable memory returns early
 
     def download(self, launch: Launch, placed: dict[str, View | float]) -> None:
         """Outputs back into the launch's buffers."""

@@ -42,7 +42,7 @@ def poison_in(memory, start, stop):
         "identity@128x192-c1x1",
         "swiglu-interleaved@128x192-c2x1",
         "swiglu-concat-cooperative@256x192-c2x1",
-        "identity-n@256x192-c2x1",
+        "identity-n@256x192-c1x2",
         "dense@128x192-c2x1",
     ],
 )
@@ -82,7 +82,7 @@ def test_outputs(gpu, specs, name):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["identity@128x128-c1x1", "identity-n@128x192-c2x1"])
+@pytest.mark.parametrize("name", ["identity@128x128-c1x1", "identity-n@128x192-c1x2"])
 def test_weights(gpu, specs, name):
     """The first and the last group alone have rows; all other weights are NaN."""
     spec, groups, n, k = specs[name], 33, 8192, 8192

@@ -184,6 +184,8 @@ class FakeDriver:
         return (OK, "kernel") if name.decode() == self.symbol else (CUresult.CUDA_ERROR_NOT_FOUND, None)
 
     def cuKernelGetParamInfo(self, kernel: Any, index: int) -> Any:  # noqa: N802
+        if not self.stack:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, None, None
         if index >= len(self.parameters):
             return CUresult.CUDA_ERROR_INVALID_VALUE, None, None
         return (OK, *sorted(self.parameters)[index])
@@ -200,6 +202,8 @@ class FakeDriver:
             "dtype", "rank", "address", "dims", "strides", "box", "element_strides", "interleave", "swizzle",
             "promotion", "fill",
         )  # fmt: skip
+        if not self.stack:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
         self.encoded.append(dict(zip(names, fields, strict=True)))
         return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
 

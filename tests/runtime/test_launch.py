@@ -70,7 +70,7 @@ def test_a_signature_seen_before_costs_neither_checks_nor_encoding() -> None:
     given["x"] = Torchlike((96, 128), address=0x5000_0000)
     fake.calls.clear()
     kernel(**given, stream=9)
-    assert fake.calls == ["cuTensorMapEncodeTiled", "cuLaunchKernelEx"]
+    assert fake.calls == ["cuCtxPushCurrent", "cuTensorMapEncodeTiled", "cuCtxPopCurrent", "cuLaunchKernelEx"]
     assert struct.unpack_from("<Q", fake.launches[2].parameters[0]) == (0x5000_0000,)
 
 
