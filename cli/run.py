@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
@@ -44,7 +45,7 @@ def command(
     documents = []
     for each in _names(library, name, arch):
         # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
-        loading = _Background(lambda each=each: _load(library, each, arch, device, rows))
+        loading = _Background(partial(_load, library, each, arch, device, rows))
         try:
             from fusekit.bench.trial import Trial
         except ImportError as error:
