@@ -22,12 +22,13 @@ from fusekit.abi import (
     TensorArgument,
     TensorMapParameter,
 )
-from fusekit.compiler.plan import HostArgument, HostInteger, HostScalar, HostStream, HostTensor, TracePlan
+from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostStream, HostTensor, TracePlan
 from fusekit.spec import KernelSpec
 
 ELEMENT = 2  # bytes of bf16 and fp16
 VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
 BIG, LARGEST, WRAP = 2**30, 2**31 - 1, 2**34  # the clipping dims of an output map; see kernels/epilogue.py
+COUNTER_BYTES = 8  # two int32 of the dynamic schedule
 MOST_GROUPS = 2**16
 L2_PROMOTION = "128B"  # what the DSL asks for
 GLU_SCALARS = ("act_alpha", "act_limit", "act_up_offset")
@@ -63,6 +64,8 @@ def record(spec: KernelSpec) -> LaunchRecord:
         dynamic_shared=_shared_bytes(spec),
         constraints=tuple(_constraints(spec)),
         skip_if_zero=("M",),
+        workspace=COUNTER_BYTES if spec.schedule == "dynamic" else 0,
+        workspace_zeroed=spec.schedule == "dynamic",
     )
 
 
@@ -140,6 +143,8 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
         parameters.append(FloatParameter("alpha_value", "alpha"))
     if gated:
         parameters += [FloatParameter(f"{name}_value", name) for name in GLU_SCALARS]
+    if spec.schedule == "dynamic":
+        parameters.append(PointerParameter("counters", "workspace"))
     integers: list[tuple[str, Expr]] = [("groups", "E")] if grouped else []
     integers += [("rows", "M"), ("columns", n), ("depth", "K")]
     parameters += [IntegerParameter(name, "i32", value) for name, value in integers]
@@ -194,15 +199,16 @@ def _shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory: the allocations of the kernel in order, each at its alignment."""
     tile_m, tile_n = spec.tile
     stages = spec.budget.stages
+    ring = 2 if spec.schedule == "dynamic" else 4
     allocations = [
         (stages * tile_m * 64 * ELEMENT, 1024),
         (stages * tile_n * 64 * ELEMENT, 1024),
         (spec.budget.epilogue_bytes, 1024),
         (stages * 8, 8),
         (stages * 8, 8),
-        (4 * 16, 16),
-        (4 * 8, 8),
-        (4 * 8, 8),
+        (ring * 16, 16),
+        (ring * 8, 8),
+        (ring * 8, 8),
         *([(2 * tile_n * 4, 4)] if spec.bias else []),
     ]
     end = 0
@@ -233,6 +239,7 @@ def _function(spec: KernelSpec) -> Any:
             pingpong=spec.mainloop == "pingpong",
             stages=spec.budget.stages,
             epilogue_box=spec.budget.epilogue_box,
+            dynamic=spec.schedule == "dynamic",
         )
     )
 
@@ -267,7 +274,10 @@ def _fake_arguments(spec: KernelSpec) -> tuple[Any, ...]:
         return make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment)
 
     operands = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS)
-    return (*(fake(name) for name in operands), cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
+    counters = None
+    if launch.workspace:
+        counters = make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=8)
+    return (*(fake(name) for name in operands), counters, cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
 
 
 def _host_arguments(spec: KernelSpec) -> list[HostArgument]:
@@ -280,4 +290,6 @@ def _host_arguments(spec: KernelSpec) -> list[HostArgument]:
             arguments.append(HostTensor(name))
         elif name in scalars:
             arguments.append(HostScalar(name))
+    if launch.workspace:
+        arguments.append(HostPointer("workspace"))
     return [*arguments, HostInteger("sm_count"), HostInteger("cluster_margin"), HostStream()]

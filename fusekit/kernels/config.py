@@ -34,6 +34,7 @@ class GemmConfig:
     pingpong: bool
     stages: int
     epilogue_box: int
+    dynamic: bool = False
 
     @property
     def gated(self) -> bool:
@@ -49,6 +50,11 @@ class GemmConfig:
     def warpgroup_rows(self) -> int:
         """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
         return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
+
+    @property
+    def ring_slots(self) -> int:
+        """Tiles decided ahead: few where a tile taken early could have gone to an idle SM."""
+        return 2 if self.dynamic else 4
 
     @property
     def cluster_size(self) -> int:

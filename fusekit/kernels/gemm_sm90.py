@@ -36,7 +36,7 @@ from fusekit.kernels.activations import GluScalars
 from fusekit.kernels.config import THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
 from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue, Operands
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
-from fusekit.kernels.scheduler import RING_SLOTS, SLOT_BYTES, StaticScheduler, TileRing
+from fusekit.kernels.scheduler import SLOT_BYTES, Scheduler, TileRing
 
 LOAD_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -51,7 +51,7 @@ class GemmSm90:
         self.out_dtype = dtype_of(config.out_dtype)
         self.main_loop = MainLoop(config)
         self.epilogue = Epilogue(config)
-        self.scheduler = StaticScheduler(config)
+        self.scheduler = Scheduler(config)
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -69,6 +69,7 @@ class GemmSm90:
         act_alpha,
         act_limit,
         act_up_offset,
+        counters,
         sm_count: Int32,
         cluster_margin: Int32,
         stream: CUstream,
@@ -104,6 +105,7 @@ class GemmSm90:
             act_alpha,
             act_limit,
             act_up_offset,
+            counters.iterator if cutlass.const_expr(config.dynamic) else None,
             groups,
             rows,
             n,
@@ -166,6 +168,7 @@ class GemmSm90:
         act_alpha,
         act_limit,
         act_up_offset,
+        counters,
         groups,
         rows: Int32,
         n: Int32,
@@ -186,9 +189,10 @@ class GemmSm90:
         full = allocator.allocate_array(Int64, config.stages)
         empty = allocator.allocate_array(Int64, config.stages)
         ring = TileRing(
-            allocator.allocate(RING_SLOTS * SLOT_BYTES, 16).toint(),
-            allocator.allocate_array(Int64, RING_SLOTS),
-            allocator.allocate_array(Int64, RING_SLOTS),
+            config,
+            allocator.allocate(config.ring_slots * SLOT_BYTES, 16).toint(),
+            allocator.allocate_array(Int64, config.ring_slots),
+            allocator.allocate_array(Int64, config.ring_slots),
         )
         shared_bias = None
         if cutlass.const_expr(config.bias):
@@ -198,7 +202,7 @@ class GemmSm90:
             for stage in range(config.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, 4 * (1 if config.pingpong else 2) * config.cluster_size)
-            ring.initialise(config)
+            ring.initialise()
             cute.arch.mbarrier_init_fence()
             for copy in (map_x, map_w, map_y, map_z):
                 if cutlass.const_expr(copy is not None):
@@ -219,7 +223,7 @@ class GemmSm90:
                 cluster_n = tile_n * config.cluster[1]
                 n_clusters = ptx.divide(n + (cluster_n - 1), cluster_n)
                 groups_ = groups if cutlass.const_expr(config.grouped) else Int32(1)
-                self.scheduler.run(ring, offsets, groups_, rows, k, n_clusters, (rank_m, rank_n))
+                self.scheduler.run(ring, (offsets, groups_, rows, k, n_clusters), counters, rank)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
@@ -263,7 +267,7 @@ class GemmSm90:
             position = consumer * k_tiles
             if consumer == 1:  # warpgroup 0 goes first
                 cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
-        row, end, n_tile, group = ring.get(count, lane)
+        row, end, n_tile, group = ring.get(count)
         while group >= 0:
             cute.arch.sync_warp()
             if lane == 0:
@@ -302,6 +306,6 @@ class GemmSm90:
             )
             count += step
             position += step * k_tiles
-            row, end, n_tile, group = ring.get(count, lane)
+            row, end, n_tile, group = ring.get(count)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)

@@ -12,6 +12,8 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from fusekit.kernels import ptx
 from fusekit.kernels.config import TILE_K, WARPGROUP, GemmConfig, dtype_of
 
+X_POLICY = None
+W_POLICY = None
 N_BOX = 64  # columns of an n-major box: 128 bytes
 
 
@@ -42,7 +44,7 @@ class MainLoop:
         count = Int32(0)
         stage = Int32(0)
         phase = Int32(1)  # a fresh barrier counts as passed in the opposite phase
-        row, _, n_tile, group = ring.get(count, Int32(0))
+        row, _, n_tile, group = ring.get(count)
         ring.free(count)
         while group >= 0:
             for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -56,16 +58,16 @@ class MainLoop:
                     stage = Int32(0)
                     phase ^= 1
             count += 1
-            row, _, n_tile, group = ring.get(count, Int32(0))
+            row, _, n_tile, group = ring.get(count)
             ring.free(count)
 
     def load_x(self, x_map, destination, barrier, k, row, rank_n) -> None:
         """This CTA's share of the stage's x: all rows, or with cluster (1,2) one half for both CTAs."""
         if self.config.cluster[1] > 1:
             offset = rank_n * self.x_box
-            ptx.tma_load(x_map, destination + offset * TILE_K, barrier, (k, row + offset), multicast_mask=3)
+            ptx.tma_load(x_map, destination + offset * TILE_K, barrier, (k, row + offset), 3, X_POLICY)
         else:
-            ptx.tma_load(x_map, destination, barrier, (k, row))
+            ptx.tma_load(x_map, destination, barrier, (k, row), policy=X_POLICY)
 
     @cute.jit
     def load_w(self, w_map, destination, barrier, k: Int32, n_tile: Int32, group: Int32, half_n: Int32, rank_m: Int32):
@@ -93,7 +95,7 @@ class MainLoop:
             where = (column + first, k) if self.n_major else (k, column + first)
             if self.config.grouped:
                 where = (*where, group)
-            ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, multicast_mask=mask)
+            ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, mask, W_POLICY)
 
     # -- accumulate ---------------------------------------------------------------------------------------------------
 

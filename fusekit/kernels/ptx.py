@@ -11,7 +11,9 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
 
-SMEM_ALIGNMENT = 1024  # the period of a 128-byte swizzle
+# L2 eviction policies, as `createpolicy.fractional` makes them for all of an access (CUTLASS, TMA::CacheHintSm90).
+EVICT_FIRST = 0x12F0000000000000
+EVICT_LAST = 0x14F0000000000000
 
 
 @dsl_user_op
@@ -32,32 +34,37 @@ def modulo(a: Int32, b) -> Int32:
     return Int32(Uint32(a) % Uint32(b))
 
 
-def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
+def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None, policy=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 
     `coordinates` are innermost first. With `multicast_mask` the box lands at the same offset in every CTA of the mask,
-    and each of them has the barrier at that offset credited.
+    and each of them has the barrier at that offset credited. `policy` is an L2 eviction policy.
     """
     rank = len(coordinates)
-    holes = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
-    multicast = multicast_mask is not None
     arguments = [destination.toint(), descriptor.toint(), barrier.toint(), *[Int32(c) for c in coordinates]]
-    text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-    if multicast:
+    holes = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
+    kind, tail = "", f" [{{$r0}}], [{{$r1}}, {{{holes}}}], [{{$r2}}]"
+    if multicast_mask is not None:
+        kind, tail = ".multicast::cluster", f"{tail}, {{$r{len(arguments)}}}"
         arguments.append(cutlass.Int16(multicast_mask))
-        text += ".multicast::cluster [{$r0}], [{$r1}, {" + holes + "}], [{$r2}], " + f"{{$r{3 + rank}}};"
-    else:
-        text += " [{$r0}], [{$r1}, {" + holes + "}], [{$r2}];"
+    if policy is not None:
+        kind, tail = f"{kind}.L2::cache_hint", f"{tail}, {{$r{len(arguments)}}}"
+        arguments.append(cutlass.Int64(policy))
+    text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{kind}{tail};"
     cute.arch.inline_ptx(text, read_only_args=arguments)
 
 
-def tma_store(descriptor, source, coordinates) -> None:
+def tma_store(descriptor, source, coordinates, policy=None) -> None:
     """Start one box from shared to global memory, in the calling thread's current bulk group."""
     rank = len(coordinates)
+    arguments = [source.toint(), descriptor.toint(), *[Int32(c) for c in coordinates]]
     holes = ", ".join(f"{{$r{2 + i}}}" for i in range(rank))
+    kind, tail = "", f" [{{$r1}}, {{{holes}}}], [{{$r0}}]"
+    if policy is not None:
+        kind, tail = ".L2::cache_hint", f"{tail}, {{$r{len(arguments)}}}"
+        arguments.append(cutlass.Int64(policy))
     cute.arch.inline_ptx(
-        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [{{$r1}}, {{{holes}}}], [{{$r0}}];",
-        read_only_args=[source.toint(), descriptor.toint(), *[Int32(c) for c in coordinates]],
+        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group{kind}{tail};", read_only_args=arguments
     )
 
 
@@ -134,4 +141,27 @@ def load_shared_f32x2(address: Int32):
         "ld.volatile.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],
         read_only_args=[address],
+    )
+
+
+def mapped_address(address: Int32, rank: Int32) -> Int32:
+    """Cluster address of what lies at `address` in the shared memory of CTA `rank`."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def arrive_expecting(barrier: Int32, size: int) -> None:
+    """Arrive on a barrier anywhere in the cluster, of which `size` bytes are then awaited."""
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        read_only_args=[barrier, Int32(size)],
+    )
+
+
+def store_async_v4(address: Int32, barrier: Int32, values) -> None:
+    """Four int32 into the shared memory of a CTA of the cluster, credited to a barrier there."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, [{$r1}];",
+        read_only_args=[address, barrier, *[Int32(v) for v in values]],
     )

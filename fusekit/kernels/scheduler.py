@@ -1,13 +1,18 @@
 """Which tile a CTA computes next: one warp decides, everybody else in the CTA reads its ring.
 
-Static persistent schedule. Clusters are numbered; cluster c takes the cluster tiles c, c + clusters, c + 2 clusters and
-so on. A cluster tile is `cluster` CTA tiles of one group. The groups' tiles are numbered one group after the other, so
-a tile number is turned into (group, m, n) from the row offsets, read on the device: the host never learns them.
-Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand rows stay in L2 while
-N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, all about equally high.
+The grid is persistent. A cluster tile is `cluster` CTA tiles of one group; the groups' cluster tiles are numbered one
+group after the other, so a number is turned into (group, m, n) from the row offsets, read on the device: the host never
+learns them. Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand rows stay
+in L2 while N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, about equally
+high.
 
-The warp keeps 32 groups at a time in its lanes. Tile numbers only grow, so it moves forward through the groups and
-never looks back.
+Static: cluster c takes the numbers c, c + clusters, c + 2 clusters and so on; each CTA works them out for itself.
+Dynamic: after its first, a cluster takes the next number from a counter in global memory. Tiles then begin in the order
+of their numbers however long each takes, which balances the end and keeps neighbours together in L2. The cluster's
+first CTA asks, and writes both rings.
+
+The warp keeps 32 groups at a time in its lanes. A cluster's numbers only grow, so it moves forward through the groups
+and never looks back.
 """
 
 import cutlass
@@ -15,9 +20,16 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
 from fusekit.kernels.config import GemmConfig
-from fusekit.kernels.ptx import divide, load_shared_v4, modulo, store_shared_v4
+from fusekit.kernels.ptx import (
+    arrive_expecting,
+    divide,
+    load_shared_v4,
+    mapped_address,
+    modulo,
+    store_async_v4,
+    store_shared_v4,
+)
 
-RING_SLOTS = 4
 SLOT_BYTES = 16
 PANEL_ELEMENTS = 12 * 2**20  # 24 MiB of 16-bit operands, about half of the L2 of an H100
 NO_TILE = -1  # in place of a group: the schedule has ended
@@ -26,12 +38,16 @@ NO_TILE = -1  # in place of a group: the schedule has ended
 class TileRing:
     """The scheduler warp's ring of tiles in shared memory, guarded by one full and one empty barrier a slot.
 
-    Arrive counts: full 1 (the scheduler's lane 0); empty 1 of the load warp + 4 for each consumer warpgroup that reads
-    the slot (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative).
+    Arrive counts: full 1 (the scheduler); empty 1 of the load warp + 4 for each consumer warpgroup that reads the slot
+    (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative). Where one scheduler
+    serves a whole cluster, it writes every CTA's ring, and all their readers arrive at its own empty barrier.
     """
 
-    def __init__(self, slots, full, empty) -> None:
+    def __init__(self, config: GemmConfig, slots, full, empty) -> None:
+        self.config = config
         self.slots, self.full, self.empty = slots, full, empty
+        self.shared = config.dynamic and config.cluster_size > 1
+        self.readers = (1 + 4 * (1 if config.pingpong else 2)) * (config.cluster_size if self.shared else 1)
 
     def __extract_mlir_values__(self) -> list:
         """Lets the DSL carry a ring through run-time control flow."""
@@ -44,39 +60,51 @@ class TileRing:
             count = len(extract_mlir_values(part))
             parts.append(new_from_mlir_values(part, values[:count]))
             values = values[count:]
-        return TileRing(*parts)
+        return TileRing(self.config, *parts)
 
-    def initialise(self, config: GemmConfig) -> None:
+    def initialise(self) -> None:
         """Set up the barriers; one thread."""
-        readers = 1 + 4 * (1 if config.pingpong else 2)
-        for slot in range(RING_SLOTS):
+        for slot in range(self.config.ring_slots):
             cute.arch.mbarrier_init(self.full + slot, 1)
-            cute.arch.mbarrier_init(self.empty + slot, readers)
+            cute.arch.mbarrier_init(self.empty + slot, self.readers)
 
     @cute.jit
-    def put(self, count: Int32, row: Int32, end: Int32, n_tile: Int32, group: Int32):
-        """Publish the `count`-th tile; the scheduler's lane 0."""
-        slot = modulo(count, RING_SLOTS)
-        phase = divide(count, RING_SLOTS) & 1
-        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-        store_shared_v4(self.slots + slot * SLOT_BYTES, (row, end, n_tile, group))
-        cute.arch.mbarrier_arrive(self.full + slot)
+    def acquire(self, count: Int32):
+        """Wait until the `count`-th tile may be written."""
+        slot = modulo(count, self.config.ring_slots)
+        cute.arch.mbarrier_wait(self.empty + slot, (divide(count, self.config.ring_slots) & 1) ^ 1)
 
     @cute.jit
-    def get(self, count: Int32, lane: Int32):
-        """Read the `count`-th tile; every lane of the calling warp (lane 0 alone for the load thread)."""
-        slot = modulo(count, RING_SLOTS)
-        cute.arch.mbarrier_wait(self.full + slot, divide(count, RING_SLOTS) & 1)
+    def put(self, count: Int32, tile, rank: Int32):
+        """Publish the `count`-th tile of CTA `rank` (its own, where each CTA has a scheduler); one lane."""
+        slot = modulo(count, self.config.ring_slots)
+        if cutlass.const_expr(self.shared):
+            barrier = mapped_address((self.full + slot).toint(), rank)
+            arrive_expecting(barrier, SLOT_BYTES)
+            store_async_v4(mapped_address(self.slots + slot * SLOT_BYTES, rank), barrier, tile)
+        else:
+            store_shared_v4(self.slots + slot * SLOT_BYTES, tile)
+            cute.arch.mbarrier_arrive(self.full + slot)
+
+    @cute.jit
+    def get(self, count: Int32):
+        """Read the `count`-th tile: first row, end row of its group, tile along N, group; any number of lanes."""
+        slot = modulo(count, self.config.ring_slots)
+        cute.arch.mbarrier_wait(self.full + slot, divide(count, self.config.ring_slots) & 1)
         row, end, n_tile, group = load_shared_v4(self.slots + slot * SLOT_BYTES)
         return row, end, n_tile, group
 
     @cute.jit
     def free(self, count: Int32):
         """Give the slot back; one lane of each reading warp, after the warp has read it."""
-        cute.arch.mbarrier_arrive(self.empty + modulo(count, RING_SLOTS))
+        barrier = self.empty + modulo(count, self.config.ring_slots)
+        if cutlass.const_expr(self.shared):
+            cute.arch.mbarrier_arrive(barrier, 0)
+        else:
+            cute.arch.mbarrier_arrive(barrier)
 
 
-class StaticScheduler:
+class Scheduler:
     """The scheduler warp's program."""
 
     def __init__(self, config: GemmConfig) -> None:
@@ -111,15 +139,33 @@ class StaticScheduler:
         return begin, end, last + base
 
     @cute.jit
-    def run(self, ring: TileRing, offsets, groups: Int32, rows: Int32, k: Int32, n_clusters: Int32, ranks):
-        """Fill the ring until the cluster's tiles are over; all lanes of one warp. ranks: of the CTA, along M and N."""
+    def run(self, ring: TileRing, problem, counters, rank: Int32):
+        """Fill the ring until the cluster's tiles are over; all lanes of one warp.
+
+        problem: offsets, groups, rows, K, cluster tiles along N. counters: two int32 of the workspace, zero between
+        launches (dynamic schedule). rank: of the CTA in its cluster.
+        """
         config = self.config
+        if cutlass.const_expr(ring.shared):
+            if rank == 0:
+                self.publish(ring, problem, counters, rank)
+        else:
+            self.publish(ring, problem, counters, rank)
+
+    @cute.jit
+    def publish(self, ring: TileRing, problem, counters, rank: Int32):
+        """The loop of `run`."""
+        config = self.config
+        offsets, groups, rows, k, n_clusters = problem
         lane = cute.arch.lane_idx()
+        if cutlass.const_expr(ring.shared):
+            rank = lane  # lane r writes the ring of CTA r
+        writer = lane < (config.cluster_size if cutlass.const_expr(ring.shared) else 1)
+        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
         grid, _, _ = cute.arch.grid_dim()
         block, _, _ = cute.arch.block_idx()
         clusters = divide(grid, config.cluster_size)
         number = divide(block, config.cluster_size)
-        most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), k), 1)  # cluster tiles in a panel
         count = Int32(0)
         first = Int32(0)
         begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
@@ -131,12 +177,14 @@ class StaticScheduler:
                 begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, chunk_end, lane)
                 chunk_end = cute.arch.shuffle_sync(last, 31)
             more = number < chunk_end
+            ring.acquire(count)
             if more:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
                 group_begin = cute.arch.shuffle_sync(begin, owner)
                 group_end = cute.arch.shuffle_sync(end, owner)
                 m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
                 local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
+                most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), k), 1)  # cluster tiles in a panel
                 panels = divide(m_clusters + most - 1, most)
                 height = divide(m_clusters + panels - 1, panels)
                 panel = divide(local, height * n_clusters)
@@ -144,11 +192,36 @@ class StaticScheduler:
                 first_m = panel * height
                 n_cluster = divide(inside, cutlass.min(m_clusters - first_m, height))
                 m_cluster = first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height)
-                if lane == 0:
-                    row = group_begin + m_cluster * self.cluster_rows + ranks[0] * config.tile[0]
-                    ring.put(count, row, group_end, n_cluster * config.cluster[1] + ranks[1], first + owner)
+                if writer:
+                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
+                    ring.put(count, (row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner), rank)
                 count += 1
-                number += clusters
+                number = self.next_number(counters, number, clusters, lane)
+        for extra in cutlass.range_constexpr(self.sentinels):
+            if cutlass.const_expr(extra > 0):
+                ring.acquire(count + extra)
+            if writer:
+                ring.put(count + extra, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), rank)
+        if cutlass.const_expr(config.dynamic):
+            self.reset(counters, clusters, lane)
+
+    @cute.jit
+    def next_number(self, counters, number: Int32, clusters: Int32, lane: Int32):
+        """The cluster's next tile number: a fixed step ahead, or whatever is left first."""
+        if cutlass.const_expr(self.config.dynamic):
+            taken = Int32(0)
+            if lane == 0:
+                taken = cute.arch.atomic_add(counters, Int32(1), sem="relaxed", scope="gpu")
+            number = clusters + cute.arch.shuffle_sync(taken, 0)
+        else:
+            number += clusters
+        return number
+
+    @cute.jit
+    def reset(self, counters, clusters: Int32, lane: Int32):
+        """The last cluster to end leaves both counters at zero for the next launch."""
         if lane == 0:
-            for extra in cutlass.range_constexpr(self.sentinels):
-                ring.put(count + extra, Int32(0), Int32(0), Int32(0), Int32(NO_TILE))
+            ended = cute.arch.atomic_add(counters + 1, Int32(1), sem="acq_rel", scope="gpu")
+            if ended == clusters - 1:
+                cute.arch.store(counters, Int32(0))
+                cute.arch.store(counters + 1, Int32(0))
