@@ -21,7 +21,6 @@ from fusekit.kernels.config import CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig, d
 
 WARP_ROWS = 16
 BOXES = 2  # staging boxes a warp alternates between
-Y_POLICY = ptx.EVICT_FIRST
 BIG = 2**30
 LARGEST = 2**31 - 1
 WRAP = 2**34
@@ -129,7 +128,7 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.tma_store(descriptor, staging + (number % BOXES) * self.box_bytes, coordinates, Y_POLICY)
+            ptx.tma_store(descriptor, staging + (number % BOXES) * self.box_bytes, coordinates)
             cute.arch.cp_async_bulk_commit_group()
 
     # -- values -------------------------------------------------------------------------------------------------------

@@ -81,10 +81,12 @@ class GemmSm90:
         w_nk, n = self.weights_as_nke(w)
         w_box = (self.main_loop.w_box, TILE_K, *([1] if config.grouped else []))
         map_w = self.load_map(w_nk, w_box, swizzled(self.dtype, 64, n_major=self.main_loop.n_major))
-        map_y = self.store_map(y, self.epilogue.y_box, self.out_dtype)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        map_y = self.ragged_map(store, y, (self.epilogue.y_box, WARP_ROWS))
         map_z = None
         if cutlass.const_expr(config.save_preactivation):
-            map_z = self.store_map(preactivation, self.epilogue.z_box, self.dtype, split=config.glu_layout == "concat")
+            split = config.glu_layout == "concat"
+            map_z = self.ragged_map(store, preactivation, (self.epilogue.z_box, WARP_ROWS), split)
         groups = offsets.shape[0] if cutlass.const_expr(config.grouped) else None
         cluster_n = config.tile[1] * config.cluster[1]
         m_clusters = (rows + (self.scheduler.cluster_rows - 1)) // self.scheduler.cluster_rows
@@ -133,24 +135,20 @@ class GemmSm90:
         copy, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)
         return copy
 
-    def store_map(self, tensor, columns: int, dtype, split: bool = False):
-        """Tensor map of a row-major [M, N] output that clips rows at a group's end (see epilogue.py).
+    def ragged_map(self, op, tensor, box: tuple[int, int], split: bool = False):
+        """Tensor map of a row-major [M, N] tensor that clips rows at a group's end (see epilogue.py).
 
-        With `split` the columns are two halves with a bound each, so that a box of gates never runs into the ups.
+        box: (columns, rows). With `split` the columns are two halves with a bound each, so that a box of gates never
+        runs into the ups.
         """
         ld = tensor.stride[0]
         if split:
             half = tensor.shape[1] // 2
             shape, stride = (half, BIG, 2, LARGEST, LARGEST), (1, ld, half, WRAP - ld, ld)
-            box, box_stride = (columns, WARP_ROWS, 1, 1, 1), (1, columns, 0, 0, 0)
         else:
             shape, stride = (tensor.shape[1], BIG, LARGEST, LARGEST), (1, ld, WRAP - ld, ld)
-            box, box_stride = (columns, WARP_ROWS, 1, 1), (1, columns, 0, 0)
         view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        atom = swizzled(dtype, columns, n_major=True)
-        layout = cute.make_composed_layout(atom.inner, atom.offset, cute.make_layout(box, stride=box_stride))
-        copy, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), view, layout, box)
-        return copy
+        return box_map(op, view, box)
 
     # -- device -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +245,7 @@ class GemmSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         row_offset = 0 if cutlass.const_expr(config.pingpong) else consumer * config.warpgroup_rows
         k_tiles = ptx.divide(k + (TILE_K - 1), TILE_K)
-        most, x_fragments, w_fragment = self.main_loop.fragments(smem_x + row_offset * TILE_K, smem_w)
+        most, fragments = self.main_loop.fragments(smem_x + row_offset * TILE_K, smem_w)
         acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
 
         alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
@@ -281,16 +279,8 @@ class GemmSm90:
                 scale = alpha[group]
             if cutlass.const_expr(config.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * WARPGROUP)
-            rows_left = end - row - row_offset
             stages = (full, empty, position, k_tiles)
-            if rows_left > 64 and cutlass.const_expr(config.warpgroup_rows > 64):
-                self.main_loop.accumulate(most, (x_fragments[-1], w_fragment), stages, consumer, lane)
-            elif rows_left > 0:
-                self.main_loop.accumulate(
-                    self.main_loop.first_block(most), (x_fragments[0], w_fragment), stages, consumer, lane
-                )
-            else:
-                self.main_loop.accumulate(None, None, stages, consumer, lane)
+            self.main_loop.run_tile(most, fragments, stages, end - row - row_offset, consumer, lane)
             scalars = GluScalars(act_alpha, act_limit, act_up_offset)
             self.epilogue.run(
                 acc,
@@ -309,3 +299,13 @@ class GemmSm90:
             row, end, n_tile, group = ring.get(count)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)
+
+
+def box_map(op, tensor, box: tuple[int, int]):
+    """Tensor map of boxes of box[0] elements of mode 0, contiguous, by box[1] of mode 1, swizzled by their width."""
+    shape = (*box, *(1 for _ in range(cute.rank(tensor) - 2)))
+    stride = (1, box[0], *(0 for _ in shape[2:]))
+    atom = swizzled(tensor.element_type, box[0], n_major=True)
+    layout = cute.make_composed_layout(atom.inner, atom.offset, cute.make_layout(shape, stride=stride))
+    copy, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, shape)
+    return copy

@@ -12,8 +12,6 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from fusekit.kernels import ptx
 from fusekit.kernels.config import TILE_K, WARPGROUP, GemmConfig, dtype_of
 
-X_POLICY = None
-W_POLICY = None
 N_BOX = 64  # columns of an n-major box: 128 bytes
 
 
@@ -23,7 +21,7 @@ class MainLoop:
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.n_major = config.b_major == "n"
+        self.m_major, self.n_major = False, config.b_major == "n"
         tile_m, tile_n = config.tile
         self.x_box = tile_m // config.cluster[1]
         halves = config.cluster[0] > 1 or config.glu_layout == "concat"
@@ -65,9 +63,9 @@ class MainLoop:
         """This CTA's share of the stage's x: all rows, or with cluster (1,2) one half for both CTAs."""
         if self.config.cluster[1] > 1:
             offset = rank_n * self.x_box
-            ptx.tma_load(x_map, destination + offset * TILE_K, barrier, (k, row + offset), 3, X_POLICY)
+            ptx.tma_load(x_map, destination + offset * TILE_K, barrier, (k, row + offset), 3)
         else:
-            ptx.tma_load(x_map, destination, barrier, (k, row), policy=X_POLICY)
+            ptx.tma_load(x_map, destination, barrier, (k, row))
 
     @cute.jit
     def load_w(self, w_map, destination, barrier, k: Int32, n_tile: Int32, group: Int32, half_n: Int32, rank_m: Int32):
@@ -95,9 +93,20 @@ class MainLoop:
             where = (column + first, k) if self.n_major else (k, column + first)
             if self.config.grouped:
                 where = (*where, group)
-            ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, mask, W_POLICY)
+            ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, mask)
 
     # -- accumulate ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def run_tile(self, most, fragments, pipeline, rows_left: Int32, consumer: Int32, lane: Int32):
+        """Accumulate a tile of which `rows_left` rows exist; a block of 64 rows without any costs no tensor work."""
+        x_fragments, w_fragment = fragments
+        if rows_left > 64 and cutlass.const_expr(self.config.warpgroup_rows > 64):
+            self.accumulate(most, (x_fragments[-1], w_fragment), pipeline, consumer, lane)
+        elif rows_left > 0:
+            self.accumulate(self.first_block(most), (x_fragments[0], w_fragment), pipeline, consumer, lane)
+        else:
+            self.accumulate(None, None, pipeline, consumer, lane)
 
     @cute.jit
     def accumulate(self, accumulators, fragments, pipeline, consumer: Int32, lane: Int32):
@@ -162,13 +171,13 @@ class MainLoop:
         w = cute.make_tensor(cute.recast_ptr(smem_w, layout.inner, dtype=self.dtype), layout.outer)
         accumulators = mma.make_fragment_C(mma.partition_shape_C((rows, tile_n)))
         x = [self.x_fragment(mma, smem_x, blocks) for blocks in self.block_counts]
-        return accumulators, x, mma.make_fragment_B(mma.get_slice(0).partition_B(w))
+        return accumulators, (x, mma.make_fragment_B(mma.get_slice(0).partition_B(w)))
 
     def x_fragment(self, mma, pointer, blocks: int):
         """wgmma descriptors of the first `blocks` 64-row blocks of x at `pointer`, for every stage."""
-        layout = staged(
-            swizzled(self.dtype, 64), (blocks * 64, TILE_K), self.config.stages, self.config.tile[0] * TILE_K
-        )
+        atom = swizzled(self.dtype, 64, n_major=self.m_major)
+        elements = self.config.tile[0] * TILE_K
+        layout = staged(atom, (blocks * 64, TILE_K), self.config.stages, elements, k_first=self.m_major)
         tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
         return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
 
@@ -179,15 +188,17 @@ class MainLoop:
 
     def tiled_mma(self):
         """wgmma of one warpgroup over all columns of the tile."""
-        major = OperandMajorMode.MN if self.n_major else OperandMajorMode.K
+        x_major, w_major = (
+            OperandMajorMode.MN if other else OperandMajorMode.K for other in (self.m_major, self.n_major)
+        )
         return make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1), (64, self.config.tile[1])
+            self.dtype, self.dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.config.tile[1])
         )
 
 
 def swizzled(dtype, columns: int, n_major: bool = False):
-    """Shared-memory layout atom whose contiguous side is `columns` elements: 64, 32 or 16."""
-    kind = {64: "SW128", 32: "SW64", 16: "SW32"}[columns]
+    """Shared-memory layout atom whose contiguous side is `columns` elements: 128, 64 or 32 bytes."""
+    kind = {128: "SW128", 64: "SW64", 32: "SW32"}[columns * dtype.width // 8]
     name = f"{'MN' if n_major else 'K'}_{kind}"
     return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind[name], dtype)
 

@@ -11,10 +11,6 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
 
-# L2 eviction policies, as `createpolicy.fractional` makes them for all of an access (CUTLASS, TMA::CacheHintSm90).
-EVICT_FIRST = 0x12F0000000000000
-EVICT_LAST = 0x14F0000000000000
-
 
 @dsl_user_op
 def descriptor_address(atom, *, loc=None, ip=None):
@@ -34,11 +30,11 @@ def modulo(a: Int32, b) -> Int32:
     return Int32(Uint32(a) % Uint32(b))
 
 
-def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None, policy=None) -> None:
+def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 
     `coordinates` are innermost first. With `multicast_mask` the box lands at the same offset in every CTA of the mask,
-    and each of them has the barrier at that offset credited. `policy` is an L2 eviction policy.
+    and each of them has the barrier at that offset credited.
     """
     rank = len(coordinates)
     arguments = [destination.toint(), descriptor.toint(), barrier.toint(), *[Int32(c) for c in coordinates]]
@@ -47,24 +43,19 @@ def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None,
     if multicast_mask is not None:
         kind, tail = ".multicast::cluster", f"{tail}, {{$r{len(arguments)}}}"
         arguments.append(cutlass.Int16(multicast_mask))
-    if policy is not None:
-        kind, tail = f"{kind}.L2::cache_hint", f"{tail}, {{$r{len(arguments)}}}"
-        arguments.append(cutlass.Int64(policy))
     text = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{kind}{tail};"
     cute.arch.inline_ptx(text, read_only_args=arguments)
 
 
-def tma_store(descriptor, source, coordinates, policy=None) -> None:
-    """Start one box from shared to global memory, in the calling thread's current bulk group."""
+def tma_store(descriptor, source, coordinates, add: bool = False) -> None:
+    """Start one box from shared to global memory, in the calling thread's current bulk group; `add` adds it there."""
     rank = len(coordinates)
     arguments = [source.toint(), descriptor.toint(), *[Int32(c) for c in coordinates]]
     holes = ", ".join(f"{{$r{2 + i}}}" for i in range(rank))
-    kind, tail = "", f" [{{$r1}}, {{{holes}}}], [{{$r0}}]"
-    if policy is not None:
-        kind, tail = ".L2::cache_hint", f"{tail}, {{$r{len(arguments)}}}"
-        arguments.append(cutlass.Int64(policy))
+    name, reduction = ("cp.reduce.async", ".add") if add else ("cp.async", "")
     cute.arch.inline_ptx(
-        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group{kind}{tail};", read_only_args=arguments
+        f"{name}.bulk.tensor.{rank}d.global.shared::cta{reduction}.tile.bulk_group [{{$r1}}, {{{holes}}}], [{{$r0}}];",
+        read_only_args=arguments,
     )
 
 
@@ -72,14 +63,6 @@ def store_matrix_x4(address: Int32, registers) -> None:
     """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *registers],
-    )
-
-
-def store_matrix_x2(address: Int32, registers) -> None:
-    """stmatrix of two 8x8 matrices; lanes 0-15 give the addresses."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x2.shared.b16 [{$r0}], {{$r1}, {$r2}};",
         read_only_args=[address, *registers],
     )
 
@@ -133,6 +116,11 @@ def store_shared_v4(address: Int32, values) -> None:
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *[Int32(v) for v in values]]
     )
+
+
+def store_shared_f32x2(address: Int32, low: Float32, high: Float32) -> None:
+    """Two float32 to shared memory, 8-byte aligned."""
+    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
 
 
 def load_shared_f32x2(address: Int32):

@@ -1,10 +1,10 @@
 """Which tile a CTA computes next: one warp decides, everybody else in the CTA reads its ring.
 
 The grid is persistent. A cluster tile is `cluster` CTA tiles of one group; the groups' cluster tiles are numbered one
-group after the other, so a number is turned into (group, m, n) from the row offsets, read on the device: the host never
-learns them. Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand rows stay
-in L2 while N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, about equally
-high.
+group after the other, so a number is turned into (group, m, n) from the row offsets, read on the device: the host
+never learns them. Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand
+rows stay in L2 while N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, about
+equally high.
 
 Static: cluster c takes the numbers c, c + clusters, c + 2 clusters and so on; each CTA works them out for itself.
 Dynamic: after its first, a cluster takes the next number from a counter in global memory. Tiles then begin in the order
@@ -38,9 +38,9 @@ NO_TILE = -1  # in place of a group: the schedule has ended
 class TileRing:
     """The scheduler warp's ring of tiles in shared memory, guarded by one full and one empty barrier a slot.
 
-    Arrive counts: full 1 (the scheduler); empty 1 of the load warp + 4 for each consumer warpgroup that reads the slot
-    (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative). Where one scheduler
-    serves a whole cluster, it writes every CTA's ring, and all their readers arrive at its own empty barrier.
+    Arrive counts: full 1 (the scheduler); empty 1 of the load warp + 4 for each consumer warpgroup that reads the
+    slot (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative). Where one
+    scheduler serves a whole cluster, it writes every CTA's ring, and all their readers arrive at its empty barrier.
     """
 
     def __init__(self, config: GemmConfig, slots, full, empty) -> None:
