@@ -16,7 +16,8 @@ class GemmConfig:
 
     `alpha` is "none", "scalar" or "group"; `activation` a key of `activations.ACTIVATIONS`; `glu_layout` one of "none",
     "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline; `epilogue_box` the most
-    columns of an epilogue staging box.
+    columns of an epilogue staging box; `dynamic` the schedule. `wgrad`: the weight gradient dw[e] = dy^T x, whose
+    `out_dtype` may be "f32", and with `accumulate` is added to what is there.
     """
 
     grouped: bool
@@ -34,7 +35,9 @@ class GemmConfig:
     pingpong: bool
     stages: int
     epilogue_box: int
-    dynamic: bool = False
+    dynamic: bool
+    wgrad: bool = False
+    accumulate: bool = False
 
     @property
     def gated(self) -> bool:
@@ -57,11 +60,16 @@ class GemmConfig:
         return 2 if self.dynamic else 4
 
     @property
+    def slot_bytes(self) -> int:
+        """What the scheduler says of a tile."""
+        return 32 if self.wgrad else 16
+
+    @property
     def cluster_size(self) -> int:
         """CTAs in a cluster."""
         return self.cluster[0] * self.cluster[1]
 
 
 def dtype_of(name: str):
-    """The DSL's type for "bf16" or "fp16"."""
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+    """The DSL's type for "bf16", "fp16" or "f32"."""
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "f32": cutlass.Float32}[name]

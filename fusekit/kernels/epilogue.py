@@ -26,6 +26,74 @@ LARGEST = 2**31 - 1
 WRAP = 2**34
 
 
+class StagingBoxes:
+    """A warp's staging boxes in shared memory, of `bytes` each, used in turn and stored by TMA."""
+
+    def __init__(self, box_bytes: int) -> None:
+        self.bytes = box_bytes
+
+    @cute.jit
+    def store(
+        self, number: cutlass.Constexpr, columns: cutlass.Constexpr, registers, descriptor, coordinates, staging, lane
+    ):
+        """Write a 16-row box of 16-bit elements and start its store.
+
+        `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
+        the tensor map's: 16-byte units exchanged by address bits 7 and up.
+        """
+        row = lane & (WARP_ROWS - 1)
+        swizzle = ((row * (2 * columns)) >> 7) & (columns // 8 - 1)
+        unit = ((lane >> 4) ^ swizzle) * 16
+        box = staging + (number % BOXES) * self.bytes
+        base = box.toint() + row * (2 * columns)
+        self.acquire(lane)
+        for pair in cutlass.range_constexpr(columns // 16):
+            ptx.store_matrix_x4(base + (unit ^ (pair * 32)), registers[4 * pair : 4 * pair + 4])
+        self.send(box, descriptor, coordinates, lane, False)
+
+    @cute.jit
+    def store_single(
+        self,
+        number: cutlass.Constexpr,
+        columns: cutlass.Constexpr,
+        values,
+        descriptor,
+        coordinates,
+        staging,
+        lane,
+        add: cutlass.Constexpr,
+    ):
+        """Write a 16-row box of float32 (accumulator registers in order) and start its store, or its addition."""
+        row = lane >> 2
+        box = staging + (number % BOXES) * self.bytes
+        base = box.toint() + row * (4 * columns)
+        swizzle = ((row * (4 * columns)) >> 7) & (columns // 4 - 1)
+        place = (lane & 3) * 8
+        self.acquire(lane)
+        for chunk in cutlass.range_constexpr(columns // 8):
+            offset = ((chunk * 32 + place) ^ (swizzle * 16)) + base
+            for r in cutlass.range_constexpr(2):  # eight rows further the swizzle is the same
+                index = chunk * 4 + r * 2
+                ptx.store_shared_f32x2(offset + r * (8 * 4 * columns), values[index], values[index + 1])
+        self.send(box, descriptor, coordinates, lane, add)
+
+    @cute.jit
+    def acquire(self, lane: Int32):
+        """Wait until the store of the box before the last has left shared memory."""
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def send(self, box, descriptor, coordinates, lane: Int32, add: cutlass.Constexpr):
+        """Start the store of a box that the warp has written."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.tma_store(descriptor, box, coordinates, add)
+            cute.arch.cp_async_bulk_commit_group()
+
+
 class Operands:
     """What the epilogue reads besides accumulators and bias: alpha, row scales, the activation's scalars."""
 
@@ -54,11 +122,11 @@ class Epilogue:
         half = config.tile[1] // 2
         self.y_box = box_columns(config.out_tile_n, config.epilogue_box)
         self.z_box = box_columns(half if self.concat else config.tile[1], config.epilogue_box)
-        self.box_bytes = config.epilogue_box * WARP_ROWS * 2
-        self.warp_bytes = BOXES * self.box_bytes
+        self.boxes = StagingBoxes(config.epilogue_box * WARP_ROWS * 2)
+        self.warp_bytes = BOXES * self.boxes.bytes
         self.staging_bytes = CONSUMER_WARPGROUPS * 4 * self.warp_bytes
         self.z_boxes = config.tile[1] // self.z_box if config.save_preactivation else 0
-        self.boxes = self.z_boxes + config.out_tile_n // self.y_box  # of one 64-row block
+        self.box_count = self.z_boxes + config.out_tile_n // self.y_box  # of one 64-row block
         table = activations.GATED if config.gated else activations.PLAIN
         kind, _, approximate = config.activation.partition(":")
         self.activation = table[kind, approximate or "none"]
@@ -103,34 +171,6 @@ class Epilogue:
                 shared[column] = value
         cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
 
-    # -- one staging box ----------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def store_box(
-        self, number: cutlass.Constexpr, columns: cutlass.Constexpr, registers, descriptor, coordinates, staging, lane
-    ):
-        """Write a 16-row box and start its store.
-
-        `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
-        the tensor map's: 16-byte units exchanged by address bits 7 and up.
-        """
-        address = staging.toint() + (number % BOXES) * self.box_bytes
-        row = lane & (WARP_ROWS - 1)
-        swizzle = ((row * (2 * columns)) >> 7) & (columns // 8 - 1)
-        unit = ((lane >> 4) ^ swizzle) * 16
-        base = address + row * (2 * columns)
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(BOXES - 1, read=True)
-        cute.arch.sync_warp()
-        for pair in cutlass.range_constexpr(columns // 16):
-            four = registers[4 * pair : 4 * pair + 4]
-            ptx.store_matrix_x4(base + (unit ^ (pair * 32)), four)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.tma_store(descriptor, staging + (number % BOXES) * self.box_bytes, coordinates)
-            cute.arch.cp_async_bulk_commit_group()
-
     # -- values -------------------------------------------------------------------------------------------------------
 
     def activate(self, acc, base: int, chunk: int, r: int, c: int, scalars, scale):
@@ -149,7 +189,7 @@ class Epilogue:
         return value * scale[r] if self.config.row_scale else value
 
     def output_registers(self, acc, base: int, chunks, scalars, scale, lane):
-        """Packed outputs of these chunks, (chunk, r) in order, as `store_box` wants them."""
+        """Packed outputs of these chunks, (chunk, r) in order, as `StagingBoxes.store` wants them."""
         packed = []
         for chunk in chunks:
             for r in range(2):
@@ -198,7 +238,7 @@ class Epilogue:
             if row < end:
                 base = block * per_block
                 scale = self.row_scales(operands.row_scale, row, end, lane)
-                number = block * self.boxes
+                number = block * self.box_count
                 for box in cutlass.range_constexpr(config.out_tile_n // self.y_box):
                     chunks = range(box * self.y_box // 8, (box + 1) * self.y_box // 8)
                     sources = self.sources(chunks)
@@ -207,11 +247,11 @@ class Epilogue:
                         if cutlass.const_expr(z_box * self.z_box // 8 in sources):
                             registers = self.preactivation_registers(acc, base, z_box)
                             where = self.preactivation_coordinates(z_box, row, end, n_tile)
-                            self.store_box(number, self.z_box, registers, map_z, where, staging, lane)
+                            self.boxes.store(number, self.z_box, registers, map_z, where, staging, lane)
                             number += 1
                     registers = self.output_registers(acc, base, chunks, operands.scalars, scale, lane)
                     where = (n_tile * config.out_tile_n + box * self.y_box, BIG - (end - row), BIG, end)
-                    self.store_box(number, self.y_box, registers, map_y, where, staging, lane)
+                    self.boxes.store(number, self.y_box, registers, map_y, where, staging, lane)
                     number += 1
 
     def scale_and_bias(self, acc, base: int, chunks, alpha, shared_bias, lane) -> None:

@@ -36,7 +36,7 @@ from fusekit.kernels.activations import GluScalars
 from fusekit.kernels.config import THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
 from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue, Operands
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
-from fusekit.kernels.scheduler import SLOT_BYTES, Scheduler, TileRing
+from fusekit.kernels.scheduler import Scheduler, TileRing
 
 LOAD_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -188,7 +188,7 @@ class GemmSm90:
         empty = allocator.allocate_array(Int64, config.stages)
         ring = TileRing(
             config,
-            allocator.allocate(config.ring_slots * SLOT_BYTES, 16).toint(),
+            allocator.allocate(config.ring_slots * config.slot_bytes, 16).toint(),
             allocator.allocate_array(Int64, config.ring_slots),
             allocator.allocate_array(Int64, config.ring_slots),
         )

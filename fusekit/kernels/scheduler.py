@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
-from fusekit.kernels.config import GemmConfig
+from fusekit.kernels.config import TILE_K, GemmConfig
 from fusekit.kernels.ptx import (
     arrive_expecting,
     divide,
@@ -30,7 +30,6 @@ from fusekit.kernels.ptx import (
     store_shared_v4,
 )
 
-SLOT_BYTES = 16
 PANEL_ELEMENTS = 12 * 2**20  # 24 MiB of 16-bit operands, about half of the L2 of an H100
 NO_TILE = -1  # in place of a group: the schedule has ended
 
@@ -80,19 +79,25 @@ class TileRing:
         slot = modulo(count, self.config.ring_slots)
         if cutlass.const_expr(self.shared):
             barrier = mapped_address((self.full + slot).toint(), rank)
-            arrive_expecting(barrier, SLOT_BYTES)
-            store_async_v4(mapped_address(self.slots + slot * SLOT_BYTES, rank), barrier, tile)
+            arrive_expecting(barrier, self.config.slot_bytes)
+            address = mapped_address(self.slots + slot * self.config.slot_bytes, rank)
+            for word in cutlass.range_constexpr(0, len(tile), 4):
+                store_async_v4(address + word * 4, barrier, tile[word : word + 4])
         else:
-            store_shared_v4(self.slots + slot * SLOT_BYTES, tile)
+            address = self.slots + slot * self.config.slot_bytes
+            for word in cutlass.range_constexpr(0, len(tile), 4):
+                store_shared_v4(address + word * 4, tile[word : word + 4])
             cute.arch.mbarrier_arrive(self.full + slot)
 
     @cute.jit
     def get(self, count: Int32):
-        """Read the `count`-th tile: first row, end row of its group, tile along N, group; any number of lanes."""
+        """Read the `count`-th tile; any number of lanes. Its words are those that the scheduler put."""
         slot = modulo(count, self.config.ring_slots)
         cute.arch.mbarrier_wait(self.full + slot, divide(count, self.config.ring_slots) & 1)
-        row, end, n_tile, group = load_shared_v4(self.slots + slot * SLOT_BYTES)
-        return row, end, n_tile, group
+        words = ()
+        for word in cutlass.range_constexpr(0, self.config.slot_bytes // 4, 4):
+            words = words + load_shared_v4(self.slots + (slot * self.config.slot_bytes + word * 4))
+        return words
 
     @cute.jit
     def free(self, count: Int32):
@@ -105,12 +110,89 @@ class TileRing:
 
 
 class Scheduler:
-    """The scheduler warp's program."""
+    """The scheduler warp's program for tiles of rows: (first row, end row of the group, tile along N, group)."""
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
         self.cluster_rows = config.tile[0] * config.cluster[0]
         self.sentinels = 2 if config.pingpong else 1  # each consumer warpgroup must see the end
+
+    @cute.jit
+    def run(self, ring: TileRing, problem, counters, rank: Int32):
+        """Fill the ring until the cluster's tiles are over; all lanes of one warp.
+
+        problem: offsets, groups, rows, K, cluster tiles along N. counters: two int32 of the workspace, zero between
+        launches (dynamic schedule). rank: of the CTA in its cluster.
+        """
+        lane = cute.arch.lane_idx()
+        if cutlass.const_expr(ring.shared):
+            if rank == 0:
+                self.publish(ring, problem, counters, lane, lane < self.config.cluster_size, lane)
+        else:
+            self.publish(ring, problem, counters, rank, lane == 0, lane)
+
+    @cute.jit
+    def publish(self, ring: TileRing, problem, counters, rank: Int32, writer, lane: Int32):
+        """The loop of `run`; the lanes for which `writer` holds write the ring of CTA `rank` each."""
+        config = self.config
+        offsets, groups, rows, k, n_clusters = problem
+        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
+        number, clusters = self.first_number()
+        count = Int32(0)
+        first = Int32(0)
+        begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
+        chunk_end = cute.arch.shuffle_sync(last, 31)
+        more = Boolean(True)
+        while more:
+            while number >= chunk_end and first + 32 < groups:
+                first += 32
+                begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, chunk_end, lane)
+                chunk_end = cute.arch.shuffle_sync(last, 31)
+            more = number < chunk_end
+            ring.acquire(count)
+            if more:
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
+                group_begin = cute.arch.shuffle_sync(begin, owner)
+                group_end = cute.arch.shuffle_sync(end, owner)
+                m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
+                local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
+                m_cluster, n_cluster = self.place(local, m_clusters, n_clusters, k)
+                if writer:
+                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
+                    ring.put(count, (row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner), rank)
+                count += 1
+                number = self.next_number(counters, number, clusters, lane)
+        self.finish(ring, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), count, counters, clusters, rank, writer, lane)
+
+    def first_number(self):
+        """The cluster's first tile number, and how many clusters there are."""
+        grid, _, _ = cute.arch.grid_dim()
+        block, _, _ = cute.arch.block_idx()
+        return divide(block, self.config.cluster_size), divide(grid, self.config.cluster_size)
+
+    def place(self, local: Int32, m_clusters: Int32, n_clusters: Int32, depth: Int32):
+        """Cluster tile along M and N of a group's `local`-th, panel by panel; `depth` elements of x in a row."""
+        most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), depth), 1)  # cluster tiles in a panel
+        panels = divide(m_clusters + most - 1, most)
+        height = divide(m_clusters + panels - 1, panels)
+        panel = divide(local, height * n_clusters)
+        inside = local - panel * height * n_clusters
+        first_m = panel * height
+        n_cluster = divide(inside, cutlass.min(m_clusters - first_m, height))
+        return first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height), n_cluster
+
+    @cute.jit
+    def finish(
+        self, ring: TileRing, sentinel, count: Int32, counters, clusters: Int32, rank: Int32, writer, lane: Int32
+    ):
+        """Tell every reader that the schedule has ended; the slot of `count` is free already."""
+        for extra in cutlass.range_constexpr(self.sentinels):
+            if cutlass.const_expr(extra > 0):
+                ring.acquire(count + extra)
+            if writer:
+                ring.put(count + extra, sentinel, rank)
+        if cutlass.const_expr(self.config.dynamic):
+            self.reset(counters, clusters, lane)
 
     @cute.jit
     def groups_of_lanes(
@@ -139,73 +221,6 @@ class Scheduler:
         return begin, end, last + base
 
     @cute.jit
-    def run(self, ring: TileRing, problem, counters, rank: Int32):
-        """Fill the ring until the cluster's tiles are over; all lanes of one warp.
-
-        problem: offsets, groups, rows, K, cluster tiles along N. counters: two int32 of the workspace, zero between
-        launches (dynamic schedule). rank: of the CTA in its cluster.
-        """
-        config = self.config
-        if cutlass.const_expr(ring.shared):
-            if rank == 0:
-                self.publish(ring, problem, counters, rank)
-        else:
-            self.publish(ring, problem, counters, rank)
-
-    @cute.jit
-    def publish(self, ring: TileRing, problem, counters, rank: Int32):
-        """The loop of `run`."""
-        config = self.config
-        offsets, groups, rows, k, n_clusters = problem
-        lane = cute.arch.lane_idx()
-        if cutlass.const_expr(ring.shared):
-            rank = lane  # lane r writes the ring of CTA r
-        writer = lane < (config.cluster_size if cutlass.const_expr(ring.shared) else 1)
-        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
-        grid, _, _ = cute.arch.grid_dim()
-        block, _, _ = cute.arch.block_idx()
-        clusters = divide(grid, config.cluster_size)
-        number = divide(block, config.cluster_size)
-        count = Int32(0)
-        first = Int32(0)
-        begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
-        chunk_end = cute.arch.shuffle_sync(last, 31)
-        more = Boolean(True)
-        while more:
-            while number >= chunk_end and first + 32 < groups:
-                first += 32
-                begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, chunk_end, lane)
-                chunk_end = cute.arch.shuffle_sync(last, 31)
-            more = number < chunk_end
-            ring.acquire(count)
-            if more:
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
-                group_begin = cute.arch.shuffle_sync(begin, owner)
-                group_end = cute.arch.shuffle_sync(end, owner)
-                m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
-                local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
-                most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), k), 1)  # cluster tiles in a panel
-                panels = divide(m_clusters + most - 1, most)
-                height = divide(m_clusters + panels - 1, panels)
-                panel = divide(local, height * n_clusters)
-                inside = local - panel * height * n_clusters
-                first_m = panel * height
-                n_cluster = divide(inside, cutlass.min(m_clusters - first_m, height))
-                m_cluster = first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height)
-                if writer:
-                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
-                    ring.put(count, (row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner), rank)
-                count += 1
-                number = self.next_number(counters, number, clusters, lane)
-        for extra in cutlass.range_constexpr(self.sentinels):
-            if cutlass.const_expr(extra > 0):
-                ring.acquire(count + extra)
-            if writer:
-                ring.put(count + extra, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), rank)
-        if cutlass.const_expr(config.dynamic):
-            self.reset(counters, clusters, lane)
-
-    @cute.jit
     def next_number(self, counters, number: Int32, clusters: Int32, lane: Int32):
         """The cluster's next tile number: a fixed step ahead, or whatever is left first."""
         if cutlass.const_expr(self.config.dynamic):
@@ -225,3 +240,44 @@ class Scheduler:
             if ended == clusters - 1:
                 cute.arch.store(counters, Int32(0))
                 cute.arch.store(counters + 1, Int32(0))
+
+
+class GroupScheduler(Scheduler):
+    """The program for weight gradients: every group has the same tiles, and its rows are the reduction.
+
+    A tile's words: first row, end row, tile along N, group, tile along M, stages that the operand pipeline has seen
+    before it; the other two are zero.
+    """
+
+    @cute.jit
+    def publish(self, ring: TileRing, problem, counters, rank: Int32, writer, lane: Int32):
+        """As in `Scheduler`; problem: offsets, groups, rows, rows of dw, cluster tiles along N."""
+        config = self.config
+        offsets, groups, rows, m, n_clusters = problem
+        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
+        number, clusters = self.first_number()
+        m_clusters = divide(m + (self.cluster_rows - 1), self.cluster_rows)
+        count = Int32(0)
+        position = Int32(0)
+        more = Boolean(True)
+        while more:
+            group = divide(number, m_clusters * n_clusters)
+            more = group < groups
+            ring.acquire(count)
+            if more:
+                begin = Int32(0)
+                if group > 0:
+                    begin = cutlass.max(offsets[group - 1], 0)
+                end = cutlass.max(cutlass.min(offsets[group], rows), begin)
+                local = number - group * (m_clusters * n_clusters)
+                m_cluster, n_cluster = self.place(local, m_clusters, n_clusters, cutlass.max(end - begin, 1))
+                if writer:
+                    m_tile = m_cluster * config.cluster[0] + rank_m
+                    n_tile = n_cluster * config.cluster[1] + rank_n
+                    ring.put(count, (begin, end, n_tile, group, m_tile, position, Int32(0), Int32(0)), rank)
+                position += divide(end - begin + (TILE_K - 1), TILE_K)
+                count += 1
+                number = self.next_number(counters, number, clusters, lane)
+        nothing = Int32(0)
+        sentinel = (nothing, nothing, nothing, Int32(NO_TILE), nothing, nothing, nothing, nothing)
+        self.finish(ring, sentinel, count, counters, clusters, rank, writer, lane)

@@ -66,7 +66,8 @@ KERNEL_KEYS = (
     Key("cluster", "pair", "CTAs of a cluster along [M, N].", choices=CLUSTERS, default=(1, 1), sweep=True),
     Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold the tile.",
         choices=MAINLOOPS, sweep=True),
-    Key("schedule", "choice", "How tiles are dealt to clusters.", choices=("static", "dynamic"), default="static", sweep=True),
+    Key("schedule", "choice", "How tiles are dealt to clusters.", choices=("static", "dynamic"), default="static",
+        sweep=True),
     Key("cluster_margin", "int", "Clusters held back for other kernels; may be changed at launch.", default=0),
     Key("problem", "table", "The shape that run and benchmarks use.", keys=PROBLEM_KEYS),
 )  # fmt: skip

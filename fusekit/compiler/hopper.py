@@ -1,0 +1,128 @@
+"""What the Hopper families share: tensor maps, grid, shared memory of a record; the fake arguments of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusekit.abi import Expr, LaunchRecord, TensorMapParameter
+from fusekit.abi.arguments import DTYPE_BYTES
+from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostStream, HostTensor
+from fusekit.spec import KernelSpec
+
+ELEMENT = 2  # bytes of bf16 and fp16
+VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+BIG, LARGEST, WRAP = 2**30, 2**31 - 1, 2**34  # the clipping dims of a ragged map; see kernels/epilogue.py
+MOST_GROUPS = 2**16
+COUNTER_BYTES = 8  # two int32 of the dynamic schedule
+L2_PROMOTION = "128B"  # what the DSL asks for
+BOX_ROWS = 16  # of an epilogue box: a warp's rows
+SWIZZLES = {128: "128B", 64: "64B", 32: "32B"}
+
+
+def in_bytes(elements: Expr, dtype: str = "bf16") -> Expr:
+    """An extent or stride in bytes."""
+    return ["mul", DTYPE_BYTES[dtype], elements]
+
+
+def box_columns(width: int, limit: int) -> int:
+    """Columns of an epilogue box; the kernels' `box_columns` says the same."""
+    return next(columns for columns in (64, 32, 16) if columns <= limit and width % columns == 0)
+
+
+def ragged_map(
+    name: str, argument: str, dtype: str, columns: tuple[Expr, ...], box: int, rows: int = BOX_ROWS
+) -> TensorMapParameter:
+    """Map of a row-major tensor whose rows the kernel clips at a group's end; two `columns` are (half, 2)."""
+    ld = f"{argument}.stride0"
+    half: tuple[Expr, ...] = (2,) if len(columns) == 2 else ()
+    half_stride: tuple[Expr, ...] = (in_bytes(columns[0], dtype),) if len(columns) == 2 else ()
+    return TensorMapParameter(
+        name,
+        argument,
+        dtype=dtype,
+        dims=(columns[0], BIG, *half, LARGEST, LARGEST),
+        strides=(in_bytes(ld, dtype), *half_stride, in_bytes(["sub", WRAP, ld], dtype), in_bytes(ld, dtype)),
+        box=(box, rows, *(1 for _ in half), 1, 1),
+        swizzle=SWIZZLES[box * DTYPE_BYTES[dtype]],
+        l2_promotion=L2_PROMOTION,
+    )
+
+
+def grid(spec: KernelSpec, cluster_tiles: Expr) -> Expr:
+    """CTAs: a cluster for each cluster tile there can be at most, or as many as the SMs less the margin hold."""
+    size = spec.cluster[0] * spec.cluster[1]
+    resident: Expr = ["sub", ["floordiv", "sm_count", size], "cluster_margin"]
+    return ["mul", size, ["max", 1, ["min", resident, cluster_tiles]]]
+
+
+def shared_bytes(spec: KernelSpec, slot_bytes: int) -> int:
+    """Dynamic shared memory: the allocations of the kernel in order, each at its alignment."""
+    tile_m, tile_n = spec.tile
+    stages = spec.budget.stages
+    ring = 2 if spec.schedule == "dynamic" else 4
+    allocations = [
+        (stages * tile_m * 64 * ELEMENT, 1024),
+        (stages * tile_n * 64 * ELEMENT, 1024),
+        (spec.budget.epilogue_bytes, 1024),
+        (stages * 8, 8),
+        (stages * 8, 8),
+        (ring * slot_bytes, 16),
+        (ring * 8, 8),
+        (ring * 8, 8),
+        *([(2 * tile_n * 4, 4)] if spec.bias else []),
+    ]
+    end = 0
+    for size, alignment in allocations:
+        end = -(-end // alignment) * alignment + size
+    return end
+
+
+def fake_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[Any, ...]:
+    """What the kernel's host function is traced with: its operands (None where the record has none), the dynamic
+    schedule's counters, SM count, cluster margin, stream. Imports the DSL."""
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "f32": cutlass.Float32, "i32": cutlass.Int32}
+    divisors = {dim.name: dim.divisor for dim in record.dims}
+    tensors = {tensor.name: tensor for tensor in record.tensors}
+    scalars = {scalar.name for scalar in record.scalars}
+
+    def fake(name: str) -> Any:
+        if name in scalars:
+            return cutlass.Float32(1.0)
+        if name not in tensors:
+            return None
+        tensor = tensors[name]
+        shape = tuple(
+            cute.sym_int(divisibility=divisors[extent] if isinstance(extent, str) else 2 * divisors["I"])
+            for extent in tensor.shape
+        )
+        strides = tuple(
+            1
+            if stride == 1
+            else cute.sym_int64(divisibility=tensor.stride_divisor if tensor.reads_stride(index) else 1)
+            for index, stride in enumerate(tensor.strides)
+        )
+        return make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment)
+
+    counters = make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=8) if record.workspace else None
+    return (*(fake(name) for name in operands), counters, cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
+
+
+def host_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[HostArgument, ...]:
+    """What each of the traced arguments is at run time; those that are None have no entry."""
+    tensors = {tensor.name for tensor in record.tensors}
+    scalars = {scalar.name for scalar in record.scalars}
+    arguments: list[HostArgument] = []
+    for name in operands:
+        if name in tensors:
+            arguments.append(HostTensor(name))
+        elif name in scalars:
+            arguments.append(HostScalar(name))
+    if record.workspace:
+        arguments.append(HostPointer("workspace"))
+    return (*arguments, HostInteger("sm_count"), HostInteger("cluster_margin"), HostStream())
