@@ -94,13 +94,6 @@ class StagingBoxes:
             cute.arch.cp_async_bulk_commit_group()
 
 
-class Operands:
-    """What the epilogue reads besides accumulators and bias: alpha, row scales, the activation's scalars."""
-
-    def __init__(self, alpha, row_scale, scalars: activations.GluScalars) -> None:
-        self.alpha, self.row_scale, self.scalars = alpha, row_scale, scalars
-
-
 def box_columns(width: int, limit: int) -> int:
     """Columns of a staging box: the widest of 64, 32, 16 up to `limit` that divides `width`."""
     return next(columns for columns in (64, 32, 16) if columns <= limit and width % columns == 0)
@@ -113,6 +106,8 @@ def bias_barrier(warpgroup: Int32) -> Int32:
 
 class Epilogue:
     """What one configuration does with its accumulators."""
+
+    barriers = 0  # that it wants in shared memory
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -156,20 +151,21 @@ class Epilogue:
         return n_tile * self.config.tile[1] + column
 
     @cute.jit
-    def load_bias(
-        self, bias, shared, group: Int32, n_tile: Int32, n: Int32, half_n: Int32, thread: Int32, warpgroup: Int32
-    ):
-        """The tile's bias as float32 into shared memory, zero beyond N; all threads of a warpgroup."""
-        cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
-        for step in cutlass.range_constexpr((self.config.tile[1] + WARPGROUP - 1) // WARPGROUP):
-            column = thread + step * WARPGROUP
-            if column < self.config.tile[1]:
-                source = self.column_of(column, n_tile, half_n)
-                value = Float32(0.0)
-                if source < n:
-                    value = Float32(bias[cutlass.Int64(group) * n + source])
-                shared[column] = value
-        cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
+    def prepare(self, tile, context, seen: Int32):
+        """Before a tile's main loop: its bias as float32 into shared memory, zero beyond N; a warpgroup's threads."""
+        if cutlass.const_expr(self.config.bias):
+            _, _, n_tile, group = tile
+            _, _, (bias, shared, n, half_n), _, (thread, warpgroup) = context
+            cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
+            for step in cutlass.range_constexpr((self.config.tile[1] + WARPGROUP - 1) // WARPGROUP):
+                column = thread + step * WARPGROUP
+                if column < self.config.tile[1]:
+                    source = self.column_of(column, n_tile, half_n)
+                    value = Float32(0.0)
+                    if source < n:
+                        value = Float32(bias[cutlass.Int64(group) * n + source])
+                    shared[column] = value
+            cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -211,25 +207,20 @@ class Epilogue:
     # -- a tile -------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def run(
-        self,
-        acc,
-        tile_row: Int32,
-        end: Int32,
-        n_tile: Int32,
-        maps,
-        operands,
-        shared_bias,
-        staging,
-        warp: Int32,
-        lane: Int32,
-    ):
+    def run(self, acc, tile, context, seen: Int32):
         """Finish the accumulators of one tile; all four warps of a warpgroup, each for itself.
 
-        `acc` holds warpgroup_rows / 64 blocks one after the other; `tile_row` is the warpgroup's first row.
+        acc: warpgroup_rows / 64 blocks one after the other. tile: the warpgroup's first row, end row of the group, tile
+        along N, group. context: what `consume` gathers. seen: carried from tile to tile; not used here.
         """
         config = self.config
-        map_y, map_z = maps
+        tile_row, end, n_tile, group = tile
+        (map_y, map_z, _), (staging, _, warp_of_cta), (_, shared_bias, _, _), operands, _ = context
+        alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
+        scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
+        warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
+        if cutlass.const_expr(config.alpha == "group"):
+            alpha = alpha[group]
         if lane == 0:  # the boxes of the last tile have left; the numbering starts again
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         per_block = config.tile[1] // 2
@@ -237,22 +228,23 @@ class Epilogue:
             row = tile_row + block * 64 + warp * WARP_ROWS
             if row < end:
                 base = block * per_block
-                scale = self.row_scales(operands.row_scale, row, end, lane)
+                scale = self.row_scales(row_scale, row, end, lane)
                 number = block * self.box_count
                 for box in cutlass.range_constexpr(config.out_tile_n // self.y_box):
                     chunks = range(box * self.y_box // 8, (box + 1) * self.y_box // 8)
                     sources = self.sources(chunks)
-                    self.scale_and_bias(acc, base, sources, operands.alpha, shared_bias, lane)
+                    self.scale_and_bias(acc, base, sources, alpha, shared_bias, lane)
                     for z_box in cutlass.range_constexpr(self.z_boxes):
                         if cutlass.const_expr(z_box * self.z_box // 8 in sources):
                             registers = self.preactivation_registers(acc, base, z_box)
                             where = self.preactivation_coordinates(z_box, row, end, n_tile)
                             self.boxes.store(number, self.z_box, registers, map_z, where, staging, lane)
                             number += 1
-                    registers = self.output_registers(acc, base, chunks, operands.scalars, scale, lane)
+                    registers = self.output_registers(acc, base, chunks, scalars, scale, lane)
                     where = (n_tile * config.out_tile_n + box * self.y_box, BIG - (end - row), BIG, end)
                     self.boxes.store(number, self.y_box, registers, map_y, where, staging, lane)
                     number += 1
+        return seen
 
     def scale_and_bias(self, acc, base: int, chunks, alpha, shared_bias, lane) -> None:
         """acc <- acc * alpha + bias on these chunks, in place.

@@ -32,9 +32,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fusekit.kernels import ptx
-from fusekit.kernels.activations import GluScalars
 from fusekit.kernels.config import THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
-from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue, Operands
+from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
 from fusekit.kernels.scheduler import Scheduler, TileRing
 
@@ -100,6 +99,7 @@ class GemmSm90:
             map_w,
             map_y,
             map_z,
+            None,
             offsets.iterator if cutlass.const_expr(config.grouped) else None,
             bias.iterator if cutlass.const_expr(config.bias) else None,
             row_scale.iterator if cutlass.const_expr(config.row_scale) else None,
@@ -157,8 +157,9 @@ class GemmSm90:
         self,
         map_x: cute.CopyAtom,
         map_w: cute.CopyAtom,
-        map_y: cute.CopyAtom,
+        map_y,
         map_z,
+        map_dz,
         offsets,
         bias,
         row_scale,
@@ -192,17 +193,22 @@ class GemmSm90:
             allocator.allocate_array(Int64, config.ring_slots),
             allocator.allocate_array(Int64, config.ring_slots),
         )
+        arrivals = None
+        if cutlass.const_expr(self.epilogue.barriers > 0):
+            arrivals = allocator.allocate_array(Int64, self.epilogue.barriers)
         shared_bias = None
         if cutlass.const_expr(config.bias):
             shared_bias = allocator.allocate_array(Float32, 2 * tile_n)
 
         if warp == 0 and lane == 0:
-            for stage in range(config.stages):
+            for stage in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, 4 * (1 if config.pingpong else 2) * config.cluster_size)
             ring.initialise()
+            for barrier in cutlass.range_constexpr(self.epilogue.barriers):
+                cute.arch.mbarrier_init(arrivals + barrier, 1)
             cute.arch.mbarrier_init_fence()
-            for copy in (map_x, map_w, map_y, map_z):
+            for copy in (map_x, map_w, map_y, map_z, map_dz):
                 if cutlass.const_expr(copy is not None):
                     cpasync.prefetch_descriptor(copy)
         if cutlass.const_expr(config.cluster_size > 1):
@@ -226,7 +232,7 @@ class GemmSm90:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
             pipeline = (smem_x, smem_w, full, empty, ring)
-            outputs = (map_y, map_z, staging)
+            outputs = ((map_y, map_z, map_dz), staging, arrivals)
             self.consume(pipeline, outputs, (bias, shared_bias), operands, n, half_n, k)
         if cutlass.const_expr(config.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
@@ -237,7 +243,7 @@ class GemmSm90:
         """A consumer warpgroup: its tiles' main loops and epilogues."""
         config = self.config
         smem_x, smem_w, full, empty, ring = pipeline
-        map_y, map_z, staging = outputs
+        maps, staging, arrivals = outputs
         bias, shared_bias = biases
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -248,17 +254,17 @@ class GemmSm90:
         most, fragments = self.main_loop.fragments(smem_x + row_offset * TILE_K, smem_w)
         acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
 
-        alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
-        staging_warp = staging + (consumer * 4 + warp) * self.epilogue.warp_bytes
-        map_y = ptx.descriptor_address(map_y)
-        if cutlass.const_expr(config.save_preactivation):
-            map_z = ptx.descriptor_address(map_z)
         if cutlass.const_expr(config.bias):
             shared_bias = cute.make_tensor(shared_bias + consumer * config.tile[1], cute.make_layout(config.tile[1]))
+        maps = tuple(ptx.descriptor_address(copy) if copy is not None else None for copy in maps)
+        warp_of_cta = consumer * 4 + warp
+        memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, warp_of_cta)
+        context = (maps, memory, (bias, shared_bias, n, half_n), operands, (ptx.modulo(thread, WARPGROUP), consumer))
 
         count = Int32(0)
         step = 1
         position = Int32(0)  # of the operand pipeline: stages consumed by the CTA before this tile
+        seen = Int32(0)  # whatever the epilogue counts from tile to tile
         if cutlass.const_expr(config.pingpong):
             step = 2
             count = consumer
@@ -270,30 +276,13 @@ class GemmSm90:
             cute.arch.sync_warp()
             if lane == 0:
                 ring.free(count)
-            if cutlass.const_expr(config.bias):
-                self.epilogue.load_bias(
-                    bias, shared_bias, group, n_tile, n, half_n, ptx.modulo(thread, WARPGROUP), consumer
-                )
-            scale = alpha
-            if cutlass.const_expr(config.alpha == "group"):
-                scale = alpha[group]
+            tile = (row + row_offset, end, n_tile, group)
+            self.epilogue.prepare(tile, context, seen)
             if cutlass.const_expr(config.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * WARPGROUP)
             stages = (full, empty, position, k_tiles)
             self.main_loop.run_tile(most, fragments, stages, end - row - row_offset, consumer, lane)
-            scalars = GluScalars(act_alpha, act_limit, act_up_offset)
-            self.epilogue.run(
-                acc,
-                row + row_offset,
-                end,
-                n_tile,
-                (map_y, map_z),
-                Operands(scale, row_scale, scalars),
-                shared_bias,
-                staging_warp,
-                warp,
-                lane,
-            )
+            seen = self.epilogue.run(acc, tile, context, seen)
             count += step
             position += step * k_tiles
             row, end, n_tile, group = ring.get(count)

@@ -75,6 +75,8 @@ class WgradLoop(MainLoop):
 class GradEpilogue:
     """Accumulators to boxes of dw, a warp's 16 rows at a time."""
 
+    barriers = 0
+
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
         self.out_dtype = dtype_of(config.out_dtype)
@@ -152,6 +154,7 @@ class WgradSm90(GemmSm90):
             map_x,
             map_dw,
             None,
+            None,
             offsets.iterator,
             None,
             None,
@@ -177,7 +180,7 @@ class WgradSm90(GemmSm90):
         """A consumer warpgroup: its tiles' main loops and epilogues; `m` rows of dw."""
         config = self.config
         smem_dy, smem_x, full, empty, ring = pipeline
-        map_dw, _, staging = outputs
+        (map_dw, _, _), staging, _ = outputs
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         consumer = cute.arch.make_warp_uniform(ptx.divide(thread, WARPGROUP)) - 1
