@@ -20,27 +20,27 @@ from fusekit.abi import (
     PointerParameter,
     ScalarArgument,
     TensorArgument,
-    TensorMapParameter,
 )
 from fusekit.compiler.hopper import (
     BIG,
     COUNTER_BYTES,
     ELEMENT,
-    L2_PROMOTION,
+    GLU_SCALARS,
     MOST_GROUPS,
     VECTOR,
     box_columns,
     fake_arguments,
+    gemm_tiles,
     grid,
     host_arguments,
-    in_bytes,
+    operand_maps,
     ragged_map,
     shared_bytes,
+    weights,
 )
 from fusekit.compiler.plan import TracePlan
 from fusekit.spec import KernelSpec
 
-GLU_SCALARS = ("act_alpha", "act_limit", "act_up_offset")
 OPERANDS = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS)
 
 
@@ -64,7 +64,7 @@ def record(spec: KernelSpec) -> LaunchRecord:
         arguments=tuple(_arguments(spec, n)),
         dims=tuple(dims),
         parameters=tuple(_parameters(spec, n)),
-        grid=(grid(spec, _tiles(spec, n)), 1, 1),
+        grid=(grid(spec, gemm_tiles(spec, n)), 1, 1),
         block=(budget.threads, 1, 1),
         cluster=(spec.cluster[0] * spec.cluster[1], 1, 1),
         dynamic_shared=shared_bytes(spec, slot_bytes=16),
@@ -78,8 +78,6 @@ def record(spec: KernelSpec) -> LaunchRecord:
 def _arguments(spec: KernelSpec, n: Expr) -> list[Argument]:
     grouped = spec.op == "grouped-gemm"
     leading: tuple[Expr, ...] = ("E",) if grouped else ()
-    outer: tuple[Expr, ...] = ("w.stride0", "w.stride1") if grouped else ("w.stride0",)
-    w_shape: tuple[Expr, ...] = (n, "K") if spec.b_major == "k" else ("K", n)
     width: Expr = "I" if spec.activation.gated else "N"
 
     def rows(name: str, role: str, dtype: str, columns: Expr) -> TensorArgument:
@@ -87,7 +85,7 @@ def _arguments(spec: KernelSpec, n: Expr) -> list[Argument]:
 
     arguments: list[Argument] = [
         rows("x", "input", spec.dtype, "K"),
-        TensorArgument("w", "input", spec.dtype, (*leading, *w_shape), (*outer, 1), VECTOR),
+        weights(spec, n),
         rows("y", "output", spec.out_dtype, width),
     ]
     if spec.save_preactivation:
@@ -110,29 +108,13 @@ def _arguments(spec: KernelSpec, n: Expr) -> list[Argument]:
 
 def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
     grouped, gated = spec.op == "grouped-gemm", spec.activation.gated
-    tile_m, tile_n = spec.tile
-    halves = spec.cluster[0] > 1 or spec.glu_layout == "concat"
+    tile_n = spec.tile[1]
     limit = spec.budget.epilogue_box
     width: Expr = "I" if gated else "N"
-    w_outer: tuple[Expr, ...] = ("w.stride1", "w.stride0") if grouped else ("w.stride0",)
-    w_dims: tuple[Expr, Expr]
-    if spec.b_major == "k":
-        w_dims, w_box = ("K", n), (64, tile_n // 2 if halves else tile_n)
-    else:
-        w_dims, w_box = (n, "K"), (64, 64)
-    parameters: list[Parameter] = [
-        TensorMapParameter(
-            "map_x", "x", dtype=spec.dtype, dims=("K", "M"), strides=(in_bytes("x.stride0"),),
-            box=(64, tile_m // spec.cluster[1]), swizzle="128B",
-            l2_promotion=L2_PROMOTION,
-        ),
-        TensorMapParameter(
-            "map_w", "w", dtype=spec.dtype, dims=(*w_dims, *(["E"] if grouped else [])),
-            strides=tuple(in_bytes(stride) for stride in w_outer), box=(*w_box, *([1] if grouped else [])),
-            swizzle="128B", l2_promotion=L2_PROMOTION,
-        ),
-        ragged_map("map_y", "y", spec.out_dtype, (width,), box_columns(tile_n // 2 if gated else tile_n, limit)),
-    ]  # fmt: skip
+    parameters = operand_maps(spec, n)
+    parameters.append(
+        ragged_map("map_y", "y", spec.out_dtype, (width,), box_columns(tile_n // 2 if gated else tile_n, limit))
+    )
     if spec.save_preactivation:
         split = spec.glu_layout == "concat"
         columns: tuple[Expr, ...] = ("I", 2) if split else (n,)
@@ -156,15 +138,6 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
     integers += [("rows", "M"), ("columns", n), ("depth", "K")]
     parameters += [IntegerParameter(name, "i32", value) for name, value in integers]
     return parameters
-
-
-def _tiles(spec: KernelSpec, n: Expr) -> Expr:
-    """Cluster tiles at most."""
-    tile_m, tile_n = spec.tile[0] * spec.cluster[0], spec.tile[1] * spec.cluster[1]
-    m_tiles: Expr = ["ceildiv", "M", tile_m]
-    if spec.op == "grouped-gemm":
-        m_tiles = ["add", m_tiles, "E"]  # every group may begin a tile of its own
-    return ["mul", ["ceildiv", n, tile_n], m_tiles]
 
 
 def _constraints(spec: KernelSpec) -> list[Constraint]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fusekit.abi import Expr, LaunchRecord, TensorMapParameter
+from fusekit.abi import Expr, LaunchRecord, Parameter, TensorArgument, TensorMapParameter
 from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostStream, HostTensor
 from fusekit.spec import KernelSpec
@@ -17,6 +17,7 @@ MOST_GROUPS = 2**16
 COUNTER_BYTES = 8  # two int32 of the dynamic schedule
 L2_PROMOTION = "128B"  # what the DSL asks for
 BOX_ROWS = 16  # of an epilogue box: a warp's rows
+GLU_SCALARS = ("act_alpha", "act_limit", "act_up_offset")
 SWIZZLES = {128: "128B", 64: "64B", 32: "32B"}
 
 
@@ -31,9 +32,12 @@ def box_columns(width: int, limit: int) -> int:
 
 
 def ragged_map(
-    name: str, argument: str, dtype: str, columns: tuple[Expr, ...], box: int, rows: int = BOX_ROWS
+    name: str, argument: str, dtype: str, columns: tuple[Expr, ...], box: int, rows: int = BOX_ROWS, depth: int = 1
 ) -> TensorMapParameter:
-    """Map of a row-major tensor whose rows the kernel clips at a group's end; two `columns` are (half, 2)."""
+    """Map of a row-major tensor whose rows the kernel clips at a group's end; two `columns` are (half, 2).
+
+    depth: halves in a box.
+    """
     ld = f"{argument}.stride0"
     half: tuple[Expr, ...] = (2,) if len(columns) == 2 else ()
     half_stride: tuple[Expr, ...] = (in_bytes(columns[0], dtype),) if len(columns) == 2 else ()
@@ -43,10 +47,49 @@ def ragged_map(
         dtype=dtype,
         dims=(columns[0], BIG, *half, LARGEST, LARGEST),
         strides=(in_bytes(ld, dtype), *half_stride, in_bytes(["sub", WRAP, ld], dtype), in_bytes(ld, dtype)),
-        box=(box, rows, *(1 for _ in half), 1, 1),
+        box=(box, rows, *(depth for _ in half), 1, 1),
         swizzle=SWIZZLES[box * DTYPE_BYTES[dtype]],
         l2_promotion=L2_PROMOTION,
     )
+
+
+def weights(spec: KernelSpec, n: Expr) -> TensorArgument:
+    """The argument w, [E, N, K] or [E, K, N]; dense without E."""
+    shape: tuple[Expr, ...] = (n, "K") if spec.b_major == "k" else ("K", n)
+    if spec.op == "grouped-gemm":
+        return TensorArgument("w", "input", spec.dtype, ("E", *shape), ("w.stride0", "w.stride1", 1), VECTOR)
+    return TensorArgument("w", "input", spec.dtype, shape, ("w.stride0", 1), VECTOR)
+
+
+def operand_maps(spec: KernelSpec, n: Expr) -> list[Parameter]:
+    """The maps of x and w."""
+    grouped = spec.op == "grouped-gemm"
+    tile_m, tile_n = spec.tile
+    gated_product = spec.glu_layout == "concat" and not spec.activation.backward
+    halves = spec.cluster[0] > 1 or gated_product
+    outer = ("w.stride1", "w.stride0") if grouped else ("w.stride0",)
+    dims: tuple[Expr, ...] = ("K", n) if spec.b_major == "k" else (n, "K")
+    w_box = (64, tile_n // 2 if halves else tile_n) if spec.b_major == "k" else (64, 64)
+    return [
+        TensorMapParameter(
+            "map_x", "x", dtype=spec.dtype, dims=("K", "M"), strides=(in_bytes("x.stride0"),),
+            box=(64, tile_m // spec.cluster[1]), swizzle="128B", l2_promotion=L2_PROMOTION,
+        ),
+        TensorMapParameter(
+            "map_w", "w", dtype=spec.dtype, dims=(*dims, *(["E"] if grouped else [])),
+            strides=tuple(in_bytes(stride) for stride in outer), box=(*w_box, *([1] if grouped else [])),
+            swizzle="128B", l2_promotion=L2_PROMOTION,
+        ),
+    ]  # fmt: skip
+
+
+def gemm_tiles(spec: KernelSpec, n: Expr) -> Expr:
+    """Cluster tiles of a GEMM at most."""
+    tile_m, tile_n = spec.tile[0] * spec.cluster[0], spec.tile[1] * spec.cluster[1]
+    m_tiles: Expr = ["ceildiv", "M", tile_m]
+    if spec.op == "grouped-gemm":
+        m_tiles = ["add", m_tiles, "E"]  # every group may begin a tile of its own
+    return ["mul", ["ceildiv", n, tile_n], m_tiles]
 
 
 def grid(spec: KernelSpec, cluster_tiles: Expr) -> Expr:
@@ -56,7 +99,7 @@ def grid(spec: KernelSpec, cluster_tiles: Expr) -> Expr:
     return ["mul", size, ["max", 1, ["min", resident, cluster_tiles]]]
 
 
-def shared_bytes(spec: KernelSpec, slot_bytes: int) -> int:
+def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
     """Dynamic shared memory: the allocations of the kernel in order, each at its alignment."""
     tile_m, tile_n = spec.tile
     stages = spec.budget.stages
@@ -70,6 +113,7 @@ def shared_bytes(spec: KernelSpec, slot_bytes: int) -> int:
         (ring * slot_bytes, 16),
         (ring * 8, 8),
         (ring * 8, 8),
+        (barriers * 8, 8),
         *([(2 * tile_n * 4, 4)] if spec.bias else []),
     ]
     end = 0

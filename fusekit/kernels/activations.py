@@ -1,7 +1,8 @@
 """Activation functions on float32 accumulators, in registers.
 
-A plain activation maps z; a gated one maps (gate, up). To add one, write its function here, its NumPy twin in
-`fusekit.reference.activations`, and give each its row in the table. Scalars arrive at launch time, so one cubin serves
+A plain activation maps z; a gated one maps (gate, up). Its derivative gives the value again and the partial
+derivatives. To add one, write its function and its derivative here, its NumPy twin in `fusekit.reference.activations`,
+and give each its row in the table. Scalars arrive at launch time, so one cubin serves
 every value of them.
 """
 
@@ -9,9 +10,10 @@ import math
 
 from cutlass import Float32
 
-from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx
+from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx, where_at_most
 
 LOG2_E = math.log2(math.e)
+MIN_POSITIVE = 2.0**-126  # the smallest normal float32; anything below flushes to zero
 
 
 class GluScalars:
@@ -61,15 +63,20 @@ ERFC = (
 )  # fmt: skip
 
 
-def gelu_erf(z: Float32) -> Float32:
-    """z/2 (1 + erf(z / sqrt 2)) = z Phi(z), Phi from erfc of |z| so that a small tail keeps its digits."""
+def normal_tail(z: Float32) -> Float32:
+    """1 - Phi(|z|), from erfc so that a small tail keeps its digits."""
     x = minimum(maximum(z, -z) * Float32(math.sqrt(0.5)), Float32(20.0))  # beyond, the tail is zero; keeps inf * 0 out
     t = reciprocal_approx(Float32(1.0) + Float32(0.5) * x)
     polynomial = Float32(ERFC[0])
     for coefficient in ERFC[1:]:
         polynomial = polynomial * t + Float32(coefficient)
-    tail = Float32(0.5) * t * exp2_approx((polynomial - x * x) * Float32(LOG2_E))
-    return maximum(z, Float32(0.0)) - x * Float32(math.sqrt(2.0)) * tail
+    return Float32(0.5) * t * exp2_approx((polynomial - x * x) * Float32(LOG2_E))
+
+
+def gelu_erf(z: Float32) -> Float32:
+    """z/2 (1 + erf(z / sqrt 2)) = z Phi(z)."""
+    magnitude = minimum(maximum(z, -z), Float32(20.0 * math.sqrt(2.0)))
+    return maximum(z, Float32(0.0)) - magnitude * normal_tail(z)
 
 
 def clamp(gate: Float32, up: Float32, scalars: GluScalars):
@@ -115,4 +122,95 @@ GATED = {
     ("geglu", "none"): geglu_erf,
     ("geglu", "tanh"): geglu_tanh,
     ("reglu", "none"): reglu,
+}
+
+
+# -- derivatives: (value, d/dz), or (value, d/dgate, d/dup); zero for a clamped element ------------------------------
+
+
+def relu_derivative(z: Float32):
+    """0 at 0 and below."""
+    return relu(z), where_at_most(-z, Float32(-MIN_POSITIVE), Float32(1.0))
+
+
+def srelu_derivative(z: Float32):
+    """2 max(z, 0)."""
+    positive = relu(z)
+    return positive * positive, Float32(2.0) * positive
+
+
+def silu_derivative(z: Float32):
+    """s + z s (1 - s), s the sigmoid."""
+    s = sigmoid(z)
+    value = z * s
+    return value, s + value * (Float32(1.0) - s)
+
+
+def gelu_tanh_derivative(z: Float32):
+    """s + z s (1 - s) t', s the sigmoid of t = 2 sqrt(2/pi) (z + 0.044715 z^3)."""
+    scale, square = Float32(2.0 * math.sqrt(2.0 / math.pi)), z * z
+    s = sigmoid(scale * z * (Float32(1.0) + Float32(0.044715) * square))
+    value = z * s
+    return value, s + value * (Float32(1.0) - s) * scale * (Float32(1.0) + Float32(3 * 0.044715) * square)
+
+
+def gelu_erf_derivative(z: Float32):
+    """Phi(z) + z phi(z)."""
+    tail = normal_tail(z)
+    magnitude = maximum(z, -z)
+    density = Float32(1.0 / math.sqrt(2.0 * math.pi)) * exp2_approx(z * z * Float32(-0.5 * LOG2_E))
+    above = where_at_most(-z, Float32(0.0), Float32(1.0) - tail)  # Phi of a z that is not negative
+    below = where_at_most(z, Float32(-MIN_POSITIVE), tail)
+    return maximum(z, Float32(0.0)) - magnitude * tail, above + below + z * density
+
+
+def swiglu_derivative(gate: Float32, up: Float32, scalars: GluScalars):
+    """Of g s(alpha g) (u + up_offset)."""
+    g, u = clamp(gate, up, scalars)
+    s = sigmoid(scalars.alpha * g)
+    value, shifted = g * s, u + scalars.up_offset
+    by_gate = shifted * (s + scalars.alpha * value * (Float32(1.0) - s))
+    return value * shifted, *unclamped(gate, up, by_gate, value, scalars)
+
+
+def geglu_tanh_derivative(gate: Float32, up: Float32, scalars: GluScalars):
+    """Of gelu(g), tanh form, times (u + up_offset)."""
+    return _gated_derivative(gelu_tanh_derivative, gate, up, scalars)
+
+
+def geglu_erf_derivative(gate: Float32, up: Float32, scalars: GluScalars):
+    """Of gelu(g), erf form, times (u + up_offset)."""
+    return _gated_derivative(gelu_erf_derivative, gate, up, scalars)
+
+
+def reglu_derivative(gate: Float32, up: Float32, scalars: GluScalars):
+    """Of max(g, 0) (u + up_offset)."""
+    return _gated_derivative(relu_derivative, gate, up, scalars)
+
+
+def _gated_derivative(plain, gate: Float32, up: Float32, scalars: GluScalars):
+    g, u = clamp(gate, up, scalars)
+    value, slope = plain(g)
+    shifted = u + scalars.up_offset
+    return value * shifted, *unclamped(gate, up, slope * shifted, value, scalars)
+
+
+def unclamped(gate: Float32, up: Float32, by_gate: Float32, by_up: Float32, scalars: GluScalars):
+    """The two partial derivatives, zero where the clamp holds."""
+    magnitude = maximum(up, -up)
+    return where_at_most(gate, scalars.limit, by_gate), where_at_most(magnitude, scalars.limit, by_up)
+
+
+PLAIN_DERIVATIVES = {
+    ("drelu", "none"): relu_derivative,
+    ("dsrelu", "none"): srelu_derivative,
+    ("dsilu", "none"): silu_derivative,
+    ("dgelu", "none"): gelu_erf_derivative,
+    ("dgelu", "tanh"): gelu_tanh_derivative,
+}
+GATED_DERIVATIVES = {
+    ("dswiglu", "none"): swiglu_derivative,
+    ("dgeglu", "none"): geglu_erf_derivative,
+    ("dgeglu", "tanh"): geglu_tanh_derivative,
+    ("dreglu", "none"): reglu_derivative,
 }

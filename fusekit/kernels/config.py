@@ -17,7 +17,8 @@ class GemmConfig:
     `alpha` is "none", "scalar" or "group"; `activation` a key of `activations.ACTIVATIONS`; `glu_layout` one of "none",
     "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline; `epilogue_box` the most
     columns of an epilogue staging box; `dynamic` the schedule. `wgrad`: the weight gradient dw[e] = dy^T x, whose
-    `out_dtype` may be "f32", and with `accumulate` is added to what is there.
+    `out_dtype` may be "f32", and with `accumulate` is added to what is there. `z_layout` is "" but in a backward
+    epilogue, where it says how z lies: "none" (a plain activation), or as `glu_layout`; `recompute`: also the output.
     """
 
     grouped: bool
@@ -38,6 +39,8 @@ class GemmConfig:
     dynamic: bool
     wgrad: bool = False
     accumulate: bool = False
+    z_layout: str = ""
+    recompute: bool = False
 
     @property
     def gated(self) -> bool:

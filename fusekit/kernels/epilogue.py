@@ -41,15 +41,19 @@ class StagingBoxes:
         `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
         the tensor map's: 16-byte units exchanged by address bits 7 and up.
         """
+        box = staging + (number % BOXES) * self.bytes
+        self.acquire(lane)
+        self.write(box, columns, registers, lane)
+        self.send(box, descriptor, coordinates, lane, False)
+
+    def write(self, box, columns: int, registers, lane: Int32) -> None:
+        """The box's elements alone, no store."""
         row = lane & (WARP_ROWS - 1)
         swizzle = ((row * (2 * columns)) >> 7) & (columns // 8 - 1)
         unit = ((lane >> 4) ^ swizzle) * 16
-        box = staging + (number % BOXES) * self.bytes
         base = box.toint() + row * (2 * columns)
-        self.acquire(lane)
-        for pair in cutlass.range_constexpr(columns // 16):
+        for pair in range(columns // 16):
             ptx.store_matrix_x4(base + (unit ^ (pair * 32)), registers[4 * pair : 4 * pair + 4])
-        self.send(box, descriptor, coordinates, lane, False)
 
     @cute.jit
     def store_single(

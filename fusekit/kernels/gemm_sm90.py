@@ -87,13 +87,6 @@ class GemmSm90:
             split = config.glu_layout == "concat"
             map_z = self.ragged_map(store, preactivation, (self.epilogue.z_box, WARP_ROWS), split)
         groups = offsets.shape[0] if cutlass.const_expr(config.grouped) else None
-        cluster_n = config.tile[1] * config.cluster[1]
-        m_clusters = (rows + (self.scheduler.cluster_rows - 1)) // self.scheduler.cluster_rows
-        if cutlass.const_expr(config.grouped):
-            m_clusters += groups  # every group may begin a tile of its own
-        most_tiles = Int64((n + (cluster_n - 1)) // cluster_n) * m_clusters
-        resident = Int64(sm_count // config.cluster_size - cluster_margin)
-        clusters = Int32(cutlass.max(cutlass.min(resident, most_tiles), 1))
         self.kernel(
             map_x,
             map_w,
@@ -113,12 +106,23 @@ class GemmSm90:
             n,
             x.shape[1],
         ).launch(
-            grid=[clusters * config.cluster_size, 1, 1],
+            grid=[self.clusters(rows, n, groups, sm_count, cluster_margin) * config.cluster_size, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[config.cluster_size, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def clusters(self, rows: Int32, n: Int32, groups, sm_count: Int32, cluster_margin: Int32) -> Int32:
+        """Clusters to launch: one for each cluster tile there can be at most, or as many as fit less the margin."""
+        config = self.config
+        cluster_n = config.tile[1] * config.cluster[1]
+        m_clusters = (rows + (self.scheduler.cluster_rows - 1)) // self.scheduler.cluster_rows
+        if groups is not None:
+            m_clusters = m_clusters + groups  # every group may begin a tile of its own
+        most_tiles = Int64((n + (cluster_n - 1)) // cluster_n) * m_clusters
+        resident = Int64(sm_count // config.cluster_size - cluster_margin)
+        return Int32(cutlass.max(cutlass.min(resident, most_tiles), 1))
 
     def weights_as_nke(self, w):
         """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N."""
@@ -135,11 +139,11 @@ class GemmSm90:
         copy, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)
         return copy
 
-    def ragged_map(self, op, tensor, box: tuple[int, int], split: bool = False):
+    def ragged_map(self, op, tensor, box: tuple[int, int], split: bool = False, both: bool = False):
         """Tensor map of a row-major [M, N] tensor that clips rows at a group's end (see epilogue.py).
 
         box: (columns, rows). With `split` the columns are two halves with a bound each, so that a box of gates never
-        runs into the ups.
+        runs into the ups; with `both` a box is one of gates and, behind it, one of ups.
         """
         ld = tensor.stride[0]
         if split:
@@ -148,7 +152,7 @@ class GemmSm90:
         else:
             shape, stride = (tensor.shape[1], BIG, LARGEST, LARGEST), (1, ld, WRAP - ld, ld)
         view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        return box_map(op, view, box)
+        return box_map(op, view, (*box, 2) if split and both else box)
 
     # -- device -------------------------------------------------------------------------------------------------------
 
@@ -290,10 +294,10 @@ class GemmSm90:
             cute.arch.cp_async_bulk_wait_group(0)
 
 
-def box_map(op, tensor, box: tuple[int, int]):
-    """Tensor map of boxes of box[0] elements of mode 0, contiguous, by box[1] of mode 1, swizzled by their width."""
-    shape = (*box, *(1 for _ in range(cute.rank(tensor) - 2)))
-    stride = (1, box[0], *(0 for _ in shape[2:]))
+def box_map(op, tensor, box: tuple[int, ...]):
+    """Tensor map of boxes of box[0] elements of mode 0, contiguous, by box[1] of mode 1 and so on; swizzled."""
+    shape = (*box, *(1 for _ in range(cute.rank(tensor) - len(box))))
+    stride = (1, box[0], box[0] * box[1] if len(box) > 2 else 0, *(0 for _ in shape[3:]))
     atom = swizzled(tensor.element_type, box[0], n_major=True)
     layout = cute.make_composed_layout(atom.inner, atom.offset, cute.make_layout(shape, stride=stride))
     copy, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, shape)

@@ -67,6 +67,47 @@ def store_matrix_x4(address: Int32, registers) -> None:
     )
 
 
+def load_matrix_x4(address: Int32):
+    """ldmatrix of four 8x8 matrices of 16-bit elements; addresses as for `store_matrix_x4`."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32, Uint32, Uint32, Uint32],
+        read_only_args=[address],
+    )
+
+
+def unpack_pair(packed: Uint32, dtype):
+    """The two halves of a register of bf16x2 or fp16x2 as float32, the low one first."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        f"cvt.f32.{kind} {{$w0}}, low; cvt.f32.{kind} {{$w1}}, high; }}",
+        write_only_types=[Float32, Float32],
+        read_only_args=[packed],
+    )
+
+
+def load_shared_b32x2(address: Int32):
+    """Two registers from shared memory, 8-byte aligned."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Uint32], read_only_args=[address]
+    )
+
+
+def store_shared_b32x2(address: Int32, first: Uint32, second: Uint32) -> None:
+    """Two registers to shared memory, 8-byte aligned."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def where_at_most(a: Float32, b: Float32, value: Float32) -> Float32:
+    """`value` where a <= b, else zero, whatever `value` is."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.le.f32 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b, value],
+    )
+
+
 def pack_pair(low: Float32, high: Float32, dtype) -> Uint32:
     """Two float32 rounded to nearest even into one register of bf16x2 or fp16x2, `low` in the low half."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"

@@ -14,6 +14,7 @@ OPS = ("dense-gemm", "grouped-gemm")
 DTYPES = ("bf16", "fp16")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PLAIN_ACTIVATIONS = ("identity", "relu", "srelu", "silu", "gelu")
+BACKWARD_ACTIVATIONS = tuple(f"d{kind}" for kind in (*PLAIN_ACTIVATIONS[1:], *GATED_ACTIVATIONS))
 ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
 
 
@@ -34,9 +35,14 @@ class Activation:
     up_offset: float = 0.0
 
     @property
+    def backward(self) -> bool:
+        """Whether it is the derivative of an activation."""
+        return self.kind in BACKWARD_ACTIVATIONS
+
+    @property
     def gated(self) -> bool:
         """Whether two columns of z make one of y."""
-        return self.kind in GATED_ACTIVATIONS
+        return self.kind.removeprefix("d") in GATED_ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,266 @@
+"""GEMM with a backward epilogue: da = x . w, dz = da * activation'(z), and on demand the activation of z again.
+
+x is the gradient of the layer above ([M, K]), w that layer's weight, z what the forward saved. Warp roles, pipeline and
+barriers are those of gemm_sm90.py; what differs is the epilogue. A consumer warp streams z through `Z_BOXES` boxes of
+its own: loaded by TMA ahead of time (the first while the warp still waits for its main loop), turned into dz in place,
+stored by TMA from the same box, and loaded again. Only its own barriers, one a box, join a warp's loads and its reads.
+
+A unit of work is one box: 32 columns of da with their 64 columns of z where the activation is gated, in every layout,
+or the widest box of columns where it is plain.
+"""
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from fusekit.kernels import activations, ptx
+from fusekit.kernels.config import CONSUMER_WARPGROUPS, THREADS, TILE_K, GemmConfig, dtype_of
+from fusekit.kernels.epilogue import BIG, BOXES, WARP_ROWS, Epilogue, StagingBoxes, box_columns
+from fusekit.kernels.gemm_sm90 import GemmSm90
+from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
+from fusekit.kernels.scheduler import Scheduler
+
+Z_BOXES = 3  # of a warp: one being worked on, the others on their way
+GATED_UNIT = 32  # columns of da
+
+
+class BackwardEpilogue(Epilogue):
+    """What one backward configuration does with its accumulators."""
+
+    def __init__(self, config: GemmConfig) -> None:
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.out_dtype = dtype_of(config.out_dtype)
+        self.gated = config.z_layout != "none"
+        self.concat = config.z_layout == "concat"
+        self.unit = GATED_UNIT if self.gated else box_columns(config.tile[1], 64)
+        self.units = config.tile[1] // self.unit  # of one 64-row block
+        self.z_columns = (self.unit if self.concat else 2 * self.unit) if self.gated else self.unit
+        self.z_bytes = self.unit * (2 if self.gated else 1) * WARP_ROWS * 2
+        self.boxes = StagingBoxes(self.unit * WARP_ROWS * 2 if config.recompute else 0)
+        self.warp_bytes = Z_BOXES * self.z_bytes + BOXES * self.boxes.bytes
+        self.staging_bytes = CONSUMER_WARPGROUPS * 4 * self.warp_bytes
+        self.barriers = CONSUMER_WARPGROUPS * 4 * Z_BOXES
+        table = activations.GATED_DERIVATIVES if self.gated else activations.PLAIN_DERIVATIVES
+        kind, _, approximate = config.activation.partition(":")
+        self.derivative = table[kind, approximate or "none"]
+
+    # -- z ------------------------------------------------------------------------------------------------------------
+
+    def place(self, tile, warp: Int32, block: int, unit: int):
+        """Coordinates of a unit's box in z and dz."""
+        row, end, n_tile, _ = tile
+        column = n_tile * self.config.tile[1] + unit * self.unit
+        rows = BIG - (end - row - block * 64 - warp * WARP_ROWS)
+        if self.concat:
+            return (column, rows, 0, BIG, end)
+        return (column * (2 if self.gated else 1), rows, BIG, end)
+
+    def count(self, tile, warp: Int32):
+        """Units of a tile that have rows for this warp."""
+        row, end, _, _ = tile
+        left = cutlass.max(end - row - warp * WARP_ROWS, 0)
+        blocks = cutlass.min(ptx.divide(left + 63, 64), self.config.warpgroup_rows // 64)
+        return blocks * self.units
+
+    @cute.jit
+    def fetch(self, tile, context, number: cutlass.Constexpr, seen: Int32):
+        """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
+        (_, map_z, _), (staging, arrivals, warp_of_cta), _, _, _ = context
+        slot = ptx.modulo(seen + number, Z_BOXES)
+        barrier = arrivals + (warp_of_cta * Z_BOXES + slot)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.z_bytes)
+        where = self.place(tile, warp_of_cta & 3, number // self.units, number % self.units)
+        ptx.tma_load(map_z, staging + slot * self.z_bytes, barrier, where)
+
+    @cute.jit
+    def prepare(self, tile, context, seen: Int32):
+        """Before a tile's main loop: send for its first boxes of z."""
+        _, (_, _, warp_of_cta), _, _, _ = context
+        total = self.count(tile, warp_of_cta & 3)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
+            most = self.units * (self.config.warpgroup_rows // 64)
+            for number in cutlass.range_constexpr(min(Z_BOXES, most)):
+                if number < total:
+                    self.fetch(tile, context, number, seen)
+
+    # -- a tile -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def run(self, acc, tile, context, seen: Int32):
+        """Finish the accumulators of one tile; arguments as in `Epilogue.run`. Returns the units seen so far."""
+        config = self.config
+        tile_row, end, n_tile, _ = tile
+        (map_y, _, map_dz), (staging, arrivals, warp_of_cta), _, operands, _ = context
+        _, row_scale, act_alpha, act_limit, act_up_offset = operands
+        scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
+        warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
+        total = self.count(tile, warp)
+        blocks = config.warpgroup_rows // 64
+        for block in cutlass.range_constexpr(blocks):
+            row = tile_row + block * 64 + warp * WARP_ROWS
+            if row < end:
+                scale = self.row_scales(row_scale, row, end, lane)
+                for unit in cutlass.range_constexpr(self.units):
+                    number = block * self.units + unit
+                    slot = ptx.modulo(seen + number, Z_BOXES)
+                    phase = ptx.divide(seen + number, Z_BOXES) & 1
+                    box = staging + slot * self.z_bytes
+                    cute.arch.mbarrier_wait(arrivals + (warp_of_cta * Z_BOXES + slot), phase)
+                    base = block * (config.tile[1] // 2) + unit * (self.unit // 2)
+                    outputs = self.work(acc, base, box.toint(), lane, scalars, scale)
+                    if cutlass.const_expr(config.recompute):
+                        y_box = staging + (Z_BOXES * self.z_bytes + (number % BOXES) * self.boxes.bytes)
+                        self.boxes.write(y_box, self.unit, outputs, lane)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        ptx.tma_store(map_dz, box, self.place(tile, warp, block, unit))
+                        if cutlass.const_expr(config.recompute):
+                            where = (n_tile * config.tile[1] + unit * self.unit, BIG - (end - row), BIG, end)
+                            ptx.tma_store(map_y, y_box, where)
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
+                        ahead = number - 1 + Z_BOXES
+                        if ahead < total and cutlass.const_expr(0 < number <= blocks * self.units - Z_BOXES):
+                            self.fetch(tile, context, ahead, seen)
+                    cute.arch.sync_warp()
+        return seen + total
+
+    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, scale):
+        """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where they are asked for."""
+        outputs = []
+        if self.gated and not self.concat and self.config.z_layout == "interleaved":
+            for chunk in range(self.unit // 8):
+                outputs += self.work_adjacent(acc, base, box, chunk, lane, scalars, scale)
+            return outputs
+        for pair in range(self.unit // 16):
+            addresses = self.matrix_addresses(box, pair, lane)
+            parts = [ptx.load_matrix_x4(address) for address in addresses]  # of z; or of gate and of up
+            results = [[] for _ in parts]
+            for index in range(4):  # (chunk, r) of the pair of chunks
+                first = base + pair * 8 + index * 2
+                values, gradients = [], []
+                halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
+                for c in range(2):
+                    value, *slopes = self.slopes([half[c] for half in halves], scalars)
+                    gradient = acc[first + c] * scale[index % 2] if self.config.row_scale else acc[first + c]
+                    values.append(value * scale[index % 2] if self.config.row_scale else value)
+                    gradients.append([gradient * slope for slope in slopes])
+                for side, result in enumerate(results):
+                    result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
+                if self.config.recompute:
+                    outputs.append(ptx.pack_pair(*values, self.out_dtype))
+            for address, result in zip(addresses, results, strict=True):
+                ptx.store_matrix_x4(address, result)
+        return outputs
+
+    def work_adjacent(self, acc, base: int, box: Int32, chunk: int, lane: Int32, scalars, scale):
+        """`work` of one chunk where gate and up stand side by side: a lane's two columns are eight bytes."""
+        outputs = []
+        for r in range(2):
+            row = (lane >> 2) + 8 * r
+            place = (chunk * 32 + (lane & 3) * 8) ^ ((row & 7) * 16)
+            address = box + row * (2 * self.z_columns) + place
+            packed = ptx.load_shared_b32x2(address)
+            values, results = [], []
+            for c in range(2):
+                gate, up = ptx.unpack_pair(packed[c], self.dtype)
+                value, by_gate, by_up = self.slopes([gate, up], scalars)
+                gradient = acc[base + chunk * 4 + r * 2 + c]
+                gradient = gradient * scale[r] if self.config.row_scale else gradient
+                values.append(value * scale[r] if self.config.row_scale else value)
+                results.append(ptx.pack_pair(gradient * by_gate, gradient * by_up, self.dtype))
+            ptx.store_shared_b32x2(address, *results)
+            if self.config.recompute:
+                outputs.append(ptx.pack_pair(*values, self.out_dtype))
+        return outputs
+
+    def slopes(self, z, scalars):
+        """Value and derivatives of the activation at z, or at (gate, up)."""
+        return self.derivative(*z, scalars) if self.gated else self.derivative(*z)
+
+    def matrix_addresses(self, box: Int32, pair: int, lane: Int32) -> list[Int32]:
+        """Where a lane's row of 16 columns begins: of z, or of gate and of up."""
+        row = lane & (WARP_ROWS - 1)
+        stride = 2 * self.z_columns
+        swizzle = ((row * stride) >> 7) & (self.z_columns // 8 - 1)
+        unit = lane >> 4
+        if not self.gated:
+            return [box + row * stride + ((unit ^ swizzle) * 16 ^ (pair * 32))]
+        if self.concat:  # one box of gates behind one of ups
+            place = box + row * stride + ((unit ^ swizzle) * 16 ^ (pair * 32))
+            return [place, place + WARP_ROWS * stride]
+        return [box + row * stride + ((unit ^ swizzle) * 16 ^ ((pair + side * 2) * 32)) for side in range(2)]
+
+
+class BackwardSm90(GemmSm90):
+    """One configuration of the GEMM with a backward epilogue."""
+
+    def __init__(self, config: GemmConfig) -> None:
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.out_dtype = dtype_of(config.out_dtype)
+        self.main_loop = MainLoop(config)
+        self.epilogue = BackwardEpilogue(config)
+        self.scheduler = Scheduler(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        preactivation: cute.Tensor,
+        dz: cute.Tensor,
+        y,
+        offsets,
+        row_scale,
+        act_alpha,
+        act_limit,
+        act_up_offset,
+        counters,
+        sm_count: Int32,
+        cluster_margin: Int32,
+        stream: CUstream,
+    ):
+        """Make the tensor maps and the grid, launch. Absent operands are None; a dense w has no E."""
+        config = self.config
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        map_x = self.load_map(x, (self.main_loop.x_box, TILE_K), swizzled(self.dtype, 64))
+        w_nk, n = self.weights_as_nke(w)
+        w_box = (self.main_loop.w_box, TILE_K, *([1] if config.grouped else []))
+        map_w = self.load_map(w_nk, w_box, swizzled(self.dtype, 64, n_major=self.main_loop.n_major))
+        z_box = (self.epilogue.z_columns, WARP_ROWS)
+        map_z = self.ragged_map(load, preactivation, z_box, split=self.epilogue.concat, both=True)
+        map_dz = self.ragged_map(store, dz, z_box, split=self.epilogue.concat, both=True)
+        map_y = None
+        if cutlass.const_expr(config.recompute):
+            map_y = self.ragged_map(store, y, (self.epilogue.unit, WARP_ROWS))
+        groups = offsets.shape[0] if cutlass.const_expr(config.grouped) else None
+        self.kernel(
+            map_x,
+            map_w,
+            map_y,
+            map_z,
+            map_dz,
+            offsets.iterator if cutlass.const_expr(config.grouped) else None,
+            None,
+            row_scale.iterator if cutlass.const_expr(config.row_scale) else None,
+            None,
+            act_alpha,
+            act_limit,
+            act_up_offset,
+            counters.iterator if cutlass.const_expr(config.dynamic) else None,
+            groups,
+            x.shape[0],
+            n,
+            x.shape[1],
+        ).launch(
+            grid=[self.clusters(x.shape[0], n, groups, sm_count, cluster_margin) * config.cluster_size, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[config.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
