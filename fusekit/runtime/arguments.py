@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import LaunchRecord, ScalarArgument, TensorArgument, evaluate, render
+from fusekit.abi import Expr, LaunchRecord, ScalarArgument, TensorArgument, evaluate, render, variables
 from fusekit.errors import ArgumentError
 from fusekit.runtime.tensors import View, compact_strides
 
@@ -131,13 +131,14 @@ def _common_device(tensors: Sequence[TensorArgument], views: Sequence[View]) -> 
 
 
 def _dims(record: LaunchRecord, views: Sequence[View]) -> tuple[dict[str, int], dict[str, str]]:
-    """Every dim's value, and which argument fixed it."""
+    """Every dim's value, and which argument fixed it: inputs before outputs, so that an output is what gets blamed."""
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
-    for tensor, view in zip(record.tensors, views, strict=True):
+    for tensor, view in sorted(zip(record.tensors, views, strict=True), key=lambda pair: pair[0].written):
         for extent, value in zip(tensor.shape, view.shape, strict=True):
-            if isinstance(extent, str) and extent not in values:
-                values[extent], origins[extent] = value, tensor.name
+            name, factor = _scaled_dim(extent)
+            if name and name not in values and value % factor == 0:
+                values[name], origins[name] = value // factor, tensor.name
     for dim in record.dims:
         value, name = values[dim.name], origins[dim.name]
         if value % dim.divisor:
@@ -151,6 +152,17 @@ def _dims(record: LaunchRecord, views: Sequence[View]) -> tuple[dict[str, int], 
     return values, origins
 
 
+def _scaled_dim(extent: Expr) -> tuple[str, int]:
+    """(dim, factor) of an extent that one dim decides, "M" or ["mul", 2, "I"]; ("", 1) for any other."""
+    if isinstance(extent, str):
+        return extent, 1
+    if isinstance(extent, tuple) and len(extent) == 3 and extent[0] == "mul":
+        factor, name = extent[1:]
+        if isinstance(factor, int) and factor > 0 and isinstance(name, str):
+            return name, factor
+    return "", 1
+
+
 def _check_shape(tensor: TensorArgument, view: View, dims: dict[str, int], origins: dict[str, str]) -> None:
     for index, (extent, value) in enumerate(zip(tensor.shape, view.shape, strict=True)):
         expected = evaluate(extent, dims)
@@ -158,8 +170,8 @@ def _check_shape(tensor: TensorArgument, view: View, dims: dict[str, int], origi
             continue
         text = render(extent)
         source = "" if text == str(expected) else f" {text} ="
-        fixed = origins.get(extent) if isinstance(extent, str) else None
-        why = f" (fixed by {fixed})" if fixed and fixed != tensor.name else ""
+        fixed = sorted({origins[name] for name in variables(extent)} - {tensor.name})
+        why = f" (fixed by {', '.join(fixed)})" if fixed else ""
         raise ArgumentError(
             f"{tensor.name} has {value} at dim {index}, shape {list(view.shape)}; it must have{source} {expected}{why}:"
             f" {signature(tensor)}",

@@ -35,7 +35,7 @@ WRONG = {
     "w-of-rank-2": ("w", lambda a: {"w": shaped(a["w"], 272, 72)}),
     "w-of-another-k": ("w", lambda a: {"w": shaped(a["w"], 3, 272, 64)}),
     "y-of-fewer-rows": ("y", lambda a: {"y": shaped(a["y"], 102, 136)}),
-    "y-not-halved": ("y w", lambda a: {"y": shaped(a["preactivation"], 103, 272)}),
+    "y-not-halved": ("y", lambda a: {"y": shaped(a["preactivation"], 103, 272)}),
     "preactivation-halved": ("preactivation", lambda a: {"preactivation": shaped(a["preactivation"], 103, 136)}),
     "bias-of-another-n": ("bias", lambda a: {"bias": shaped(a["bias"], 3, 256)}),
     "offsets-too-few": ("offsets", lambda a: {"offsets": shaped(a["offsets"], 2)}),
