@@ -1,8 +1,11 @@
 """What pyproject.toml says about the tree is true of the tree."""
 
+import subprocess
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 import fusekit
 
@@ -23,8 +26,13 @@ def test_every_package_is_installed():
     assert not list((ROOT / "cli").glob("*/__init__.py")), "cli is one flat package"
 
 
-def test_the_top_level_is_there():
+def test_the_top_level_is_this_and_no_more():
     assert all((ROOT / name).exists() for name in TOP_LEVEL)
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: what belongs to the tree cannot be told")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {line.partition("/")[0] for line in tracked.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
 
 
 def test_data_folders_hold_only_data():

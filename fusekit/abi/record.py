@@ -39,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = 1
-# Each is an integer. What the names mean to the driver stands in docs/launch-record.md.
+# Each is an integer. What the names mean to the driver stands in launch-record.md beside this file.
 ATTRIBUTES = (
     "cooperative",
     "non_portable_cluster_size_allowed",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_what_differs(explain, tmp_path):
     out = explain(SPEC.full_name).out
     assert "spec.tile" in out
     assert "(absent)" in out
+
+
+def test_without_the_compiler_the_rest_is_compared(explain, tmp_path, monkeypatch):
+    fill(tmp_path, lambda fields: fields | {"spec.tile": "[64,64]"})
+    monkeypatch.setattr(metadata, "distributions", lambda: iter(()))
+    captured = explain("quickstart", "--json")
+    documents = json.loads(captured.out)
+    assert {(document["status"], document["key"]) for document in documents} == {("unknown", None)}
+    assert [row["field"] for row in documents[0]["differs"]] == ["spec.tile"]
+    assert "the store has no kernel of this name" in documents[1]["reason"]
+    assert "pip install 'fusekit[build]'" in captured.err
+    monkeypatch.undo()
+    fill(tmp_path, lambda fields: fields | {"toolchain.nvidia-cutlass-dsl": "4.0.0"})
+    monkeypatch.setattr(metadata, "distributions", lambda: iter(()))
+    assert "all but the toolchain is the same" in explain(SPEC.full_name).out
 
 
 def test_damage(explain, tmp_path):
