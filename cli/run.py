@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -39,22 +40,37 @@ def command(
     FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. Exit code 1 when
     --check finds a result wrong, 3 when NAME is not built, 4 without a usable GPU.
     """
-    from fusekit.runtime import open_library
+    waking = _Background(_wake_driver)
+    try:
+        from fusekit.runtime import open_library
 
-    library = open_library(session.config)
-    documents = []
-    for each in _names(library, name, arch):
-        # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
-        loading = _Background(partial(_load, library, each, arch, device, rows))
-        try:
-            from fusekit.bench.trial import Trial
-        except ImportError as error:
-            loading.result()
-            raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
-        trial = Trial(library, loading.result(), rows, seed, guarded=check)
-        documents.append(_run(trial, check, timed, cluster_margin))
+        library = open_library(session.config)
+        documents = []
+        for each in _names(library, name, arch):
+            # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
+            loading = _Background(partial(_load, library, each, arch, device, rows))
+            try:
+                from fusekit.bench.trial import Trial
+            except ImportError as error:
+                loading.result()
+                raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+            trial = Trial(library, loading.result(), rows, seed, guarded=check)
+            documents.append(_run(trial, check, timed, cluster_margin))
+    finally:
+        waking.result()  # no process may end while the driver starts
     output.answer(session, output.one_or_many(documents), lambda: _print(documents))
     return 0 if all(document["ok"] for document in documents) else 1
+
+
+def _wake_driver() -> None:
+    """Starts the CUDA driver, 0.1 s in which Python is idle, while everything else is still to be imported.
+
+    The runtime starts it again, which then costs nothing, and says what is wrong where something is.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def _names(library: Library, name: str, arch: str | None) -> list[str]:

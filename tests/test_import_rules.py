@@ -211,6 +211,12 @@ def test_launching_needs_neither_the_lock_nor_the_tables(tmp_path):
     assert "fusekit.runtime" in loaded(f"{statement}import fusekit.runtime, fusekit.store, fusekit_cli.main", tmp_path)
 
 
+def test_a_cold_start_reads_no_specs(tmp_path):
+    """`fusekit run` counts its milliseconds: what only a build needs is not loaded."""
+    modules = loaded("import fusekit.runtime, fusekit.bench.trial", tmp_path)
+    assert not modules & {"tomllib", "statistics", "fusekit.spec.parse", "fusekit.spec.catalog", "fusekit.spec.keys"}
+
+
 def test_no_import_makes_a_file(tmp_path):
     rooms = [room for room in MAY if room not in ("__init__", "kernels", "bench")]
     loaded("import " + ", ".join(f"fusekit.{room}" for room in rooms), tmp_path)

@@ -10,7 +10,8 @@ them as closed integer expressions (`fusekit.abi.expr`) over
 
 A launcher binds the dims from the tensors' shapes, checks what the record demands, evaluates the expressions, writes
 the parameters at the offsets that the cubin prescribes, and launches. launch-record.md beside this file says it step by
-step, for launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL or NumPy.
+step, for launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL or
+NumPy.
 """
 
 from fusekit.abi.arguments import DTYPE_BYTES, Argument, Dim, ScalarArgument, TensorArgument

@@ -7,9 +7,8 @@ involved: events stand right around one launch, whose own start costs are part o
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,14 +63,20 @@ def time_launch(devices: Devices, device: Device, launch: Callable[[int], Any], 
                 check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
                 return [check(api.cuEventElapsedTime(*pair), "cuEventElapsedTime") for pair in pairs]
 
-            estimate = max(statistics.median(run(_WARM_UP)), 1e-3)
+            estimate = max(_median(run(_WARM_UP)), 1e-3)
             times = run(min(max(int(_TARGET_MS / estimate), _SAMPLES[0]), _SAMPLES[1]))
             host_us = _host_us(launch, stream, lambda: check(api.cuStreamSynchronize(stream), "cuStreamSynchronize"))
         finally:
             for event in events:
                 check(api.cuEventDestroy(event), "cuEventDestroy")
             check(api.cuMemFree(flush), "cuMemFree")
-    return Timing(statistics.median(times), min(times), len(times), host_us)
+    return Timing(_median(times), min(times), len(times), host_us)
+
+
+def _median(values: Sequence[float]) -> float:
+    # Not the module statistics: importing it would be a good part of a cold start.
+    ordered, middle = sorted(values), len(values) // 2
+    return (ordered[middle] + ordered[~middle]) / 2
 
 
 def _host_us(launch: Callable[[int], Any], stream: int, wait: Callable[[], Any]) -> float:
@@ -84,4 +89,4 @@ def _host_us(launch: Callable[[int], Any], stream: int, wait: Callable[[], Any])
             launch(stream)
         rounds.append((time.perf_counter() - start) / 20)
     wait()
-    return statistics.median(rounds) * 1e6
+    return _median(rounds) * 1e6

@@ -10,13 +10,19 @@
 | `parse` | a file: defaults, sweeps, all problems in one error |
 | `catalog` | the packaged files; finding kernels by name or glob |
 | `json_schema` | the JSON Schema of spec files |
+
+What reads files is imported on first use: a launch needs the values alone.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fusekit.spec.budget import Budget
-from fusekit.spec.catalog import find, packaged_files
-from fusekit.spec.json_schema import schema
 from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
-from fusekit.spec.parse import parse_file, parse_text
+
+if TYPE_CHECKING:
+    from fusekit.spec.catalog import find, packaged_files
+    from fusekit.spec.json_schema import schema
+    from fusekit.spec.parse import parse_file, parse_text
 
 __all__ = [
     "Activation",
@@ -30,3 +36,19 @@ __all__ = [
     "parse_text",
     "schema",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("find", "packaged_files"):
+        from fusekit.spec import catalog
+
+        return getattr(catalog, name)
+    if name in ("parse_file", "parse_text"):
+        from fusekit.spec import parse
+
+        return getattr(parse, name)
+    if name == "schema":
+        from fusekit.spec.json_schema import schema
+
+        return schema
+    raise AttributeError(f"module 'fusekit.spec' has no attribute '{name}'")

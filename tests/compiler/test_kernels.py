@@ -1,0 +1,142 @@
+"""Real kernels, built: the quickstart, gpt-oss-20b forward, and a sample of the matrix. What their machine code does,
+and that the proof catches errors planted in the record of a real one.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+from fusekit.abi import LaunchRecord
+from fusekit.compiler import sass, trace
+from fusekit.compiler.build import execute, plan_build
+from fusekit.compiler.families import plan
+from fusekit.compiler.prove import prove
+from fusekit.errors import ProofError, ToolchainError
+from fusekit.spec import find, parse_file
+from fusekit.store import Store
+
+MATRIX = {spec.full_name: spec for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")}
+# Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
+SAMPLE = (
+    "swiglu-concat@128x160-c1x1", "swiglu-interleaved-32@128x192-c1x2", "geglu-interleaved@64x128-c1x1",
+    "whole-epilogue@128x128-c1x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1",
+)  # fmt: skip
+FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1"
+SPECS = (
+    *find(["quickstart", FC1, "gpt-oss-20b/fc1-fwd@256x192-c2x1", "gpt-oss-20b/fc2-fwd@128x192-c2x1"]),
+    *(MATRIX[f"matrix/{name}"] for name in SAMPLE),
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The store with every kernel of SPECS in it, and the report of its build."""
+    store = Store(tmp_path_factory.mktemp("store"))
+    return store, execute(plan_build(SPECS, store), store)
+
+
+def loaded(built, spec):
+    store, _ = built
+    return store.load(store.find_name(spec.full_name, spec.arch).key)
+
+
+def instructions(entry, cubin):
+    try:
+        return sass.instructions(cubin, entry.launch["symbol"])
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+def test_all_are_built_and_proven(built):
+    store, report = built
+    assert not report.failed
+    assert {each.name for each in report.built} == {spec.full_name for spec in SPECS}
+    assert all(each.proved_launches >= 8 for each in report.built)
+    assert not store.verify(full=True).bad
+
+
+def by_name(spec):
+    return spec.full_name
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=by_name)
+def test_nothing_is_spilled(built, spec):
+    entry, cubin = loaded(built, spec)
+    assert entry.resources["spill_bytes"] == 0
+    counted = sass.counts(instructions(entry, cubin))
+    assert (counted["STL"], counted["LDL"]) == (0, 0)
+    # What __launch_bounds__ of 384 threads leaves to each; the warpgroups then share it out anew.
+    assert entry.resources["registers"] == 65536 // 384 // 8 * 8
+    assert counted["USETMAXREG"] >= 2
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=by_name)
+def test_tensor_cores_multiply_what_tma_brings(built, spec):
+    code = instructions(*loaded(built, spec))
+    products = {each.opcode.partition(".F32")[0] for each in code if each.base == "HGMMA"}
+    assert products == {f"HGMMA.64x{spec.tile[1]}x16"}
+    loads = [each.opcode for each in code if each.base == "UTMALDG"]
+    assert loads
+    assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))
+    assert any(each.base == "UTMASTG" for each in code)
+    assert not any(each.base == "HMMA" for each in code)  # the older tensor core path
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=by_name)
+def test_the_record_says_what_the_cubin_takes(built, spec):
+    entry, _ = loaded(built, spec)
+    record = LaunchRecord.from_json(dict(entry.launch))
+    assert entry.resources["static_shared"] == 0
+    assert entry.resources["dynamic_shared"] == record.dynamic_shared <= spec.budget.shared_bytes
+    assert entry.resources["max_threads"] == spec.budget.threads
+    last = max(record.parameters, key=lambda parameter: parameter.offset)
+    assert last.offset + last.size == entry.resources["parameter_bytes"]
+    assert entry.proof["parameters"] == [parameter.name for parameter in record.parameters]
+
+
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory):
+    """What `prove` is called with for FC1: (plan, record, host function, seed)."""
+    (spec,) = find([FC1])
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "prove", lambda *arguments: calls.append(arguments) or {})
+        trace.compile_plan(plan(spec), tmp_path_factory.mktemp("scratch"))
+    return calls[0]
+
+
+def changed(record, name, **changes):
+    assert any(parameter.name == name for parameter in record.parameters)
+    parameters = (dataclasses.replace(p, **changes) if p.name == name else p for p in record.parameters)
+    return dataclasses.replace(record, parameters=tuple(parameters))
+
+
+PLANTED = {
+    "box": ("map_w", r"box\[1\] is 160", lambda r: changed(r, "map_w", box=(64, 160, 1))),
+    "swizzle": ("map_x", "swizzle is none", lambda r: changed(r, "map_x", swizzle="none")),
+    "order-of-dims": ("map_w", r"dims\[1\] is", lambda r: changed(r, "map_w", dims=("K", "I", "E"))),
+    "stride": ("map_y", r"strides\[0\] is", lambda r: changed(
+        r, "map_y", strides=(["mul", 4, "y.stride0"], *r.parameters[2].strides[1:]))),
+    "l2-promotion": ("map_x", "l2_promotion is 256B", lambda r: changed(r, "map_x", l2_promotion="256B")),
+    "scalar": ("columns", "value is", lambda r: changed(r, "columns", value="I")),
+    "float": ("act_limit_value", "value is", lambda r: changed(r, "act_limit_value", argument="act_alpha")),
+    "pointer": ("bias_pointer", "address is", lambda r: changed(r, "bias_pointer", argument="offsets")),
+    "grid": ("grid", "x is", lambda r: dataclasses.replace(r, grid=(["mul", 2, ["floordiv", "sm_count", 2]], 1, 1))),
+    "cluster": ("cluster", "is", lambda r: dataclasses.replace(r, cluster=(1, 1, 1))),
+    "block": ("block", "is", lambda r: dataclasses.replace(r, block=(256, 1, 1))),
+    "shared-memory": (
+        "dynamic shared memory", "is", lambda r: dataclasses.replace(r, dynamic_shared=r.dynamic_shared - 1024)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_an_error_planted_in_a_real_record_is_caught(proven, planted):
+    made, record, host, seed = proven
+    assert prove(made, record, host, seed, 8)["launches"] >= 8
+    parameter, message, change = PLANTED[planted]
+    with pytest.raises(ProofError, match=f"^{parameter}: {message}|^{parameter} {message}") as caught:
+        prove(made, change(record), host, seed, 8)
+    assert caught.value.parameter == parameter
