@@ -64,6 +64,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
     output.answer(session, rows, text)
     if not rows:
         roots = ", ".join(str(layer.root) for layer in store.layers)
-        session.note(f"nothing{' of that name' if patterns else ''} in {roots}; `fusekit build` fills the store")
+        wanted = (" of that name" if patterns else "") + (f" for {arch}" if arch else "")
+        session.note(f"nothing{wanted} in {roots}; `fusekit build` fills the store")
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")

@@ -73,16 +73,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show(sys.stderr)
         return error.exit_code
-    except FusekitError as error:
-        if session.debug:
-            raise
-        session.error(str(error))
-        return error.exit_code
     except Exception as error:
         if session.debug:
-            raise
-        session.error(f"{type(error).__name__}: {error}; this is a defect of fusekit; --debug shows where it happened")
-        return 1
+            import traceback
+
+            traceback.print_exc()
+        session.error(_message(error))
+        return error.exit_code if isinstance(error, FusekitError) else 1
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, FusekitError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error or 'the machine has no more'}; take a smaller problem, such as fewer --rows"
+    return f"{type(error).__name__}: {error}; this is a defect of fusekit; --debug shows where it happened"
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """One command line. store: folder given with --store. json: one JSON document on stdout. debug: let tracebacks
-    through.
+    """One command line. store: folder given with --store. json: one JSON document on stdout. debug: show
+    tracebacks.
     """
 
     store: str | None = None

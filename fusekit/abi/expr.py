@@ -133,14 +133,14 @@ def render(expr: Expr) -> str:
     """`expr` as people write it, for messages: ``["mul", 2, "I"]`` is ``2 * I``."""
     if not isinstance(expr, list | tuple):
         return str(expr)
-    parts = [f"({render(item)})" if _is_sum(item) else render(item) for item in expr[1:]]
+    parts = [f"({render(item)})" if _is_infix(item) else render(item) for item in expr[1:]]
     symbol = {"add": " + ", "sub": " - ", "mul": " * ", "floordiv": " // ", "mod": " % "}.get(expr[0])
     if symbol is None:
         return f"{expr[0]}({', '.join(render(item) for item in expr[1:])})"
     return symbol.join(parts)
 
 
-def _is_sum(expr: Expr) -> bool:
+def _is_infix(expr: Expr) -> bool:
     return isinstance(expr, list | tuple) and expr[0] not in ("ceildiv", "min", "max")
 
 

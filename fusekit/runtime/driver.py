@@ -41,8 +41,8 @@ class Driver:
             raise
         except Exception as error:  # what is raised for a missing libcuda differs between releases of cuda-bindings
             raise DriverError(
-                f"no NVIDIA driver: {error} Expected one for CUDA {version_text(MINIMUM_VERSION)} or newer; install the"
-                " NVIDIA driver, or run where there is one",
+                f"no NVIDIA driver (cuda.bindings: {' '.join(str(error).split()).rstrip('.')}); expected one for CUDA"
+                f" {version_text(MINIMUM_VERSION)} or newer; install it, or run where there is one",
                 name="CUDA_ERROR_STUB_LIBRARY",
             ) from error
         self.require(MINIMUM_VERSION, "fusekit")

@@ -108,11 +108,24 @@ def test_a_defect_is_said_to_be_one(monkeypatch, capsys):
     assert "ZeroDivisionError: by zero; this is a defect of fusekit; --debug" in capsys.readouterr().err
 
 
+def test_no_memory_left_is_no_defect(monkeypatch, capsys):
+    def greedy(name):
+        raise MemoryError
+
+    monkeypatch.setattr(entry, "import_module", greedy)
+    assert main(["ls"]) == 1
+    message = capsys.readouterr().err
+    assert "out of memory" in message
+    assert "--rows" in message
+    assert "defect" not in message
+
+
 def test_a_traceback_only_with_debug(fusekit):
     assert "Traceback" not in fusekit("show", "quickstart", code=3).err
-    result = fusekit("show", "quickstart", "--debug", code=1)
+    result = fusekit("show", "quickstart", "--debug", code=3)
     assert "Traceback" in result.err
     assert "NotBuiltError" in result.err
+    assert "\nfusekit: 'quickstart' is not in any store layer" in result.err
 
 
 def test_interrupted_in_the_middle(fusekit):
