@@ -88,11 +88,12 @@ class Library:
                 return choose(variants, problem), ordinal
         if arch is not None:
             raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}")
+        stored = ", ".join(elsewhere)
         raise ArchMismatchError(
-            f"'{name}' is in the store for {', '.join(elsewhere)}; {target} expects {wanted[0]}; build it with: fusekit"
-            f" build {name} --arch {wanted[0]}",
-            expected=wanted[0],
-            found=", ".join(elsewhere),
+            f"'{name}' is in the store for {stored}; expected a device of {stored}, found {target}; build it for this"
+            f" one with: fusekit build {name} --arch {wanted[0]}",
+            expected=stored,
+            found=target.arch,
         )
 
     def _variants(self, name: str, arch: str) -> list[NameRecord]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,32 @@ def test_what_cannot_run_says_why(machine: Any, capsys: Any) -> None:
     machine().version = 11000
     assert main(["run", "made/fc1"]) == 4
     assert "CUDA 11.0" in capsys.readouterr().err
+    machine().capability = (8, 0)
+    assert main(["run", "made/fc1"]) == 4
+    assert "expected a device of sm_90a, found device 0 (FAKE H200, sm_80)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["lost a byte", "other bytes", "another cubin", "another entry"])
+def test_a_damaged_store_is_never_launched_from(machine: Any, capsys: Any, tmp_path: Path, damage: str) -> None:
+    fake, store = machine(), Store.open(Config(store=tmp_path))
+    (named,) = store.names("made/*")
+    entry = store.find_entry(named.record.key)
+    assert entry is not None
+    path = store.layers[0].blob_path(entry.cubin_sha256)
+    if damage == "another entry":
+        path = store.layers[0].entry_path(entry.key)
+        fields = {"arch": "sm_100a"}
+        other = replace(entry, key=key_of(fields), fields=fields, launch={**entry.launch, **fields})
+        store.publish(other, CUBIN)
+        data = store.layers[0].entry_path(other.key).read_bytes()
+    else:
+        whole = path.read_bytes()
+        data = {"lost a byte": whole[:-1], "other bytes": whole[:-1] + b"!", "another cubin": whole * 2}[damage]
+    path.chmod(0o644)
+    path.write_bytes(data)
+    assert main(["run", "made/fc1", "--check"]) == 1
+    message = capsys.readouterr().err
+    assert str(path) in message
+    assert "build" in message
+    assert not fake.launches
+    assert fake.loaded == 0
