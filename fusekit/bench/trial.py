@@ -47,6 +47,9 @@ class Trial:
         self.device = self.devices.get(kernel.device)
         spec = kernel.spec
         self.problem = _problem(spec, rows)
+        most = next(dim.maximum for dim in kernel.record.dims if dim.name == "M")
+        if self.problem["M"] > most:
+            raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem
         spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] == "grouped-gemm" else 0
         self.inputs = make_inputs(spec, E=dims["E"], M=dims["M"], N=dims["N"], K=dims["K"], seed=seed, spare=spare)
@@ -172,6 +175,4 @@ def _problem(spec: dict[str, Any], rows: int | None) -> dict[str, int]:
     problem = {name: int(problem[name]) for name in ("E", "M", "N", "K")}
     if rows is not None:
         problem["M"] = rows
-    if problem["M"] >= 2**31:
-        raise UsageError(f"--rows {rows}; a kernel takes fewer than 2**31 rows; give less")
     return problem

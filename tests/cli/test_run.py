@@ -215,6 +215,8 @@ def test_device_memory_is_given_back(machine: Any, capsys: Any) -> None:
 
 def test_what_cannot_run_says_why(machine: Any, capsys: Any) -> None:
     machine()
+    assert main(["run", "made/fc1", "--rows", str(2**31)]) == 2
+    assert "takes at most 2147483647; give fewer --rows" in capsys.readouterr().err
     assert main(["run", "made/other"]) == 3
     assert "fusekit build made/other" in capsys.readouterr().err
     machine().devices = 0
