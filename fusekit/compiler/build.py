@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusekit.compiler.families import plan
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.toolchain import describe
+from fusekit.compiler.sources import changed
+from fusekit.compiler.toolchain import describe, distributions
 from fusekit.config import Config
 from fusekit.errors import BuildError, FusekitError, IntegrityError, StoreError, ToolchainError, UsageError
 from fusekit.spec import KernelSpec, find
@@ -204,7 +205,7 @@ def _make(worker: Worker, task: Task, store: Store, planner: Callable[[KernelSpe
                 launch=compiled.launch,
                 resources=compiled.resources,
                 proof=compiled.proof,
-                toolchain=describe(_toolchain(task.fields)),
+                toolchain=describe(_labelled(task.fields, "toolchain.")),
                 seconds=done.seconds,
             )
             entry = store.publish(fresh, compiled.cubin)
@@ -214,10 +215,12 @@ def _make(worker: Worker, task: Task, store: Store, planner: Callable[[KernelSpe
 
 def _unchanged(task: Task) -> None:
     """Raises BuildError if a source was edited meanwhile: which version was compiled can then not be told."""
-    now = Identity().key_fields(task.specs[0])
-    changed = [label for label in task.fields | now if task.fields.get(label) != now.get(label)]
-    if changed:
-        raise BuildError(f"{', '.join(changed)} changed while {task.name} was compiled; run the build again")
+    sources, toolchain = _labelled(task.fields, "source."), _labelled(task.fields, "toolchain.")
+    names = [f"source.{name}" for name in changed(sources)]
+    names += [f"toolchain.{name}" for name, _ in sorted(toolchain.items() ^ distributions().items())]
+    if names:
+        listed = ", ".join(dict.fromkeys(names))
+        raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
 
 
 def _stored(store: Store, key: str) -> Entry | None:
@@ -263,6 +266,6 @@ def _fail(report: BuildReport, task: Task, error: Exception) -> None:
     report.failed += [Failed(spec.full_name, spec.arch, str(error), detail) for spec in task.specs]
 
 
-def _toolchain(fields: dict[str, Any]) -> dict[str, str]:
-    prefix = "toolchain."
-    return {label.removeprefix(prefix): version for label, version in fields.items() if label.startswith(prefix)}
+def _labelled(fields: dict[str, str], prefix: str) -> dict[str, str]:
+    """The fields of one kind, by what follows `prefix`."""
+    return {label.removeprefix(prefix): value for label, value in fields.items() if label.startswith(prefix)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusekit.errors import BuildError
@@ -39,6 +40,23 @@ def closure(root: str, package: Path | None = None) -> dict[str, str]:
                 digests[name] = hashlib.sha256(data).hexdigest()
                 pending += _imports(data, path, package)
     return dict(sorted(digests.items()))
+
+
+def changed(digests: Mapping[str, str], package: Path | None = None) -> list[str]:
+    """Which of the files that `closure` gave are no longer the same, or gone. Safe from any thread.
+
+    While none of them is, neither is the closure: imports stand in the files. So nothing is parsed again, which several
+    threads of CPython 3.11 cannot do at once.
+    """
+    package = package or Path(__file__).parents[1]
+    return [name for name, digest in digests.items() if _digest(package / name) != digest]
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _files(module: str, package: Path) -> list[Path]:

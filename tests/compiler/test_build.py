@@ -92,17 +92,14 @@ def test_a_damaged_cubin_is_built_again(build, store):
     assert not store.verify(full=True).bad
 
 
-def test_a_source_that_changes_meanwhile_fails_the_kernel(build, monkeypatch):
-    real, calls = Identity.key_fields, []
-
-    def key_fields(self, spec):
-        calls.append(spec)
-        fields = real(self, spec)
-        return fields if len(calls) == 1 else fields | {"source.kernels/ptx.py": "0" * 64}
-
-    monkeypatch.setattr(Identity, "key_fields", key_fields)
-    report = build(LINEAR)
-    assert "source.kernels/ptx.py changed while quickstart/linear@128x128-c2x1 was compiled" in report.failed[0].error
+def test_what_changes_meanwhile_fails_the_kernel(build, store, monkeypatch):
+    real = Identity.key_fields
+    stale = {"source.kernels/ptx.py": "0" * 64, "source.kernels/gone.py": "0" * 64, "toolchain.nvidia-cutlass-dsl": "1"}
+    monkeypatch.setattr(Identity, "key_fields", lambda self, spec: real(self, spec) | stale)
+    (failed,) = build(LINEAR).failed
+    listed = "source.kernels/ptx.py, source.kernels/gone.py, toolchain.nvidia-cutlass-dsl"
+    assert f"{listed} changed while quickstart/linear@128x128-c2x1 was compiled; run the build again" in failed.error
+    assert not store.names()
 
 
 def test_a_store_that_cannot_be_written_ends_the_build(tilecopy, tmp_path):
