@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
-from fusekit.bench import trial
+from fusekit.bench import compare
 from fusekit.config import Config
 from fusekit.reference import encode, gemm
 from fusekit.spec import parse_text
@@ -124,8 +124,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_right_result_is_ok(machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     if not whole:
-        monkeypatch.setattr(trial, "WHOLE", 0)
-        monkeypatch.setattr(trial, "SAMPLED_ROWS", 24)
+        monkeypatch.setattr(compare, "WHOLE", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
     machine()
     code, document = run(capsys, "made/fc1", "--check", "--time", "--cluster-margin", "2")
     assert code == 0
@@ -176,8 +176,8 @@ def test_a_wrong_result_is_noticed(
     machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, harm: Harm, message: str, whole: bool
 ) -> None:
     if not whole:
-        monkeypatch.setattr(trial, "WHOLE", 0)
-        monkeypatch.setattr(trial, "SAMPLED_ROWS", 0)
+        monkeypatch.setattr(compare, "WHOLE", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 0)
     machine(harm)
     code, document = run(capsys, NAME, "--check")
     assert code == 1
