@@ -33,7 +33,7 @@ class Verdict:
 class Trial:
     """Inputs on host and device, outputs poisoned, for `kernel` and `rows` (None: the spec's) rows.
 
-    `guarded` leaves spare rows behind the last group of a grouped kernel. An output that is added to begins as an input.
+    `guarded` leaves spare rows behind the last group of a grouped kernel. What is added to begins as made-up inputs.
     """
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:

@@ -43,8 +43,7 @@ def sample_weights(
     rng = np.random.default_rng(seed)
     chosen = np.array([*_groups(sizes, rng, groups), *np.flatnonzero(sizes == 0)[:1]], dtype=np.int64)
     down, across = (
-        np.unique([0, extent - 1, *rng.integers(0, extent, max(count - 2, 0))]).astype(np.int64)
-        for extent in shape[1:]
+        np.unique([0, extent - 1, *rng.integers(0, extent, max(count - 2, 0))]).astype(np.int64) for extent in shape[1:]
     )
     return np.unique(chosen[:, None] * shape[1] + down), across
 

@@ -114,7 +114,9 @@ def test_numbers_of_one_sign_pass():
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("spec", [WGRAD, WGRAD | {"out_dtype": "f32"}, MAIN_GRADIENTS], ids=["bf16", "f32", "accumulate"])
+@pytest.mark.parametrize(
+    "spec", [WGRAD, WGRAD | {"out_dtype": "f32"}, MAIN_GRADIENTS], ids=["bf16", "f32", "accumulate"]
+)
 @pytest.mark.parametrize("wrong", ["first row", "last row", "neighbour's row", "spare row"])
 def test_a_row_too_few_or_too_many_is_found(spec, wrong):
     inputs = made(spec)

@@ -166,7 +166,10 @@ WGRAD = GOOD.replace("grouped-gemm", "grouped-wgrad")
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bias = true", "bias = true: grouped-wgrad takes no bias: it has no epilogue: dw is the plain sum; leave it out"),
+        (
+            "bias = true",
+            "bias = true: grouped-wgrad takes no bias: it has no epilogue: dw is the plain sum; leave it out",
+        ),
         ('alpha = "scalar"', 'alpha = "scalar": grouped-wgrad takes no alpha'),
         ('b_major = "n"', 'b_major = "n": grouped-wgrad takes no b_major: both its operands have a row for each token'),
         ("row_scale = true", "row_scale = true: grouped-wgrad takes no row_scale: its rows are those of a weight"),
