@@ -51,16 +51,21 @@ class Work:
         return max(self.flops / (peak.tflops * 1e9), self.bytes / (peak.gbs * 1e6)) / ms
 
 
-def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, n: int, k: int) -> Work:
-    """The work of a dense or grouped GEMM of `spec` (canonical form).
+def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: int, k: int) -> Work:
+    """The work of a GEMM of `spec` (canonical form).
 
-    rows: those that groups own. groups: those with rows, whose weights are read. n: columns of w (gate and up). k:
-    depth.
+    rows: those that groups own. groups: all of them; `busy` have rows, and only their weights are read. n: columns of w
+    (gate and up), of dy for grouped-wgrad. k: columns of x.
     """
+    flops = 2 * rows * n * k
+    if spec["op"] == "grouped-wgrad":
+        # An empty group's zeros are written, but nothing is added to it.
+        weights = 2 * 4 * busy if spec["accumulate"] else (4 if spec["out_dtype"] == "f32" else 2) * groups
+        return Work(flops, bytes=2 * rows * (n + k) + weights * n * k)
     gated = spec["glu_layout"] != "none"
-    moved = rows * k + groups * n * k + rows * (n // 2 if gated else n)
+    moved = rows * k + busy * n * k + rows * (n // 2 if gated else n)
     if spec["save_preactivation"]:
         moved += rows * n
     if spec["bias"]:
-        moved += groups * n
-    return Work(flops=2 * rows * n * k, bytes=2 * moved + (4 * rows if spec["row_scale"] else 0))
+        moved += busy * n
+    return Work(flops, bytes=2 * moved + (4 * rows if spec["row_scale"] else 0))

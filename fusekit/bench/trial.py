@@ -8,22 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from fusekit.bench.compare import compare
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
-from fusekit.reference import POISON, Measurement, check, make_inputs, output_shapes, sample_rows
-from fusekit.reference.layouts import gate_columns, up_columns
+from fusekit.reference import POISON, make_inputs, output_shapes, poisoned
 from fusekit.runtime import DeviceArray, Kernel, Library
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
 GUARD = 4096
 # Rows that no group owns, when the result is checked: they must stay as they were.
 SPARE = 5
-# Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
-WHOLE = 2 * 10**9
-SAMPLED_ROWS = 192
-# Columns in which the first and last row of every group are compared; whole blocks of every glu_layout.
-EDGE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,7 @@ class Verdict:
 class Trial:
     """Inputs on host and device, outputs poisoned, for `kernel` and `rows` (None: the spec's) rows.
 
-    `guarded` leaves spare rows behind the last group of a grouped kernel.
+    `guarded` leaves spare rows behind the last group of a grouped kernel. What is added to begins as made-up inputs.
     """
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
@@ -51,16 +46,15 @@ class Trial:
         if self.problem["M"] > most:
             raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem
-        spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] == "grouped-gemm" else 0
+        spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] != "dense-gemm" else 0
         self.inputs = make_inputs(spec, E=dims["E"], M=dims["M"], N=dims["N"], K=dims["K"], seed=seed, spare=spare)
         offsets = self.inputs.get("offsets")
         ends = np.array([dims["M"]]) if offsets is None else offsets
-        self.ends = ends
         self.owned = int(ends[-1])
         busy = int(np.count_nonzero(np.diff(ends, prepend=0)))
-        self.work: Work = gemm_work(spec, rows=self.owned, groups=busy, n=dims["N"], k=dims["K"])
+        self.work: Work = gemm_work(spec, rows=self.owned, groups=dims["E"], busy=busy, n=dims["N"], k=dims["K"])
         self.arrays: dict[str, DeviceArray] = {}
-        self.outputs = output_shapes(spec, M=dims["M"], N=dims["N"])
+        self.outputs = output_shapes(spec, **dims)
         try:
             self._upload()
         except BaseException:
@@ -74,6 +68,8 @@ class Trial:
                 array = DeviceArray(self.devices, shape, dtype, self.device.ordinal, offset=GUARD, tail=GUARD)
                 self.arrays[tensor.name] = array
                 array.fill(POISON & 0xFF)
+                if tensor.name in self.inputs:
+                    array.upload(self.inputs[tensor.name])
                 continue
             value = np.ascontiguousarray(self.inputs[tensor.name])
             self.arrays[tensor.name] = DeviceArray(self.devices, value.shape, tensor.dtype, self.device.ordinal)
@@ -105,7 +101,7 @@ class Trial:
         """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
         problems: list[str] = []
         outputs = {name: self._fetch(name, problems) for name in self.outputs}
-        measured = self._measure(outputs)
+        measured = compare(self.kernel.spec, self.problem, self.inputs, outputs)
         problems += [str(measurement) for measurement in measured if not measurement.ok]
         error = {
             "fro": max((measurement.fro for measurement in measured), default=0.0),
@@ -113,50 +109,24 @@ class Trial:
         }
         return Verdict(not problems, error, problems)
 
-    def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[Any]]:
         array = self.arrays[name]
         for where, start in (("before", -GUARD), ("after", array.nbytes)):
             if np.frombuffer(array.download(start, GUARD), np.uint16).min() != POISON:
                 problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
-        values = np.frombuffer(array.download(), np.uint16).reshape(array.shape)
-        if (values[self.owned :] != POISON).any():
-            row = self.owned + int(np.argmax((values[self.owned :] != POISON).any(axis=1)))
-            problems.append(f"{name}: row {row}, which no group owns, was written to")
-        untouched = values[: self.owned] == POISON
+        shape, dtype = self.outputs[name]
+        values = np.frombuffer(array.download(), np.float32 if dtype == "f32" else np.uint16).reshape(shape)
+        untouched = poisoned(values)
+        if name != "dw":  # a row for each token
+            written = ~untouched[self.owned :]
+            if written.any():
+                row = self.owned + int(np.argmax(written.any(axis=1)))
+                problems.append(f"{name}: row {row}, which no group owns, was written to")
+            untouched = untouched[: self.owned]
         if untouched.any():
-            row, column = np.argwhere(untouched)[0]
-            problems.append(f"{name}: {int(untouched.sum())} elements were not written, the first at {row}, {column}")
+            first = ", ".join(map(str, np.argwhere(untouched)[0]))
+            problems.append(f"{name}: {int(untouched.sum())} elements were not written, the first at {first}")
         return values
-
-    def _measure(self, outputs: dict[str, Any]) -> list[Measurement]:
-        spec, dims = self.kernel.spec, self.problem
-        if self.owned * dims["N"] * dims["K"] <= WHOLE:
-            return list(check(spec, self.inputs, outputs).values())
-        measured = list(check(spec, self.inputs, outputs, sample_rows(self.ends, SAMPLED_ROWS)).values())
-        # Sampling widens whole weights, so it takes few groups. The edges of all of them are cheap in few columns.
-        columns, results = self._edge_columns()
-        edge_inputs = dict(self.inputs)
-        axis = 0 if spec["b_major"] == "k" else 1
-        edge_inputs["w"] = np.take(self.inputs["w"], columns, axis=axis + self.inputs["w"].ndim - 2)
-        if "bias" in self.inputs:
-            edge_inputs["bias"] = self.inputs["bias"][..., columns]
-        edge_outputs = {name: outputs[name][:, results if name == "y" else columns] for name in outputs}
-        sizes = np.diff(self.ends, prepend=0)
-        starts = self.ends[sizes > 0] - sizes[sizes > 0]
-        rows = np.unique(np.concatenate([starts, self.ends[sizes > 0] - 1]))
-        return measured + list(check(spec, edge_inputs, edge_outputs, rows).values())
-
-    def _edge_columns(self) -> tuple[Any, Any]:
-        """(columns of w, columns of y): the first and last outputs, in an order that is the same layout again."""
-        layout, n = self.kernel.spec["glu_layout"], self.problem["N"]
-        width = n if layout == "none" else n // 2
-        results = np.arange(width) if width <= 2 * EDGE else np.r_[0:EDGE, width - EDGE : width]
-        if layout == "none":
-            return results, results
-        columns = np.empty(2 * results.size, dtype=np.int64)
-        columns[gate_columns(layout, results.size)] = gate_columns(layout, width)[results]
-        columns[up_columns(layout, results.size)] = up_columns(layout, width)[results]
-        return columns, results
 
     def close(self) -> None:
         """Frees device memory and unloads the kernel."""
@@ -170,8 +140,11 @@ def _problem(spec: dict[str, Any], rows: int | None) -> dict[str, int]:
     problem = spec.get("problem")
     if problem is None:
         tile_m, tile_n = spec["tile"]
-        grouped = spec["op"] == "grouped-gemm"
-        problem = {"E": 4 if grouped else 1, "M": 8 * tile_m, "N": 2 * math.lcm(tile_n, 64), "K": 512}
+        if spec["op"] == "grouped-wgrad":
+            problem = {"E": 4, "M": 2048, "N": 2 * tile_m, "K": 2 * tile_n}
+        else:
+            groups = 1 if spec["op"] == "dense-gemm" else 4
+            problem = {"E": groups, "M": 8 * tile_m, "N": 2 * math.lcm(tile_n, 64), "K": 512}
     problem = {name: int(problem[name]) for name in ("E", "M", "N", "K")}
     if rows is not None:
         problem["M"] = rows

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "dense-gemm": "fusekit.compiler.gemm",
     "grouped-gemm": "fusekit.compiler.gemm",
+    "grouped-wgrad": "fusekit.compiler.wgrad",
 }
 
 

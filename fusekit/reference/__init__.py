@@ -3,10 +3,11 @@
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """
 
-from fusekit.reference.formats import POISON, decode, encode
+from fusekit.reference.formats import POISON, decode, encode, poisoned
 from fusekit.reference.gemm import check, expected, gemm
-from fusekit.reference.inputs import group_sizes, make_inputs, offsets_of, output_shapes, sample_rows
+from fusekit.reference.inputs import group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.sampling import sample_rows, sample_weights
 
 __all__ = [
     "POISON",
@@ -22,5 +23,7 @@ __all__ = [
     "measure",
     "offsets_of",
     "output_shapes",
+    "poisoned",
     "sample_rows",
+    "sample_weights",
 ]

@@ -1,7 +1,7 @@
 """bf16 and fp16 as bit patterns: NumPy has no bfloat16, so a 16-bit tensor is held here as ``uint16``.
 
 ``encode`` rounds to nearest, ties to even, straight from the precision it is given (float64 is not rounded to float32
-on the way), keeps infinities, signed zeros and subnormals, and maps every NaN to a NaN.
+on the way), keeps infinities, signed zeros and subnormals, and maps every NaN to a NaN. A float32 tensor is just that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A 16-bit floating-point format.
+    """A floating-point format.
 
     ``significand`` counts the leading one, so half a unit in the last place is ``2**-significand`` relative.
     ``smallest`` is the least positive subnormal, ``largest`` the greatest finite value.
@@ -33,35 +33,46 @@ class Format:
 
 BF16 = Format("bf16", significand=8, fraction=7, bias=127, smallest=2.0**-133, largest=(2.0 - 2.0**-7) * 2.0**127)
 FP16 = Format("fp16", significand=11, fraction=10, bias=15, smallest=2.0**-24, largest=65504.0)
-FORMATS = {"bf16": BF16, "fp16": FP16}
+F32 = Format("f32", 24, 23, 127, 2.0**-149, (2.0 - 2.0**-23) * 2.0**127)
+FORMATS = {"bf16": BF16, "fp16": FP16, "f32": F32}
 
-# All ones is a NaN in both formats, and one that no arithmetic produces: what still holds it was never written.
+# All ones is a NaN in every format, and one that no arithmetic produces: what still holds it was never written.
 POISON = 0xFFFF
 
 
+def poisoned(array: Array) -> NDArray[np.bool_]:
+    """Which elements of ``array`` (16 or 32 bits each) are all ones."""
+    bits = array.view(f"u{array.itemsize}")
+    return np.asarray(bits == np.iinfo(bits.dtype).max)
+
+
 def format_of(name: str) -> Format:
-    """The ``Format`` called ``name``; ``ValueError`` for anything but "bf16" and "fp16"."""
+    """The ``Format`` called ``name``; ``ValueError`` for anything but "bf16", "fp16" and "f32"."""
     try:
         return FORMATS[name]
     except KeyError:
-        raise ValueError(f"dtype {name!r}; a 16-bit format is one of {', '.join(FORMATS)}") from None
+        raise ValueError(f"dtype {name!r}; a format is one of {', '.join(FORMATS)}") from None
 
 
-def encode(values: Array, name: str) -> NDArray[np.uint16]:
-    """Round float16/float32/float64 ``values`` to the format ``name``; the same shape, as uint16 bit patterns."""
+def encode(values: Array, name: str) -> NDArray[Any]:
+    """Round float16/float32/float64 ``values`` to the format ``name``.
+
+    The same shape: uint16 bit patterns of a 16-bit format, float32 numbers of "f32".
+    """
     format_of(name)
     values = np.asarray(values)
     if values.dtype not in (np.float16, np.float32, np.float64):
         raise ValueError(f"cannot round an array of {values.dtype}; give float16, float32 or float64")
-    if name == "fp16":
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    return _encode_bf16(values)
+    if name == "bf16":
+        return _encode_bf16(values)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return values.astype(np.float32) if name == "f32" else values.astype(np.float16).view(np.uint16)
 
 
 def decode(bits: Array, name: str) -> NDArray[np.float32]:
-    """The exact float32 values of uint16 ``bits`` in the format ``name``; the same shape."""
-    format_of(name)
+    """The exact float32 values of uint16 ``bits`` in the 16-bit format ``name``; the same shape."""
+    if name not in ("bf16", "fp16"):
+        raise ValueError(f"dtype {name!r}; a 16-bit format is bf16 or fp16")
     if bits.dtype != np.uint16:
         raise ValueError(f"{name} bits come as uint16, not {bits.dtype}")
     if name == "fp16":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.reference.formats import Array, format_of
-from fusekit.reference.gemm import meaning
+from fusekit.reference.meaning import Meaning, meaning
 from fusekit.spec import KernelSpec
 
 # Root mean square of the numbers below, before scaling.
@@ -61,15 +61,17 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Every input of ``spec`` by its argument name, compact arrays; see ``gemm`` for shapes and dtypes.
 
-    N counts the columns of w, gate and up together for a gated activation. A grouped-gemm has E groups of ``sizes``, or
-    uneven ones that sum to M - ``spare``. Weights are scaled so that x.w has a spread of about 1. A scalar ``alpha`` is
-    a Python float; the activation's scalars are left to the spec.
+    N counts the columns of w, gate and up together for a gated activation; for grouped-wgrad those of dy. A grouped
+    operation has E groups of ``sizes``, or uneven ones that sum to M - ``spare``. Weights are scaled so that x.w has a
+    spread of about 1. A scalar ``alpha`` is a Python float; the activation's scalars are left to the spec.
     """
     means = meaning(spec)
     if sizes is None:
         sizes = group_sizes(M - spare, E, seed)
     if means.grouped and (len(sizes) != E or sum(sizes) > M):
         raise ValueError(f"{len(sizes)} groups of {sum(sizes)} rows; there must be E = {E} groups in M = {M} rows")
+    if means.op == "grouped-wgrad":
+        return _wgrad_inputs(means, (E, N, K), M, seed, sizes)
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
     one_over_root_k = -round(0.5 * np.log2(max(K, 1) * RMS**4))
@@ -90,32 +92,41 @@ def make_inputs(
     return inputs
 
 
-def output_shapes(spec: KernelSpec | Mapping[str, Any], *, M: int, N: int) -> dict[str, tuple[tuple[int, int], str]]:  # noqa: N803
-    """Each output's shape and dtype: {"y": ((M, N or N/2), out_dtype), "preactivation": ((M, N), dtype) if saved}."""
+def _wgrad_inputs(
+    means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Array | list[int] | tuple[int, ...]
+) -> dict[str, Any]:
+    """Output gradients are scaled so that dw has a spread of about 1; so have the numbers that it is added to."""
+    each = rows / shape[0]
+    inputs: dict[str, Any] = {
+        "dy": bits((rows, shape[1]), means.dtype, seed + 1, -round(0.5 * np.log2(max(each, 1) * RMS**4))),
+        "x": bits((rows, shape[2]), means.dtype, seed + 2),
+        "offsets": offsets_of(sizes),
+    }
+    if means.accumulate:
+        # As many bits as float32 has, of which a 16-bit format would lose most.
+        inputs["dw"] = np.random.default_rng(seed).uniform(-1.7, 1.7, shape).astype(np.float32)
+    return inputs
+
+
+def output_shapes(
+    spec: KernelSpec | Mapping[str, Any],
+    *,
+    M: int,  # noqa: N803 - the dims' own names
+    N: int,  # noqa: N803
+    E: int = 1,  # noqa: N803
+    K: int = 0,  # noqa: N803
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Each output's shape and dtype, by its argument name; E and K matter to grouped-wgrad alone.
+
+    "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. grouped-wgrad: "dw":
+    [E, N, K] of out_dtype.
+    """
     means = meaning(spec)
-    shapes = {"y": ((M, N if means.glu_layout == "none" else N // 2), means.out_dtype)}
+    if means.op == "grouped-wgrad":
+        return {"dw": ((E, N, K), means.out_dtype)}
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "y": ((M, N if means.glu_layout == "none" else N // 2), means.out_dtype)
+    }
     if means.save_preactivation:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes
-
-
-def sample_rows(offsets: Array, count: int, seed: int = 0, groups: int = 12) -> NDArray[np.int64]:
-    """About ``count`` rows worth checking when all are too many, ascending, from at most ``groups`` groups.
-
-    Of the first, last, smallest, largest and some random nonempty groups: the first and last row and random ones.
-    Few groups keep the cost down, since each one's weights are widened to float64.
-    """
-    ends = np.asarray(offsets, dtype=np.int64)
-    sizes = np.diff(ends, prepend=0)
-    rng = np.random.default_rng(seed)
-    full = np.flatnonzero(sizes)
-    if not full.size:
-        return np.empty(0, dtype=np.int64)
-    by_size = full[np.argsort(sizes[full], kind="stable")]
-    first = [full[0], full[-1], by_size[0], by_size[-1]]
-    chosen = list(dict.fromkeys([*first, *rng.permutation(full)]))[:groups]
-    rows = []
-    for group in chosen:
-        start, end = ends[group] - sizes[group], ends[group]
-        rows += [np.array([start, end - 1]), rng.integers(start, end, max(count // len(chosen) - 2, 0))]
-    return np.unique(np.concatenate(rows))

@@ -3,7 +3,8 @@
 Two bounds must hold. The relative Frobenius error of the whole tensor stays below ``FROBENIUS``: a bf16 rounding alone
 costs 1.7e-3. And every element stays within ``2**(1-p) |ref| + c``, p being the bits of the format's significand
 (2**-7 for bf16). c comes with the reference, element by element: it is the error that float32 arithmetic may make of
-the products summed there, so that it is never a fixed tolerance behind which a wrong row could hide.
+the products summed there, so that it is never a fixed tolerance behind which a wrong row could hide. A float32 result
+is not rounded further, so both its bounds come from the sum alone, and its Frobenius bound comes with the reference.
 """
 
 from __future__ import annotations
@@ -20,12 +21,25 @@ FROBENIUS = {"bf16": 2.5e-3, "fp16": 5.0e-4}
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Reference rows of one output: float64 ``value`` and ``slack`` (c above) [R, C] for the ``rows`` int64[R]."""
+    """What one output must hold: float64 ``value`` and ``slack`` (c above) [R, C].
+
+    They are those of the ``rows`` int64[R] and ``columns`` int64[C] (None: all) of the buffer, its leading dimensions
+    taken as one. ``shape`` is the whole buffer's, empty where nobody told. ``limit`` is the Frobenius bound of float32.
+    """
 
     dtype: str
     rows: NDArray[np.int64]
     value: Array
     slack: Array
+    columns: NDArray[np.int64] | None = None
+    shape: tuple[int, ...] = ()
+    limit: float | None = None
+
+    def place(self, row: int, column: int) -> tuple[int, ...]:
+        """Where element (row, column) of ``value`` lies in the buffer."""
+        across = column if self.columns is None else int(self.columns[column])
+        leading = self.shape[:-1] or (int(self.rows[row]) + 1,)
+        return (*(int(index) for index in np.unravel_index(self.rows[row], leading)), across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +48,7 @@ class Measurement:
 
     ``fro`` is ||got - ref|| / ||ref||; ``max_scaled`` the largest error in units of the element's bound, so at most 1
     is right; ``wrong`` counts elements over their bound, NaN for a number and number for a NaN among them. ``worst`` is
-    (row, column) of the worst element in the whole buffer, None if nothing was compared; ``got`` and ``want`` are the
+    the index of the worst element in the whole buffer, None if nothing was compared; ``got`` and ``want`` are the
     values there.
     """
 
@@ -45,26 +59,27 @@ class Measurement:
     max_scaled: float
     wrong: int
     elements: int
-    worst: tuple[int, int] | None
+    worst: tuple[int, ...] | None
     got: float
     want: float
 
     def __str__(self) -> str:
         if self.worst is None:
             return f"{self.name}: nothing to compare"
+        axes = ("group", "row", "column")[-len(self.worst) :]
+        place = " ".join(f"{axis} {index}" for axis, index in zip(axes, self.worst, strict=True))
         return (
             f"{self.name}: {'ok' if self.ok else 'WRONG'}, relative Frobenius error {self.fro:.3g} "
             f"(limit {self.fro_limit:.3g}), {self.wrong} of {self.elements} elements over their bound, worst at "
-            f"row {self.worst[0]} column {self.worst[1]}: {self.got:.7g} for {self.want:.7g}, "
-            f"{self.max_scaled:.3g} of its bound"
+            f"{place}: {self.got:.7g} for {self.want:.7g}, {self.max_scaled:.3g} of its bound"
         )
 
 
 def measure(name: str, got: Array, want: Expected) -> Measurement:
-    """Compare ``got`` [R, C] (uint16 bits of ``want.dtype``, or floats) with the reference rows ``want``."""
+    """Compare ``got`` [R, C] (uint16 bits of ``want.dtype``, or floats) with the reference ``want``."""
     if got.shape != want.value.shape:
         raise ValueError(f"{name} has shape {got.shape}; the reference has {want.value.shape}")
-    limit = FROBENIUS[want.dtype]
+    limit = FROBENIUS[want.dtype] if want.limit is None else want.limit
     if not got.size:
         return Measurement(name, True, 0.0, limit, 0.0, 0, 0, None, np.nan, np.nan)
     numbers = values(got, want.dtype).astype(np.float64)
@@ -80,7 +95,7 @@ def measure(name: str, got: Array, want: Expected) -> Measurement:
         max_scaled=float(scaled[row, column]),
         wrong=wrong,
         elements=got.size,
-        worst=(int(want.rows[row]), int(column)),
+        worst=want.place(int(row), int(column)),
         got=float(numbers[row, column]),
         want=float(want.value[row, column]),
     )

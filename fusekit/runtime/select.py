@@ -7,7 +7,8 @@ The heuristic is a cost model of one number a variant, from the spec alone; the 
 *Padded* is what the tiles compute, inside the problem or not: columns are rounded up to tile_n; so are the rows of a
 dense GEMM to tile_m, while each of E groups wastes half a tile on average, since its size is anyone's guess. The last
 factor is the price of operand traffic: a tile fetches (tile_m + tile_n) elements for tile_m * tile_n products, so
-that a small tile is chosen only where it saves much padding. Equal costs: the larger tile, then the larger cluster,
+that a small tile is chosen only where it saves much padding. A tile of grouped-wgrad lies on a group's N x K weights:
+rows are those of the weights, and no group wastes any. Equal costs: the larger tile, then the larger cluster,
 then the name, so that the choice is the same everywhere. Without a problem only the last factor counts.
 """
 
@@ -30,13 +31,15 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     tile_m: int = spec["tile"][0]
     tile_n: int = spec["tile"][1]
     traffic = 1 + _TRAFFIC / tile_m + _TRAFFIC / tile_n
-    if not problem or not {"E", "M", "N"} <= problem.keys():
+    wgrad = spec["op"] == "grouped-wgrad"
+    if not problem or not ({"N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
         return traffic
-    columns = -(-problem["N"] // tile_n) * tile_n
-    if spec["op"] == "dense-gemm":
-        rows = -(-problem["M"] // tile_m) * tile_m
-    else:
+    down, across = ("N", "K") if wgrad else ("M", "N")
+    columns = -(-problem[across] // tile_n) * tile_n
+    if spec["op"] == "grouped-gemm":
         rows = problem["M"] + problem["E"] * tile_m // 2
+    else:
+        rows = -(-problem[down] // tile_m) * tile_m
     return rows * columns * traffic
 
 

@@ -4,7 +4,7 @@ A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the ep
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
     32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
-                     columns, where that makes room for one more stage
+                     columns, where that makes room for one more stage; float32 boxes have half as many columns
     2304 bytes       two rows of bias (2 x 256 x 4 bytes), barriers and the scheduler's ring (256 bytes)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
@@ -83,6 +83,9 @@ TILE_N = {
     ("n", "interleaved-32"): (64, "an n-major box is 64 columns wide"),
 }
 MAX_TILE_N = 256
+# An operand whose rows lie along the reduction is fetched in boxes of 64 columns: w with b_major = "n", and both
+# operands of grouped-wgrad, whose reduction runs over token rows.
+BOX = 64
 
 
 def accumulator_registers(tile: tuple[int, int], mainloop: str) -> int:
@@ -101,12 +104,13 @@ def refusals(
     cluster: tuple[int, int],
     mainloop: str,
     *,
+    op: str = "grouped-gemm",
     b_major: str = "k",
     glu_layout: str = "none",
     limits: Limits = SM90A,
 ) -> tuple[Refusal, ...]:
     """Every rule that the combination breaks; empty when it fits."""
-    found = [*_tile_refusals(tile, cluster, mainloop, b_major, glu_layout)]
+    found = [*_tile_m_refusals(tile, cluster, mainloop, op), *_tile_n_refusals(tile, cluster, op, b_major, glu_layout)]
     if cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
@@ -115,27 +119,43 @@ def refusals(
     return tuple(found)
 
 
-def _tile_refusals(
-    tile: tuple[int, int], cluster: tuple[int, int], mainloop: str, b_major: str, glu_layout: str
-) -> Iterator[Refusal]:
-    tile_m, tile_n = tile
+def _tile_m_refusals(tile: tuple[int, int], cluster: tuple[int, int], mainloop: str, op: str) -> Iterator[Refusal]:
+    tile_m = tile[0]
     if tile_m not in TILE_M[mainloop]:
         allowed = " or ".join(str(m) for m in TILE_M[mainloop])
         other = next((name for name in MAINLOOPS if tile_m in TILE_M[name]), None)
         remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
         yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
-    multiple, why = TILE_N[b_major, glu_layout]
-    if b_major == "n" and cluster[0] > 1:
-        multiple, why = 128, "each CTA of the cluster fetches half of the columns, in n-major boxes of 64"
+    elif op == "grouped-wgrad" and cluster[1] > 1 and tile_m % (2 * BOX):
+        yield Refusal(
+            "tile",
+            f"tile M = {tile_m} must be a multiple of {2 * BOX} with cluster = [{cluster[0]}, {cluster[1]}] (each CTA "
+            f"of the cluster fetches half of dy's columns, in boxes of {BOX}); take tile M = {2 * BOX}, or cluster = "
+            "[2, 1]",
+        )
+
+
+def _tile_n_refusals(
+    tile: tuple[int, int], cluster: tuple[int, int], op: str, b_major: str, glu_layout: str
+) -> Iterator[Refusal]:
+    tile_n = tile[1]
+    if op == "grouped-wgrad":
+        multiple, why = BOX, f"a box of x is {BOX} columns wide"
+        given = "grouped-wgrad"
+    else:
+        multiple, why = TILE_N[b_major, glu_layout]
+        given = f'b_major = "{b_major}"' + ("" if glu_layout == "none" else f', glu_layout = "{glu_layout}"')
+    if cluster[0] > 1 and (op == "grouped-wgrad" or b_major == "n"):
+        multiple, why = 2 * BOX, f"each CTA of the cluster fetches half of the columns, in boxes of {BOX}"
+        given += f", cluster = [{cluster[0]}, {cluster[1]}]"
     if tile_n % multiple or not multiple <= tile_n <= MAX_TILE_N:
         lower = min(MAX_TILE_N, max(multiple, tile_n // multiple * multiple))
         upper = min(MAX_TILE_N, lower + multiple)
         near = f"{lower}" if lower == upper or tile_n < lower else f"{lower} or {upper}"
-        layout = "" if glu_layout == "none" else f', glu_layout = "{glu_layout}"'
         yield Refusal(
             "tile",
-            f"tile N = {tile_n} must be a multiple of {multiple} from {multiple} to {MAX_TILE_N} with "
-            f'b_major = "{b_major}"{layout} ({why}); the nearest: {near}',
+            f"tile N = {tile_n} must be a multiple of {multiple} from {multiple} to {MAX_TILE_N} with {given} ({why}); "
+            f"the nearest: {near}",
         )
 
 
@@ -169,6 +189,7 @@ def budget(
     cluster: tuple[int, int],
     mainloop: str,
     *,
+    op: str = "grouped-gemm",
     b_major: str = "k",
     glu_layout: str = "none",
     limits: Limits = SM90A,
@@ -178,7 +199,7 @@ def budget(
     tile, cluster: (M, N). glu_layout: "none" when the activation is not gated. Raises SpecError, with the arithmetic,
     for a combination that does not fit.
     """
-    broken = refusals(tile, cluster, mainloop, b_major=b_major, glu_layout=glu_layout, limits=limits)
+    broken = refusals(tile, cluster, mainloop, op=op, b_major=b_major, glu_layout=glu_layout, limits=limits)
     if broken:
         raise SpecError("; ".join(refusal.rule for refusal in broken), problems=tuple(r.rule for r in broken))
     stage = _stage_bytes(tile, limits)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.spec.budget import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
-from fusekit.spec.model import ACTIVATIONS, ARCHES, DTYPES, OPS
+from fusekit.spec.model import ACTIVATIONS, ARCHES, DTYPES, OPS, OUT_DTYPES
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with a letter or digit, 64 at most"
@@ -42,17 +42,19 @@ ACTIVATION_KEYS = (
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int", "Columns of x.w, before a gated activation halves them.", minimum=1, required=True),
+    Key("N", "int", "Columns of x.w, before a gated activation halves them; grouped-wgrad: columns of dy.", minimum=1,
+        required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
-)
+)  # fmt: skip
 
 KERNEL_KEYS = (
     Key("name", "string", "The kernel's name in this file.", required=True),
     Key("summary", "string", "One line about the kernel; default: the file's."),
     Key("op", "choice", "The operation.", choices=OPS, required=True),
     Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-    Key("dtype", "choice", "Type of x, w, bias and preactivation.", choices=DTYPES, default="bf16"),
-    Key("out_dtype", "choice", "Type of y; default: dtype.", choices=DTYPES),
+    Key("dtype", "choice", "Type of x, w, bias and preactivation; grouped-wgrad: of dy and x.", choices=DTYPES,
+        default="bf16"),
+    Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32" for grouped-wgrad only.', choices=OUT_DTYPES),
     Key("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
     Key("alpha", "choice", "float32 accumulator scale.", choices=("none", "scalar", "group"), default="none"),
     Key("bias", "bool", "Adds bias[E, N].", default=False),
@@ -61,9 +63,12 @@ KERNEL_KEYS = (
     Key("glu_layout", "choice", 'How gate and up lie along N; default: "concat" for a gated activation, else "none".',
         choices=("none", *GLU_LAYOUTS)),
     Key("row_scale", "bool", "Multiplies row m of y by row_scale[m].", default=False),
+    Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw holds.", default=False),
     Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
-    Key("tile", "pair", "CTA tile [M, N]; K is 64.", required=True, sweep=True),
-    Key("cluster", "pair", "CTAs of a cluster along [M, N].", choices=CLUSTERS, default=(1, 1), sweep=True),
+    Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step.", required=True,
+        sweep=True),
+    Key("cluster", "pair", "CTAs of a cluster along the tile's two dims.", choices=CLUSTERS, default=(1, 1),
+        sweep=True),
     Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold the tile.",
         choices=MAINLOOPS, sweep=True),
     Key("schedule", "choice", "How tiles are dealt to clusters.", choices=("static", "dynamic"), default="static",

@@ -10,8 +10,9 @@ from fusekit.errors import SpecError
 from fusekit.spec.budget import Budget, budget, default_mainloop
 
 ARCHES = ("sm_90a",)
-OPS = ("dense-gemm", "grouped-gemm")
+OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
 DTYPES = ("bf16", "fp16")
+OUT_DTYPES = (*DTYPES, "f32")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PLAIN_ACTIVATIONS = ("identity", "relu", "srelu", "silu", "gelu")
 BACKWARD_ACTIVATIONS = tuple(f"d{kind}" for kind in (*PLAIN_ACTIVATIONS[1:], *GATED_ACTIVATIONS))
@@ -47,7 +48,10 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The shape that `run` and the benchmarks use unless told otherwise: x[M, K], w of N x K for each of E groups."""
+    """The shape that `run` and the benchmarks use unless told otherwise: x[M, K], w of N x K for each of E groups.
+
+    For grouped-wgrad: dy[M, N], x[M, K], dw of N x K for each of E groups.
+    """
 
     E: int
     M: int
@@ -72,6 +76,7 @@ class KernelSpec:
     activation: Activation
     glu_layout: str
     row_scale: bool
+    accumulate: bool
     quant: str
     tile: tuple[int, int]
     cluster: tuple[int, int]
@@ -105,7 +110,9 @@ class KernelSpec:
     @property
     def budget(self) -> Budget:
         """Stages, shared memory and registers; raises SpecError where the tile does not fit."""
-        return budget(self.tile, self.cluster, self.mainloop, b_major=self.b_major, glu_layout=self.glu_layout)
+        return budget(
+            self.tile, self.cluster, self.mainloop, op=self.op, b_major=self.b_major, glu_layout=self.glu_layout
+        )
 
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted."""
@@ -130,6 +137,7 @@ class KernelSpec:
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem."""
         return {
+            "accumulate": self.accumulate,
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
             "alpha": self.alpha,
             "arch": self.arch,

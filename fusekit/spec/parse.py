@@ -176,6 +176,7 @@ class _File:
             activation=activation,
             glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
             row_scale=values["row_scale"],
+            accumulate=values["accumulate"],
             quant=values["quant"],
             tile=tile,
             cluster=choice["cluster"],

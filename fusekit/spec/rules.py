@@ -14,13 +14,16 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    found = [*_activation(spec), *_operands(spec)]
+    wgrad = spec.op == "grouped-wgrad"
+    found = [*_activation(spec), *(_wgrad(spec) if wgrad else _operands(spec))]
     if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
         return found
     values = {"tile": spec.tile, "cluster": spec.cluster}
-    for refusal in refusals(spec.tile, spec.cluster, spec.mainloop, b_major=spec.b_major, glu_layout=spec.glu_layout):
+    for refusal in refusals(
+        spec.tile, spec.cluster, spec.mainloop, op=spec.op, b_major=spec.b_major, glu_layout=spec.glu_layout
+    ):
         found.append((refusal.key, values[refusal.key], refusal.rule))
-    return found + _problem(spec)
+    return found + (_wgrad_problem(spec) if wgrad else _problem(spec))
 
 
 def _activation(spec: KernelSpec) -> list[Broken]:
@@ -54,9 +57,47 @@ def _activation(spec: KernelSpec) -> list[Broken]:
 
 
 def _operands(spec: KernelSpec) -> list[Broken]:
+    found: list[Broken] = []
     if spec.alpha == "group" and spec.op == "dense-gemm":
-        return [("alpha", spec.alpha, 'dense-gemm has no groups to scale apart; say "scalar", or op = "grouped-gemm"')]
-    return []
+        rule = 'dense-gemm has no groups to scale apart; say "scalar", or op = "grouped-gemm"'
+        found.append(("alpha", spec.alpha, rule))
+    if spec.out_dtype == "f32":
+        rule = f'only grouped-wgrad writes float32, not {spec.op}; say "bf16" or "fp16"'
+        found.append(("out_dtype", spec.out_dtype, rule))
+    if spec.accumulate:
+        found.append(("accumulate", True, f"only grouped-wgrad adds to what is there, not {spec.op}; leave it out"))
+    return found
+
+
+# Keys of the other operations' epilogue and weights, what each must be for grouped-wgrad, and why.
+WGRAD_HAS_NO = (
+    ("b_major", "k", "both its operands have a row for each token, so there is no other layout"),
+    ("alpha", "none", "it has no epilogue: dw is the plain sum"),
+    ("bias", False, "it has no epilogue: dw is the plain sum"),
+    ("save_preactivation", False, "it has no activation whose input could be stored"),
+    ("row_scale", False, "its rows are those of a weight, not of tokens; scale dy or x where they are made"),
+)
+
+
+def _wgrad(spec: KernelSpec) -> list[Broken]:
+    found: list[Broken] = []
+    for key, only, why in WGRAD_HAS_NO:
+        value = getattr(spec, key)
+        if value != only:
+            found.append((key, value, f"grouped-wgrad takes no {key}: {why}; leave it out"))
+    if spec.activation.kind != "identity":
+        rule = "grouped-wgrad takes no activation: it has no epilogue, dw is the plain sum; leave it out"
+        found.append(("activation.kind", spec.activation.kind, rule))
+    if spec.accumulate and spec.out_dtype != "f32":
+        rule = f'main gradients are float32, and out_dtype is "{spec.out_dtype}"; say out_dtype = "f32"'
+        found.append(("accumulate", True, rule))
+    return found
+
+
+def _wgrad_problem(spec: KernelSpec) -> list[Broken]:
+    if spec.problem is None:
+        return []
+    return _aligned("problem.N", spec.problem.N, "a row of dy") + _aligned("problem.K", spec.problem.K, "a row of x")
 
 
 def _problem(spec: KernelSpec) -> list[Broken]:

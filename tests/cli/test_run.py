@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
-from fusekit.bench import trial
+from fusekit.bench import compare
 from fusekit.config import Config
 from fusekit.reference import encode, gemm
 from fusekit.spec import parse_text
@@ -70,48 +70,63 @@ Harm = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
-    """A store with one kernel, and a GPU that computes it; `harm` changes the outputs before they are written."""
-    (spec,) = parse_text(SPEC, "made", "made.toml")
-    made = record()
-    store = Store.open(Config(store=tmp_path))
-    fields = {"arch": "sm_90a"}
-    digest = hashlib.sha256(CUBIN).hexdigest()
-    entry = Entry(key_of(fields), fields, digest, len(CUBIN), made.to_json(), {}, {}, {}, 1.0)
-    store.publish(entry, CUBIN)
-    defaults = {"cluster_margin": 0}
-    store.publish_name(
-        NameRecord(spec.full_name, "sm_90a", entry.key, json.loads(json.dumps(spec.canonical())), defaults)
-    )
-    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
+def install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, LaunchRecord], Callable[..., FakeDriver]]:
+    """Puts the kernel of a spec's text into a store; what it gives starts a GPU that computes it."""
+
+    def publish(text: str, made: LaunchRecord) -> Callable[..., FakeDriver]:
+        (spec,) = parse_text(text, "made", "made.toml")
+        store = Store.open(Config(store=tmp_path))
+        fields = {"arch": "sm_90a"}
+        digest = hashlib.sha256(CUBIN).hexdigest()
+        entry = Entry(key_of(fields), fields, digest, len(CUBIN), made.to_json(), {}, {}, {}, 1.0)
+        store.publish(entry, CUBIN)
+        canonical = json.loads(json.dumps(spec.canonical()))
+        store.publish_name(NameRecord(spec.full_name, "sm_90a", entry.key, canonical, {"cluster_margin": 0}))
+        monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
+        dtypes = {tensor.name: tensor.dtype for tensor in made.tensors}
+
+        def start(harm: Harm, shapes: dict[str, tuple[int, ...]]) -> FakeDriver:
+            """`harm` changes what was written; `shapes` stand in the order of the parameters."""
+
+            def compute(launched: Launched) -> None:
+                if launched.stream:  # timed launches have a stream of their own
+                    return
+                arrays = {}
+                for (name, shape), parameter in zip(shapes.items(), launched.parameters, strict=True):
+                    kind = {"i32": np.int32, "f32": np.float32}.get(dtypes[name], np.uint16)
+                    count = int(np.prod(shape))
+                    memory = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
+                        *struct.unpack("<Q", parameter)
+                    )
+                    arrays[name] = np.frombuffer(memory, kind).reshape(shape)
+                for name, values in gemm(spec, arrays).items():
+                    written = len(values) if name == "dw" else int(arrays["offsets"][-1])
+                    arrays[name][:written] = encode(values[:written], dtypes[name])
+                harm(arrays)
+
+            fake = FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters])
+            fake.on_launch = compute
+            monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: fake)
+            return fake
+
+        return start
+
+    return publish
+
+
+@pytest.fixture
+def machine(install: Any) -> Callable[..., FakeDriver]:
+    """A store with one kernel, and a GPU that computes it; `harm` changes what it wrote."""
+    installed = install(SPEC, record())
 
     def start(harm: Harm = lambda outputs: None, rows: int = 150) -> FakeDriver:
         shapes = {
             "x": (rows, 64), "w": (3, 256, 64), "offsets": (3,), "bias": (3, 256), "y": (rows, 128),
             "preactivation": (rows, 256),
         }  # fmt: skip
-
-        def compute(launched: Launched) -> None:
-            if launched.stream:  # timed launches have a stream of their own
-                return
-            arrays = {}
-            for (name, shape), parameter in zip(shapes.items(), launched.parameters, strict=True):
-                kind = np.int32 if name == "offsets" else np.uint16
-                count = int(np.prod(shape))
-                memory = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
-                    *struct.unpack("<Q", parameter)
-                )
-                arrays[name] = np.frombuffer(memory, kind).reshape(shape)
-            owned = int(arrays["offsets"][-1])
-            results = gemm(spec, arrays)
-            for name, values in results.items():
-                arrays[name][:owned] = encode(values[:owned], "bf16")
-            harm(arrays)
-
-        fake = FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters])
-        fake.on_launch = compute
-        monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: fake)
-        return fake
+        return installed(harm, shapes)
 
     return start
 
@@ -125,8 +140,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_right_result_is_ok(machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     if not whole:
-        monkeypatch.setattr(trial, "WHOLE", 0)
-        monkeypatch.setattr(trial, "SAMPLED_ROWS", 24)
+        monkeypatch.setattr(compare, "WHOLE", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
     machine()
     code, document = run(capsys, "made/fc1", "--check", "--time", "--cluster-margin", "2")
     assert code == 0
@@ -154,8 +169,8 @@ def left_out(outputs: dict[str, Any]) -> None:
     outputs["y"][7, 5] = 0xFFFF
 
 
-def past_the_end(outputs: dict[str, Any]) -> None:
-    ctypes.memset(outputs["y"].ctypes.data + outputs["y"].nbytes, 0, 2)
+def past_the_end(outputs: dict[str, Any], name: str = "y") -> None:
+    ctypes.memset(outputs[name].ctypes.data + outputs[name].nbytes, 0, 2)
 
 
 def before_the_start(outputs: dict[str, Any]) -> None:
@@ -177,8 +192,8 @@ def test_a_wrong_result_is_noticed(
     machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, harm: Harm, message: str, whole: bool
 ) -> None:
     if not whole:
-        monkeypatch.setattr(trial, "WHOLE", 0)
-        monkeypatch.setattr(trial, "SAMPLED_ROWS", 0)
+        monkeypatch.setattr(compare, "WHOLE", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 0)
     machine(harm)
     code, document = run(capsys, NAME, "--check")
     assert code == 1
@@ -186,6 +201,69 @@ def test_a_wrong_result_is_noticed(
     assert any(message in problem for problem in document["problems"])
     assert main(["run", NAME, "--check"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+WGRAD = """
+schema = 1
+[[kernel]]
+name = "dw"
+op = "grouped-wgrad"
+arch = "sm_90a"
+out_dtype = "f32"
+accumulate = {accumulate}
+tile = [64, 64]
+problem = {{ E = 5, M = 150, N = 136, K = 72 }}
+"""
+
+
+def weight_gradients(accumulate: bool) -> LaunchRecord:
+    tensors = (
+        TensorArgument("dy", "input", "bf16", ("M", "N"), ("dy.stride0", 1), 8),
+        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
+        TensorArgument("dw", "inout" if accumulate else "output", "f32", ("E", "N", "K"), (["mul", "N", "K"], "K", 1)),
+        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+    )
+    return LaunchRecord(
+        symbol="kernel",
+        arch="sm_90a",
+        arguments=tensors,
+        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
+        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("harm", [None, "last group", "one element", "after the end"])
+def test_weight_gradients(
+    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
+) -> None:
+    if not whole:
+        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
+
+    def hurt(outputs: dict[str, Any]) -> None:
+        if harm == "last group":
+            outputs["dw"][4] = outputs["dw"][3]
+        elif harm == "one element":
+            outputs["dw"].view(np.uint32)[3, 135, 0] = 0xFFFFFFFF
+        elif harm == "after the end":
+            past_the_end(outputs, "dw")
+
+    text = WGRAD.format(accumulate=str(accumulate).lower())
+    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (5, 136, 72), "offsets": (5,)}
+    install(text, weight_gradients(accumulate))(hurt, shapes)
+    code, document = run(capsys, "made/dw", "--check", "--time")
+    assert code == (1 if harm else 0), document["problems"]
+    assert document["problem"] == {"E": 5, "M": 150, "N": 136, "K": 72}
+    assert document["tflops"] == pytest.approx(2 * 145 * 136 * 72 / 2e-3 * 1e-12)
+    if harm:
+        said = {"last group": "dw: WRONG", "one element": "1 elements were not written, the first at 3, 135, 0"}
+        assert any(said.get(harm, "dw: the 4096 bytes after") in problem for problem in document["problems"])
+    else:
+        assert document["error"]["fro"] < 1e-6
 
 
 def test_without_rows_nothing_is_launched_and_all_is_well(machine: Any, capsys: Any) -> None:

@@ -1,7 +1,8 @@
 """The shapes and circumstances that break grouped GEMMs, as plain values. Pure: nothing here needs a GPU.
 
 A case says how many rows each group has, how far N and K lie from the tile, and what is odd about the launch. The same
-cases run for every kernel of ``matrix.toml``; ``harness`` turns a case into buffers and judges what came back.
+cases run for every kernel of an operation in ``matrix.toml`` and ``matrix_backward.toml``; ``harness`` turns a case
+into buffers and judges what came back.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ TILE_K = 64
 class Case:
     """One launch.
 
-    sizes: rows of each group (of a dense-gemm: its M alone). n, k: N (gate and up together) and K. spare: rows of x and
-    y beyond the last group. pad: elements between the rows of x, w, y and preactivation. nan_group: a group whose rows
-    of x are NaN. nan_empty_weights: w of empty groups is NaN. loud: x is eight times as large, which reaches clamps
-    and tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at launch. sample: compare
+    sizes: rows of each group (of a dense-gemm: its M alone). n, k: N (gate and up together) and K. spare: rows of x, y
+    and dy beyond the last group. pad: elements between the rows of matrices. nan_group: a group whose rows of x and dy
+    are NaN. nan_empty_weights: w of empty groups is NaN. loud: x is eight times as large, which reaches clamps and
+    tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at launch. sample: compare
     about this many rows (and look at all of them for poison).
     """
 
@@ -58,7 +59,8 @@ def multiple_of_n(spec: KernelSpec) -> int:
 
 def cases_of(spec: KernelSpec) -> list[Case]:
     """Every case that the kernel must pass, with distinct names."""
-    return _dense_cases(spec) if spec.op == "dense-gemm" else _grouped_cases(spec)
+    made = {"dense-gemm": _dense_cases, "grouped-gemm": _grouped_cases, "grouped-wgrad": _wgrad_cases}
+    return made[spec.op](spec)
 
 
 def _grouped_cases(spec: KernelSpec) -> list[Case]:
@@ -111,6 +113,58 @@ def _dense_cases(spec: KernelSpec) -> list[Case]:
         Case("many-tiles", (8 * 1024 + 65,), 6 * tile_n, 2 * TILE_K, sample=400),
     ]
     return cases + _scalar_cases(spec, (150,), n, k)
+
+
+def _wgrad_cases(spec: KernelSpec) -> list[Case]:
+    """The tile lies on N and K; rows are the reduction, in stages of 64."""
+    tile_n, tile_k = spec.tile
+    n, k = tile_n + 8, tile_k + 8
+    ring = spec.budget.stages * TILE_K
+    uneven = tuple(int(size) for size in np.random.default_rng(5).integers(0, 6, 256))
+    sparse = tuple(3 if group % 31 == 7 else 0 for group in range(200))
+    sizes = (70, 0, 33)
+    cases = [
+        Case("sizes-around-the-stage", (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193), n, k),
+        Case("first-group-empty", (0, 70, 33), n, k),
+        Case("first-groups-empty", (0, 0, 0, 70), n, k),
+        Case("last-group-empty", (70, 33, 0), n, k),
+        Case("last-groups-empty", (70, 0, 0, 0), n, k),
+        Case("middle-groups-empty", (70, 0, 0, 33), n, k),
+        Case("every-other-group-empty", (0, 64, 0, 1, 0, 65, 0), n, k),
+        Case("all-rows-in-a-middle-group", (0, 0, 700, 0), n, k),
+        Case("almost-all-rows-in-one-group", (20, 1800, 64, 0, 1, 90), n, k),
+        Case("one-row-a-group", (1,) * 9, n, k),
+        Case("one-row", (1,), n, k),
+        Case("one-group", (150,), n, k),
+        Case("33-groups", (140,) + (0,) * 31 + (5,), n, k),
+        Case("256-groups", uneven, 16, 24),
+        Case("200-groups-mostly-empty", sparse, 24, 16),
+        Case("no-rows", (0, 0, 0), n, k),
+        Case("no-rows-but-spare-ones", (0, 0, 0), n, k, spare=130),
+        Case("spare-rows", (70, 33), n, k, spare=131),
+        Case("spare-rows-after-a-whole-stage", (70, 64), n, k, spare=1),
+        Case("nan-in-a-neighbour", (70, 33, 65), n, k, nan_group=1),
+        Case("nan-in-the-first-rows", (70, 33, 0), n, k, nan_group=0),
+        Case("nan-in-the-last-rows", (70, 1, 33), n, k, nan_group=2),
+        Case("nan-in-a-single-row", (64, 1, 64), n, k, nan_group=1),
+        Case("padded-rows", sizes, n, k, spare=5, pad=24),
+        Case("n-on-the-tile", sizes, 2 * tile_n, k),
+        Case("n-least", sizes, 8, k),
+        Case("n-under-the-tile", sizes, tile_n - 8, k),
+        Case("n-over-half-the-tile", sizes, tile_n // 2 + 8, k),
+        Case("n-three-tiles", sizes, 3 * tile_n, 8),
+        Case("k-on-the-tile", sizes, n, 2 * tile_k),
+        Case("k-least", sizes, n, 8),
+        Case("k-under-the-tile", sizes, n, tile_k - 8),
+        Case("k-three-tiles", sizes, 8, 3 * tile_k),
+        Case("rows-fill-the-pipeline", (ring, 0, ring - 1, ring + 1), n, k),
+        Case("rows-pass-the-pipeline", (2 * ring + 65, 5, 3 * ring), n, k),
+    ]
+    cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
+    # More tiles than SMs, so that the persistent loop and its rings go round, over groups of very unlike size.
+    cases.append(Case("many-tiles", (300, 0, 1, 1500, 64), 6 * tile_n, 6 * tile_k + 8, sample=60))
+    cases.append(Case("many-tiles-few-clusters", (129, 0, 65), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60))
+    return cases
 
 
 def _extents(spec: KernelSpec, sizes: tuple[int, ...], unit: int) -> list[Case]:

@@ -1,6 +1,6 @@
 """The GPU tests' fixtures. Without a GPU, a driver or the built kernels, every test is skipped and says why.
 
-    fusekit --store STORE build tests/gpu/matrix.toml        on any machine
+    fusekit --store STORE build tests/gpu/*.toml             on any machine
     FUSEKIT_STORE=STORE python -m pytest tests/gpu           on the machine with the GPU; nothing is compiled there
 
 With pytest-xdist, ``-n 4`` also keeps the run going when a kernel hangs or crashes: only its worker is lost.
@@ -15,8 +15,8 @@ import pytest
 from fusekit import DriverError, FusekitError
 from fusekit.spec import parse_file
 
-MATRIX = Path(__file__).with_name("matrix.toml")
 HERE = Path(__file__).parent
+MATRIX, BACKWARD = HERE / "matrix.toml", HERE / "matrix_backward.toml"
 
 
 def pytest_collection_modifyitems(items):
@@ -41,10 +41,9 @@ def library():
         pytest.skip(f"no store: {error}")
     if device.arch != "sm_90a":
         pytest.skip(f"the kernels are for sm_90a; this is {device}")
-    if not opened.store.names("matrix/*"):
-        pytest.skip(
-            f"no matrix kernels in {opened}; build tests/gpu/matrix.toml there and name the store: FUSEKIT_STORE"
-        )
+    for path in (MATRIX, BACKWARD):
+        if not opened.store.names(f"{path.stem}/*"):
+            pytest.skip(f"no kernels of {path.name} in {opened}; build it there and name the store: FUSEKIT_STORE")
     return opened
 
 
@@ -68,5 +67,5 @@ def gpu(library, request):
 
 @pytest.fixture(scope="session")
 def specs():
-    """The matrix's kernels by ``kernel@variant``."""
-    return {spec.full_name.removeprefix("matrix/"): spec for spec in parse_file(MATRIX)}
+    """The kernels of both matrices by ``kernel@variant``."""
+    return {spec.full_name.partition("/")[2]: spec for path in (MATRIX, BACKWARD) for spec in parse_file(path)}

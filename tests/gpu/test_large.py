@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fusekit import reference
-from fusekit.reference.formats import encode
+from fusekit.reference.formats import decode, encode
 
 from .cases import multiple_of_n
 from .device import View
@@ -161,6 +161,56 @@ def test_strides(gpu, specs):
         memory[name].free()
     far.free()
     assert not found, "\n".join(found)
+
+
+def test_weight_gradients(gpu, specs):
+    """More than 2**31 elements of dw; every one is written, those of empty groups with zeros."""
+    spec, groups, n, k = specs["wgrad-dynamic@128x192-c1x2-dynamic"], 33, 8192, 8192
+    assert groups * n * k > 2**31
+    sizes = (40, *(0,) * (groups - 3), 65, 30)
+    inputs = reference.make_inputs(spec, E=groups, M=135, N=n, K=k, sizes=sizes)
+    arguments = {key: place(gpu, spec, key, value) for key, value in inputs.items()}
+    dw = gpu.array(groups * n * k * 2 + TAIL, 0xFF)
+    gpu.kernel(spec)(**arguments, dw=View(dw, 0, spec.out_dtype, (groups, n, k)))
+    gpu.finish(f"{spec.full_name} with {groups} x {n} x {k} weights")
+    # Rows on either side of 2**31 and 2**32 bytes and of 2**31 elements, and of each group with rows.
+    seams = [seam // k + step for seam in (2**30, 2**31) for step in (-1, 0, 1)]
+    rows = np.unique([*seams, *(group * n + row for group in (0, 1, 31, 32) for row in (0, 1, n - 1))])
+    found = judge(spec, inputs, rows, {"dw": rows_of(dw, rows, k)})
+    if missing := poison_in(dw, 0, dw.nbytes - TAIL):
+        found.append(f"dw: {missing} elements not written")
+    if poison_in(dw, dw.nbytes - TAIL, dw.nbytes) != TAIL // 2:
+        found.append("dw: written past its end")
+    dw.free()
+    assert not found, "\n".join(found)
+
+
+def test_rows_of_a_weight_gradient(gpu, specs):
+    """Rows beyond 2**31 elements of x; those before are one number throughout."""
+    spec, k, n = specs["wgrad@128x128-c1x1"], 8192, 8
+    rows = 2**31 // k + 3000
+    small = reference.make_inputs(spec, E=2, M=600, N=n, K=k, sizes=(333, 267))
+    memory = gpu.array(rows * k * 2, 0x3C)
+    gpu.write(memory, (rows - 600) * k * 2, small["x"])
+    thin = gpu.array(rows * n * 2, 0x3C)
+    gpu.write(thin, (rows - 600) * n * 2, small["dy"])
+    dw = gpu.array(3 * n * k * 2, 0xFF)
+    gpu.kernel(spec)(
+        x=View(memory, 0, spec.dtype, (rows, k)),
+        dy=View(thin, 0, spec.dtype, (rows, n)),
+        offsets=place(gpu, spec, "offsets", np.array([rows - 600, rows - 267, rows], np.int32)),
+        dw=View(dw, 0, spec.out_dtype, (3, n, k)),
+    )
+    gpu.finish(f"{spec.full_name} with {rows} x {k} inputs")
+    memory.free()
+    written = np.frombuffer(dw.download(), np.uint16).reshape(3, n, k)
+    found = judge(spec, small, None, {"dw": written[1:].reshape(-1, k)})
+    number = decode(np.array([0x3C3C], np.uint16), spec.dtype).astype(np.float64)[0]
+    want = encode(np.array([number**2 * (rows - 600)]), spec.out_dtype)
+    assert not found, "\n".join(found)
+    assert (written[0] == written[0, 0, 0]).all()
+    got = decode(written[0, 0, :1], spec.out_dtype)
+    assert np.isclose(got, decode(want, spec.out_dtype), rtol=2e-2), f"sums of equal products are {got}, not {want}"
 
 
 def place(gpu, spec, name, value):

@@ -10,7 +10,15 @@ ROWS = 300
 # Groups of one launch after another over the same memory: uneven, all in one, shifted, few, none.
 COUNTS = [(70, 0, 33, 64, 0), (0, 0, 300, 0, 0), (1, 1, 1, 1, 1), (128, 129, 0, 0, 43), (0, 0, 0, 0, 0), (60,) * 5]
 
-KERNELS = ["whole-epilogue@128x128-c2x1", "swiglu-concat-cooperative@256x192-c2x1", "identity-n-fp16@64x64-c1x2"]
+KERNELS = [
+    "whole-epilogue@128x128-c2x1",
+    "swiglu-concat-cooperative@256x192-c2x1",
+    "identity-n-fp16@64x64-c1x2",
+    "dynamic-identity@256x192-c1x2-dynamic",
+    "dynamic-swiglu-concat@128x160-c2x1-dynamic",
+    "wgrad-low@64x128-c2x1",
+    "wgrad-cooperative@256x128-c2x1-dynamic",
+]
 
 
 def launches(spec):

@@ -14,6 +14,7 @@ def canonical(**changes):
         "activation": {"kind": "identity"},
         "glu_layout": "none",
         "row_scale": False,
+        "accumulate": False,
         "quant": "none",
     }
     return keys | changes

@@ -126,11 +126,13 @@ def test_inputs_that_do_not_fit_are_refused(change, text):
         reference.gemm(GPT_OSS, inputs)
 
 
-def test_spare_rows_and_other_ops_are_refused():
+def test_spare_rows_columns_and_other_ops_are_refused():
     inputs = reference.make_inputs(GPT_OSS, E=3, M=12, N=16, K=24, spare=2)
     with pytest.raises(ValueError, match=r"groups own rows 0\.\.9 only"):
         reference.gemm(GPT_OSS, inputs, rows=[10])
-    with pytest.raises(ValueError, match="grouped-wgrad"):
-        reference.gemm(GPT_OSS | {"op": "grouped-wgrad"}, inputs)
+    with pytest.raises(ValueError, match="only grouped-wgrad computes chosen columns"):
+        reference.gemm(GPT_OSS, inputs, columns=[1])
+    with pytest.raises(ValueError, match="router-topk"):
+        reference.gemm(GPT_OSS | {"op": "router-topk"}, inputs)
     with pytest.raises(ValueError, match="mxfp8"):
         reference.gemm(GPT_OSS | {"quant": "mxfp8"}, inputs)

@@ -12,11 +12,14 @@ from tests.gpu.cases import Case, cases_of
 from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepare
 
 SPECS = {
-    spec.full_name.removeprefix("matrix/"): spec
-    for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
+    spec.full_name.partition("/")[2]: spec
+    for name in ("matrix.toml", "matrix_backward.toml")
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
 CASE = Case("hard", (70, 0, 33, 64), 48, 72, spare=5, pad=24)
+WGRAD = SPECS["wgrad@128x192-c1x1"]
+ACCUMULATE = SPECS["wgrad-accumulate@128x192-c1x2"]
 
 
 def stand_in(launch, **changes):
@@ -25,13 +28,20 @@ def stand_in(launch, **changes):
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:
             buffer = launch.arguments[name]
-            owned = launch.case.rows
+            owned = len(launch.case.sizes) if name == "dw" else launch.case.rows
             buffer.array[:owned] = formats.encode(value, buffer.dtype)[:owned]
     return launch
 
 
 @pytest.mark.parametrize(
-    "name", ["whole-epilogue@64x192-c2x1", "reglu-interleaved-n@128x64-c1x2", "dense@128x128-c1x1"]
+    "name",
+    [
+        "whole-epilogue@64x192-c2x1",
+        "reglu-interleaved-n@128x64-c1x2",
+        "dense@128x128-c1x1",
+        "wgrad-low@64x128-c2x1",
+        "wgrad-accumulate@128x192-c1x2",
+    ],
 )
 def test_the_stand_in_passes_every_case(name):
     spec = SPECS[name]
@@ -49,8 +59,9 @@ def test_sampled_rows_are_checked_and_all_are_looked_at():
 
 
 def outside(launch, name, element):
-    """One 16-bit element of the whole allocation, counted from the tensor's first."""
-    launch.arguments[name].image[GUARD + 2 * element :][:2] = 0
+    """One element of the whole allocation, counted from the tensor's first."""
+    size = launch.arguments[name].itemsize
+    launch.arguments[name].image[GUARD + size * element :][:size] = 0
 
 
 @pytest.mark.parametrize("name", ["y", "preactivation"])
@@ -63,6 +74,54 @@ def test_a_stray_write_is_found(name, place):
     assert faults(launch) == []
     outside(launch, name, element)
     assert [line for line in faults(launch) if line.startswith(f"{name}: 2 bytes written outside rows 0..166")]
+
+
+@pytest.mark.parametrize("spec", [WGRAD, ACCUMULATE], ids=lambda spec: spec.kernel)
+@pytest.mark.parametrize("place", ["before", "after", "padding"])
+def test_a_stray_write_to_a_weight_gradient_is_found(spec, place):
+    launch = stand_in(prepare(spec, CASE))
+    assert launch.arguments["dw"].strides == (48 * 96, 96, 1)
+    assert faults(launch) == []
+    outside(launch, "dw", {"before": -1, "after": 4 * 48 * 96, "padding": 3 * 96 - 1}[place])
+    size = launch.arguments["dw"].itemsize
+    assert [line for line in faults(launch) if line.startswith(f"dw: {size} bytes written outside rows 0..3")]
+
+
+@pytest.mark.parametrize("spec", [WGRAD, ACCUMULATE], ids=lambda spec: spec.kernel)
+def test_a_wrong_weight_gradient_is_found(spec):
+    right = stand_in(prepare(spec, CASE))
+    assert faults(right) == []
+    moved = {"offsets": np.array([71, 71, 103, 167], np.int32)}
+    assert faults(stand_in(prepare(spec, CASE), **moved))
+    gap = stand_in(prepare(spec, CASE))
+    gap.arguments["dw"].array[2, 5, 3] = np.full(1, -1, np.int32).view(gap.arguments["dw"].array.dtype)[0]
+    assert any("1 elements not written, first at row 2 5 column 3" in line for line in faults(gap))
+    touched = stand_in(prepare(spec, CASE))
+    touched.arguments["dw"].array[1, 2, 3] += 1
+    assert "dw: 1 elements of empty groups are wrong" in faults(touched)
+
+
+def test_a_weight_gradient_added_twice_is_found():
+    first = prepare(ACCUMULATE, CASE)
+    twice = stand_in(first.fresh(), dw=stand_in(first).arguments["dw"].array)
+    assert any(line.startswith("dw: WRONG") for line in faults(twice))
+    assert np.array_equal(first.fresh().arguments["dw"].array, first.inputs["dw"])
+
+
+def test_a_nan_that_leaks_into_a_neighbours_weights_is_found():
+    case = Case("nan", (70, 33, 65), 48, 72, nan_group=1)
+    launch = stand_in(prepare(WGRAD, case))
+    assert np.isnan(formats.decode(launch.arguments["dw"].array[1], "bf16")).all()
+    assert faults(launch) == []
+    launch.arguments["dw"].array[0, 3] = formats.encode(np.array([np.nan]), "bf16")
+    assert faults(launch)
+
+
+def test_sampled_weights_are_checked_and_all_are_looked_at():
+    launch = stand_in(prepare(ACCUMULATE, Case("sampled", (900, 0, 300), 304, 200, sample=20)))
+    assert faults(launch) == []
+    launch.arguments["dw"].array[2, 0, 199] += 1
+    assert any("group 2 row 0 column 199" in line for line in faults(launch))
 
 
 @pytest.mark.parametrize(

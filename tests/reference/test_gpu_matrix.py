@@ -7,8 +7,11 @@ import pytest
 from fusekit.spec import parse_file
 from tests.gpu.cases import TILE_K, cases_of, multiple_of_n
 
-SPECS = parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
+GPU = Path(__file__).parents[1] / "gpu"
+SPECS = parse_file(GPU / "matrix.toml")
 GROUPED = [spec for spec in SPECS if spec.op == "grouped-gemm"]
+BACKWARD = parse_file(GPU / "matrix_backward.toml")
+WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
 
 
 def covered(*keys):
@@ -16,8 +19,10 @@ def covered(*keys):
 
 
 def test_few_enough_to_build_in_minutes_and_no_two_share_a_cubin():
-    assert len(SPECS) <= 64
-    assert len({str(spec.device_spec()) for spec in SPECS}) == len(SPECS)
+    assert len(SPECS) <= 66
+    assert len(BACKWARD) <= 36
+    assert len({str(spec.device_spec()) for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
+    assert len({spec.full_name.partition("/")[2] for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
 
 
 def test_every_activation_in_every_layout():
@@ -50,6 +55,49 @@ def test_every_cluster_and_the_usual_tiles():
     assert {(1, 1), (2, 1), (1, 2)} == {spec.cluster for spec in SPECS}
     assert {(128, 128), (128, 160), (128, 192), (64, 128), (256, 128), (256, 192)} <= {spec.tile for spec in SPECS}
     assert {("cooperative", (2, 1)), ("cooperative", (1, 2))} <= covered("mainloop", "cluster")
+
+
+def test_the_dynamic_schedule_under_every_cluster_main_loop_and_layout():
+    dynamic = [spec for spec in SPECS if spec.schedule == "dynamic"]
+    assert {(1, 1), (2, 1), (1, 2)} == {spec.cluster for spec in dynamic}
+    assert {spec.mainloop for spec in dynamic} == {"pingpong", "cooperative"}
+    assert {spec.glu_layout for spec in dynamic} == {"none", "concat", "interleaved", "interleaved-32"}
+    assert {spec.b_major for spec in dynamic} == {"k", "n"}
+    assert {spec.op for spec in dynamic} == {"grouped-gemm", "dense-gemm"}
+    for key in ("bias", "save_preactivation", "row_scale"):
+        assert {getattr(spec, key) for spec in dynamic} == {True, False}
+
+
+def test_weight_gradients_of_every_type_tile_cluster_and_schedule():
+    types = {(spec.dtype, spec.out_dtype, spec.accumulate) for spec in WGRAD}
+    assert {("bf16", "bf16", False), ("fp16", "fp16", False), ("bf16", "f32", False)} <= types
+    assert {("bf16", "f32", True), ("fp16", "f32", True)} <= types
+    assert {(128, 128), (128, 192), (256, 128), (64, 128)} == {spec.tile for spec in WGRAD}
+    for schedule in ("static", "dynamic"):
+        some = [spec for spec in WGRAD if spec.schedule == schedule]
+        assert {(1, 1), (2, 1), (1, 2)} == {spec.cluster for spec in some}
+        assert {spec.mainloop for spec in some} == {"pingpong", "cooperative"}
+        assert {spec.accumulate for spec in some} == {True, False}
+
+
+@pytest.mark.parametrize("spec", WGRAD, ids=lambda spec: spec.full_name)
+def test_cases_of_weight_gradients_hold_every_hard_one(spec):
+    cases = cases_of(spec)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.n % 8 == case.k % 8 == 0 < min(case.n, case.k) for case in cases)
+    sizes = {size for case in cases for size in case.sizes}
+    assert {0, 1, 63, 64, 65, 127, 128, 129} <= sizes
+    assert max(sizes) > 2 * spec.budget.stages * TILE_K
+    assert {1, 33, 256} <= {len(case.sizes) for case in cases}
+    assert any(case.rows == 0 for case in cases)
+    assert any(case.spare and not case.sizes[-1] % TILE_K for case in cases)
+    assert any(case.pad for case in cases)
+    assert {0, 1, 2} <= {case.nan_group for case in cases}
+    for extent, tile in (("n", spec.tile[0]), ("k", spec.tile[1])):
+        widths = {getattr(case, extent) for case in cases}
+        assert {8, tile - 8, tile + 8, 2 * tile} <= widths
+    tiles = [len(case.sizes) * -(-case.n // spec.tile[0]) * -(-case.k // spec.tile[1]) for case in cases]
+    assert max(tiles) > 132  # the SMs of an H200
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.full_name)

@@ -27,6 +27,12 @@ def test_known_tiles(tile, mainloop, stages, shared, registers):
     assert (found.stages, found.shared_bytes, found.accumulator_registers) == (stages, shared, registers)
 
 
+@pytest.mark.parametrize("tile", [(64, 64), (128, 192), (256, 128), (256, 192)])
+def test_weight_gradients_use_what_a_gemm_does(tile):
+    loop = default_mainloop(tile)
+    assert budget(tile, (1, 1), loop, op="grouped-wgrad") == budget(tile, (1, 1), loop)
+
+
 def test_registers_of_a_cta_fit_the_file():
     found = budget((128, 128), (2, 1), "pingpong")
     consumers = found.threads - 128
@@ -53,11 +59,12 @@ def test_cluster_is_told():
     tile=st.tuples(st.sampled_from([32, 64, 128, 192, 256]), st.integers(1, 300)),
     cluster=st.sampled_from(CLUSTERS),
     mainloop=st.sampled_from(MAINLOOPS),
+    op=st.sampled_from(["grouped-gemm", "grouped-wgrad"]),
     b_major=st.sampled_from(["k", "n"]),
     glu_layout=st.sampled_from(["none", *GLU_LAYOUTS]),
 )
-def test_what_is_not_refused_fits(tile, cluster, mainloop, b_major, glu_layout):
-    keys = {"b_major": b_major, "glu_layout": glu_layout}
+def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layout):
+    keys = {"op": op, "b_major": b_major, "glu_layout": glu_layout}
     if refusals(tile, cluster, mainloop, **keys):
         with pytest.raises(SpecError):
             budget(tile, cluster, mainloop, **keys)
@@ -67,4 +74,7 @@ def test_what_is_not_refused_fits(tile, cluster, mainloop, b_major, glu_layout):
     assert found.stages * found.stage_bytes + found.epilogue_bytes < found.shared_bytes <= SM90A.shared_bytes
     assert found.stages == SM90A.max_stages or found.shared_bytes + found.stage_bytes > SM90A.shared_bytes
     assert found.accumulator_registers <= SM90A.accumulator_registers < found.consumer_registers
+    if op == "grouped-wgrad":
+        assert tile[0] // cluster[1] % 64 == tile[1] // cluster[0] % 64 == 0
+        return
     assert tile[1] % (32 if glu_layout != "none" else 16) == 0

@@ -33,18 +33,27 @@ def test_no_pattern_is_every_kernel():
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_their_shapes(model):
     experts, hidden, intermediate, rows = SHAPES[model]
+    # A weight gradient has the shape of the weight that the forward pass multiplies by.
+    fc1, fc2 = (2 * intermediate, hidden), (hidden, intermediate)
+    shapes = {"fc1-dgrad": (hidden, 2 * intermediate), "fc2-dgrad": (intermediate, hidden)}
     for spec in find([model]):
         problem = spec.problem
-        n, k = (hidden, intermediate) if spec.kernel.startswith("fc2") else (2 * intermediate, hidden)
+        n, k = shapes.get(spec.kernel, fc2 if spec.kernel.startswith("fc2") else fc1)
         assert (experts, rows, n, k) == (problem.E, problem.M, problem.N, problem.K)
-        assert n % spec.tile[1] == 0, "a packaged tile divides N"
         gpt = model.startswith("gpt-oss")
-        assert spec.bias is gpt
+        forward = spec.kernel.endswith(("-fwd", "-infer"))
+        assert (k if spec.op == "grouped-wgrad" else n) % spec.tile[1] == 0, "a packaged tile divides its columns"
+        assert spec.op == ("grouped-wgrad" if spec.kernel.endswith("-wgrad") else "grouped-gemm")
+        assert spec.bias is (gpt and forward)
+        assert spec.b_major == ("n" if spec.kernel.endswith("-dgrad") else "k")
+        assert spec.schedule == "dynamic"
         if spec.activation.gated:
             scalars = (spec.activation.alpha, spec.activation.limit, spec.activation.up_offset)
             assert scalars == ((1.702, 7.0, 1.0) if gpt else (1.0, None, 0.0))
             assert spec.glu_layout == ("interleaved" if gpt else "concat")
-    assert {spec.kernel for spec in find([model])} >= {"fc1-fwd", "fc2-fwd"}
+    six = {f"{layer}-{part}" for layer in ("fc1", "fc2") for part in ("fwd", "dgrad", "wgrad")}
+    assert {spec.kernel for spec in find([model])} == six | {"fc1-infer"}
+    assert len(find([model])) <= 28
 
 
 def test_every_packaged_kernel_fits_and_has_a_shape():

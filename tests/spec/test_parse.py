@@ -60,6 +60,7 @@ def test_every_key_arrives():
         activation=Activation("swiglu", alpha=1.702, limit=7.0, up_offset=1.0),
         glu_layout="interleaved",
         row_scale=True,
+        accumulate=False,
         quant="none",
         tile=(128, 128),
         cluster=(2, 1),
@@ -73,6 +74,30 @@ def test_every_key_arrives():
     assert isinstance(spec.activation.limit, float)
 
 
+WGRAD = """
+schema = 1
+[[kernel]]
+name = "fc1-wgrad"
+op = "grouped-wgrad"
+arch = "sm_90a"
+tile = [128, 192]
+cluster = [1, 2]
+"""
+
+
+def test_weight_gradients():
+    (spec,) = parse_text(WGRAD + "problem = { E = 4, M = 100, N = 384, K = 576 }\n", "model")
+    assert (spec.op, spec.dtype, spec.out_dtype, spec.accumulate) == ("grouped-wgrad", "bf16", "bf16", False)
+    assert (spec.b_major, spec.alpha, spec.glu_layout, spec.activation) == ("k", "none", "none", Activation())
+    assert spec.full_name == "model/fc1-wgrad@128x192-c1x2"
+    assert spec.defaults() == {"cluster_margin": 0}
+    (wide,) = parse_text(WGRAD + 'out_dtype = "f32"\n', "model")
+    (adding,) = parse_text(WGRAD + 'out_dtype = "f32"\naccumulate = true\n', "model")
+    assert adding.accumulate
+    assert len({str(each.device_spec()) for each in (spec, wide, adding)}) == 3
+    assert KernelSpec.from_canonical(adding.canonical()) == adding
+
+
 def test_left_out_keys_have_defaults():
     (spec,) = parse_text(SHORT, "small")
     assert (spec.dtype, spec.out_dtype, spec.b_major, spec.alpha, spec.quant) == ("bf16", "bf16", "k", "none", "none")
@@ -80,6 +105,7 @@ def test_left_out_keys_have_defaults():
     assert not spec.activation.gated
     assert (spec.glu_layout, spec.cluster, spec.mainloop, spec.schedule) == ("none", (1, 1), "pingpong", "static")
     assert (spec.bias, spec.save_preactivation, spec.row_scale, spec.problem) == (False, False, False, None)
+    assert not spec.accumulate
     assert spec.name == "small/linear"
     assert spec.variant == "128x128-c1x1"
 

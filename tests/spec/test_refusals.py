@@ -46,7 +46,10 @@ AT = "[[kernel]] 1 (fc1): "
         ("bias = 1", "bias = 1: must be true or false, is an integer"),
         ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
         ('quant = "fp8"', 'quant = "fp8": must be "none"'),
-        ('schedule = "dynamic"', 'schedule = "dynamic": must be "static"'),
+        ('schedule = "fastest"', 'schedule = "fastest": must be "static" or "dynamic"'),
+        ('out_dtype = "f32"', "only grouped-wgrad writes float32, not grouped-gemm"),
+        ("accumulate = true", "accumulate = true: only grouped-wgrad adds to what is there, not grouped-gemm"),
+        ('dtype = "f32"', 'dtype = "f32": must be "bf16" or "fp16"'),
         ('schedule = ["static", "static"]', '"static" appears twice; a sweep names each value once'),
         ("schedule = []", "schedule = []: an empty sweep makes no kernel"),
         ('mainloop = "ping-pong"', 'must be "pingpong" or "cooperative"; did you mean "pingpong"?'),
@@ -157,6 +160,46 @@ def test_dense_has_no_groups():
     assert "problem.E = 2: dense-gemm has one group; say E = 1" in found
 
 
+WGRAD = GOOD.replace("grouped-gemm", "grouped-wgrad")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "bias = true",
+            "bias = true: grouped-wgrad takes no bias: it has no epilogue: dw is the plain sum; leave it out",
+        ),
+        ('alpha = "scalar"', 'alpha = "scalar": grouped-wgrad takes no alpha'),
+        ('b_major = "n"', 'b_major = "n": grouped-wgrad takes no b_major: both its operands have a row for each token'),
+        ("row_scale = true", "row_scale = true: grouped-wgrad takes no row_scale: its rows are those of a weight"),
+        ("save_preactivation = true", "save_preactivation = true: grouped-wgrad takes no save_preactivation"),
+        ('activation = { kind = "relu" }', 'activation.kind = "relu": grouped-wgrad takes no activation'),
+        ('activation = { kind = "swiglu" }', 'activation.kind = "swiglu": grouped-wgrad takes no activation'),
+        ('glu_layout = "concat"', 'glu_layout = "concat": the activation identity is not gated'),
+        ("accumulate = true", 'accumulate = true: main gradients are float32, and out_dtype is "bf16"'),
+        ('accumulate = true\nout_dtype = "fp16"', 'say out_dtype = "f32"'),
+        ("problem = { E = 1, M = 9, N = 12, K = 8 }", "problem.N = 12: a row of dy has 12 elements of 2 bytes"),
+        ("problem = { E = 1, M = 9, N = 8, K = 12 }", "problem.K = 12: a row of x has 12 elements of 2 bytes"),
+    ],
+)
+def test_weight_gradients_have_no_epilogue(line, message):
+    assert message in problem(WGRAD + line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("tile", "cluster", "message"),
+    [
+        ("[128, 160]", "[1, 1]", "tile N = 160 must be a multiple of 64 from 64 to 256 with grouped-wgrad"),
+        ("[128, 192]", "[2, 1]", "tile N = 192 must be a multiple of 128 from 128 to 256 with grouped-wgrad, cluster"),
+        ("[64, 192]", "[1, 2]", "tile M = 64 must be a multiple of 128 with cluster = [1, 2]"),
+        ("[192, 128]", "[1, 1]", "tile M = 192 does not fit the cooperative main loop"),
+    ],
+)
+def test_weight_gradients_are_fetched_in_boxes(tile, cluster, message):
+    assert message in problem(WGRAD.replace("[128, 128]", tile) + f"cluster = {cluster}\n")
+
+
 @pytest.mark.parametrize("key", ["op", "arch", "tile"])
 def test_missing_key(key):
     lines = [line for line in GOOD.splitlines() if not line.startswith(key)]
@@ -168,7 +211,7 @@ def test_unknown_arch_lists_the_known():
 
 
 def test_unknown_op():
-    assert 'must be "dense-gemm" or "grouped-gemm"' in problem(GOOD.replace("grouped-gemm", "conv"))
+    assert 'must be "dense-gemm", "grouped-gemm" or "grouped-wgrad"' in problem(GOOD.replace("grouped-gemm", "conv"))
 
 
 def test_names():

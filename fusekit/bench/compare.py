@@ -1,0 +1,85 @@
+"""A launch's outputs against the reference: all of them, or a sample where that would take too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.reference import Measurement, check, sample_rows, sample_weights
+from fusekit.reference.formats import Array
+from fusekit.reference.layouts import gate_columns, up_columns
+
+# Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
+WHOLE = 2 * 10**9
+# Up to so many elements of dw it may have, whatever they cost: each takes 50 bytes while it is compared.
+WHOLE_ELEMENTS = 2 * 10**7
+SAMPLED_ROWS = 192
+# Columns in which the first and last row of every group are compared; whole blocks of every glu_layout.
+EDGE = 32
+
+
+def compare(
+    spec: Mapping[str, Any], problem: Mapping[str, int], inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> list[Measurement]:
+    """Measures whole output buffers of `spec` (canonical form).
+
+    problem: E, M, N, K. inputs, outputs: arrays by argument name, as the reference takes them.
+    """
+    ends = inputs.get("offsets")
+    ends = np.array([problem["M"]]) if ends is None else ends.astype(np.int64)
+    wgrad = spec["op"] == "grouped-wgrad"
+    elements = problem["E"] * problem["N"] * problem["K"]
+    if int(ends[-1]) * problem["N"] * problem["K"] <= WHOLE and not (wgrad and elements > WHOLE_ELEMENTS):
+        return list(check(spec, inputs, outputs).values())
+    return _weights(spec, problem, inputs, outputs, ends) if wgrad else _rows(spec, problem, inputs, outputs, ends)
+
+
+def _rows(
+    spec: Mapping[str, Any], problem: Mapping[str, int], inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    ends: NDArray[np.int64],
+) -> list[Measurement]:  # fmt: skip
+    measured = list(check(spec, inputs, outputs, sample_rows(ends, SAMPLED_ROWS)).values())
+    # Sampling widens whole weights, so it takes few groups. The edges of all of them are cheap in few columns.
+    columns, results = _edge_columns(spec["glu_layout"], problem["N"])
+    edge_inputs = dict(inputs)
+    axis = 0 if spec["b_major"] == "k" else 1
+    edge_inputs["w"] = np.take(inputs["w"], columns, axis=axis + inputs["w"].ndim - 2)
+    if "bias" in inputs:
+        edge_inputs["bias"] = inputs["bias"][..., columns]
+    edge_outputs = {name: outputs[name][:, results if name == "y" else columns] for name in outputs}
+    sizes = np.diff(ends, prepend=0)
+    starts = ends[sizes > 0] - sizes[sizes > 0]
+    rows = np.unique(np.concatenate([starts, ends[sizes > 0] - 1]))
+    return measured + list(check(spec, edge_inputs, edge_outputs, rows).values())
+
+
+def _edge_columns(layout: str, n: int) -> tuple[Array, Array]:
+    """(columns of w, columns of y): the first and last outputs, in an order that is the same layout again."""
+    width = n if layout == "none" else n // 2
+    results = _edges(width)
+    if layout == "none":
+        return results, results
+    columns = np.empty(2 * results.size, dtype=np.int64)
+    columns[gate_columns(layout, results.size)] = gate_columns(layout, width)[results]
+    columns[up_columns(layout, results.size)] = up_columns(layout, width)[results]
+    return columns, results
+
+
+def _weights(
+    spec: Mapping[str, Any], problem: Mapping[str, int], inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    ends: NDArray[np.int64],
+) -> list[Measurement]:  # fmt: skip
+    shape = (problem["E"], problem["N"], problem["K"])
+    measured = list(check(spec, inputs, outputs, *sample_weights(ends, shape, SAMPLED_ROWS)).values())
+    # All groups, the corners of each: a row that went to a neighbour shows in every element of both.
+    corners = np.unique([0, 1, shape[1] - 2, shape[1] - 1])
+    rows = (np.arange(shape[0])[:, None] * shape[1] + corners).reshape(-1)
+    return measured + list(check(spec, inputs, outputs, rows, _edges(shape[2])).values())
+
+
+def _edges(extent: int) -> NDArray[np.int64]:
+    """The first and last of `extent` indices."""
+    return np.arange(extent) if extent <= 2 * EDGE else np.r_[0:EDGE, extent - EDGE : extent]

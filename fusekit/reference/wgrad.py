@@ -1,0 +1,90 @@
+"""What ``grouped-wgrad`` means, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
+
+Float32 is off from it by less than c + s u |ref|, with u = 2**-23, s the steps of 16 rows that a group has, and
+
+    c = u (8 + 2 sqrt(s)) sum |dy| |x|
+
+Tensor cores truncate: a step costs up to u of the running sum, and one step's products up to u of the largest of them
+each. Of numbers with random signs the running sum after j steps is about sqrt(j) times a step's, so that all s of them
+cost a share of sum |dy| |x| that grows like sqrt(s). Where all products have one sign the running sums lie below the
+result, and s u |ref| covers them. In the Frobenius norm truncation, which is always towards zero, adds up over the
+steps: u (4 + s) of the result at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.reference.formats import Array, values
+from fusekit.reference.meaning import Meaning, group_ends, need
+from fusekit.reference.measure import Expected
+
+STEP = 16  # rows that one step of the tensor cores sums
+UNIT = 2.0**-23
+
+# Token rows held in float64 at a time.
+ROWS = 8192
+
+
+def expected(
+    means: Meaning,
+    inputs: Mapping[str, Any],
+    rows: Sequence[int] | Array | None = None,
+    columns: Sequence[int] | Array | None = None,
+) -> dict[str, Expected]:
+    """dw [E, N, K] for ``rows`` (e N + n) and ``columns`` (k) of it; every one of either by default."""
+    dy, x = need(inputs, "dy", 2), need(inputs, "x", 2)
+    if dy.shape[0] != x.shape[0]:
+        raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; they must be equal")
+    ends = group_ends(inputs, x.shape[0], means)
+    shape = (ends.size, dy.shape[1], x.shape[1])
+    chosen = _chosen("rows", rows, shape[0] * shape[1])
+    across = _chosen("columns", columns, shape[2])
+    value = np.zeros((chosen.size, across.size))
+    magnitude = np.zeros_like(value)
+    if means.accumulate:
+        before = need(inputs, "dw", 3)
+        if before.shape != shape:
+            raise ValueError(f"dw has shape {before.shape}; dy, x and offsets make it {shape}")
+        value += before.reshape(-1, shape[2])[chosen][:, across]
+        magnitude += np.abs(value)
+    owner, down = np.divmod(chosen, max(shape[1], 1))
+    steps = np.zeros(chosen.size)
+    with np.errstate(all="ignore"):  # infinities and NaNs in the inputs are carried through, not reported
+        for group in np.unique(owner):
+            here = owner == group
+            start, end = ends[group - 1] if group else 0, ends[group]
+            steps[here] = math.ceil((end - start) / STEP)
+            for first in range(start, end, ROWS):
+                part = slice(first, min(first + ROWS, end))
+                left = values(dy[part][:, down[here]], means.dtype).T
+                right = values(x[part][:, across], means.dtype)
+                value[here] += left.astype(np.float64) @ right.astype(np.float64)
+                magnitude[here] += np.abs(left).astype(np.float32) @ np.abs(right).astype(np.float32)
+        steps = steps[:, None]
+        slack = UNIT * ((8 + 2 * np.sqrt(steps)) * magnitude + steps * np.abs(value))
+    most = int(steps.max(initial=0))
+    want = Expected(
+        means.out_dtype,
+        chosen,
+        value,
+        slack,
+        columns=None if columns is None else across,
+        shape=shape,
+        limit=UNIT * (4 + most) if means.out_dtype == "f32" else None,
+    )
+    return {"dw": want}
+
+
+def _chosen(what: str, chosen: Sequence[int] | Array | None, count: int) -> NDArray[np.int64]:
+    if chosen is None:
+        return np.arange(count)
+    indices = np.asarray(chosen, dtype=np.int64).reshape(-1)
+    if indices.size and (indices.min() < 0 or indices.max() >= count):
+        raise ValueError(f"{what} {indices.min()}..{indices.max()}; dw has {what} 0..{count - 1}")
+    return indices

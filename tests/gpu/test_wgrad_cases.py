@@ -1,0 +1,57 @@
+"""Every weight-gradient kernel in every case that breaks a ragged reduction; see ``cases`` and ``harness``."""
+
+import numpy as np
+import pytest
+
+from fusekit.spec import parse_file
+
+from .cases import Case, cases_of
+from .conftest import BACKWARD
+from .harness import faults, prepare
+
+WGRAD = [spec for spec in parse_file(BACKWARD) if spec.op == "grouped-wgrad"]
+TRIALS = [(spec, case) for spec in WGRAD for case in cases_of(spec)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"), [pytest.param(*trial, id=f"{trial[0].full_name}-{trial[1].name}") for trial in TRIALS]
+)
+def test_case(gpu, spec, case):
+    found = gpu.trial(spec, case)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["wgrad-accumulate@128x192-c1x2", "wgrad-accumulate@128x192-c1x2-dynamic"])
+def test_each_launch_adds_once(gpu, specs, name):
+    spec = specs[name]
+    launch = prepare(spec, Case("three-times", (70, 0, 333, 1), 264, 200))
+    placed = gpu.arguments(launch)
+    added = gpu.kernel(spec).bind(**placed)
+    for _ in range(3):
+        before = launch.inputs["dw"]
+        added()
+        gpu.finish(name)
+        gpu.download(launch, placed)
+        assert not faults(launch), "\n".join(faults(launch))
+        launch.inputs["dw"] = np.array(launch.arguments["dw"].array)
+        assert not np.array_equal(before, launch.inputs["dw"])
+
+
+class Nothing:
+    """A tensor of no elements, at address 0, as frameworks make them."""
+
+    def __init__(self, columns):
+        self.__cuda_array_interface__ = {
+            "version": 3, "typestr": "<V2", "data": (0, False), "shape": (0, columns), "strides": None,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["wgrad@128x128-c1x1", "wgrad-accumulate@128x192-c1x2"])
+def test_no_rows_at_no_address(gpu, specs, name):
+    spec = specs[name]
+    launch = prepare(spec, Case("nothing", (0, 0), 136, 72))
+    placed = gpu.arguments(launch)
+    gpu.kernel(spec)(**placed | {"dy": Nothing(136), "x": Nothing(72)})
+    gpu.finish(name)
+    gpu.download(launch, placed)
+    assert not faults(launch), "\n".join(faults(launch))
