@@ -24,9 +24,17 @@ SAMPLE = (
     "swiglu-concat@128x160-c1x1", "swiglu-interleaved-32@128x192-c1x2", "geglu-interleaved@64x128-c1x1",
     "whole-epilogue@128x128-c1x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1",
 )  # fmt: skip
-FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1"
+FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
 SPECS = (
-    *find(["quickstart", FC1, "gpt-oss-20b/fc1-fwd@256x192-c2x1", "gpt-oss-20b/fc2-fwd@128x192-c2x1"]),
+    *find(
+        [
+            "quickstart",
+            FC1,
+            "gpt-oss-20b/fc1-fwd@256x192-c2x1-dynamic",
+            "gpt-oss-20b/fc2-fwd@128x192-c2x1-dynamic",
+            "gpt-oss-20b/fc1-wgrad@128x192-c1x2-dynamic",
+        ]
+    ),
     *(MATRIX[f"matrix/{name}"] for name in SAMPLE),
 )
 
