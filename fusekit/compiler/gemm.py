@@ -10,7 +10,6 @@ from typing import Any
 
 from fusekit.abi import (
     Argument,
-    Constraint,
     Dim,
     Expr,
     FloatParameter,
@@ -68,7 +67,6 @@ def record(spec: KernelSpec) -> LaunchRecord:
         block=(budget.threads, 1, 1),
         cluster=(spec.cluster[0] * spec.cluster[1], 1, 1),
         dynamic_shared=shared_bytes(spec, slot_bytes=16),
-        constraints=tuple(_constraints(spec)),
         skip_if_zero=("M",),
         workspace=COUNTER_BYTES if spec.schedule == "dynamic" else 0,
         workspace_zeroed=spec.schedule == "dynamic",
@@ -138,12 +136,6 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
     integers += [("rows", "M"), ("columns", n), ("depth", "K")]
     parameters += [IntegerParameter(name, "i32", value) for name, value in integers]
     return parameters
-
-
-def _constraints(spec: KernelSpec) -> list[Constraint]:
-    if spec.b_major == "n" and spec.activation.gated and spec.glu_layout == "interleaved-32":
-        return [Constraint(["mod", "I", 32], "I must be a multiple of 32: gate and up lie in blocks of 32 columns")]
-    return []
 
 
 def _function(spec: KernelSpec) -> Any:

@@ -58,6 +58,12 @@ class GemmConfig:
         return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
+        accumulators = self.warpgroup_rows * self.tile[1] // WARPGROUP
+        return (24, 240) if accumulators > 160 else (40, 232)
+
+    @property
     def ring_slots(self) -> int:
         """Tiles decided ahead: few where a tile taken early could have gone to an idle SM."""
         return 2 if self.dynamic else 4

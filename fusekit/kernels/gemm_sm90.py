@@ -37,9 +37,6 @@ from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
 from fusekit.kernels.scheduler import Scheduler, TileRing
 
-LOAD_REGISTERS = 24
-CONSUMER_REGISTERS = 240
-
 
 class GemmSm90:
     """One configuration of the kernel; calling it (through cute.compile) traces host function and kernel."""
@@ -223,7 +220,7 @@ class GemmSm90:
 
         half_n = ptx.divide(n, 2)
         if warp < 4:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(config.registers[0])
             if warp == 0 and lane == 0:
                 maps, smem = (map_x, map_w), (smem_x, smem_w)
                 self.main_loop.load(maps, smem, (full, empty), ring, k, half_n, rank_m, rank_n)
@@ -233,7 +230,7 @@ class GemmSm90:
                 groups_ = groups if cutlass.const_expr(config.grouped) else Int32(1)
                 self.scheduler.run(ring, (offsets, groups_, rows, k, n_clusters), counters, rank)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(config.registers[1])
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
             pipeline = (smem_x, smem_w, full, empty, ring)
             outputs = ((map_y, map_z, map_dz), staging, arrivals)

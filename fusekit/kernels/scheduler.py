@@ -137,7 +137,7 @@ class Scheduler:
         config = self.config
         offsets, groups, rows, k, n_clusters = problem
         rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
-        number, clusters = self.first_number()
+        number = self.first_number()
         count = Int32(0)
         first = Int32(0)
         begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
@@ -161,14 +161,18 @@ class Scheduler:
                     row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
                     ring.put(count, (row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner), rank)
                 count += 1
-                number = self.next_number(counters, number, clusters, lane)
-        self.finish(ring, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), count, counters, clusters, rank, writer, lane)
+                number = self.next_number(counters, number, lane)
+        self.finish(ring, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), count, counters, rank, writer, lane)
 
-    def first_number(self):
-        """The cluster's first tile number, and how many clusters there are."""
-        grid, _, _ = cute.arch.grid_dim()
+    def first_number(self) -> Int32:
+        """The cluster's first tile number."""
         block, _, _ = cute.arch.block_idx()
-        return divide(block, self.config.cluster_size), divide(grid, self.config.cluster_size)
+        return divide(block, self.config.cluster_size)
+
+    def clusters(self) -> Int32:
+        """Clusters of the grid. Asked for anew each time: the scheduler warp has few registers."""
+        grid, _, _ = cute.arch.grid_dim()
+        return divide(grid, self.config.cluster_size)
 
     def place(self, local: Int32, m_clusters: Int32, n_clusters: Int32, depth: Int32):
         """Cluster tile along M and N of a group's `local`-th, panel by panel; `depth` elements of x in a row."""
@@ -182,9 +186,7 @@ class Scheduler:
         return first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height), n_cluster
 
     @cute.jit
-    def finish(
-        self, ring: TileRing, sentinel, count: Int32, counters, clusters: Int32, rank: Int32, writer, lane: Int32
-    ):
+    def finish(self, ring: TileRing, sentinel, count: Int32, counters, rank: Int32, writer, lane: Int32):
         """Tell every reader that the schedule has ended; the slot of `count` is free already."""
         for extra in cutlass.range_constexpr(self.sentinels):
             if cutlass.const_expr(extra > 0):
@@ -192,7 +194,7 @@ class Scheduler:
             if writer:
                 ring.put(count + extra, sentinel, rank)
         if cutlass.const_expr(self.config.dynamic):
-            self.reset(counters, clusters, lane)
+            self.reset(counters, lane)
 
     @cute.jit
     def groups_of_lanes(
@@ -221,23 +223,23 @@ class Scheduler:
         return begin, end, last + base
 
     @cute.jit
-    def next_number(self, counters, number: Int32, clusters: Int32, lane: Int32):
+    def next_number(self, counters, number: Int32, lane: Int32):
         """The cluster's next tile number: a fixed step ahead, or whatever is left first."""
         if cutlass.const_expr(self.config.dynamic):
             taken = Int32(0)
             if lane == 0:
                 taken = cute.arch.atomic_add(counters, Int32(1), sem="relaxed", scope="gpu")
-            number = clusters + cute.arch.shuffle_sync(taken, 0)
+            number = self.clusters() + cute.arch.shuffle_sync(taken, 0)
         else:
-            number += clusters
+            number += self.clusters()
         return number
 
     @cute.jit
-    def reset(self, counters, clusters: Int32, lane: Int32):
+    def reset(self, counters, lane: Int32):
         """The last cluster to end leaves both counters at zero for the next launch."""
         if lane == 0:
             ended = cute.arch.atomic_add(counters + 1, Int32(1), sem="acq_rel", scope="gpu")
-            if ended == clusters - 1:
+            if ended == self.clusters() - 1:
                 cute.arch.store(counters, Int32(0))
                 cute.arch.store(counters + 1, Int32(0))
 
@@ -255,7 +257,7 @@ class GroupScheduler(Scheduler):
         config = self.config
         offsets, groups, rows, m, n_clusters = problem
         rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
-        number, clusters = self.first_number()
+        number = self.first_number()
         m_clusters = divide(m + (self.cluster_rows - 1), self.cluster_rows)
         count = Int32(0)
         position = Int32(0)
@@ -277,7 +279,7 @@ class GroupScheduler(Scheduler):
                     ring.put(count, (begin, end, n_tile, group, m_tile, position, Int32(0), Int32(0)), rank)
                 position += divide(end - begin + (TILE_K - 1), TILE_K)
                 count += 1
-                number = self.next_number(counters, number, clusters, lane)
+                number = self.next_number(counters, number, lane)
         nothing = Int32(0)
         sentinel = (nothing, nothing, nothing, Int32(NO_TILE), nothing, nothing, nothing, nothing)
-        self.finish(ring, sentinel, count, counters, clusters, rank, writer, lane)
+        self.finish(ring, sentinel, count, counters, rank, writer, lane)
