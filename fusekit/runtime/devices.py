@@ -9,6 +9,7 @@ from typing import Any
 
 from fusekit.errors import ArchMismatchError, DriverError
 from fusekit.runtime.driver import Driver
+from fusekit.runtime.streams import LEGACY
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,24 @@ class Devices:
         """The device of that ordinal; DriverError when there is none."""
         device = self._devices.get(ordinal)
         if device is None:
-            # Two threads may both get here: the second result wins, one more retain is the whole cost.
-            device = self._devices[ordinal] = self._open(ordinal)
+            opened = self._open(ordinal)
+            device = self._devices.setdefault(ordinal, opened)
+            if device is not opened:  # another thread was first: one retained context is enough
+                self.driver.check(
+                    self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease"
+                )
         return device
+
+    def refuse_capture(self, device: Device, what: str) -> None:
+        """Raises DriverError when a blocking stream of `device` is being captured; its capture is not disturbed.
+
+        The driver itself refuses what is unsafe in other captures.
+        """
+        api = self.driver.api
+        with self.active(device):
+            status = api.cuStreamIsCapturing(LEGACY)[0]
+        if status:
+            raise self.driver.error(status, what)
 
     def _open(self, ordinal: int) -> Device:
         if not 0 <= ordinal < self.count:

@@ -25,6 +25,8 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
 
 OK = CUresult.CUDA_SUCCESS
@@ -219,6 +221,7 @@ class FakeDriver:
             "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: (
                 value.clusterDim.x, value.clusterDim.y, value.clusterDim.z,
             ),
+            "CU_LAUNCH_ATTRIBUTE_PRIORITY": lambda value: value.priority,
             "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": lambda value: value.cooperative,
             "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": lambda value: (
                 value.programmaticStreamSerializationAllowed
@@ -243,6 +246,9 @@ class FakeDriver:
 
     def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
         return OK, 4096 + next(self._numbers)
+
+    def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
+        return OK, 0
 
     def cuStreamDestroy(self, stream: int) -> Any:  # noqa: N802
         return (OK,)
