@@ -42,7 +42,7 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
     required = [scalar for scalar in record.scalars if kernel.defaults.get(scalar.name, scalar.default) is None]
     optional = [scalar for scalar in record.scalars if scalar not in required]
-    names = [argument.name for argument in (*inputs, *required, *optional)]
+    names = [tensor.name for tensor in inputs] + [scalar.name for scalar in (*required, *optional)]
 
     def allocate(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
         dims = dims_of(record, {tensor.name: tuple(arguments[tensor.name].shape) for tensor in inputs})

@@ -88,19 +88,25 @@ class Devices:
             opened = self._open(ordinal)
             device = self._devices.setdefault(ordinal, opened)
             if device is not opened:  # another thread was first: one retained context is enough
-                self.driver.check(
-                    self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease"
-                )
+                self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease")
         return device
 
     def refuse_capture(self, device: Device, what: str) -> None:
-        """Raises DriverError when a blocking stream of `device` is being captured; its capture is not disturbed.
+        """Raises DriverError while this thread captures a stream, or a blocking stream of `device` is captured.
 
-        The driver itself refuses what is unsafe in other captures.
+        There is no question to ask but one: whether an event is done is what the driver refuses to say during a
+        capture that this thread began, unless it began it as relaxed. Captures of other threads are left in peace.
         """
-        api = self.driver.api
+        api, check = self.driver.api, self.driver.check
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         with self.active(device):
             status = api.cuStreamIsCapturing(LEGACY)[0]
+            if not status:
+                event = check(api.cuEventCreate(0), "cuEventCreate")
+                before = check(api.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
+                status = api.cuEventQuery(event)[0]
+                check(api.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
+                api.cuEventDestroy(event)
         if status:
             raise self.driver.error(status, what)
 

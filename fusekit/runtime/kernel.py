@@ -17,7 +17,6 @@ from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.launch import Launch, launch
-from fusekit.runtime.maps import MapCache
 from fusekit.runtime.plan import Loaded, Plan, Settings
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
@@ -54,12 +53,12 @@ class Kernel:
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         self._plans: dict[Any, Plan] = {}
-        self._maps = MapCache()
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
         check_arch(record.arch, first, name)
         check_cubin(cubin, self._driver, name)
+        devices.refuse_capture(first, f"loading {name}")
         with self._devices.active(first):  # the driver tells a kernel's parameters only inside a context
             self._library, self._kernel = _load(self._driver, name, record, cubin)
         self._prepare(first)
@@ -75,14 +74,14 @@ class Kernel:
         arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: None (legacy
         default stream), an int handle, or an object with ``__cuda_stream__``. cluster_margin: clusters held back for
         other kernels; None takes the spec's. priority: of this launch's blocks, lower is sooner, as
-        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument, DriverError for a refused
-        launch. Returns when the launch is queued.
+        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument, DriverError
+        for a refused launch. Returns when the launch is queued.
         """
         handle = stream if type(stream) is int else stream_handle(stream)
         plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
         if plan.skip:
             return
-        block = plan.take()
+        block = plan.take(addresses)
         plan.fill(block, addresses, scalars)
         launch(plan, block, handle)
         plan.spare.append(block)
@@ -164,7 +163,7 @@ class Kernel:
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
         overlaps = pairs(self.record, views, bound)
-        return Plan(self._driver, self.record, loaded, bound, overlaps, settings, integers, self._maps)
+        return Plan(self._driver, self.record, loaded, bound, overlaps, settings, integers)
 
     def _prepare(self, device: Device) -> Loaded:
         """The kernel made ready on `device`: code loaded now, not at a first launch; shared memory; workspace."""
@@ -174,6 +173,8 @@ class Kernel:
         if self._library is None:
             raise ArgumentError(f"{self.name} was unloaded; load it again before launching it")
         check_arch(self.arch, device, self.name)
+        if self._loaded:  # the first device was asked when the kernel was loaded
+            self._devices.refuse_capture(device, f"{self.name}: loading on {device}")
         api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
         attributes = self.record.attributes
         settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": self.record.dynamic_shared}

@@ -37,7 +37,7 @@ class Launch:
         plan, addresses, scalars = self.kernel._resolve(arguments, *self._settings)
         block = None
         if not plan.skip:
-            block = Block(plan)
+            block = plan.take(addresses)
             plan.fill(block, addresses, scalars)
         self._plan, self._block, self._arguments = plan, block, arguments
         self._metas = [self._read(name, arguments[name])[1] for name in plan.names]
@@ -71,7 +71,7 @@ class Launch:
         this launch keeps the arguments that it captured. Raises ArgumentError and stays as it was.
         """
         plan, block = self._plan, self._block
-        if block is None or block.addresses is None:
+        if block is None:
             return self._rebind(changed)
         addresses = block.addresses.copy()
         for name, value in changed.items():

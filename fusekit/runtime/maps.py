@@ -1,8 +1,7 @@
-"""Tensor maps on the launch path: encoded once for what they depend on, copied afterwards."""
+"""Tensor maps on the launch path: encoded once for dims and strides, then given another address where they lie."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,36 +14,15 @@ _DTYPES = {
     "bf16": "BFLOAT16", "fp16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "i32": "INT32", "i64": "INT64",
     "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64",
 }  # fmt: skip
-# Addresses kept for one map, and maps kept by one kernel: a training step's buffers, several times over.
-_ADDRESSES_KEPT = 256
-_MAPS_KEPT = 1024
-
-
-class MapCache:
-    """Encoded tensor maps of one kernel, by all that their bytes depend on: parameter, dims, strides, address."""
-
-    def __init__(self) -> None:
-        self._maps: dict[tuple[Any, ...], dict[int, bytes]] = {}
-
-    def of(self, key: tuple[Any, ...]) -> dict[int, bytes]:
-        """Address -> 128 bytes, for a map with these dims and strides."""
-        found = self._maps.get(key)
-        if found is None:
-            if len(self._maps) >= _MAPS_KEPT:
-                self._maps.clear()
-            found = self._maps.setdefault(key, {})
-        return found
 
 
 class MapSlot:
-    """One tensor-map parameter with its dims and strides evaluated; `encode` adds the address."""
+    """One tensor-map parameter of a plan, its dims and strides evaluated."""
 
     def __init__(
-        self, driver: Driver, context: Any, parameter: TensorMapParameter, env: Mapping[str, int], index: int,
-        cache: MapCache,
-    ) -> None:  # fmt: skip
+        self, driver: Driver, context: Any, parameter: TensorMapParameter, env: Mapping[str, int], index: int
+    ) -> None:
         self.offset = parameter.offset
-        self.end = parameter.offset + parameter.size
         self.tensor = index
         self._driver = driver
         self._context = context
@@ -57,7 +35,6 @@ class MapSlot:
         api = driver.api
         dims = [evaluate(expr, env) for expr in parameter.dims]
         strides = [evaluate(expr, env) for expr in parameter.strides]
-        self._maps = cache.of((parameter.name, *dims, *strides))
         for dim in dims:
             if not 1 <= dim <= 2**32:
                 raise ArgumentError(f"{self._name}: extent {dim}; TMA allows 1 to 2**32", argument=self._argument)
@@ -84,31 +61,33 @@ class MapSlot:
             getattr(api.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
 
-    def encoded(self, addresses: Sequence[int], names: Sequence[str]) -> bytes:
-        """The 128 bytes for these addresses of the record's tensors."""
+    def address(self, addresses: Sequence[int], names: Sequence[str]) -> int:
+        """Where this map begins, for these addresses of the record's tensors."""
         if self._address is None:
-            address = addresses[self.tensor]
-        else:
-            env = dict(self._env)
-            env.update((f"{name}.address", value) for name, value in zip(names, addresses, strict=True))
-            address = evaluate_address(self._address, env)
-        found = self._maps.get(address)
-        if found is None:
-            if len(self._maps) >= _ADDRESSES_KEPT:
-                self._maps.clear()
-            found = self._maps[address] = self._encode(address)
-        return found
+            return addresses[self.tensor]
+        env = dict(self._env)
+        env.update((f"{name}.address", value) for name, value in zip(names, addresses, strict=True))
+        return evaluate_address(self._address, env)
 
-    def _encode(self, address: int) -> bytes:
+    def encode(self, address: int) -> Any:
+        """A new CUtensorMap at `address`. Raises ArgumentError for one that the driver refuses."""
+        return self._call(self._driver.api.cuTensorMapEncodeTiled, *self._before, address, *self._after)
+
+    def move(self, tensor_map: Any, address: int) -> None:
+        """Gives a map that `encode` has made another address, in place. Errors are those of `encode`."""
+        if self._driver.api.cuTensorMapReplaceAddress(tensor_map, address)[0]:
+            self._call(self._driver.api.cuTensorMapReplaceAddress, tensor_map, address)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
         api, check = self._driver.api, self._driver.check
-        result = api.cuTensorMapEncodeTiled(*self._before, address, *self._after)
-        if result[0] == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the driver encodes inside any context, but in one
+        result = function(*arguments)
+        if result[0] == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # any context will do, but there must be one
             check(api.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
             try:
-                result = api.cuTensorMapEncodeTiled(*self._before, address, *self._after)
+                result = function(*arguments)
             finally:
                 check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
         if result[0]:
-            error = self._driver.error(result[0], f"cuTensorMapEncodeTiled for {self._name} at {address:#x}")
+            error = self._driver.error(result[0], f"encoding {self._name}")
             raise ArgumentError(str(error), argument=self._argument)
-        return ctypes.string_at(result[1].getPtr(), 128)
+        return result[-1]

@@ -25,7 +25,7 @@ from fusekit.errors import ArgumentError
 from fusekit.runtime.arguments import Bound, Pair, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.maps import MapCache, MapSlot
+from fusekit.runtime.maps import MapSlot
 
 _INTEGER_FORMATS = {"i32": "<i", "i64": "<q"}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -58,7 +58,7 @@ class Plan:
 
     def __init__(
         self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair],
-        settings: Settings, integers: Mapping[str, int], maps: MapCache,
+        settings: Settings, integers: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.driver = driver
         self.record = record
@@ -91,8 +91,7 @@ class Plan:
         self.floats: list[tuple[int, int]] = []
         for parameter in record.parameters:
             if isinstance(parameter, TensorMapParameter):
-                slot = MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument], maps)
-                self.maps.append(slot)
+                self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
             elif isinstance(parameter, FloatParameter):
                 self.floats.append((parameter.offset, scalars[parameter.argument]))
             elif isinstance(parameter, IntegerParameter):
@@ -107,7 +106,7 @@ class Plan:
         self.users = tuple(
             (
                 [offset for offset, index in self.pointers if index == position],
-                [slot for slot in self.maps if name in slot.reads],
+                [index for index, slot in enumerate(self.maps) if name in slot.reads],
                 masks.get(position, 0),
                 [(second, low, high) for first, second, low, high in self._near if first == position]
                 + [(first, -high, -low) for first, second, low, high in self._near if second == position],
@@ -133,12 +132,13 @@ class Plan:
                     " (the cluster)"
                 )
 
-    def take(self) -> Block:
+    def take(self, addresses: list[int]) -> Block:
         """A block that nobody else uses; give it back by appending it to `spare`. Safe from many threads."""
         try:
             return self.spare.pop()
         except IndexError:
-            return Block(self)
+            self.place(addresses)
+            return Block(self, addresses)
 
     def fill(self, block: Block, addresses: list[int], scalars: Sequence[float | int] | None = None) -> None:
         """Writes what is not yet in `block` of one launch's parameters, after the checks that depend on addresses.
@@ -149,10 +149,8 @@ class Plan:
         """
         memory = block.memory
         if addresses != block.addresses:
-            self._place(addresses)
-            encoded = [slot.encoded(addresses, self.names) for slot in self.maps]
-            for slot, data in zip(self.maps, encoded, strict=True):
-                memory[slot.offset : slot.end] = data
+            self.place(addresses)
+            self._put_maps(block, range(len(self.maps)), addresses)
             for offset, index in self.pointers:
                 _POINTER.pack_into(memory, offset, addresses[index])
             block.addresses = addresses
@@ -161,10 +159,7 @@ class Plan:
                 _FLOAT.pack_into(memory, offset, scalars[index])
 
     def move(self, block: Block, addresses: list[int], position: int) -> None:
-        """Writes a filled block anew where tensor `position` alone lies elsewhere than before.
-
-        Raises ArgumentError and leaves the block as it was for an address that cannot be launched on.
-        """
+        """`fill` for a filled block of which tensor `position` alone lies elsewhere than before."""
         pointers, slots, mask, near = self.users[position]
         address = addresses[position]
         suspect = address & mask or not address
@@ -173,15 +168,25 @@ class Plan:
                 suspect = True
         if suspect:
             check_placement(self.record, self.bound, self.overlaps, addresses)
-        memory = block.memory
-        encoded = [slot.encoded(addresses, self.names) for slot in slots]
-        for slot, data in zip(slots, encoded, strict=True):
-            memory[slot.offset : slot.end] = data
+        if slots:
+            self._put_maps(block, slots, addresses)
         for offset in pointers:
-            _POINTER.pack_into(memory, offset, address)
+            _POINTER.pack_into(block.memory, offset, address)
         block.addresses = addresses
 
-    def _place(self, addresses: list[int]) -> None:
+    def _put_maps(self, block: Block, slots: Sequence[int], addresses: list[int]) -> None:
+        """Brings the tensor maps `slots` of `block` to these addresses; on an error they are as they were."""
+        maps = block.maps
+        try:
+            for index in slots:
+                slot = self.maps[index]
+                slot.move(maps[index], slot.address(addresses, self.names))
+        except ArgumentError:
+            for index in slots:
+                self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
+            raise
+
+    def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""
         key = tuple(addresses)
         if key in self._placed:
@@ -210,9 +215,9 @@ class Block:
     Whoever holds a block is alone with it: a bound launch for good, a call until it has launched.
     """
 
-    __slots__ = ("_buffer", "_pointers", "addresses", "config", "memory", "parameters", "stream")
+    __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "stream")
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, addresses: list[int]) -> None:
         api, record = plan.driver.api, plan.record
         self._buffer = ctypes.create_string_buffer(plan.size + _BASE_ALIGNMENT)
         start = -ctypes.addressof(self._buffer) % _BASE_ALIGNMENT
@@ -222,8 +227,11 @@ class Block:
         count = len(record.parameters)
         self._pointers = (ctypes.c_void_p * max(count, 1))()
         # The driver takes parameters in the kernel's order, which is that of their offsets.
+        # A tensor map stays where the driver's own object has it, so that another address can be put in.
+        self.maps = [slot.encode(slot.address(addresses, plan.names)) for slot in plan.maps]
+        places = {slot.offset: made.getPtr() for slot, made in zip(plan.maps, self.maps, strict=True)}
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
-            self._pointers[index] = base + offset
+            self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
         config = api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
@@ -233,7 +241,9 @@ class Block:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         self.config = config
-        self.addresses: list[int] | None = None  # those that `memory` holds
+        for offset, index in plan.pointers:
+            _POINTER.pack_into(self.memory, offset, addresses[index])
+        self.addresses = addresses  # those that `maps` and `memory` hold
         config.hStream = 0
         self.stream = 0  # the one that `config` holds
 

@@ -88,7 +88,7 @@ class FakeDriver:
         for enum in (
             "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
             "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
-            "CUtensorMapFloatOOBfill",
+            "CUtensorMapFloatOOBfill", "CUstreamCaptureMode",
         ):  # fmt: skip
             setattr(self, enum, Names())
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -209,6 +209,12 @@ class FakeDriver:
         self.encoded.append(dict(zip(names, fields, strict=True)))
         return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
 
+    def cuTensorMapReplaceAddress(self, tensor_map: CUtensorMap, address: int) -> Any:  # noqa: N802
+        if not self.stack:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        ctypes.memmove(tensor_map.getPtr(), struct.pack("<Q", address), 8)
+        return (OK,)
+
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
         if function is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
@@ -246,6 +252,12 @@ class FakeDriver:
 
     def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
         return OK, 4096 + next(self._numbers)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> Any:  # noqa: N802
+        return OK, "CU_STREAM_CAPTURE_MODE_GLOBAL"
+
+    def cuEventQuery(self, event: int) -> Any:  # noqa: N802
+        return (OK,)
 
     def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
         return OK, 0

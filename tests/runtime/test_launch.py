@@ -70,10 +70,8 @@ def test_a_signature_seen_before_costs_neither_checks_nor_encoding() -> None:
     given["x"] = Torchlike((96, 128), address=0x5000_0000)
     fake.calls.clear()
     kernel(**given, stream=9)
-    assert fake.calls == [
-        "cuTensorMapEncodeTiled",  # this thread has no context, which the driver says
-        "cuCtxPushCurrent", "cuTensorMapEncodeTiled", "cuCtxPopCurrent", "cuLaunchKernelEx",
-    ]  # fmt: skip
+    assert "cuTensorMapEncodeTiled" not in fake.calls
+    assert fake.calls.count("cuLaunchKernelEx") == 1
     assert struct.unpack_from("<Q", fake.launches[2].parameters[0]) == (0x5000_0000,)
 
 
