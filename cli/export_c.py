@@ -15,7 +15,9 @@ from fusekit_cli.options import Session, common
 @click.command("export-c")
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("names", nargs=-1, required=True)
-@click.option("--prefix", default="fusekit", show_default=True, help="What every public name and both files begin with.")
+@click.option(
+    "--prefix", default="fusekit", show_default=True, help="What every public name and both files begin with."
+)
 @click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
 @common
 def command(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None) -> None:

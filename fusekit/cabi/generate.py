@@ -86,4 +86,8 @@ def _embedded(label: str, cubin: bytes) -> str:
     words = [f"{word:#x}u" for (word,) in struct.iter_unpack("<Q", padded)]
     lines = [",".join(words[start : start + _PER_LINE]) for start in range(0, len(words), _PER_LINE)]
     digest = hashlib.sha256(cubin).hexdigest()
-    return f"/* {len(cubin)} bytes, SHA-256 {digest} */\nstatic const uint64_t {label}[] = {{\n" + ",\n".join(lines) + "\n};\n"
+    return (
+        f"/* {len(cubin)} bytes, SHA-256 {digest} */\nstatic const uint64_t {label}[] = {{\n"
+        + ",\n".join(lines)
+        + "\n};\n"
+    )

@@ -96,7 +96,9 @@ class Wrapper:
         pointer = "void *" if tensor.written else "const void *"
         member = self._member[tensor.name]
         shape = ", ".join(_renamed(render(extent), self._record, self._member) for extent in tensor.shape)
-        lines = [f"    {pointer}{member}; /* {tensor.role}: {tensor.dtype}[{shape}], {tensor.alignment}-byte aligned */"]
+        lines = [
+            f"    {pointer}{member}; /* {tensor.role}: {tensor.dtype}[{shape}], {tensor.alignment}-byte aligned */"
+        ]
         for index in range(tensor.rank):
             if tensor.reads_stride(index):
                 rule = f"multiple of {tensor.stride_divisor}" if tensor.stride_divisor > 1 else "any"
@@ -172,7 +174,11 @@ class Wrapper:
 
     def _defaults_function(self) -> str:
         p, k = self._names["p"], self._names["k"]
-        lines = [f"{p}_{k}_args {p}_{k}_defaults(void) {{", f"    {p}_{k}_args args;", "    memset(&args, 0, sizeof args);"]
+        lines = [
+            f"{p}_{k}_args {p}_{k}_defaults(void) {{",
+            f"    {p}_{k}_args args;",
+            "    memset(&args, 0, sizeof args);",
+        ]
         for scalar in self._record.scalars:
             value = self._default(scalar)
             if scalar.dtype == "f32":
@@ -203,4 +209,3 @@ def _float(value: float | int | None) -> str:
         return "INFINITY" if value > 0 else "-INFINITY"
     (single,) = struct.unpack("<f", struct.pack("<f", value))
     return f"{single.hex()}f /* {value} */"
-

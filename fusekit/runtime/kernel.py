@@ -90,6 +90,10 @@ class Kernel:
         """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""
         return Launch(self, arguments, (cluster_margin, priority))
 
+    def current_device(self) -> int:
+        """The ordinal of this thread's current context, or 0 where none is current."""
+        return self._devices.current()
+
     def unload(self) -> None:
         """Gives the kernel's code and workspaces back to the driver. Launches afterwards raise ArgumentError."""
         api, check = self._driver.api, self._driver.check

@@ -197,7 +197,12 @@ class Recorder:
             values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(self._places)]
             self.launches.append(
                 Launched(
-                    tuple(given.grid), tuple(given.block), given.shared, given.stream or 0, attributes, values,
+                    tuple(given.grid),
+                    tuple(given.block),
+                    given.shared,
+                    given.stream or 0,
+                    attributes,
+                    values,
                 )  # fmt: skip
             )
             assert function == 0x4000

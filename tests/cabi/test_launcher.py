@@ -121,7 +121,9 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     (launch,) = fake.launches
     parameters = list(launch.parameters)
     if made.workspace != 0:  # each driver allocates where it likes
-        parameters = [data.replace(address.to_bytes(8, "little"), (0xABC000).to_bytes(8, "little")) for data in parameters]
+        parameters = [
+            data.replace(address.to_bytes(8, "little"), (0xABC000).to_bytes(8, "little")) for data in parameters
+        ]
     names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative"}
     attributes = {
         names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
