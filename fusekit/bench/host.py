@@ -52,7 +52,7 @@ def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> di
             config, function, parameters = bare(bound, stream)
 
             def wait() -> None:
-                check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+                check(api.cuCtxSynchronize(), "cuCtxSynchronize")
 
             launch_kernel_ex = api.cuLaunchKernelEx
             ways: dict[str, Callable[[], Any]] = {

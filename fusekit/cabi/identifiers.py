@@ -9,13 +9,15 @@ from fusekit.errors import UsageError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Of C11 and C++17; those that no argument is likely to have are here all the same.
-_KEYWORDS = frozenset(
-    """alignas alignof and asm auto bitand bitor bool break case catch char class compl const constexpr continue decltype
-    default delete do double else enum explicit export extern false float for friend goto if inline int long mutable
-    namespace new noexcept not nullptr operator or private protected public register reinterpret_cast restrict return
-    short signed sizeof static struct switch template this throw true try typedef typeid typename union unsigned using
-    virtual void volatile while xor""".split()
-)
+_KEYWORDS = frozenset({
+    "alignas", "alignof", "and", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch", "char", "class",
+    "compl", "const", "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else", "enum",
+    "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long",
+    "mutable", "namespace", "new", "noexcept", "not", "nullptr", "operator", "or", "private", "protected", "public",
+    "register", "reinterpret_cast", "restrict", "return", "short", "signed", "sizeof", "static", "struct", "switch",
+    "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using",
+    "virtual", "void", "volatile", "while", "xor",
+})  # fmt: skip
 # Members that every structure of arguments has.
 COMMON = ("cluster_margin", "has_priority", "priority")
 

@@ -123,7 +123,7 @@ class Wrapper:
         ranks = sum(tensor.rank for tensor in record.tensors)
         lines = [
             "typedef struct {",
-            f"    int64_t dims[{max(len(record.dims), 1)}], strides[{max(ranks, 1)}], integers[{max(len(integers), 1)}];",
+            f"    int64_t dims[{len(record.dims) or 1}], strides[{ranks or 1}], integers[{len(integers) or 1}];",
             f"    uint64_t addresses[{max(len(record.tensors), 1)}];",
             f"    float floats[{max(len(floats), 1)}];",
             f"}} fk_values_{i};",
@@ -132,9 +132,8 @@ class Wrapper:
             " fk_call *call,".format(**self._names),
             "    {p}_error *error) {{".format(**self._names),
             f"    if (kernel == NULL || kernel->record != &fk_record_{i})",
-            "        return fk_fail(error, {P}_INVALID_ARGUMENT, \"%s: the handle is of no such kernel; load it first\","
-            .format(**self._names),
-            f"                       fk_record_{i}.name);",
+            "        return fk_fail(error, {P}_INVALID_ARGUMENT,".format(**self._names),
+            f'                       "%s: the handle is of no such kernel; load it first", fk_record_{i}.name);',
         ]  # fmt: skip
         for scalar in floats:
             if self._default(scalar) is None:

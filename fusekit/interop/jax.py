@@ -67,8 +67,9 @@ def operator(
 
     def launch(buffers: list[xla.Buffer], stream: int) -> None:
         device = kernel.current_device()
-        tensors = {key: _Tensor(buffer, device) for key, buffer in zip(names, buffers, strict=True)}
-        kernel(**tensors, **scalars, stream=stream, cluster_margin=cluster_margin)
+        arguments: dict[str, Any] = {**scalars}
+        arguments.update((key, _Tensor(buffer, device)) for key, buffer in zip(names, buffers, strict=True))
+        kernel(**arguments, stream=stream, cluster_margin=cluster_margin)
 
     made = xla.handler(launch)
     jax.ffi.register_ffi_target(name, xla.capsule(made), platform=platform, api_version=1)

@@ -74,8 +74,8 @@ class Kernel:
         arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: None (legacy
         default stream), an int handle, or an object with ``__cuda_stream__``. cluster_margin: clusters held back for
         other kernels; None takes the spec's. priority: of this launch's blocks, lower is sooner, as
-        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument, DriverError
-        for a refused launch. Returns when the launch is queued.
+        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument,
+        DriverError for a refused launch. Returns when the launch is queued.
         """
         handle = stream if type(stream) is int else stream_handle(stream)
         plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)

@@ -10,7 +10,7 @@ from fusekit.abi.expr import variables
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
-_DTYPES = {
+DTYPE_NAMES = {
     "bf16": "BFLOAT16", "fp16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "i32": "INT32", "i64": "INT64",
     "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64",
 }  # fmt: skip
@@ -45,14 +45,15 @@ class MapSlot:
                     argument=self._argument,
                 )
         self._before = (
-            getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DTYPES[parameter.dtype]}"),
+            getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPE_NAMES[parameter.dtype]}"),
             parameter.rank,
         )
         promotion = "NONE" if parameter.l2_promotion == "none" else f"L2_{parameter.l2_promotion}"
         fill = "NONE" if parameter.oob_fill == "none" else "NAN_REQUEST_ZERO_FMA"
         self._after = (
             [api.cuuint64_t(dim) for dim in dims],
-            [api.cuuint64_t(stride) for stride in strides],
+            # At rank 1 there is none, but the driver wants a pointer all the same.
+            [api.cuuint64_t(stride) for stride in strides or (16,)],
             [api.cuuint32_t(extent) for extent in parameter.box],
             [api.cuuint32_t(step) for step in parameter.element_strides],
             getattr(api.CUtensorMapInterleave, f"CU_TENSOR_MAP_INTERLEAVE_{parameter.interleave.upper()}"),

@@ -103,8 +103,8 @@ class Launcher:
         if status != OK:
             return status
         loaded = self.function("load", c_void_p, c_int, POINTER(c_void_p), POINTER(Error))
-        status = loaded(self.driver, device, byref(self.kernel), byref(self.error))
-        return status
+        found: int = loaded(self.driver, device, byref(self.kernel), byref(self.error))
+        return found
 
     def defaults(self) -> Any:
         return self.function("defaults", result=self.arguments_type)()

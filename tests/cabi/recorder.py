@@ -203,7 +203,7 @@ class Recorder:
                     given.stream or 0,
                     attributes,
                     values,
-                )  # fmt: skip
+                )
             )
             assert function == 0x4000
 
