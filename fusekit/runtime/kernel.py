@@ -52,6 +52,9 @@ class Kernel:
         self._scalars = record.scalars
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
+        # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
+        known: _Scalars = [value for value in self._scalar_defaults if value is not None]
+        self._default_scalars = known if len(known) == len(record.scalars) else None
         self._plans: dict[Any, Plan] = {}
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
@@ -122,9 +125,11 @@ class Kernel:
         except (AttributeError, KeyError):  # not tensors as PyTorch has them, or not all of them
             addresses, metas = self._read(arguments)
             key[2:] = metas
-        scalars: _Scalars = []
-        if len(arguments) != len(self._tensors) or self._scalars:
+        if len(arguments) == len(self._tensors) and self._default_scalars is not None:
+            scalars = self._default_scalars
+        else:
             scalars = self._read_scalars(arguments)
+        if self._integers:
             key += [scalars[index] for index in self._integers]
         signature = tuple(key)
         plan = self._plans.get(signature)

@@ -154,9 +154,10 @@ class Plan:
             for offset, index in self.pointers:
                 _POINTER.pack_into(memory, offset, addresses[index])
             block.addresses = addresses
-        if scalars is not None:
+        if scalars is not None and scalars is not block.scalars:
             for offset, index in self.floats:
                 _FLOAT.pack_into(memory, offset, scalars[index])
+            block.scalars = scalars
 
     def move(self, block: Block, addresses: list[int], position: int) -> None:
         """`fill` for a filled block of which tensor `position` alone lies elsewhere than before."""
@@ -215,7 +216,7 @@ class Block:
     Whoever holds a block is alone with it: a bound launch for good, a call until it has launched.
     """
 
-    __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "stream")
+    __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "scalars", "stream")
 
     def __init__(self, plan: Plan, addresses: list[int]) -> None:
         api, record = plan.driver.api, plan.record
@@ -244,6 +245,7 @@ class Block:
         for offset, index in plan.pointers:
             _POINTER.pack_into(self.memory, offset, addresses[index])
         self.addresses = addresses  # those that `maps` and `memory` hold
+        self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
         config.hStream = 0
         self.stream = 0  # the one that `config` holds
 

@@ -12,7 +12,7 @@ GROUPS, ROWS, H, I = 5, 300, 128, 256  # noqa: E741 (the field's own name)
 ENDS = np.array(
     [[60, 120, 180, 240, 300], [0, 0, 300, 300, 300], [1, 2, 3, 4, 5], [128, 257, 257, 257, 300], [0] * 5], np.int32
 )
-FIRST, SECOND, THIRD = "swiglu-concat@128x128-c1x1", "identity@128x128-c1x1", "relu@128x160-c2x1"
+FIRST, SECOND, THIRD = "swiglu-concat@128x128-c1x1", "identity@128x128-c1x1", "identity@128x160-c1x1"
 REPLAYS = 10_000
 
 
