@@ -78,8 +78,7 @@ def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> di
 def bare(bound: Any, stream: int) -> tuple[Any, Any, int]:
     """Ready configuration, function and parameters for cuLaunchKernelEx."""
     block = bound._block
-    block.config.hStream = stream
-    block.stream = stream
+    bound._plan.aim(block, stream)
     return block.config, bound._plan.loaded.function, block.parameters
 
 

@@ -67,7 +67,10 @@ typedef struct { /* CUlaunchConfig */
     X(launch, "cuLaunchKernelEx", (const fk_config *, void *, void **, void **))                                       \
     X(allocate, "cuMemAlloc_v2", (unsigned long long *, size_t))                                                       \
     X(free_memory, "cuMemFree_v2", (unsigned long long))                                                               \
-    X(fill, "cuMemsetD8_v2", (unsigned long long, unsigned char, size_t))
+    X(fill, "cuMemsetD8Async", (unsigned long long, unsigned char, size_t, void *))                                    \
+    X(stream_create, "cuStreamCreate", (void **, unsigned))                                                            \
+    X(stream_wait, "cuStreamSynchronize", (void *))                                                                    \
+    X(stream_destroy, "cuStreamDestroy_v2", (void *))
 
 struct fusekit_driver {
     void *handle; /* of dlopen; NULL where the caller looked the functions up */

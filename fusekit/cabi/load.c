@@ -88,6 +88,17 @@ static fusekit_status fk_check_cubin(const fk_kernel *kernel, fusekit_error *err
     return FUSEKIT_OK;
 }
 
+/* On a stream of its own, and finished on return: whichever stream launches next finds zeros. */
+static int fk_zero(const fusekit_driver *driver, unsigned long long address, size_t size) {
+    void *stream;
+    int result = driver->stream_create(&stream, 1), other;
+    if (result != 0) return result;
+    result = driver->fill(address, 0, size, stream);
+    if (result == 0) result = driver->stream_wait(stream);
+    other = driver->stream_destroy(stream);
+    return result != 0 ? result : other;
+}
+
 static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
@@ -109,8 +120,8 @@ static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
     if (!result || workspace <= 0) return FUSEKIT_OK;
     result = driver->allocate(&kernel->workspace, (size_t)workspace);
     if (result != 0) return fk_cuda(driver, error, result, record->name, "cuMemAlloc (workspace)");
-    if (record->workspace_zeroed) result = driver->fill(kernel->workspace, 0, (size_t)workspace);
-    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "cuMemsetD8");
+    if (record->workspace_zeroed) result = fk_zero(driver, kernel->workspace, (size_t)workspace);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "cuMemsetD8Async");
 }
 
 static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {

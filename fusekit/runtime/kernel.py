@@ -20,6 +20,7 @@ from fusekit.runtime.launch import Launch, launch
 from fusekit.runtime.plan import Loaded, Plan, Settings
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
+from fusekit.runtime.workspace import Workspaces
 
 # Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
 _PLANS_KEPT = 256
@@ -104,9 +105,8 @@ class Kernel:
         while self._loaded:
             _, loaded = self._loaded.popitem()
             loaded.function = None
-            if loaded.workspace:
-                with self._devices.active(loaded.device):
-                    check(api.cuMemFree(loaded.workspace), "cuMemFree")
+            if loaded.workspaces is not None:
+                loaded.workspaces.close()
         if self._library is not None:
             library, self._library = self._library, None
             check(api.cuLibraryUnload(library), "cuLibraryUnload")
@@ -199,23 +199,17 @@ class Kernel:
                     f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
                 )
             function = check(api.cuKernelGetFunction(self._kernel), f"{self.name}: cuKernelGetFunction on {device}")
-            loaded = Loaded(device, function, self._workspace(device))
+            loaded = Loaded(device, function, self._workspaces(device))
         kept = self._loaded.setdefault(device.ordinal, loaded)
-        if kept is not loaded and loaded.workspace:  # another thread was first
-            with self._devices.active(device):
-                check(api.cuMemFree(loaded.workspace), "cuMemFree")
+        if kept is not loaded and loaded.workspaces is not None:  # another thread was first
+            loaded.workspaces.close()
         return kept
 
-    def _workspace(self, device: Device) -> int:
-        """The address of a new workspace; launches of one kernel that may overlap in time must not need one."""
+    def _workspaces(self, device: Device) -> Workspaces | None:
         size = evaluate(self.record.workspace, {"sm_count": device.sm_count})
         if size <= 0:
-            return 0
-        api, check = self._driver.api, self._driver.check
-        address = int(check(api.cuMemAlloc(size), f"{self.name}: workspace of {size} bytes on {device}"))
-        if self.record.workspace_zeroed:
-            check(api.cuMemsetD8(address, 0, size), "cuMemsetD8")
-        return address
+            return None
+        return Workspaces(self._devices, device, size, self.record.workspace_zeroed, self.name)
 
 
 def check_margin(value: Any) -> int:

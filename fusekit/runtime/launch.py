@@ -58,7 +58,7 @@ class Launch:
             launch(self._plan, block, handle)
             return
         if handle != block.stream:
-            block.config.hStream = block.stream = handle
+            self._plan.aim(block, handle)
         status = self._driver.api.cuLaunchKernelEx(block.config, self._plan.loaded.function, block.parameters, 0)[0]
         if status:
             raise _failure(self._plan, status, handle)
@@ -101,7 +101,7 @@ class Launch:
 def launch(plan: Plan, block: Block, handle: int) -> None:
     """One cuLaunchKernelEx of a filled block in the stream `handle`, in the context of the plan's device."""
     if handle != block.stream:
-        block.config.hStream = block.stream = handle
+        plan.aim(block, handle)
     if handle > PER_THREAD:  # a stream of its own knows its context
         status = plan.driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
     else:

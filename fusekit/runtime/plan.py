@@ -26,6 +26,8 @@ from fusekit.runtime.arguments import Bound, Pair, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.maps import MapSlot
+from fusekit.runtime.streams import PER_THREAD
+from fusekit.runtime.workspace import Workspaces
 
 _INTEGER_FORMATS = {"i32": "<i", "i64": "<q"}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -50,7 +52,7 @@ class Loaded:
 
     device: Device
     function: Any
-    workspace: int = 0
+    workspaces: Workspaces | None = None
 
 
 class Plan:
@@ -89,6 +91,7 @@ class Plan:
         self.maps: list[MapSlot] = []
         self.pointers: list[tuple[int, int]] = []
         self.floats: list[tuple[int, int]] = []
+        self.scratch: list[int] = []  # where the workspace's address stands
         for parameter in record.parameters:
             if isinstance(parameter, TensorMapParameter):
                 self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
@@ -98,7 +101,7 @@ class Plan:
                 self._put_integer(parameter, {**env, **integers})
             elif isinstance(parameter, PointerParameter):
                 if parameter.argument == "workspace":
-                    _POINTER.pack_into(self.template, parameter.offset, loaded.workspace)
+                    self.scratch.append(parameter.offset)
                 else:
                     self.pointers.append((parameter.offset, index[parameter.argument]))
         masks = dict(self._aligned)
@@ -187,6 +190,17 @@ class Plan:
                 self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
             raise
 
+    def aim(self, block: Block, handle: int) -> None:
+        """Turns a block to another stream, whose workspace it then uses."""
+        if self.scratch:
+            assert self.loaded.workspaces is not None
+            address = self.loaded.workspaces.of(handle)
+            for offset in self.scratch:
+                _POINTER.pack_into(block.memory, offset, address)
+        block.config.hStream = handle
+        # Every thread has a per-thread default stream of its own behind the one handle.
+        block.stream = -1 if handle == PER_THREAD and self.scratch else handle
+
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""
         key = tuple(addresses)
@@ -246,8 +260,7 @@ class Block:
             _POINTER.pack_into(self.memory, offset, addresses[index])
         self.addresses = addresses  # those that `maps` and `memory` hold
         self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
-        config.hStream = 0
-        self.stream = 0  # the one that `config` holds
+        self.stream = -1  # the one that `config` and the workspace are for
 
 
 def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: int | None = None) -> list[Any]:

@@ -222,8 +222,17 @@ class Recorder:
 
         return (c_ulonglong,), free
 
-    def cuMemsetD8_v2(self) -> Any:  # noqa: N802
-        return (c_ulonglong, ctypes.c_ubyte, c_size_t), lambda address, value, count: 0
+    def cuMemsetD8Async(self) -> Any:  # noqa: N802
+        return (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p), lambda address, value, count, stream: 0
+
+    def cuStreamCreate(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p), c_uint), lambda out, flags: _set(out, 0x5000)
+
+    def cuStreamSynchronize(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda stream: 0
+
+    def cuStreamDestroy_v2(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda stream: 0
 
 
 def _set(out: Any, value: Any) -> int:

@@ -13,7 +13,7 @@ import pytest
 from fusekit import NotBuiltError, reference
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "tests" / "examples"
 FC1 = "gpt-oss-20b/fc1-fwd"
 GROUPS, ROWS, H, I = 4, 700, 2880, 2880  # noqa: E741 (the field's own name)
 

@@ -14,8 +14,10 @@ THREADS, LAUNCHES = 8, 200
 CYCLES = 10_000
 
 
-def test_many_threads_launch_one_kernel_on_streams_of_their_own(gpu, specs):
-    spec = specs[NAME]
+@pytest.mark.parametrize("name", [NAME, "dynamic-whole-epilogue"])
+def test_many_threads_launch_one_kernel_on_streams_of_their_own(gpu, specs, name):
+    """A dynamic schedule keeps its counters in memory, which streams must not share."""
+    spec = next(spec for key, spec in specs.items() if key.startswith(name))
     kernel = gpu.kernel(spec)
     prepared = [prepare(spec, Case(f"thread {n}", (90 + n, 0, 100), 2 * spec.tile[1], 72, spare=20 - n), n)
                 for n in range(THREADS)]  # fmt: skip
