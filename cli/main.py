@@ -25,6 +25,7 @@ VERBS = {
     "show": "Show one entry whole.",
     "explain": "Say why a kernel would be built, or would not.",
     "verify": "Check the store against its digests.",
+    "export-c": "Write stored kernels as C source.",
     "run": "Launch a kernel from the store on made-up tensors.",
     "doctor": "Say what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
@@ -40,7 +41,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"fusekit_cli.{cmd_name}").command
+        command = import_module(f"fusekit_cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -9,8 +9,10 @@
 | kernels | cutlass, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, spec, abi, store, kernels; cutlass and llvmlite inside functions |
 | runtime | errors, config, abi, store, cuda.bindings |
+| interop | errors, abi, runtime; each framework in the module of its name alone |
+| cabi | errors, abi |
 | reference | numpy, spec, errors |
-| bench | runtime, reference, what these may import |
+| bench | runtime, reference, interop, what these may import |
 """
 
 import ast
@@ -40,13 +42,18 @@ MAY = {
         "cutlass", "cuda.bindings", "llvmlite",
     },
     "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "cuda.bindings"},
+    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
+    "cabi": {"fusekit.errors", "fusekit.abi"},
     "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
-        "fusekit.reference", "numpy", "cuda.bindings",
+        "fusekit.reference", "fusekit.interop", "numpy", "cuda.bindings",
     },
     "__init__": {"fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler"},
 }  # fmt: skip
+
+# A framework is imported by one module, which a program imports that uses it.
+FRAMEWORKS = {"torch", "jax"}
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
 LAZY = {"cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "filelock", "platformdirs"}
@@ -117,6 +124,9 @@ def test_library_imports(path):
     allowed = MAY[room] | {f"fusekit.{room}"}
     for found in imports_of(path):
         stdlib = found.module.partition(".")[0] in sys.stdlib_module_names
+        if found.module.partition(".")[0] in FRAMEWORKS:
+            assert name_of(path) == f"fusekit/interop/{found.module.partition('.')[0]}.py", f"line {found.line}"
+            continue
         own = found.module == "fusekit"  # for its version
         assert own or stdlib or within(found.module, allowed), (
             f"{room} may not import {found.module} (line {found.line})"

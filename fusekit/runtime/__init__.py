@@ -9,8 +9,11 @@ module     its job
 =========  ==========================================================================================
 library    from a name to a loaded kernel; `select` picks the variant a name leaves open
 kernel     a loaded kernel: `Kernel(...)` launches, `Kernel.bind(...)` gives a `Launch`
+launch     `Launch`, a kernel bound to its arguments; the one driver call
 arguments  checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
-plan       a launch worked out for one signature; parameter blocks; the one driver call
+plan       a launch worked out for one signature; parameter blocks
+maps       tensor maps of a plan
+workspace  device memory of kernels that need some, for each stream
 tensors    address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
 streams    streams of any owner as handles
 devices    devices, primary contexts, which arch runs where
@@ -21,7 +24,8 @@ memory     `DeviceArray`, device memory of our own
 
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.kernel import Kernel, Launch
+from fusekit.runtime.kernel import Kernel
+from fusekit.runtime.launch import Launch
 from fusekit.runtime.library import Library, open_library
 from fusekit.runtime.memory import DeviceArray
 

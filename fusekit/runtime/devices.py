@@ -9,6 +9,7 @@ from typing import Any
 
 from fusekit.errors import ArchMismatchError, DriverError
 from fusekit.runtime.driver import Driver
+from fusekit.runtime.streams import LEGACY
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,30 @@ class Devices:
         """The device of that ordinal; DriverError when there is none."""
         device = self._devices.get(ordinal)
         if device is None:
-            # Two threads may both get here: the second result wins, one more retain is the whole cost.
-            device = self._devices[ordinal] = self._open(ordinal)
+            opened = self._open(ordinal)
+            device = self._devices.setdefault(ordinal, opened)
+            if device is not opened:  # another thread was first: one retained context is enough
+                self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease")
         return device
+
+    def refuse_capture(self, device: Device, what: str) -> None:
+        """Raises DriverError while this thread captures a stream, or a blocking stream of `device` is captured.
+
+        There is no question to ask but one: whether an event is done is what the driver refuses to say during a
+        capture that this thread began, unless it began it as relaxed. Captures of other threads are left in peace.
+        """
+        api, check = self.driver.api, self.driver.check
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        with self.active(device):
+            status = api.cuStreamIsCapturing(LEGACY)[0]
+            if not status:
+                event = check(api.cuEventCreate(0), "cuEventCreate")
+                before = check(api.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
+                status = api.cuEventQuery(event)[0]
+                check(api.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
+                api.cuEventDestroy(event)
+        if status:
+            raise self.driver.error(status, what)
 
     def _open(self, ordinal: int) -> Device:
         if not 0 <= ordinal < self.count:

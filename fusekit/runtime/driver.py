@@ -5,19 +5,32 @@ Tests pass another object with the same functions instead of ``cuda.bindings.dri
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from fusekit.errors import DriverError
 
 # cuKernelGetParamInfo, the youngest function in use, came with CUDA 12.4.
 MINIMUM_VERSION = 12040
+_BEFORE_CAPTURE = (
+    "impossible while a stream is captured; load every kernel, on every device it runs on, before the capture begins"
+)
+_BEFORE_FORK = (
+    "CUDA does not survive a fork; start the process with the multiprocessing methods spawn or forkserver, or fork"
+    " before the first load"
+)
 _REMEDIES = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "kernel module and libcuda are of different versions; reboot or reinstall",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "the cubin is for another architecture; build the kernel for this one",
     "CUDA_ERROR_OUT_OF_MEMORY": "the device is out of memory; free some or use a smaller problem",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel broke the context; restart, look with compute-sanitizer",
-    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "impossible while a stream is captured; load kernels before the capture",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": _BEFORE_CAPTURE,
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": _BEFORE_CAPTURE,
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "the capture was broken by an earlier error; begin it again",
+    "CUDA_ERROR_NOT_INITIALIZED": _BEFORE_FORK,
 }
 
 
@@ -47,6 +60,8 @@ class Driver:
             ) from error
         self.require(MINIMUM_VERSION, "fusekit")
         self.check(self.api.cuInit(0), "cuInit")
+        # In a child process the driver would answer with anything from an error to a crash: refuse before asking it.
+        os.register_at_fork(after_in_child=_refuser(weakref.ref(self)))
 
     def require(self, version: int, who: str) -> None:
         """Raises DriverError unless the driver supports CUDA `version`, which `who` needs."""
@@ -80,6 +95,25 @@ class Driver:
         except (RuntimeError, ValueError):
             return ""
         return text.decode() if not failed and text else ""
+
+
+class _Forked:
+    """Stands in for the driver's functions in a process that was forked after they were in use."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise DriverError(
+            f"{name}: this process was forked after CUDA was initialised; {_BEFORE_FORK}",
+            name="CUDA_ERROR_NOT_INITIALIZED",
+        )
+
+
+def _refuser(driver: weakref.ref[Driver]) -> Callable[[], None]:
+    def refuse() -> None:
+        found = driver()
+        if found is not None:
+            found.api = _Forked()
+
+    return refuse
 
 
 def _import_bindings() -> Any:

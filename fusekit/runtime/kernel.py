@@ -16,9 +16,11 @@ from fusekit.errors import ArgumentError, DriverError, IntegrityError
 from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.plan import Block, Loaded, Plan, launch
+from fusekit.runtime.launch import Launch, launch
+from fusekit.runtime.plan import Loaded, Plan, Settings
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import describe, read
+from fusekit.runtime.tensors import Meta, describe, read
+from fusekit.runtime.workspace import Workspaces
 
 # Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
 _PLANS_KEPT = 256
@@ -51,12 +53,16 @@ class Kernel:
         self._scalars = record.scalars
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
+        # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
+        known: _Scalars = [value for value in self._scalar_defaults if value is not None]
+        self._default_scalars = known if len(known) == len(record.scalars) else None
         self._plans: dict[Any, Plan] = {}
         self._loaded: dict[int, Loaded] = {}
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
         check_arch(record.arch, first, name)
         check_cubin(cubin, self._driver, name)
+        devices.refuse_capture(first, f"loading {name}")
         with self._devices.active(first):  # the driver tells a kernel's parameters only inside a context
             self._library, self._kernel = _load(self._driver, name, record, cubin)
         self._prepare(first)
@@ -64,30 +70,33 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<Kernel {self.name} for {self.arch}>"
 
-    def __call__(self, *, stream: Any = None, cluster_margin: int | None = None, **arguments: Any) -> None:
+    def __call__(
+        self, *, stream: Any = None, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
+    ) -> None:
         """Launches on `stream`, on the device of the tensors.
 
         arguments: the record's tensors and scalars by name; outputs are given by the caller. stream: None (legacy
         default stream), an int handle, or an object with ``__cuda_stream__``. cluster_margin: clusters held back for
-        other kernels; None takes the spec's. Raises ArgumentError naming the argument, DriverError for a refused
-        launch. Returns when the launch is queued.
+        other kernels; None takes the spec's. priority: of this launch's blocks, lower is sooner, as
+        cuStreamCreateWithPriority has it; None takes the stream's. Raises ArgumentError naming the argument,
+        DriverError for a refused launch. Returns when the launch is queued.
         """
         handle = stream if type(stream) is int else stream_handle(stream)
-        plan, addresses, scalars = self._resolve(arguments, cluster_margin)
+        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
         if plan.skip:
             return
-        block = plan.take()
+        block = plan.take(addresses)
         plan.fill(block, addresses, scalars)
         launch(plan, block, handle)
         plan.spare.append(block)
 
-    def bind(self, *, cluster_margin: int | None = None, **arguments: Any) -> Launch:
+    def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""
-        plan, addresses, scalars = self._resolve(arguments, cluster_margin)
-        block = None if plan.skip else Block(plan)
-        if block is not None:
-            plan.fill(block, addresses, scalars)
-        return Launch(self, plan, block, tuple(arguments.values()))
+        return Launch(self, arguments, (cluster_margin, priority))
+
+    def current_device(self) -> int:
+        """The ordinal of this thread's current context, or 0 where none is current."""
+        return self._devices.current()
 
     def unload(self) -> None:
         """Gives the kernel's code and workspaces back to the driver. Launches afterwards raise ArgumentError."""
@@ -96,35 +105,51 @@ class Kernel:
         while self._loaded:
             _, loaded = self._loaded.popitem()
             loaded.function = None
-            if loaded.workspace:
-                with self._devices.active(loaded.device):
-                    check(api.cuMemFree(loaded.workspace), "cuMemFree")
+            if loaded.workspaces is not None:
+                loaded.workspaces.close()
         if self._library is not None:
             library, self._library = self._library, None
             check(api.cuLibraryUnload(library), "cuLibraryUnload")
 
-    def _resolve(self, arguments: dict[str, Any], cluster_margin: int | None) -> tuple[Plan, list[int], _Scalars]:
-        names = self._tensors
+    def _resolve(
+        self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
+    ) -> tuple[Plan, list[int], _Scalars]:
+        """The plan for these arguments, the tensors' addresses, the scalars. The launch path: it only picks up."""
         addresses: list[int] = []
-        metas: list[Any] = []
-        for name in names:
+        key: list[Any] = [cluster_margin, priority]
+        try:
+            for name in self._tensors:
+                tensor = arguments[name]
+                addresses.append(tensor.data_ptr())
+                key.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+        except (AttributeError, KeyError):  # not tensors as PyTorch has them, or not all of them
+            addresses, metas = self._read(arguments)
+            key[2:] = metas
+        if len(arguments) == len(self._tensors) and self._default_scalars is not None:
+            scalars = self._default_scalars
+        else:
+            scalars = self._read_scalars(arguments)
+        if self._integers:
+            key += [scalars[index] for index in self._integers]
+        signature = tuple(key)
+        plan = self._plans.get(signature)
+        if plan is None:
+            plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[signature] = plan
+        return plan, addresses, scalars
+
+    def _read(self, arguments: dict[str, Any]) -> tuple[list[int], list[Meta]]:
+        addresses: list[int] = []
+        metas: list[Meta] = []
+        for name in self._tensors:
             if name not in arguments:
                 check_names(self.record, arguments, self.defaults, self.name)
             address, meta = read(arguments[name], name, self._driver)
             addresses.append(address)
             metas.append(meta)
-        scalars: _Scalars = []
-        if len(arguments) != len(names) or self._scalars:
-            scalars = self._read_scalars(arguments)
-        integers = tuple([scalars[index] for index in self._integers])
-        key = (cluster_margin, integers, *metas)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plan(metas, cluster_margin, integers)
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan, addresses, scalars
+        return addresses, metas
 
     def _read_scalars(self, arguments: dict[str, Any]) -> _Scalars:
         """The scalars in the record's order; also where a count of arguments that is not right is explained."""
@@ -140,14 +165,14 @@ class Kernel:
             check_names(self.record, arguments, self.defaults, self.name)
         return values
 
-    def _plan(self, metas: list[Any], cluster_margin: int | None, integers: tuple[int | float, ...]) -> Plan:
+    def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
         bound = bind(self.record, views)
-        margin = self.margin if cluster_margin is None else check_margin(cluster_margin)
+        settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
-        names = [self._scalars[index].name for index in self._integers]
-        values = {name: int(value) for name, value in zip(names, integers, strict=True)}
-        return Plan(self._driver, self.record, loaded, bound, pairs(self.record, views, bound), margin, values)
+        integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
+        overlaps = pairs(self.record, views, bound)
+        return Plan(self._driver, self.record, loaded, bound, overlaps, settings, integers)
 
     def _prepare(self, device: Device) -> Loaded:
         """The kernel made ready on `device`: code loaded now, not at a first launch; shared memory; workspace."""
@@ -157,6 +182,8 @@ class Kernel:
         if self._library is None:
             raise ArgumentError(f"{self.name} was unloaded; load it again before launching it")
         check_arch(self.arch, device, self.name)
+        if self._loaded:  # the first device was asked when the kernel was loaded
+            self._devices.refuse_capture(device, f"{self.name}: loading on {device}")
         api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
         attributes = self.record.attributes
         settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": self.record.dynamic_shared}
@@ -172,43 +199,17 @@ class Kernel:
                     f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
                 )
             function = check(api.cuKernelGetFunction(self._kernel), f"{self.name}: cuKernelGetFunction on {device}")
-            loaded = Loaded(device, function, self._workspace(device))
-        return self._loaded.setdefault(device.ordinal, loaded)
+            loaded = Loaded(device, function, self._workspaces(device))
+        kept = self._loaded.setdefault(device.ordinal, loaded)
+        if kept is not loaded and loaded.workspaces is not None:  # another thread was first
+            loaded.workspaces.close()
+        return kept
 
-    def _workspace(self, device: Device) -> int:
-        """The address of a new workspace; launches of one kernel that may overlap in time must not need one."""
+    def _workspaces(self, device: Device) -> Workspaces | None:
         size = evaluate(self.record.workspace, {"sm_count": device.sm_count})
         if size <= 0:
-            return 0
-        api, check = self._driver.api, self._driver.check
-        address = int(check(api.cuMemAlloc(size), f"{self.name}: workspace of {size} bytes on {device}"))
-        if self.record.workspace_zeroed:
-            check(api.cuMemsetD8(address, 0, size), "cuMemsetD8")
-        return address
-
-
-class Launch:
-    """A kernel bound to its arguments: `launch(stream)` is one driver call, and safe under graph capture.
-
-    It keeps the bound arguments alive. Belongs to one thread at a time, like a stream; bind again for another thread.
-    """
-
-    __slots__ = ("_block", "_keep", "_plan", "kernel")
-
-    def __init__(self, kernel: Kernel, plan: Plan, block: Block | None, keep: tuple[Any, ...]) -> None:
-        self.kernel = kernel
-        self._plan = plan
-        self._block = block
-        self._keep = keep
-
-    def __call__(self, stream: Any = None) -> None:
-        """Queues the launch on `stream` (as a kernel's); nothing at all where a dim of the skip rule is 0."""
-        if self._block is not None:
-            launch(self._plan, self._block, stream if type(stream) is int else stream_handle(stream))
-
-    def __repr__(self) -> str:
-        shown = "nothing to do" if self._block is None else f"grid {'x'.join(map(str, self._plan.grid))}"
-        return f"<Launch of {self.kernel.name}: {shown}>"
+            return None
+        return Workspaces(self._devices, device, size, self.record.workspace_zeroed, self.name)
 
 
 def check_margin(value: Any) -> int:
@@ -217,6 +218,16 @@ def check_margin(value: Any) -> int:
         raise ArgumentError(
             f"cluster_margin is {value!r}; it must be an integer from 0: the clusters held back for other kernels",
             argument="cluster_margin",
+        )
+    return value
+
+
+def check_priority(value: Any) -> int | None:
+    """`value` as a launch priority; ArgumentError unless it is None or an integer of 32 bits."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31):
+        raise ArgumentError(
+            f"priority is {value!r}; it must be None (the stream's) or an integer, lower being sooner",
+            argument="priority",
         )
     return value
 

@@ -20,24 +20,30 @@ from fusekit.abi import (
     PointerParameter,
     TensorMapParameter,
     evaluate,
-    evaluate_address,
 )
-from fusekit.errors import ArgumentError, DriverError
+from fusekit.errors import ArgumentError
 from fusekit.runtime.arguments import Bound, Pair, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
+from fusekit.runtime.maps import MapSlot
+from fusekit.runtime.streams import PER_THREAD
+from fusekit.runtime.workspace import Workspaces
 
-_TENSOR_MAP_DTYPES = {
-    "bf16": "BFLOAT16", "fp16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "i32": "INT32", "i64": "INT64",
-    "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64",
-}  # fmt: skip
 _INTEGER_FORMATS = {"i32": "<i", "i64": "<q"}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
-# A tensor map seen again is copied instead of encoded; as many are kept as a training step has buffers.
-_MAPS_KEPT = 64
+# Combinations of addresses known to be aligned and apart; a step's launches come round again and again.
+_PLACEMENTS_KEPT = 1024
 _BASE_ALIGNMENT = 64
 _POINTER = struct.Struct("<Q")
 _FLOAT = struct.Struct("<f")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a launch may choose: `margin` in clusters, `priority` of its blocks (None: the stream's)."""
+
+    margin: int = 0
+    priority: int | None = None
 
 
 @dataclass(slots=True)
@@ -46,94 +52,23 @@ class Loaded:
 
     device: Device
     function: Any
-    workspace: int = 0
-
-
-class MapSlot:
-    """One tensor-map parameter with its dims and strides evaluated; `encode` adds the address."""
-
-    def __init__(
-        self, driver: Driver, context: Any, parameter: TensorMapParameter, env: Mapping[str, int], index: int
-    ) -> None:
-        self.offset = parameter.offset
-        self.tensor = index
-        self._driver = driver
-        self._context = context
-        self._name = f"{parameter.argument} (tensor map {parameter.name})"
-        self._argument = parameter.argument
-        # Almost always the tensor's own address, which needs no evaluation.
-        self._address = None if parameter.address == f"{parameter.argument}.address" else parameter.address
-        self._env = env
-        self._maps: dict[int, bytes] = {}
-        api = driver.api
-        dims = [evaluate(expr, env) for expr in parameter.dims]
-        strides = [evaluate(expr, env) for expr in parameter.strides]
-        for dim in dims:
-            if not 1 <= dim <= 2**32:
-                raise ArgumentError(f"{self._name}: extent {dim}; TMA allows 1 to 2**32", argument=self._argument)
-        for stride in strides:
-            if not 0 <= stride < 2**40 or stride % 16:
-                raise ArgumentError(
-                    f"{self._name}: stride {stride} bytes; TMA takes multiples of 16 below 2**40",
-                    argument=self._argument,
-                )
-        self._before = (
-            getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TENSOR_MAP_DTYPES[parameter.dtype]}"),
-            parameter.rank,
-        )
-        promotion = "NONE" if parameter.l2_promotion == "none" else f"L2_{parameter.l2_promotion}"
-        fill = "NONE" if parameter.oob_fill == "none" else "NAN_REQUEST_ZERO_FMA"
-        self._after = (
-            [api.cuuint64_t(dim) for dim in dims],
-            [api.cuuint64_t(stride) for stride in strides],
-            [api.cuuint32_t(extent) for extent in parameter.box],
-            [api.cuuint32_t(step) for step in parameter.element_strides],
-            getattr(api.CUtensorMapInterleave, f"CU_TENSOR_MAP_INTERLEAVE_{parameter.interleave.upper()}"),
-            getattr(api.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{parameter.swizzle.upper()}"),
-            getattr(api.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}"),
-            getattr(api.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
-        )
-
-    def encoded(self, addresses: Sequence[int], names: Sequence[str]) -> bytes:
-        """The 128 bytes for these addresses of the record's tensors."""
-        if self._address is None:
-            address = addresses[self.tensor]
-        else:
-            env = dict(self._env)
-            env.update((f"{name}.address", value) for name, value in zip(names, addresses, strict=True))
-            address = evaluate_address(self._address, env)
-        found = self._maps.get(address)
-        if found is None:
-            if len(self._maps) >= _MAPS_KEPT:
-                self._maps.clear()
-            found = self._maps[address] = self._encode(address)
-        return found
-
-    def _encode(self, address: int) -> bytes:
-        api, check = self._driver.api, self._driver.check
-        check(api.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")  # the driver encodes only inside a context
-        try:
-            result = api.cuTensorMapEncodeTiled(*self._before, address, *self._after)
-        finally:
-            check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
-        if result[0]:
-            error = self._driver.error(result[0], f"cuTensorMapEncodeTiled for {self._name} at {address:#x}")
-            raise ArgumentError(str(error), argument=self._argument)
-        return ctypes.string_at(result[1].getPtr(), 128)
+    workspaces: Workspaces | None = None
 
 
 class Plan:
     """The launch of `record` for one signature. `skip` means that there is nothing to do (a dim is 0)."""
 
     def __init__(
-        self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair], margin: int,
-        integers: Mapping[str, int],
+        self, driver: Driver, record: LaunchRecord, loaded: Loaded, bound: Bound, overlaps: Sequence[Pair],
+        settings: Settings, integers: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.driver = driver
         self.record = record
         self.loaded = loaded
         self.bound = bound
         self.overlaps = tuple(overlaps)
+        self.priority = settings.priority
+        self._placed: set[tuple[int, ...]] = set()
         # What a launch looks at first: (index, bits that must be 0) and (two indices, range of distances that is near).
         self._aligned = tuple(
             (position, tensor.alignment - 1)
@@ -142,20 +77,21 @@ class Plan:
         )
         self._near = tuple((pair.first, pair.second, -pair.second_span, pair.first_span) for pair in self.overlaps)
         self.names = tuple(tensor.name for tensor in record.tensors)
+        index = self.index = {name: position for position, name in enumerate(self.names)}
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
         if self.skip:
             return
-        env = {**bound.env, "sm_count": loaded.device.sm_count, "cluster_margin": margin}
+        env = {**bound.env, "sm_count": loaded.device.sm_count, "cluster_margin": settings.margin}
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
         self._check_grid(env)
-        index = {name: position for position, name in enumerate(self.names)}
         scalars = {scalar.name: position for position, scalar in enumerate(record.scalars)}
         self.size = max((parameter.offset + parameter.size for parameter in record.parameters), default=0)
         self.template = bytearray(self.size)
         self.maps: list[MapSlot] = []
         self.pointers: list[tuple[int, int]] = []
         self.floats: list[tuple[int, int]] = []
+        self.scratch: list[int] = []  # where the workspace's address stands
         for parameter in record.parameters:
             if isinstance(parameter, TensorMapParameter):
                 self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
@@ -165,9 +101,21 @@ class Plan:
                 self._put_integer(parameter, {**env, **integers})
             elif isinstance(parameter, PointerParameter):
                 if parameter.argument == "workspace":
-                    _POINTER.pack_into(self.template, parameter.offset, loaded.workspace)
+                    self.scratch.append(parameter.offset)
                 else:
                     self.pointers.append((parameter.offset, index[parameter.argument]))
+        masks = dict(self._aligned)
+        # For each tensor alone: where its address stands, the maps that read it, and what its address is checked for.
+        self.users = tuple(
+            (
+                [offset for offset, index in self.pointers if index == position],
+                [index for index, slot in enumerate(self.maps) if name in slot.reads],
+                masks.get(position, 0),
+                [(second, low, high) for first, second, low, high in self._near if first == position]
+                + [(first, -high, -low) for first, second, low, high in self._near if second == position],
+            )
+            for position, name in enumerate(self.names)
+        )
 
     def _put_integer(self, parameter: IntegerParameter, env: Mapping[str, int]) -> None:
         value = evaluate(parameter.value, env)
@@ -187,24 +135,82 @@ class Plan:
                     " (the cluster)"
                 )
 
-    def take(self) -> Block:
+    def take(self, addresses: list[int]) -> Block:
         """A block that nobody else uses; give it back by appending it to `spare`. Safe from many threads."""
         try:
             return self.spare.pop()
         except IndexError:
-            return Block(self)
+            self.place(addresses)
+            return Block(self, addresses)
 
-    def fill(self, block: Block, addresses: Sequence[int], scalars: Sequence[float | int]) -> None:
-        """Writes every parameter of one launch into `block`, after the checks that depend on addresses."""
+    def fill(self, block: Block, addresses: list[int], scalars: Sequence[float | int] | None = None) -> None:
+        """Writes what is not yet in `block` of one launch's parameters, after the checks that depend on addresses.
+
+        scalars: in the record's order; None leaves those of before.
+
+        Raises ArgumentError and leaves the block as it was for addresses that cannot be launched on.
+        """
+        memory = block.memory
+        if addresses != block.addresses:
+            self.place(addresses)
+            self._put_maps(block, range(len(self.maps)), addresses)
+            for offset, index in self.pointers:
+                _POINTER.pack_into(memory, offset, addresses[index])
+            block.addresses = addresses
+        if scalars is not None and scalars is not block.scalars:
+            for offset, index in self.floats:
+                _FLOAT.pack_into(memory, offset, scalars[index])
+            block.scalars = scalars
+
+    def move(self, block: Block, addresses: list[int], position: int) -> None:
+        """`fill` for a filled block of which tensor `position` alone lies elsewhere than before."""
+        pointers, slots, mask, near = self.users[position]
+        address = addresses[position]
+        suspect = address & mask or not address
+        for other, low, high in near:
+            if low < addresses[other] - address < high:
+                suspect = True
+        if suspect:
+            check_placement(self.record, self.bound, self.overlaps, addresses)
+        if slots:
+            self._put_maps(block, slots, addresses)
+        for offset in pointers:
+            _POINTER.pack_into(block.memory, offset, address)
+        block.addresses = addresses
+
+    def _put_maps(self, block: Block, slots: Sequence[int], addresses: list[int]) -> None:
+        """Brings the tensor maps `slots` of `block` to these addresses; on an error they are as they were."""
+        maps = block.maps
+        try:
+            for index in slots:
+                slot = self.maps[index]
+                slot.move(maps[index], slot.address(addresses, self.names))
+        except ArgumentError:
+            for index in slots:
+                self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
+            raise
+
+    def aim(self, block: Block, handle: int) -> None:
+        """Turns a block to another stream, whose workspace it then uses."""
+        if self.scratch:
+            assert self.loaded.workspaces is not None
+            address = self.loaded.workspaces.of(handle)
+            for offset in self.scratch:
+                _POINTER.pack_into(block.memory, offset, address)
+        block.config.hStream = handle
+        # Every thread has a per-thread default stream of its own behind the one handle.
+        block.stream = -1 if handle == PER_THREAD and self.scratch else handle
+
+    def place(self, addresses: list[int]) -> None:
+        """Checks alignment and overlap, once for each combination of addresses."""
+        key = tuple(addresses)
+        if key in self._placed:
+            return
         if self._suspect(addresses):
             check_placement(self.record, self.bound, self.overlaps, addresses)
-        memory = block.memory
-        for offset, index in self.pointers:
-            _POINTER.pack_into(memory, offset, addresses[index])
-        for offset, index in self.floats:
-            _FLOAT.pack_into(memory, offset, scalars[index])
-        for slot in self.maps:
-            memory[slot.offset : slot.offset + 128] = slot.encoded(addresses, self.names)
+        if len(self._placed) >= _PLACEMENTS_KEPT:
+            self._placed.clear()
+        self._placed.add(key)
 
     def _suspect(self, addresses: Sequence[int]) -> bool:
         """Whether an address is null or misaligned, or two tensors come so near that they may overlap."""
@@ -212,15 +218,21 @@ class Plan:
             address = addresses[index]
             if address & mask or not address:
                 return True
-        return any(low < addresses[second] - addresses[first] < high for first, second, low, high in self._near)
+        for first, second, low, high in self._near:  # noqa: SIM110 (a generator costs as much as the comparisons)
+            if low < addresses[second] - addresses[first] < high:
+                return True
+        return False
 
 
 class Block:
-    """The host memory of one launch: parameters, the array of their addresses, the driver's launch configuration."""
+    """The host memory of one launch: parameters, the array of their addresses, the driver's launch configuration.
 
-    __slots__ = ("_buffer", "_pointers", "config", "memory", "parameters")
+    Whoever holds a block is alone with it: a bound launch for good, a call until it has launched.
+    """
 
-    def __init__(self, plan: Plan) -> None:
+    __slots__ = ("_buffer", "_pointers", "addresses", "config", "maps", "memory", "parameters", "scalars", "stream")
+
+    def __init__(self, plan: Plan, addresses: list[int]) -> None:
         api, record = plan.driver.api, plan.record
         self._buffer = ctypes.create_string_buffer(plan.size + _BASE_ALIGNMENT)
         start = -ctypes.addressof(self._buffer) % _BASE_ALIGNMENT
@@ -230,21 +242,30 @@ class Block:
         count = len(record.parameters)
         self._pointers = (ctypes.c_void_p * max(count, 1))()
         # The driver takes parameters in the kernel's order, which is that of their offsets.
+        # A tensor map stays where the driver's own object has it, so that another address can be put in.
+        self.maps = [slot.encode(slot.address(addresses, plan.names)) for slot in plan.maps]
+        places = {slot.offset: made.getPtr() for slot, made in zip(plan.maps, self.maps, strict=True)}
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
-            self._pointers[index] = base + offset
+            self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
         config = api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = record.block
         config.sharedMemBytes = record.dynamic_shared
-        attributes = launch_attributes(api, record, plan.loaded.device)
+        attributes = launch_attributes(api, record, plan.loaded.device, plan.priority)
         config.attrs = attributes
         config.numAttrs = len(attributes)
         self.config = config
+        for offset, index in plan.pointers:
+            _POINTER.pack_into(self.memory, offset, addresses[index])
+        self.addresses = addresses  # those that `maps` and `memory` hold
+        self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
+        self.stream = -1  # the one that `config` and the workspace are for
 
 
-def launch_attributes(api: Any, record: LaunchRecord, device: Device) -> list[Any]:
-    """The launch attributes of `record`: the cluster where the device has clusters, and what the record switches on."""
+def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: int | None = None) -> list[Any]:
+    """The launch attributes of `record`: the cluster where the device has clusters, what the record switches on, and
+    a priority where the launch has one of its own."""
     kinds, attributes = api.CUlaunchAttributeID, []
     if device.capability >= (9, 0):
         cluster = api.CUlaunchAttribute()
@@ -262,44 +283,9 @@ def launch_attributes(api: Any, record: LaunchRecord, device: Device) -> list[An
         serialization.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         serialization.value.programmaticStreamSerializationAllowed = 1
         attributes.append(serialization)
+    if priority is not None:
+        own = api.CUlaunchAttribute()
+        own.id = kinds.CU_LAUNCH_ATTRIBUTE_PRIORITY
+        own.value.priority = priority
+        attributes.append(own)
     return attributes
-
-
-def launch(plan: Plan, block: Block, handle: int) -> None:
-    """One cuLaunchKernelEx of a filled block in the stream `handle`, in the context of the plan's device."""
-    api, loaded = plan.driver.api, plan.loaded
-    block.config.hStream = handle
-    if handle > 2:  # a stream of its own knows its context
-        status = api.cuLaunchKernelEx(block.config, loaded.function, block.parameters, 0)[0]
-    else:
-        status = _launch_in_context(api, plan, block)
-    if status:
-        raise _failure(plan, status, handle)
-
-
-def _launch_in_context(api: Any, plan: Plan, block: Block) -> Any:
-    context = plan.loaded.device.context
-    current = plan.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")
-    if int(current) == int(context):
-        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-    plan.driver.check(api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
-    try:
-        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-    finally:
-        plan.driver.check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
-
-
-def _failure(plan: Plan, status: Any, handle: int) -> DriverError | ArgumentError:
-    """What a failed launch most likely means; asked only then, so that a good launch pays nothing."""
-    api, device = plan.driver.api, plan.loaded.device
-    if plan.loaded.function is None:
-        return ArgumentError("the kernel was unloaded; load it again before launching it")
-    if handle > 2:
-        failed, context = api.cuStreamGetCtx(handle)[:2]
-        if not failed and int(context) != int(device.context):
-            return ArgumentError(
-                f"the stream {handle:#x} is not of the primary context of {device}, where the tensors are; use a stream"
-                " of that device",
-                argument="stream",
-            )
-    return plan.driver.error(status, f"cuLaunchKernelEx on {device}")

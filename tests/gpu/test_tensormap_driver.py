@@ -133,3 +133,14 @@ def test_random_ones_of_every_rank(driver, rank):
         )
         taken += same(driver, tensor_map)
     assert taken > 300
+
+
+def test_another_address_put_in_is_the_same_as_encoding_with_it(driver):
+    from cuda.bindings import driver as cuda
+
+    first, second = (TensorMap(**{**BASE, "address": address}) for address in (1 << 40, (1 << 46) + 4096))
+    made = cuda.CUtensorMap()
+    made.opaque = [cuda.cuuint64_t(int.from_bytes(encode(first)[at : at + 8], "little")) for at in range(0, 128, 8)]
+    assert cuda.cuTensorMapReplaceAddress(made, second.address)[0] == 0
+    found = b"".join(int(word).to_bytes(8, "little") for word in made.opaque)[:DEFINED_BYTES]
+    assert found.hex() == driver(second).hex()

@@ -25,6 +25,8 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
 
 OK = CUresult.CUDA_SUCCESS
@@ -86,7 +88,7 @@ class FakeDriver:
         for enum in (
             "CUdevice_attribute", "CUfunction_attribute", "CUlaunchAttributeID", "CUpointer_attribute",
             "CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
-            "CUtensorMapFloatOOBfill",
+            "CUtensorMapFloatOOBfill", "CUstreamCaptureMode",
         ):  # fmt: skip
             setattr(self, enum, Names())
         self.CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -207,6 +209,12 @@ class FakeDriver:
         self.encoded.append(dict(zip(names, fields, strict=True)))
         return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
 
+    def cuTensorMapReplaceAddress(self, tensor_map: CUtensorMap, address: int) -> Any:  # noqa: N802
+        if not self.stack:
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        ctypes.memmove(tensor_map.getPtr(), struct.pack("<Q", address), 8)
+        return (OK,)
+
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
         if function is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
@@ -219,6 +227,7 @@ class FakeDriver:
             "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: (
                 value.clusterDim.x, value.clusterDim.y, value.clusterDim.z,
             ),
+            "CU_LAUNCH_ATTRIBUTE_PRIORITY": lambda value: value.priority,
             "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": lambda value: value.cooperative,
             "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": lambda value: (
                 value.programmaticStreamSerializationAllowed
@@ -243,6 +252,15 @@ class FakeDriver:
 
     def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
         return OK, 4096 + next(self._numbers)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> Any:  # noqa: N802
+        return OK, "CU_STREAM_CAPTURE_MODE_GLOBAL"
+
+    def cuEventQuery(self, event: int) -> Any:  # noqa: N802
+        return (OK,)
+
+    def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
+        return OK, 0
 
     def cuStreamDestroy(self, stream: int) -> Any:  # noqa: N802
         return (OK,)

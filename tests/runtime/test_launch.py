@@ -70,7 +70,8 @@ def test_a_signature_seen_before_costs_neither_checks_nor_encoding() -> None:
     given["x"] = Torchlike((96, 128), address=0x5000_0000)
     fake.calls.clear()
     kernel(**given, stream=9)
-    assert fake.calls == ["cuCtxPushCurrent", "cuTensorMapEncodeTiled", "cuCtxPopCurrent", "cuLaunchKernelEx"]
+    assert "cuTensorMapEncodeTiled" not in fake.calls
+    assert fake.calls.count("cuLaunchKernelEx") == 1
     assert struct.unpack_from("<Q", fake.launches[2].parameters[0]) == (0x5000_0000,)
 
 
@@ -195,21 +196,54 @@ def test_many_threads_share_a_kernel() -> None:
         assert struct.unpack("<Q", launched.parameters[3])[0] == 0x4000_0000 + (launched.stream - 100) * 0x10_0000
 
 
-def test_a_workspace_is_allocated_once_a_device_and_zeroed() -> None:
+def with_workspace() -> Any:
     base = record()
-    made = record(
+    return record(
         parameters=(*base.parameters, PointerParameter("scratch", "workspace", 296)),
         workspace=("mul", "sm_count", 64),
         workspace_zeroed=True,
     )
-    kernel, fake = load(made)
-    kernel(**tensors())
-    kernel(**tensors())
-    assert fake.calls.count("cuMemAlloc") == 1
-    (address,) = fake.memory
-    assert struct.unpack("<Q", fake.launches[0].parameters[8]) == (address,)
+
+
+def test_every_stream_has_a_workspace_of_its_own() -> None:
+    kernel, fake = load(with_workspace())
+    bound = kernel.bind(**tensors())
+    allocated = fake.calls.count("cuMemAlloc")
+    for stream in (9, 10, 9, 0, 1):
+        kernel(**tensors(), stream=stream)
+        bound(stream)
+    addresses = [struct.unpack("<Q", launched.parameters[8])[0] for launched in fake.launches]
+    assert addresses[::2] == addresses[1::2]
+    nine, ten, again, legacy, one = addresses[::2]
+    assert (nine, legacy) == (again, one)
+    assert len({nine, ten, legacy}) == 3
+    assert all(address % 256 == 0 for address in addresses)
+    assert fake.calls.count("cuMemAlloc") == allocated == 1
     kernel.unload()
     assert not fake.memory
+
+
+def test_more_streams_than_the_stock_allocate_more() -> None:
+    kernel, fake = load(with_workspace())
+    for stream in range(9, 80):
+        kernel(**tensors(), stream=stream)
+    addresses = [struct.unpack("<Q", launched.parameters[8])[0] for launched in fake.launches]
+    assert len(set(addresses)) == len(addresses)
+    assert fake.calls.count("cuMemAlloc") > 1
+    assert fake.calls.count("cuMemsetD8Async") == fake.calls.count("cuMemAlloc")
+    kernel.unload()
+    assert not fake.memory
+
+
+def test_threads_on_the_per_thread_default_stream_do_not_share_a_workspace() -> None:
+    kernel, fake = load(with_workspace())
+    bound = kernel.bind(**tensors())
+    bound(2)
+    thread = threading.Thread(target=lambda: bound(2))
+    thread.start()
+    thread.join()
+    first, second = (launched.parameters[8] for launched in fake.launches)
+    assert first != second
 
 
 def test_unloading_gives_everything_back_and_is_noticed() -> None:

@@ -1,0 +1,64 @@
+"""`fusekit export-c`: stored kernels as C source, for programs without Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
+from fusekit_cli import output
+from fusekit_cli.lookup import chosen
+from fusekit_cli.options import Session, common
+
+
+@click.command("export-c")
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("names", nargs=-1, required=True)
+@click.option(
+    "--prefix", default="fusekit", show_default=True, help="What every public name and both files begin with."
+)
+@click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
+@common
+def command(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None) -> None:
+    """Write PREFIX.h and PREFIX.c into the folder OUT: typed functions that load and launch the kernels NAMES.
+
+    The cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver when it runs.
+    """
+    run(session, out, names, prefix, arch)
+
+
+def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
+    """Writes the two files and answers with their paths."""
+    from fusekit.abi import LaunchRecord, RecordError
+    from fusekit.cabi import Exported, generate
+
+    store = session.open_store()
+    kernels: dict[str, Exported] = {}
+    for name in names:
+        for listed in chosen(store, name, arch):
+            record = listed.record
+            found = store.load(record.key)
+            if found is None:
+                raise NotBuiltError.of(
+                    record.name, record.arch, f"its name stands for entry {record.key}, which no layer holds"
+                )
+            entry, cubin = found
+            try:
+                launch = LaunchRecord.from_json(dict(entry.launch))
+            except RecordError as error:
+                raise IntegrityError(f"{record.name}: launch record: {error}", key=record.key) from error
+            if record.name in kernels and kernels[record.name].record != launch:
+                raise FusekitError(f"{record.name} is stored for several architectures; choose one with --arch")
+            kernels[record.name] = Exported(record.name, launch, cubin, dict(record.defaults))
+    texts = generate(list(kernels.values()), prefix)
+    written = []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            (out / file).write_text(text, encoding="utf-8")
+            written.append(str(out / file))
+    except OSError as error:
+        raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error
+    document = {"files": written, "kernels": sorted(kernels), "prefix": prefix}
+    output.answer(session, document, lambda: click.echo("\n".join(written)))

@@ -1,0 +1,145 @@
+"""What a launch costs the host, beside the driver's own call with ready parameters in the same process.
+
+    python -m fusekit.bench.host NAME [--rows M] [--tensors torch]
+
+Prints one JSON document: microseconds of each way to launch, and as a multiple of the bare call. Each figure is the
+median of rounds of 20 launches, few enough that the driver's queue never fills and makes the host wait.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusekit.bench.timing import own_stream
+from fusekit.bench.trial import Trial
+from fusekit.runtime import DeviceArray, open_library
+
+ROUND, ROUNDS, WARM_UP = 20, 400, 40
+
+
+def per_call(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
+    """Microseconds of one `work()`; `wait()` empties the stream between rounds."""
+    times = []
+    for index in range(WARM_UP + ROUNDS):
+        wait()
+        start = time.perf_counter_ns()
+        for _ in range(ROUND):
+            work()
+        if index >= WARM_UP:
+            times.append((time.perf_counter_ns() - start) / ROUND)
+    wait()
+    return statistics.median(times) / 1e3
+
+
+def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> dict[str, Any]:
+    """The document that the module prints. make: the arguments of the launches, from a trial's."""
+    library = open_library()
+    trial = Trial(library, library.load(name), rows, 0, guarded=False)
+    devices, kernel = trial.devices, trial.kernel
+    api, check = devices.driver.api, devices.driver.check
+    try:
+        with devices.active(trial.device), own_stream(devices, trial.device) as stream:
+            arguments = make(trial)
+            output = next(tensor.name for tensor in kernel.record.tensors if tensor.written)
+            fresh = Rotation(arguments[output], trial, output)
+            bound = kernel.bind(**arguments)
+            config, function, parameters = bare(bound, stream)
+
+            def wait() -> None:
+                check(api.cuCtxSynchronize(), "cuCtxSynchronize")
+
+            launch_kernel_ex = api.cuLaunchKernelEx
+            ways: dict[str, Callable[[], Any]] = {
+                "bare cuLaunchKernelEx": lambda: launch_kernel_ex(config, function, parameters, 0),
+                "bound": lambda: bound(stream),
+                "bound, legacy default stream": lambda: bound(0),
+                "update of one output, two in turn": lambda: bound.update(**{output: fresh.two()})(stream),
+                "update of one output, never seen before": lambda: bound.update(**{output: fresh.new()})(stream),
+                "call": lambda: kernel(**arguments, stream=stream),
+            }
+            costs = {way: per_call(work, wait) for way, work in ways.items()}
+            wait()
+    finally:
+        trial.close()
+    least = costs["bare cuLaunchKernelEx"]
+    return {
+        "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors),
+        "us": {way: round(cost, 3) for way, cost in costs.items()},
+        "of bare": {way: round(cost / least, 3) for way, cost in costs.items()},
+    }  # fmt: skip
+
+
+def bare(bound: Any, stream: int) -> tuple[Any, Any, int]:
+    """Ready configuration, function and parameters for cuLaunchKernelEx."""
+    block = bound._block
+    bound._plan.aim(block, stream)
+    return block.config, bound._plan.loaded.function, block.parameters
+
+
+class Rotation:
+    """Outputs for `update`: two arrays in turn, or ever new addresses inside one large allocation."""
+
+    STEP, COUNT = 1024, (WARM_UP + ROUNDS) * ROUND + 1
+
+    def __init__(self, like: Any, trial: Trial, name: str) -> None:
+        nbytes = trial.arrays[name].nbytes
+        self._pool = DeviceArray(trial.devices, (nbytes + self.STEP * self.COUNT,), "u8", trial.device.ordinal)
+        self._views = [Shifted(like, self._pool.data_ptr() + index * self.STEP) for index in range(self.COUNT)]
+        self._next = 0
+
+    def two(self) -> Any:
+        self._next ^= 1
+        return self._views[self._next]
+
+    def new(self) -> Any:
+        self._next += 1
+        return self._views[self._next]
+
+
+class Shifted:
+    """A tensor like another one, at another address."""
+
+    def __init__(self, like: Any, address: int) -> None:
+        self.dtype, self.shape, self.device = like.dtype, like.shape, like.device
+        self._stride, self._address = like.stride(), address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self._stride)
+
+
+def own(trial: Trial) -> dict[str, Any]:
+    """The trial's arguments as they are: `DeviceArray`s and numbers."""
+    return trial.arguments
+
+
+def torch(trial: Trial) -> dict[str, Any]:
+    """The same as PyTorch tensors."""
+    from fusekit.interop.torch import copy_of
+
+    return {
+        name: copy_of(value) if isinstance(value, DeviceArray) else value for name, value in trial.arguments.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(prog="python -m fusekit.bench.host", description="Host time of a launch.")
+    parser.add_argument("name")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tensors", choices=("own", "torch"), default="own")
+    given = parser.parse_args(arguments)
+    json.dump(measure(given.name, given.rows, {"own": own, "torch": torch}[given.tensors]), sys.stdout, indent=1)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+/* ---- The arguments. */
+
+typedef struct {
+    int64_t shape[FK_MOST_RANK], strides[FK_MOST_RANK]; /* elements */
+    int64_t span;                                       /* bytes from the first element to the end of the last */
+    int64_t pitch, width;                               /* bytes; of a matrix with contiguous rows, else 0 */
+} fk_extent;
+
+static fusekit_status fk_check_dims(const fk_record *record, const fk_call *call, int64_t *variables,
+                                    fusekit_error *error) {
+    int index;
+    for (index = 0; index < record->dim_count; ++index) {
+        const fk_dim *dim = &record->dims[index];
+        int64_t value = call->dims[index];
+        if (value < dim->minimum || value > dim->maximum || value % dim->divisor != 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                           "%s: %s is %lld; it must be a multiple of %lld from %lld to %lld", record->name, dim->name,
+                           (long long)value, (long long)dim->divisor, (long long)dim->minimum,
+                           (long long)dim->maximum);
+        variables[index] = value;
+    }
+    return FUSEKIT_OK;
+}
+
+/* An output whose elements share memory would be written in a race. */
+static int fk_distinct(const fk_tensor *tensor, const fk_extent *extent) {
+    int64_t reach = 1;
+    unsigned done = 0;
+    int round, index;
+    for (round = 0; round < tensor->rank; ++round) {
+        int least = -1;
+        for (index = 0; index < tensor->rank; ++index)
+            if (!(done >> index & 1) && (least < 0 || extent->strides[index] < extent->strides[least])) least = index;
+        done |= 1u << least;
+        if (extent->shape[least] <= 1) continue;
+        if (extent->strides[least] < reach) return 0;
+        reach += extent->strides[least] * (extent->shape[least] - 1);
+    }
+    return 1;
+}
+
+static fusekit_status fk_check_tensor(const fk_record *record, const fk_tensor *tensor, const int64_t *given,
+                                      int64_t *variables, fk_extent *extent, fusekit_error *error) {
+    int64_t compact[FK_MOST_RANK], step = 1, last = 0;
+    int index, empty = 0;
+    for (index = tensor->rank - 1; index >= 0; --index) {
+        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name,
+                                         &extent->shape[index], error);
+        if (status != FUSEKIT_OK) return status;
+        if (extent->shape[index] == 0) empty = 1;
+        compact[index] = step;
+        if (extent->shape[index] > 1) {
+            if (fk_overflows(FK_MUL, step, extent->shape[index]))
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
+                               tensor->name);
+            step *= extent->shape[index];
+        }
+    }
+    for (index = 0; index < tensor->rank; ++index) {
+        int64_t stride = compact[index];
+        if (!empty && (tensor->free_strides >> index & 1)) {
+            if (given[index] != 0 && extent->shape[index] != 1) stride = given[index];
+            /* 2^55 elements are beyond every device, and keep the arithmetic below in range. */
+            if (stride <= 0 || stride >= (int64_t)1 << 55 ||
+                (extent->shape[index] != 1 && stride % tensor->stride_divisor != 0))
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                               "%s: %s has stride %lld at dim %d (elements); it must be a positive multiple of %lld",
+                               record->name, tensor->name, (long long)stride, index,
+                               (long long)tensor->stride_divisor);
+        } else if (!empty) {
+            fusekit_status status = fk_value(record, &tensor->strides[index], variables, tensor->name, &stride, error);
+            if (status != FUSEKIT_OK) return status;
+        }
+        extent->strides[index] = variables[tensor->first_stride + index] = stride;
+        if (extent->shape[index] > 1) {
+            if (fk_overflows(FK_MUL, stride, extent->shape[index] - 1) ||
+                stride * (extent->shape[index] - 1) > ((int64_t)1 << 57) - last)
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s reaches over more than 2^57 elements",
+                               record->name, tensor->name);
+            last += stride * (extent->shape[index] - 1);
+        }
+    }
+    extent->span = empty ? 0 : (last + 1) * tensor->itemsize;
+    extent->pitch = extent->width = 0;
+    if (tensor->rank == 2 && extent->strides[1] == 1 && extent->shape[0] != 1) {
+        extent->pitch = extent->strides[0] * tensor->itemsize;
+        extent->width = extent->shape[1] * tensor->itemsize;
+    }
+    if (tensor->written && !empty && !fk_distinct(tensor, extent))
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: elements of %s overlap; an output's must lie apart",
+                       record->name, tensor->name);
+    return FUSEKIT_OK;
+}
+
+static int fk_overlap(const fk_extent *one, uint64_t first, const fk_extent *other, uint64_t second) {
+    int64_t distance = (int64_t)(second - first), column;
+    if (one->span == 0 || other->span == 0 || distance <= -other->span || distance >= one->span) return 0;
+    if (one->pitch == 0 || one->pitch != other->pitch) return 1;
+    column = fk_apply(FK_MOD, distance, one->pitch); /* of one buffer, side by side */
+    return column < one->width || column + other->width > one->pitch;
+}
+
+static fusekit_status fk_check_places(const fk_record *record, const fk_call *call, const fk_extent *extents,
+                                      fusekit_error *error) {
+    int one, other;
+    for (one = 0; one < record->tensor_count; ++one) {
+        const fk_tensor *tensor = &record->tensors[one];
+        if (extents[one].span == 0) continue;
+        if (call->addresses[one] == 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is NULL; it must be device memory", record->name,
+                           tensor->name);
+        if (call->addresses[one] % (unsigned)tensor->alignment != 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s begins at %#llx; it must be a multiple of %d bytes",
+                           record->name, tensor->name, (unsigned long long)call->addresses[one], tensor->alignment);
+        for (other = 0; other < one; ++other)
+            if ((tensor->written || record->tensors[other].written) &&
+                fk_overlap(&extents[other], call->addresses[other], &extents[one], call->addresses[one]))
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                               "%s: %s overlaps %s in memory; an output must not share memory with another argument",
+                               record->name, tensor->name, record->tensors[other].name);
+    }
+    return FUSEKIT_OK;
+}

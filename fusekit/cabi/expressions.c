@@ -1,0 +1,110 @@
+/* ---- Errors. */
+
+const char *fusekit_status_text(fusekit_status status) {
+    switch (status) {
+    case FUSEKIT_OK: return "done";
+    case FUSEKIT_INVALID_ARGUMENT: return "an argument breaks a rule of the kernel";
+    case FUSEKIT_NO_DRIVER: return "no CUDA driver that is new enough";
+    case FUSEKIT_WRONG_ARCH: return "the kernel was built for another architecture";
+    case FUSEKIT_MISMATCH: return "the cubin and its launch record are of two builds";
+    case FUSEKIT_OUT_OF_MEMORY: return "out of host memory";
+    case FUSEKIT_CUDA_ERROR: return "the CUDA driver refused";
+    }
+    return "unknown status";
+}
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static fusekit_status fk_fail(fusekit_error *error, fusekit_status status, const char *format, ...) {
+    if (error != NULL) {
+        va_list arguments;
+        error->status = status;
+        error->cuda = 0;
+        va_start(arguments, format);
+        vsnprintf(error->text, sizeof error->text, format, arguments);
+        va_end(arguments);
+    }
+    return status;
+}
+
+static fusekit_status fk_ok(fusekit_error *error) {
+    if (error != NULL) {
+        error->status = FUSEKIT_OK;
+        error->cuda = 0;
+        error->text[0] = 0;
+    }
+    return FUSEKIT_OK;
+}
+
+static fusekit_status fk_cuda(const fusekit_driver *driver, fusekit_error *error, int result, const char *name,
+                              const char *what) {
+    const char *label = NULL, *text = NULL;
+    if (driver->error_name(result, &label) != 0 || label == NULL) label = "an unknown CUresult";
+    if (driver->error_string(result, &text) != 0 || text == NULL) text = "";
+    fk_fail(error, FUSEKIT_CUDA_ERROR, "%s: %s failed: %s (%d) %s", name, what, label, result, text);
+    if (error != NULL) error->cuda = result;
+    return FUSEKIT_CUDA_ERROR;
+}
+
+/* ---- Expressions: signed 64-bit; an overflow is an error, except in an address, which wraps modulo 2^64. */
+
+static int fk_overflows(fk_operator operation, int64_t a, int64_t b) {
+    switch (operation) {
+    case FK_ADD: return b > 0 ? a > INT64_MAX - b : a < INT64_MIN - b;
+    case FK_SUB: return b < 0 ? a > INT64_MAX + b : a < INT64_MIN + b;
+    case FK_MUL:
+        if (a == 0 || b == 0) return 0;
+        if (a > 0) return b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a;
+        return b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a;
+    default: return 0;
+    }
+}
+
+static int64_t fk_floordiv(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+
+static int64_t fk_apply(fk_operator operation, int64_t a, int64_t b) {
+    switch (operation) {
+    case FK_ADD: return (int64_t)((uint64_t)a + (uint64_t)b);
+    case FK_SUB: return (int64_t)((uint64_t)a - (uint64_t)b);
+    case FK_MUL: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case FK_FLOORDIV: return fk_floordiv(a, b);
+    case FK_CEILDIV: return fk_floordiv(a, b) + (a % b != 0);
+    case FK_MOD: return a % b < 0 ? a % b + b : a % b;
+    case FK_MIN: return a < b ? a : b;
+    case FK_MAX: return a > b ? a : b;
+    default: return 0;
+    }
+}
+
+/* Returns 0 where the expression has no value: it overflows, or divides by what is not positive. */
+static int fk_evaluate(const fk_expression *expression, const int64_t *variables, int wraps, int64_t *result) {
+    int64_t stack[FK_MOST_STACK];
+    int depth = 0, index;
+    for (index = 0; index < expression->count; ++index) {
+        const fk_step *step = &expression->steps[index];
+        int64_t a, b;
+        if (step->operation == FK_PUSH || step->operation == FK_VARIABLE) {
+            if (depth == FK_MOST_STACK) return 0;
+            stack[depth++] = step->operation == FK_PUSH ? step->value : variables[step->value];
+            continue;
+        }
+        if (depth < 2) return 0;
+        b = stack[--depth];
+        a = stack[--depth];
+        if (!wraps && fk_overflows(step->operation, a, b)) return 0;
+        if ((step->operation == FK_FLOORDIV || step->operation == FK_CEILDIV || step->operation == FK_MOD) && b <= 0)
+            return 0;
+        stack[depth++] = fk_apply(step->operation, a, b);
+    }
+    if (depth != 1) return 0;
+    *result = stack[0];
+    return 1;
+}
+
+static fusekit_status fk_value(const fk_record *record, const fk_expression *expression, const int64_t *variables,
+                               const char *what, int64_t *result, fusekit_error *error) {
+    if (fk_evaluate(expression, variables, 0, result)) return FUSEKIT_OK;
+    return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s cannot be computed in 64 bits for these extents",
+                   record->name, what);
+}

@@ -1,0 +1,93 @@
+"""One header and one source file for some kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusekit.abi import LaunchRecord
+from fusekit.cabi.identifiers import check_prefix, kernel_identifiers
+from fusekit.cabi.tables import Tables
+from fusekit.cabi.wrappers import Wrapper
+from fusekit.errors import UsageError
+
+# The launcher, in the order in which its parts build on each other.
+PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "launch.c", "load.c")
+_OWN = re.compile(r"\b(fusekit|FUSEKIT)_")
+_PER_LINE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A kernel to export: `name` as the store has it, its complete record, its cubin, the spec's defaults."""
+
+    name: str
+    record: LaunchRecord
+    cubin: bytes
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def generate(kernels: Sequence[Exported], prefix: str = "fusekit") -> dict[str, str]:
+    """File name -> text of ``<prefix>.h`` and ``<prefix>.c``, for C11 and C++17 alike.
+
+    prefix: what every public name begins with, so that several exports can be linked into one program. Raises
+    UsageError for a prefix that is no identifier, names that collide, or a record beyond the launcher's limits.
+    """
+    check_prefix(prefix)
+    if not kernels:
+        raise UsageError("no kernel to export; name at least one")
+    identifiers = kernel_identifiers([kernel.name for kernel in kernels])
+    cubins: dict[bytes, str] = {}
+    declarations, definitions = [], []
+    for number, (kernel, identifier) in enumerate(zip(kernels, identifiers, strict=True)):
+        kernel.record.check_complete()
+        label = cubins.setdefault(kernel.cubin, f"fk_cubin_{len(cubins)}")
+        tables = Tables(number, kernel.name, kernel.record, label, len(kernel.cubin))
+        wrapper = Wrapper(prefix, identifier, number, kernel.name, kernel.record, kernel.defaults)
+        declarations.append(wrapper.declarations())
+        definitions.append(f"/* ---- {kernel.name} */\n\n{tables.text()}\n{wrapper.definitions()}")
+    guard = f"{prefix.upper()}_H"
+    about = "/* Written by fusekit from its store; changes are lost when it is written again. */\n"
+    header = "\n".join(
+        [about, f"#ifndef {guard}\n#define {guard}\n", _renamed(_part("core.h"), prefix), *declarations,
+         "#ifdef __cplusplus\n}\n#endif\n\n#endif"]
+    )  # fmt: skip
+    source = "\n".join(
+        [
+            about,
+            f'#include "{prefix}.h"\n\n#include <math.h>',
+            *(_renamed(_part(part), prefix) for part in PARTS),
+            "/* ---- Cubins, as little-endian words. */\n",
+            *(_embedded(label, cubin) for cubin, label in cubins.items()),
+            *definitions,
+        ]
+    )
+    return {f"{prefix}.h": header + "\n", f"{prefix}.c": source}
+
+
+def _part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _renamed(text: str, prefix: str) -> str:
+    """The launcher's public names under another prefix."""
+    if prefix == "fusekit":
+        return text
+    return _OWN.sub(lambda found: f"{prefix if found[1].islower() else prefix.upper()}_", text)
+
+
+def _embedded(label: str, cubin: bytes) -> str:
+    padded = cubin.ljust(-(-len(cubin) // 8) * 8, b"\0")
+    words = [f"{word:#x}u" for (word,) in struct.iter_unpack("<Q", padded)]
+    lines = [",".join(words[start : start + _PER_LINE]) for start in range(0, len(words), _PER_LINE)]
+    digest = hashlib.sha256(cubin).hexdigest()
+    return (
+        f"/* {len(cubin)} bytes, SHA-256 {digest} */\nstatic const uint64_t {label}[] = {{\n"
+        + ",\n".join(lines)
+        + "\n};\n"
+    )

@@ -1,0 +1,54 @@
+"""Names that C and C++ both accept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fusekit.errors import UsageError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Of C11 and C++17; those that no argument is likely to have are here all the same.
+_KEYWORDS = frozenset({
+    "alignas", "alignof", "and", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch", "char", "class",
+    "compl", "const", "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else", "enum",
+    "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long",
+    "mutable", "namespace", "new", "noexcept", "not", "nullptr", "operator", "or", "private", "protected", "public",
+    "register", "reinterpret_cast", "restrict", "return", "short", "signed", "sizeof", "static", "struct", "switch",
+    "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using",
+    "virtual", "void", "volatile", "while", "xor",
+})  # fmt: skip
+# Members that every structure of arguments has.
+COMMON = ("cluster_margin", "has_priority", "priority")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raises UsageError unless names may begin with `prefix`."""
+    if not _IDENTIFIER.fullmatch(prefix) or prefix in _KEYWORDS or prefix.startswith("_"):
+        raise UsageError(f"prefix {prefix!r}; a prefix is letters, digits and _, and begins with a letter")
+    if prefix == "fk":
+        raise UsageError("prefix 'fk' is used inside the launcher; choose another one")
+
+
+def kernel_identifiers(names: Sequence[str]) -> list[str]:
+    """One identifier for each kernel name: file and kernel, and the variant too where two would be the same."""
+    short = [re.sub(r"[^A-Za-z0-9]+", "_", name.partition("@")[0]) for name in names]
+    found = [
+        re.sub(r"[^A-Za-z0-9]+", "_", name) if short.count(brief) > 1 else brief
+        for name, brief in zip(names, short, strict=True)
+    ]
+    for index, identifier in enumerate(found):
+        if identifier in found[:index]:
+            raise UsageError(f"{names[index]} and {names[found.index(identifier)]} would both be called {identifier}")
+    return found
+
+
+def members(dims: Iterable[str], arguments: Iterable[str]) -> dict[str, str]:
+    """Member names: arguments keep theirs, dims are in lower case (complex.h makes I a macro)."""
+    named = {argument: f"{argument}_" if argument in (*_KEYWORDS, *COMMON) else argument for argument in arguments}
+    taken = {*named.values(), *COMMON}
+    for dim in dims:
+        lower = dim.lower()
+        named[f"dim {dim}"] = lower if lower not in taken and lower not in _KEYWORDS else f"dim_{lower}"
+        taken.add(named[f"dim {dim}"])
+    return named

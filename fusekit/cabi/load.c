@@ -1,0 +1,188 @@
+/* ---- Loading. */
+
+fusekit_status fusekit_driver_open_with(fusekit_lookup lookup, void *user, fusekit_driver **made,
+                                        fusekit_error *error) {
+    fusekit_driver *driver = (fusekit_driver *)calloc(1, sizeof *driver);
+    int version = 0, result;
+    *made = NULL;
+    if (driver == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "no memory for the driver's functions");
+#define FK_FIND(name, symbol, arguments)                                                                               \
+    {                                                                                                                  \
+        void *found = lookup(symbol, user);                                                                            \
+        if (found == NULL) {                                                                                           \
+            free(driver);                                                                                              \
+            return fk_fail(error, FUSEKIT_NO_DRIVER, "the CUDA driver has no %s; one for CUDA 12.4 or newer is needed", \
+                           symbol);                                                                                    \
+        }                                                                                                              \
+        memcpy(&driver->name, &found, sizeof found);                                                                   \
+    }
+    FK_API(FK_FIND)
+#undef FK_FIND
+    result = driver->version(&version);
+    if (result == 0 && version < FK_MINIMUM_DRIVER) {
+        free(driver);
+        return fk_fail(error, FUSEKIT_NO_DRIVER, "the CUDA driver supports CUDA %d.%d; 12.4 or newer is needed",
+                       version / 1000, version % 1000 / 10);
+    }
+    if (result == 0) result = driver->init(0);
+    if (result != 0) {
+        fk_cuda(driver, error, result, "the driver", "cuInit");
+        free(driver);
+        return FUSEKIT_CUDA_ERROR;
+    }
+    *made = driver;
+    return fk_ok(error);
+}
+
+static void *fk_symbol(const char *symbol, void *handle) { return dlsym(handle, symbol); }
+
+fusekit_status fusekit_driver_open(fusekit_driver **made, fusekit_error *error) {
+    void *handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    fusekit_status status;
+    *made = NULL;
+    if (handle == NULL) {
+        const char *why = dlerror();
+        return fk_fail(error, FUSEKIT_NO_DRIVER, "no NVIDIA driver: %s", why == NULL ? "libcuda.so.1" : why);
+    }
+    status = fusekit_driver_open_with(fk_symbol, handle, made, error);
+    if (status == FUSEKIT_OK)
+        (*made)->handle = handle;
+    else
+        dlclose(handle);
+    return status;
+}
+
+void fusekit_driver_close(fusekit_driver *driver) {
+    if (driver == NULL) return;
+    if (driver->handle != NULL) dlclose(driver->handle);
+    free(driver);
+}
+
+static int fk_attribute_of(const fusekit_driver *driver, int attribute, int device, int *result) {
+    int value = 0;
+    if (*result == 0) *result = driver->device_attribute(&value, attribute, device);
+    return value;
+}
+
+/* The driver's own account of the parameters against the record's. */
+static fusekit_status fk_check_cubin(const fk_kernel *kernel, fusekit_error *error) {
+    const fk_record *record = kernel->record;
+    int index;
+    for (index = 0; index <= record->parameter_count; ++index) {
+        size_t offset = 0, size = 0;
+        int result = kernel->driver->kernel_parameter(kernel->kernel, (size_t)index, &offset, &size);
+        if (index == record->parameter_count) {
+            if (result == FK_INVALID_VALUE) return FUSEKIT_OK;
+            return fk_fail(error, FUSEKIT_MISMATCH, "%s: the cubin has more than the record's %d parameters",
+                           record->name, index);
+        }
+        if (result == FK_INVALID_VALUE)
+            return fk_fail(error, FUSEKIT_MISMATCH, "%s: the cubin has %d parameters, the record %d", record->name, index,
+                           record->parameter_count);
+        if (result != 0) return fk_cuda(kernel->driver, error, result, record->name, "cuKernelGetParamInfo");
+        if (offset != record->parameters[index].offset || size != record->parameters[index].size)
+            return fk_fail(error, FUSEKIT_MISMATCH, "%s: parameter %s is %u+%u in the record and %u+%u in the cubin",
+                           record->name, record->parameters[index].name, record->parameters[index].offset,
+                           record->parameters[index].size, (unsigned)offset, (unsigned)size);
+    }
+    return FUSEKIT_OK;
+}
+
+/* On a stream of its own, and finished on return: whichever stream launches next finds zeros. */
+static int fk_zero(const fusekit_driver *driver, unsigned long long address, size_t size) {
+    void *stream;
+    int result = driver->stream_create(&stream, 1), other;
+    if (result != 0) return result;
+    result = driver->fill(address, 0, size, stream);
+    if (result == 0) result = driver->stream_wait(stream);
+    other = driver->stream_destroy(stream);
+    return result != 0 ? result : other;
+}
+
+static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
+    const fusekit_driver *driver = kernel->driver;
+    const fk_record *record = kernel->record;
+    int device = kernel->device, result;
+    int64_t workspace, *variables;
+    result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)record->shared, kernel->kernel, device);
+    if (result == 0 && record->non_portable_cluster)
+        result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, kernel->kernel, device);
+    if (result == 0 && record->carveout >= 0)
+        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, record->carveout, kernel->kernel, device);
+    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuKernelSetAttribute");
+    result = driver->kernel_function(&kernel->function, kernel->kernel);
+    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuKernelGetFunction");
+    variables = (int64_t *)calloc(FK_MOST_VARIABLES, sizeof *variables);
+    if (variables == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", record->name);
+    variables[record->sm_count] = kernel->sm_count;
+    result = fk_evaluate(&record->workspace, variables, 0, &workspace);
+    free(variables);
+    if (!result || workspace <= 0) return FUSEKIT_OK;
+    result = driver->allocate(&kernel->workspace, (size_t)workspace);
+    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuMemAlloc (workspace)");
+    if (record->workspace_zeroed) result = fk_zero(driver, kernel->workspace, (size_t)workspace);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "cuMemsetD8Async");
+}
+
+static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
+    const fusekit_driver *driver;
+    const char *name;
+    void *before;
+    int result = 0, other;
+    if (kernel == NULL) return fk_ok(error);
+    driver = kernel->driver;
+    name = kernel->record->name;
+    if (kernel->workspace != 0 && (result = driver->push(kernel->context)) == 0) {
+        result = driver->free_memory(kernel->workspace);
+        driver->pop(&before);
+    }
+    if (kernel->library != NULL && (other = driver->library_unload(kernel->library)) != 0) result = other;
+    if (kernel->context != NULL && (other = driver->release(kernel->device)) != 0) result = other;
+    free(kernel);
+    return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, name, "unloading");
+}
+
+static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *record, int ordinal, fk_kernel **made,
+                              fusekit_error *error) {
+    fk_kernel *kernel = (fk_kernel *)calloc(1, sizeof *kernel);
+    int result = 0, major, minor;
+    fusekit_status status = FUSEKIT_OK;
+    void *before;
+    *made = NULL;
+    if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", record->name);
+    kernel->driver = driver;
+    kernel->record = record;
+    result = driver->device_get(&kernel->device, ordinal);
+    if (result != 0) {
+        free(kernel);
+        return fk_cuda(driver, error, result, record->name, "cuDeviceGet");
+    }
+    major = fk_attribute_of(driver, FK_DEVICE_MAJOR, kernel->device, &result);
+    minor = fk_attribute_of(driver, FK_DEVICE_MINOR, kernel->device, &result);
+    kernel->major = major;
+    kernel->sm_count = fk_attribute_of(driver, FK_DEVICE_SM_COUNT, kernel->device, &result);
+    if (result == 0 && (major != record->major || minor < record->minor || (record->exact && minor != record->minor))) {
+        free(kernel);
+        return fk_fail(error, FUSEKIT_WRONG_ARCH, "%s is for sm_%d%d%s; device %d is of capability %d.%d", record->name,
+                       record->major, record->minor, record->exact ? "a" : "", ordinal, major, minor);
+    }
+    if (result == 0) result = driver->retain(&kernel->context, kernel->device);
+    if (result == 0) result = driver->push(kernel->context); /* parameters are told only inside a context */
+    if (result != 0) {
+        fk_cuda(driver, error, result, record->name, "opening the device");
+        fk_unload(kernel, NULL);
+        return FUSEKIT_CUDA_ERROR;
+    }
+    result = driver->library_load(&kernel->library, record->cubin, NULL, NULL, 0, NULL, NULL, 0);
+    if (result == 0) result = driver->library_kernel(&kernel->kernel, kernel->library, record->symbol);
+    if (result != 0) status = fk_cuda(driver, error, result, record->name, "loading the cubin");
+    if (status == FUSEKIT_OK) status = fk_check_cubin(kernel, error);
+    if (status == FUSEKIT_OK) status = fk_configure(kernel, error);
+    driver->pop(&before);
+    if (status != FUSEKIT_OK) {
+        fk_unload(kernel, NULL);
+        return status;
+    }
+    *made = kernel;
+    return fk_ok(error);
+}

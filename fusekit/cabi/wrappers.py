@@ -1,0 +1,213 @@
+"""The typed face of one kernel: its structure of arguments and the functions that take it."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, render
+from fusekit.cabi.identifiers import members
+
+FUNCTIONS = """\
+/* The arguments with every default: pointers NULL, strides 0 (rows of no padding), scalars the spec's. */
+{p}_{k}_args {p}_{k}_defaults(void);
+
+/* Loads the kernel on a device (an ordinal), whose primary context it retains. */
+{p}_status {p}_{k}_load(const {p}_driver *driver, int device, {p}_{k} **kernel, {p}_error *error);
+
+/* Checks, packs and launches. */
+{p}_status {p}_{k}_launch(const {p}_{k} *kernel, const {p}_{k}_args *args, void *stream, {p}_error *error);
+
+/* Checks and packs once, for {p}_launch_run; free with {p}_launch_free before unloading the kernel. */
+{p}_status {p}_{k}_bind(const {p}_{k} *kernel, const {p}_{k}_args *args, {p}_launch **launch, {p}_error *error);
+
+/* NULL is allowed. */
+{p}_status {p}_{k}_unload({p}_{k} *kernel, {p}_error *error);
+"""
+
+BODIES = """\
+{p}_status {p}_{k}_load(const {p}_driver *driver, int device, {p}_{k} **kernel, {p}_error *error) {{
+    fk_kernel *made;
+    {p}_status status = fk_load(driver, &fk_record_{i}, device, &made, error);
+    *kernel = ({p}_{k} *)made;
+    return status;
+}}
+
+{p}_status {p}_{k}_launch(const {p}_{k} *kernel, const {p}_{k}_args *args, void *stream, {p}_error *error) {{
+    fk_values_{i} values;
+    fk_call call;
+    {p}_status status = fk_read_{i}((const fk_kernel *)kernel, args, &values, &call, error);
+    return status == {P}_OK ? fk_launch((const fk_kernel *)kernel, &call, stream, error) : status;
+}}
+
+{p}_status {p}_{k}_bind(const {p}_{k} *kernel, const {p}_{k}_args *args, {p}_launch **launch, {p}_error *error) {{
+    fk_values_{i} values;
+    fk_call call;
+    {p}_status status = fk_read_{i}((const fk_kernel *)kernel, args, &values, &call, error);
+    *launch = NULL;
+    return status == {P}_OK ? fk_bind((const fk_kernel *)kernel, &call, launch, error) : status;
+}}
+
+{p}_status {p}_{k}_unload({p}_{k} *kernel, {p}_error *error) {{ return fk_unload((fk_kernel *)kernel, error); }}
+"""
+
+
+class Wrapper:
+    """Declarations and definitions for one kernel, called `identifier`; `number` is that of its tables."""
+
+    def __init__(
+        self, prefix: str, identifier: str, number: int, name: str, record: LaunchRecord, defaults: Mapping[str, Any]
+    ) -> None:
+        self._names = {"p": prefix, "P": prefix.upper(), "k": identifier, "i": number}
+        self._title = name
+        self._record = record
+        self._defaults = defaults
+        self._member = members((dim.name for dim in record.dims), (argument.name for argument in record.arguments))
+
+    def declarations(self) -> str:
+        """The part of the header: handle, structure, functions."""
+        p, k = self._names["p"], self._names["k"]
+        lines = [f"/* ---- {self._title} ({self._record.arch}) */", ""]
+        if self._record.workspace != 0:
+            lines.append("/* It has a workspace: launches from one handle must not overlap in time. */")
+        lines += [f"typedef struct {p}_{k} {p}_{k};", ""]
+        lines += [f"typedef struct {p}_{k}_args {{"]
+        lines += [f"    int64_t {self._dim(dim.name)}; /* {_limits(dim)} */" for dim in self._record.dims]
+        for argument in self._record.arguments:
+            lines += self._tensor(argument) if isinstance(argument, TensorArgument) else self._scalar(argument)
+        lines += [
+            "    int32_t cluster_margin; /* clusters held back for other kernels, from 0 */",
+            "    int32_t has_priority;   /* 1: `priority` counts for this launch, 0: the stream's does */",
+            "    int32_t priority;       /* lower is sooner */",
+            f"}} {p}_{k}_args;",
+            "",
+            FUNCTIONS.format(**self._names),
+        ]
+        return "\n".join(lines)
+
+    def definitions(self) -> str:
+        """The part of the source, after the tables."""
+        return "\n".join([self._values(), self._defaults_function(), BODIES.format(**self._names)])
+
+    def _dim(self, name: str) -> str:
+        return self._member[f"dim {name}"]
+
+    def _tensor(self, tensor: TensorArgument) -> list[str]:
+        pointer = "void *" if tensor.written else "const void *"
+        member = self._member[tensor.name]
+        shape = ", ".join(_renamed(render(extent), self._record, self._member) for extent in tensor.shape)
+        lines = [
+            f"    {pointer}{member}; /* {tensor.role}: {tensor.dtype}[{shape}], {tensor.alignment}-byte aligned */"
+        ]
+        for index in range(tensor.rank):
+            if tensor.reads_stride(index):
+                rule = f"multiple of {tensor.stride_divisor}" if tensor.stride_divisor > 1 else "any"
+                lines.append(f"    int64_t {member}_stride{index}; /* elements, {rule}; 0: compact */")
+        return lines
+
+    def _scalar(self, scalar: ScalarArgument) -> list[str]:
+        kind = "float" if scalar.dtype == "f32" else "int32_t"
+        default = self._default(scalar)
+        note = "must be set" if default is None else f"default {default}"
+        return [f"    {kind} {self._member[scalar.name]}; /* {note} */"]
+
+    def _default(self, scalar: ScalarArgument) -> float | int | None:
+        value = self._defaults.get(scalar.name, scalar.default)
+        return float(value) if value in ("inf", "-inf") else value
+
+    def _values(self) -> str:
+        """The structure's members by index, as the launcher reads them."""
+        record, i = self._record, self._names["i"]
+        floats = [scalar for scalar in record.scalars if scalar.dtype == "f32"]
+        integers = [scalar for scalar in record.scalars if scalar.dtype == "i32"]
+        ranks = sum(tensor.rank for tensor in record.tensors)
+        lines = [
+            "typedef struct {",
+            f"    int64_t dims[{len(record.dims) or 1}], strides[{ranks or 1}], integers[{len(integers) or 1}];",
+            f"    uint64_t addresses[{max(len(record.tensors), 1)}];",
+            f"    float floats[{max(len(floats), 1)}];",
+            f"}} fk_values_{i};",
+            "",
+            "static {p}_status fk_read_{i}(const fk_kernel *kernel, const {p}_{k}_args *args, fk_values_{i} *values,"
+            " fk_call *call,".format(**self._names),
+            "    {p}_error *error) {{".format(**self._names),
+            f"    if (kernel == NULL || kernel->record != &fk_record_{i})",
+            "        return fk_fail(error, {P}_INVALID_ARGUMENT,".format(**self._names),
+            f'                       "%s: the handle is of no such kernel; load it first", fk_record_{i}.name);',
+        ]  # fmt: skip
+        for scalar in floats:
+            if self._default(scalar) is None:
+                member = self._member[scalar.name]
+                lines += [
+                    f"    if (args->{member} != args->{member}) /* not a number, as _defaults left it */",
+                    f"        return fk_fail(error, {self._names['P']}_INVALID_ARGUMENT,"
+                    f' "%s: {scalar.name} must be set", fk_record_{i}.name);',
+                ]
+        lines += ["    memset(values, 0, sizeof *values);"]
+        lines += [f"    values->dims[{n}] = args->{self._dim(dim.name)};" for n, dim in enumerate(record.dims)]
+        stride = 0
+        for number, tensor in enumerate(record.tensors):
+            member = self._member[tensor.name]
+            lines.append(f"    values->addresses[{number}] = (uint64_t)(uintptr_t)args->{member};")
+            for index in range(tensor.rank):
+                if tensor.reads_stride(index):
+                    lines.append(f"    values->strides[{stride}] = args->{member}_stride{index};")
+                stride += 1
+        lines += [f"    values->floats[{n}] = args->{self._member[item.name]};" for n, item in enumerate(floats)]
+        lines += [f"    values->integers[{n}] = args->{self._member[item.name]};" for n, item in enumerate(integers)]
+        lines += [
+            "    call->dims = values->dims;",
+            "    call->strides = values->strides;",
+            "    call->addresses = values->addresses;",
+            "    call->integers = values->integers;",
+            f"    call->integer_count = {len(integers)};",
+            "    call->floats = values->floats;",
+            "    call->margin = args->cluster_margin;",
+            "    call->has_priority = args->has_priority;",
+            "    call->priority = args->priority;",
+            f"    return {self._names['P']}_OK;",
+            "}",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def _defaults_function(self) -> str:
+        p, k = self._names["p"], self._names["k"]
+        lines = [
+            f"{p}_{k}_args {p}_{k}_defaults(void) {{",
+            f"    {p}_{k}_args args;",
+            "    memset(&args, 0, sizeof args);",
+        ]
+        for scalar in self._record.scalars:
+            value = self._default(scalar)
+            if scalar.dtype == "f32":
+                lines.append(f"    args.{self._member[scalar.name]} = {_float(value)};")
+            elif value is not None:
+                lines.append(f"    args.{self._member[scalar.name]} = {int(value)};")
+        margin = int(self._defaults.get("cluster_margin", 0))
+        if margin:
+            lines.append(f"    args.cluster_margin = {margin};")
+        return "\n".join([*lines, "    return args;", "}", ""])
+
+
+def _limits(dim: Dim) -> str:
+    many = f"multiple of {dim.divisor}, " if dim.divisor > 1 else ""
+    return f"{dim.name}: {many}{dim.minimum} to {dim.maximum}"
+
+
+def _renamed(text: str, record: LaunchRecord, member: Mapping[str, str]) -> str:
+    names = {dim.name: member[f"dim {dim.name}"] for dim in record.dims}
+    return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)
+
+
+def _float(value: float | int | None) -> str:
+    """An exact float constant; None is not a number."""
+    if value is None or math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    (single,) = struct.unpack("<f", struct.pack("<f", value))
+    return f"{single.hex()}f /* {value} */"

@@ -1,0 +1,13 @@
+"""Frameworks, each imported by its own module alone and only when a program imports that module.
+
+None is a dependency of fusekit, and none is needed to launch on its tensors: kernels take them by protocol. What is
+here makes a kernel an operation of the framework's own compiler.
+
+=======  =====================================================================================
+module   gives
+=======  =====================================================================================
+torch    a custom operator with a fake, for torch.compile and torch.export
+jax      a call inside jax.jit, through the XLA FFI: no copy, in the order of XLA's stream
+views    16-bit arrays of frameworks without bfloat16, seen as bf16 (any framework)
+=======  =====================================================================================
+"""

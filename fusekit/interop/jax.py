@@ -1,0 +1,93 @@
+"""Kernels inside jax.jit: a call through the XLA FFI, without a copy and in the order of XLA's stream.
+
+    fc1 = fusekit.interop.jax.operator(library.load("quickstart/moe-fc1"), "fc1")
+    y = jax.jit(fc1)(x=x, w=w, offsets=offsets)
+
+XLA hands the launcher the addresses of its own buffers and its stream, on one of its threads; the launch is queued and
+the thread goes on. Calls may become part of XLA's command buffers (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fusekit.abi import evaluate
+from fusekit.errors import ArgumentError
+from fusekit.interop import xla
+from fusekit.interop.shapes import dims_of
+from fusekit.runtime import Kernel
+
+DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f64": "float64", "i32": "int32", "i64": "int64",
+    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
+}  # fmt: skip
+
+
+class _Tensor:
+    """One of XLA's buffers, in the terms that launches read."""
+
+    __slots__ = ("_address", "_strides", "device", "dtype", "shape")
+
+    def __init__(self, buffer: xla.Buffer, device: int) -> None:
+        self.dtype = xla.DTYPES.get(buffer.dtype, f"XLA type {buffer.dtype}")
+        self.shape = tuple(buffer.dims[: buffer.rank])
+        self.device = device
+        self._address = buffer.data or 0
+        strides, step = [], 1
+        for extent in reversed(self.shape):
+            strides.append(step)
+            step *= max(extent, 1)
+        self._strides = tuple(reversed(strides))
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+def operator(
+    kernel: Kernel, name: str, *, cluster_margin: int | None = None, platform: str = "CUDA", **scalars: Any
+) -> Callable[..., Any]:
+    """Registers `kernel` with XLA under `name`, unique in the process, and returns a function for use inside jax.jit.
+
+    The function takes the kernel's inputs by name, row-major as JAX has them, and returns its outputs, newly allocated:
+    one array, or a tuple in the record's order. scalars: of the kernel; they are fixed here. Raises ArgumentError for a
+    kernel with an `inout` argument, or (when called) inputs that do not determine the outputs' shapes.
+    """
+    record = kernel.record
+    if any(tensor.role == "inout" for tensor in record.tensors):
+        raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
+    inputs = [tensor for tensor in record.tensors if not tensor.written]
+    outputs = [tensor for tensor in record.tensors if tensor.written]
+    names = [tensor.name for tensor in (*inputs, *outputs)]
+
+    def launch(buffers: list[xla.Buffer], stream: int) -> None:
+        device = kernel.current_device()
+        arguments: dict[str, Any] = {**scalars}
+        arguments.update((key, _Tensor(buffer, device)) for key, buffer in zip(names, buffers, strict=True))
+        kernel(**arguments, stream=stream, cluster_margin=cluster_margin)
+
+    made = xla.handler(launch)
+    jax.ffi.register_ffi_target(name, xla.capsule(made), platform=platform, api_version=1)
+
+    def call(**arrays: Any) -> Any:
+        missing = [tensor.name for tensor in inputs if tensor.name not in arrays]
+        unknown = sorted(set(arrays) - {tensor.name for tensor in inputs})
+        if missing or unknown:
+            raise ArgumentError(
+                f"{name} takes {', '.join(tensor.name for tensor in inputs)}; missing: {', '.join(missing) or 'none'};"
+                f" unknown: {', '.join(unknown) or 'none'}"
+            )
+        dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
+        shapes = [
+            jax.ShapeDtypeStruct([evaluate(extent, dims) for extent in output.shape], DTYPES[output.dtype])
+            for output in outputs
+        ]
+        found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return call

@@ -1,0 +1,85 @@
+"""Kernels as PyTorch operators: `operator` registers one with a fake, so that torch.compile sees through it.
+
+    fc1 = fusekit.interop.torch.operator(library.load("quickstart/moe-fc1"), "mylib::fc1")
+    y = fc1(x, w, offsets)  # allocates the outputs, launches on PyTorch's current stream
+
+A kernel can also be called on tensors directly, without this module; it then writes into outputs that the caller gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusekit.abi import TensorArgument, evaluate
+from fusekit.errors import ArgumentError
+from fusekit.interop.shapes import dims_of
+from fusekit.runtime import DeviceArray, Kernel
+
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32, "f64": torch.float64, "i32": torch.int32,
+    "i64": torch.int64, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+}  # fmt: skip
+_SCALARS = {"f32": "float", "i32": "int"}
+
+
+def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:
+    """Registers `kernel` as the PyTorch operator `name` ("namespace::name") and returns it.
+
+    The operator takes the kernel's inputs in the record's order, then its scalars (those with a default are optional),
+    and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It launches on the current
+    stream of the inputs' device, can be captured in a graph, and works under torch.compile, dynamic shapes included.
+    Raises ArgumentError for a kernel with an `inout` argument or an output whose shape its inputs do not determine.
+    """
+    record = kernel.record
+    if any(tensor.role == "inout" for tensor in record.tensors):
+        raise ArgumentError(f"{kernel.name} changes an argument in place; call it directly instead of as an operator")
+    inputs = [tensor for tensor in record.tensors if not tensor.written]
+    outputs = [tensor for tensor in record.tensors if tensor.written]
+    if not inputs:
+        raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
+    required = [scalar for scalar in record.scalars if kernel.defaults.get(scalar.name, scalar.default) is None]
+    optional = [scalar for scalar in record.scalars if scalar not in required]
+    names = [tensor.name for tensor in inputs] + [scalar.name for scalar in (*required, *optional)]
+
+    def allocate(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+        dims = dims_of(record, {tensor.name: tuple(arguments[tensor.name].shape) for tensor in inputs})
+        like = arguments[inputs[0].name]
+        return {output.name: _empty(output, dims, like) for output in outputs}
+
+    def returned(made: dict[str, torch.Tensor]) -> Any:
+        return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
+
+    def launch(*values: Any, **named: Any) -> Any:
+        arguments = {**dict(zip(names, values, strict=False)), **named}
+        given = {key: value for key, value in arguments.items() if value is not None}
+        made = allocate(given)
+        stream = torch.cuda.current_stream(given[inputs[0].name].device).cuda_stream
+        kernel(**given, **made, stream=stream, cluster_margin=cluster_margin)
+        return returned(made)
+
+    def fake(*values: Any, **named: Any) -> Any:
+        return returned(allocate({**dict(zip(names, values, strict=False)), **named}))
+
+    parts = [f"Tensor {tensor.name}" for tensor in inputs]
+    parts += [f"{_SCALARS[scalar.dtype]} {scalar.name}" for scalar in required]
+    parts += [f"{_SCALARS[scalar.dtype]}? {scalar.name}=None" for scalar in optional]
+    results = ", ".join(["Tensor"] * len(outputs))
+    schema = f"({', '.join(parts)}) -> {results if len(outputs) == 1 else f'({results})'}"
+    defined: Any = torch.library.custom_op(name, launch, mutates_args=(), device_types="cuda", schema=schema)
+    defined.register_fake(fake)
+    found: Callable[..., Any] = defined
+    return found
+
+
+def copy_of(array: DeviceArray) -> torch.Tensor:
+    """A new tensor on the array's device, with its contents. Waits for the device."""
+    data = torch.frombuffer(array.download(), dtype=DTYPES[array.dtype]).reshape(array.shape)
+    return data.to(f"cuda:{array.device}")
+
+
+def _empty(output: TensorArgument, dims: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
+    shape = [evaluate(extent, dims) for extent in output.shape]
+    return torch.empty(shape, dtype=DTYPES[output.dtype], device=like.device)

@@ -1,0 +1,30 @@
+"""Arrays of frameworks without bfloat16, such as Numba's, seen as bf16: the same memory under another dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.errors import ArgumentError
+
+_TYPESTRS = {"bf16": "<V2", "fp16": "<f2", "f32": "<f4", "i32": "<i4", "u8": "|u1"}
+_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4, "u8": 1}
+
+
+class View:
+    """`array` as elements of another type, by ``__cuda_array_interface__``; keeps the array alive."""
+
+    def __init__(self, array: Any, dtype: str) -> None:
+        shown = dict(array.__cuda_array_interface__)
+        if dtype not in _TYPESTRS:
+            raise ArgumentError(f"dtype {dtype!r}; known here are {', '.join(_TYPESTRS)}")
+        if int(shown["typestr"][2:]) != _BYTES[dtype]:
+            raise ArgumentError(f"elements of {shown['typestr']} cannot be seen as {dtype}; the sizes differ")
+        shown["typestr"] = _TYPESTRS[dtype]
+        shown.pop("descr", None)
+        self.array = array
+        self.__cuda_array_interface__ = shown
+
+
+def as_dtype(array: Any, dtype: str) -> View:
+    """`array`, of any framework that shows ``__cuda_array_interface__``, with its elements read as `dtype`."""
+    return View(array, dtype)

@@ -1,0 +1,141 @@
+"""The C structures of XLA's foreign function interface, as far as a launch needs them.
+
+They are those of xla/ffi/api/c_api.h, version 0.x, in which fields are only ever added at the end; every structure
+begins with its own size, by which XLA tells versions apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, sizeof
+from typing import Any
+
+# XLA_FFI_DataType
+DTYPES = {
+    4: "i32", 5: "i64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "fp16", 11: "f32", 12: "f64", 16: "bf16",
+}  # fmt: skip
+METADATA = 1  # XLA_FFI_Extension_Metadata
+COMMAND_BUFFER_COMPATIBLE = 1
+INVALID_ARGUMENT, INTERNAL = 3, 13
+# What a handler says that it was written for; XLA refuses a later one than its own.
+VERSION = 0, 1
+
+
+class Buffer(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t), ("extension", c_void_p), ("dtype", c_int), ("data", c_void_p), ("rank", c_int64),
+        ("dims", POINTER(c_int64)),
+    )  # fmt: skip
+
+
+class Buffers(Structure):
+    """XLA_FFI_Args and XLA_FFI_Rets."""
+
+    _fields_ = (
+        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
+        ("items", POINTER(POINTER(Buffer))),
+    )  # fmt: skip
+
+
+class Version(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int))
+
+
+class ErrorCreate(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int))
+
+
+class StreamGet(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("context", c_void_p), ("stream", c_void_p))
+
+
+class Api(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t), ("extension", c_void_p), ("version", Version), ("internal", c_void_p),
+        ("error_create", CFUNCTYPE(c_void_p, POINTER(ErrorCreate))), ("error_get_message", c_void_p),
+        ("error_destroy", c_void_p), ("handler_register", c_void_p),
+        ("stream_get", CFUNCTYPE(c_void_p, POINTER(StreamGet))),
+    )  # fmt: skip
+
+
+class CallFrame(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t), ("extension", c_void_p), ("api", POINTER(Api)), ("context", c_void_p),
+        ("stage", c_int), ("args", Buffers), ("rets", Buffers),
+    )  # fmt: skip
+
+
+class Metadata(Structure):
+    _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32), ("state_type_id", c_int64))
+
+
+class Extension(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t), ("type", c_int), ("next", c_void_p), ("metadata", POINTER(Metadata)),
+    )  # fmt: skip
+
+
+Handler: Any = CFUNCTYPE(c_void_p, POINTER(CallFrame))
+Launch = Callable[[list[Buffer], int], None]
+"""Takes a call's buffers, arguments then results, and the stream's handle."""
+
+
+def handler(launch: Launch) -> Any:
+    """A handler that XLA can call: it answers what XLA asks at registration and hands every execution to `launch`.
+
+    What `launch` raises becomes an error of the computation. The handler is never freed: XLA has no way to give it up.
+    """
+
+    def called(pointer: Any) -> int | None:
+        frame = pointer.contents
+        try:
+            if frame.extension and _answer(frame.extension):
+                return None
+            given = [frame.args.items[index].contents for index in range(frame.args.size)]
+            given += [frame.rets.items[index].contents for index in range(frame.rets.size)]
+            return _launch(frame, launch, given)
+        except Exception as error:
+            return _error(frame, INTERNAL, f"{type(error).__name__}: {error}")
+
+    made = Handler(called)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made
+
+
+def _answer(extension: int) -> bool:
+    """Whether the call only asks for version and traits, which are then filled in."""
+    found = Extension.from_address(extension)
+    if found.type != METADATA:
+        return False
+    metadata = found.metadata.contents
+    metadata.version.major, metadata.version.minor = VERSION
+    metadata.traits = COMMAND_BUFFER_COMPATIBLE
+    return True
+
+
+def _launch(frame: CallFrame, launch: Launch, given: list[Buffer]) -> int | None:
+    from fusekit.errors import FusekitError
+
+    wanted = StreamGet(sizeof(StreamGet), None, frame.context, None)
+    failed: int | None = frame.api.contents.stream_get(ctypes.byref(wanted))
+    if failed:
+        return failed
+    try:
+        launch(given, wanted.stream or 0)
+    except FusekitError as error:
+        return _error(frame, INVALID_ARGUMENT, str(error))
+    return None
+
+
+def _error(frame: CallFrame, code: int, message: str) -> int | None:
+    details = ErrorCreate(sizeof(ErrorCreate), None, message.encode(), code)
+    made: int | None = frame.api.contents.error_create(ctypes.byref(details))
+    return made
+
+
+def capsule(made: Any) -> Any:
+    """The handler's address in a PyCapsule, as registration wants it."""
+    new = ctypes.pythonapi.PyCapsule_New
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)
+    return cast(new, prototype)(cast(made, c_void_p), None, None)

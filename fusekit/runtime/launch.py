@@ -1,0 +1,138 @@
+"""The driver call at the end of every launch, and `Launch`, a kernel bound to its arguments.
+
+Between the caller and cuLaunchKernelEx a bound launch looks at the stream and nothing else: no allocation, no lock, no
+question to the driver. What a failure means is worked out only once there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fusekit.errors import ArgumentError, DriverError
+from fusekit.runtime.plan import Block, Plan
+from fusekit.runtime.streams import PER_THREAD, stream_handle
+from fusekit.runtime.tensors import Meta, read
+
+if TYPE_CHECKING:
+    from fusekit.runtime.kernel import Kernel
+
+
+class Launch:
+    """A kernel bound to its arguments: `launch(stream)` is one driver call, and safe under graph capture.
+
+    It keeps the bound arguments alive. Belongs to one thread at a time, like a stream; bind again for another thread.
+    """
+
+    __slots__ = ("_arguments", "_block", "_driver", "_metas", "_plan", "_settings", "kernel")
+
+    def __init__(self, kernel: Kernel, arguments: Mapping[str, Any], settings: tuple[int | None, int | None]) -> None:
+        self.kernel = kernel
+        self._settings = settings
+        self._driver = kernel._driver
+        self._block: Block | None = None
+        self._bind(dict(arguments))
+
+    def _bind(self, arguments: dict[str, Any]) -> None:
+        plan, addresses, scalars = self.kernel._resolve(arguments, *self._settings)
+        block = None
+        if not plan.skip:
+            block = plan.take(addresses)
+            plan.fill(block, addresses, scalars)
+        self._plan, self._block, self._arguments = plan, block, arguments
+        self._metas = [self._read(name, arguments[name])[1] for name in plan.names]
+
+    def _read(self, name: str, tensor: Any) -> tuple[int, Meta]:
+        try:
+            return tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        except AttributeError:
+            return read(tensor, name, self._driver)
+
+    def __call__(self, stream: Any = None) -> None:
+        """Queues the launch on `stream` (as a kernel's); nothing at all where a dim of the skip rule is 0."""
+        block = self._block
+        if block is None:
+            return
+        handle = stream if type(stream) is int else stream_handle(stream)
+        if handle <= PER_THREAD:
+            launch(self._plan, block, handle)
+            return
+        if handle != block.stream:
+            self._plan.aim(block, handle)
+        status = self._driver.api.cuLaunchKernelEx(block.config, self._plan.loaded.function, block.parameters, 0)[0]
+        if status:
+            raise _failure(self._plan, status, handle)
+
+    def update(self, **changed: Any) -> Launch:
+        """Binds other tensors or scalars in the place of those named; the rest stays. Returns itself.
+
+        Where shapes, strides, dtypes and device are those of before, only what depends on the changed arguments is
+        written anew. Anything else is bound afresh, so a later launch may have another grid. A graph that has captured
+        this launch keeps the arguments that it captured. Raises ArgumentError and stays as it was.
+        """
+        plan, block = self._plan, self._block
+        if block is None:
+            return self._rebind(changed)
+        addresses = block.addresses.copy()
+        for name, value in changed.items():
+            index = plan.index.get(name)
+            if index is None:
+                return self._rebind(changed)
+            address, meta = self._read(name, value)
+            if meta != self._metas[index]:
+                return self._rebind(changed)
+            addresses[index] = address
+        if len(changed) == 1:
+            plan.move(block, addresses, plan.index[name])
+        else:
+            plan.fill(block, addresses)
+        self._arguments |= changed
+        return self
+
+    def _rebind(self, changed: dict[str, Any]) -> Launch:
+        self._bind(self._arguments | changed)
+        return self
+
+    def __repr__(self) -> str:
+        shown = "nothing to do" if self._block is None else f"grid {'x'.join(map(str, self._plan.grid))}"
+        return f"<Launch of {self.kernel.name}: {shown}>"
+
+
+def launch(plan: Plan, block: Block, handle: int) -> None:
+    """One cuLaunchKernelEx of a filled block in the stream `handle`, in the context of the plan's device."""
+    if handle != block.stream:
+        plan.aim(block, handle)
+    if handle > PER_THREAD:  # a stream of its own knows its context
+        status = plan.driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
+    else:
+        status = _launch_in_context(plan.driver.api, plan, block)
+    if status:
+        raise _failure(plan, status, handle)
+
+
+def _launch_in_context(api: Any, plan: Plan, block: Block) -> Any:
+    context = plan.loaded.device.context
+    current = plan.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")
+    if int(current) == int(context):
+        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
+    plan.driver.check(api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
+    finally:
+        plan.driver.check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
+def _failure(plan: Plan, status: Any, handle: int) -> DriverError | ArgumentError:
+    """What a failed launch most likely means; asked only then, so that a good launch pays nothing."""
+    api, device = plan.driver.api, plan.loaded.device
+    if plan.loaded.function is None:
+        return ArgumentError("the kernel was unloaded; load it again before launching it")
+    if handle > PER_THREAD:
+        failed, context = api.cuStreamGetCtx(handle)[:2]
+        if not failed and int(context) != int(device.context):
+            return ArgumentError(
+                f"the stream {handle:#x} is not of the primary context of {device}, where the tensors are; use a stream"
+                " of that device",
+                argument="stream",
+            )
+    return plan.driver.error(status, f"cuLaunchKernelEx on {device}")

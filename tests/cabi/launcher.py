@@ -1,0 +1,156 @@
+"""Exported C, compiled into a shared object and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, byref, c_char, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusekit.abi import LaunchRecord, TensorArgument
+from fusekit.abi.record import Parameter
+from fusekit.cabi import Exported, generate
+from fusekit.cabi.identifiers import kernel_identifiers, members
+
+from .recorder import Recorder
+
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wpedantic", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
+LANGUAGES = {"c11": ("gcc", "-std=c11"), "c++17": ("g++", "-x", "c++", "-std=c++17")}
+OK, INVALID_ARGUMENT, NO_DRIVER, WRONG_ARCH, MISMATCH, OUT_OF_MEMORY, CUDA_ERROR = range(7)
+CUBIN = b"\x7fELF" + bytes(range(200)) + b"odd"
+
+
+class Error(ctypes.Structure):
+    _fields_ = (("status", c_int), ("cuda", c_int), ("text", c_char * 320))
+
+    def __str__(self) -> str:
+        return self.text.decode()
+
+
+def compile_shared(folder: Path, kernels: Sequence[Exported], prefix: str = "fusekit", language: str = "c11") -> Path:
+    """The shared object of an export; skips where there is no compiler."""
+    compiler, *options = LANGUAGES[language]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    for name, text in generate(kernels, prefix).items():
+        (folder / name).write_text(text)
+    shared = folder / f"{prefix}-{language}.so"
+    command = [compiler, *options, *WARNINGS, "-O1", "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return shared
+
+
+def complete(record: LaunchRecord, symbol: str = "kernel") -> LaunchRecord:
+    """`record` with a symbol and offsets as a compiler would lay its parameters out."""
+    end, placed = 0, []
+    for parameter in record.parameters:
+        alignment = 64 if parameter.size == 128 else parameter.size
+        end = -(-end // alignment) * alignment
+        made: Parameter = replace(parameter, offset=end)
+        placed.append(made)
+        end += parameter.size
+    return replace(record, parameters=tuple(placed), symbol=symbol)
+
+
+class Launcher:
+    """The functions of one exported kernel over a `Recorder`."""
+
+    def __init__(
+        self, shared: Path, kernels: Sequence[Exported], index: int = 0, prefix: str = "fusekit",
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        self.record = kernels[index].record
+        self.recorder = Recorder(self.record) if recorder is None else recorder
+        self.error = Error()
+        self._library = ctypes.CDLL(str(shared))
+        self._prefix = prefix
+        self._name = f"{prefix}_{kernel_identifiers([kernel.name for kernel in kernels])[index]}"
+        self._members = members((dim.name for dim in self.record.dims), (item.name for item in self.record.arguments))
+        self.arguments_type = type("Arguments", (ctypes.Structure,), {"_fields_": self._fields()})
+        self.driver, self.kernel = c_void_p(), c_void_p()
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        fields: list[tuple[str, Any]] = [(self._members[f"dim {dim.name}"], c_int64) for dim in self.record.dims]
+        for argument in self.record.arguments:
+            member = self._members[argument.name]
+            if isinstance(argument, TensorArgument):
+                free = [index for index in range(argument.rank) if argument.reads_stride(index)]
+                fields += [(member, c_void_p), *((f"{member}_stride{index}", c_int64) for index in free)]
+            else:
+                fields.append((member, c_float if argument.dtype == "f32" else c_int32))
+        return [*fields, ("cluster_margin", c_int32), ("has_priority", c_int32), ("priority", c_int32)]
+
+    def function(self, name: str, *types: Any, result: Any = c_int, own: bool = True) -> Any:
+        found = getattr(self._library, f"{self._name if own else self._prefix}_{name}")
+        found.argtypes, found.restype = types, result
+        return found
+
+    def open(self) -> int:
+        types = type(self.recorder.lookup), c_void_p, POINTER(c_void_p), POINTER(Error)
+        opened = self.function("driver_open_with", *types, own=False)
+        status: int = opened(self.recorder.lookup, None, byref(self.driver), byref(self.error))
+        return status
+
+    def load(self, device: int = 0) -> int:
+        status = self.open()
+        if status != OK:
+            return status
+        loaded = self.function("load", c_void_p, c_int, POINTER(c_void_p), POINTER(Error))
+        found: int = loaded(self.driver, device, byref(self.kernel), byref(self.error))
+        return found
+
+    def defaults(self) -> Any:
+        return self.function("defaults", result=self.arguments_type)()
+
+    def arguments(self, values: Mapping[str, int], floats: Mapping[str, float], **extra: int) -> Any:
+        """The structure for an argument set of the proof: `values` by the names that expressions use."""
+        args = self.defaults()
+        for dim in self.record.dims:
+            setattr(args, self._members[f"dim {dim.name}"], values[dim.name])
+        for argument in self.record.arguments:
+            member = self._members[argument.name]
+            if isinstance(argument, TensorArgument):
+                setattr(args, member, values[f"{argument.name}.address"])
+                for index in range(argument.rank):
+                    if argument.reads_stride(index):
+                        setattr(args, f"{member}_stride{index}", values[argument.stride_variable(index)])
+            elif argument.name in floats:
+                setattr(args, member, floats[argument.name])
+            elif argument.name in values:
+                setattr(args, member, values[argument.name])
+        args.cluster_margin = values.get("cluster_margin", 0)
+        for name, value in extra.items():
+            setattr(args, name, value)
+        return args
+
+    def launch(self, args: Any, stream: int = 0, kernel: Any = None) -> int:
+        types = c_void_p, POINTER(self.arguments_type), c_void_p, POINTER(Error)
+        handle = self.kernel if kernel is None else kernel
+        status: int = self.function("launch", *types)(handle, byref(args), stream, byref(self.error))
+        return status
+
+    def bind(self, args: Any) -> tuple[int, c_void_p]:
+        types = c_void_p, POINTER(self.arguments_type), POINTER(c_void_p), POINTER(Error)
+        bound = c_void_p()
+        status: int = self.function("bind", *types)(self.kernel, byref(args), byref(bound), byref(self.error))
+        return status, bound
+
+    def run(self, bound: c_void_p, stream: int) -> int:
+        types = c_void_p, c_void_p, POINTER(Error)
+        status: int = self.function("launch_run", *types, own=False)(bound, stream, byref(self.error))
+        return status
+
+    def free(self, bound: c_void_p) -> None:
+        self.function("launch_free", c_void_p, result=None, own=False)(bound)
+
+    def unload(self) -> int:
+        status: int = self.function("unload", c_void_p, POINTER(Error))(self.kernel, byref(self.error))
+        self.function("driver_close", c_void_p, result=None, own=False)(self.driver)
+        return status

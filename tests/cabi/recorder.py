@@ -1,0 +1,240 @@
+"""A recording driver for the C launcher: the functions that it looks up, as callbacks.
+
+`Recorder.launches` holds what each cuLaunchKernelEx was handed. Tensor maps are encoded by fusekit's own encoder, so
+their bytes are those of a real descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusekit.abi import LaunchRecord, RecordError
+from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
+from fusekit.abi.tensormap import TensorMap, encode
+
+DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
+ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = (("id", c_int), ("padding", c_int), ("numbers", c_int * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+        ("attributes", POINTER(Attribute)), ("count", c_uint),
+    )  # fmt: skip
+
+
+@dataclass
+class Launched:
+    """`parameters` are the bytes behind each pointer, in order; `attributes` by name."""
+
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    stream: int
+    attributes: dict[str, Any]
+    parameters: list[bytes]
+
+
+@dataclass
+class Recorder:
+    """The driver of one kernel of `record`, on a device of `sm_count` multiprocessors."""
+
+    record: LaunchRecord
+    sm_count: int = 132
+    capability: tuple[int, int] = (9, 0)
+    version: int = 13000
+    missing: str = ""
+    fail: dict[str, int] = field(default_factory=dict)
+    launches: list[Launched] = field(default_factory=list)
+    settings: dict[int, int] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
+    retained: int = 0
+    loaded: int = 0
+    allocated: int = 0
+
+    def __post_init__(self) -> None:
+        self._places = sorted((item.offset, item.size) for item in self.record.parameters)
+        self._kept: dict[str, Any] = {}
+        self.lookup = CFUNCTYPE(c_void_p, c_char_p, c_void_p)(self._lookup)
+
+    def _lookup(self, symbol: bytes, user: int | None) -> int | None:
+        name = symbol.decode()
+        if name == self.missing:
+            return None
+        if name not in self._kept:
+            self._kept[name] = self._callback(name)
+        return ctypes.cast(self._kept[name], c_void_p).value
+
+    def _callback(self, name: str) -> Any:
+        arguments, function = getattr(self, name)()
+
+        def called(*values: Any) -> int:
+            self.calls.append(name)
+            return self.fail.get(name) or function(*values) or 0
+
+        return CFUNCTYPE(c_int, *arguments)(called)
+
+    # Each function below gives a driver function's argument types and what it does.
+
+    def cuInit(self) -> Any:  # noqa: N802
+        return (c_uint,), lambda flags: 0
+
+    def cuDriverGetVersion(self) -> Any:  # noqa: N802
+        return (POINTER(c_int),), lambda out: _set(out, self.version)
+
+    def cuGetErrorName(self) -> Any:  # noqa: N802
+        return (c_int, POINTER(c_char_p)), lambda status, out: _set(out, b"CUDA_ERROR_TEST")
+
+    def cuGetErrorString(self) -> Any:  # noqa: N802
+        return (c_int, POINTER(c_char_p)), lambda status, out: _set(out, b"a test")
+
+    def cuDeviceGet(self) -> Any:  # noqa: N802
+        return (POINTER(c_int), c_int), lambda out, ordinal: _set(out, ordinal)
+
+    def cuDeviceGetAttribute(self) -> Any:  # noqa: N802
+        values = {16: self.sm_count, 75: self.capability[0], 76: self.capability[1]}
+        return (POINTER(c_int), c_int, c_int), lambda out, kind, device: _set(out, values[kind])
+
+    def cuDevicePrimaryCtxRetain(self) -> Any:  # noqa: N802
+        def retain(out: Any, device: int) -> None:
+            self.retained += 1
+            _set(out, 0x1000 + device)
+
+        return (POINTER(c_void_p), c_int), retain
+
+    def cuDevicePrimaryCtxRelease_v2(self) -> Any:  # noqa: N802
+        def release(device: int) -> None:
+            self.retained -= 1
+
+        return (c_int,), release
+
+    def cuCtxGetCurrent(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p),), lambda out: _set(out, self.contexts[-1] if self.contexts else None)
+
+    def cuCtxPushCurrent_v2(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda context: self.contexts.append(context)
+
+    def cuCtxPopCurrent_v2(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p),), lambda out: _set(out, self.contexts.pop())
+
+    def cuLibraryLoadData(self) -> Any:  # noqa: N802
+        def load(out: Any, *rest: Any) -> None:
+            self.loaded += 1
+            _set(out, 0x2000)
+
+        return (POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint), load
+
+    def cuLibraryUnload(self) -> Any:  # noqa: N802
+        def unload(library: int) -> None:
+            self.loaded -= 1
+
+        return (c_void_p,), unload
+
+    def cuLibraryGetKernel(self) -> Any:  # noqa: N802
+        def get(out: Any, library: int, name: bytes) -> int:
+            _set(out, 0x3000)
+            return 0 if name.decode() == self.record.symbol else 500
+
+        return (POINTER(c_void_p), c_void_p, c_char_p), get
+
+    def cuKernelGetParamInfo(self) -> Any:  # noqa: N802
+        def info(kernel: int, index: int, offset: Any, size: Any) -> int:
+            if not self.contexts:
+                return 201
+            if index >= len(self._places):
+                return 1
+            _set(offset, self._places[index][0])
+            return _set(size, self._places[index][1])
+
+        return (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)), info
+
+    def cuKernelSetAttribute(self) -> Any:  # noqa: N802
+        return (c_int, c_int, c_void_p, c_int), lambda kind, value, kernel, device: self.settings.update({kind: value})
+
+    def cuKernelGetFunction(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p), c_void_p), lambda out, kernel: _set(out, 0x4000)
+
+    def cuTensorMapEncodeTiled(self) -> Any:  # noqa: N802
+        sizes = POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint), POINTER(c_uint)
+
+        def tiled(
+            place: int, dtype: int, rank: int, address: int | None, dims: Any, strides: Any, box: Any, steps: Any,
+            interleave: int, swizzle: int, promotion: int, fill: int,
+        ) -> int:  # fmt: skip
+            if not self.contexts:
+                return 201
+            made = TensorMap(
+                address or 0, DTYPES[dtype], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
+                tuple(steps[:rank]), INTERLEAVES[interleave], tuple(SWIZZLE_BYTES)[swizzle], L2_PROMOTIONS[promotion],
+                OOB_FILLS[fill],
+            )  # fmt: skip
+            assert place % 64 == 0
+            try:
+                ctypes.memmove(place, encode(made), 128)
+            except RecordError:
+                return 1
+            return 0
+
+        return (c_void_p, c_int, c_uint, c_void_p, *sizes, c_int, c_int, c_int, c_int), tiled
+
+    def cuLaunchKernelEx(self) -> Any:  # noqa: N802
+        def launch(config: Any, function: int, parameters: Any, extra: int) -> None:
+            given = config.contents
+            attributes: dict[str, Any] = {}
+            for attribute in given.attributes[: given.count]:
+                name = ATTRIBUTES[attribute.id]
+                attributes[name] = tuple(attribute.numbers[:3]) if name == "cluster" else attribute.numbers[0]
+            values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(self._places)]
+            self.launches.append(
+                Launched(
+                    tuple(given.grid),
+                    tuple(given.block),
+                    given.shared,
+                    given.stream or 0,
+                    attributes,
+                    values,
+                )
+            )
+            assert function == 0x4000
+
+        return (POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p), launch
+
+    def cuMemAlloc_v2(self) -> Any:  # noqa: N802
+        def allocate(out: Any, size: int) -> None:
+            self.allocated += 1
+            _set(out, 0xABC000)
+
+        return (POINTER(c_ulonglong), c_size_t), allocate
+
+    def cuMemFree_v2(self) -> Any:  # noqa: N802
+        def free(address: int) -> None:
+            self.allocated -= 1
+
+        return (c_ulonglong,), free
+
+    def cuMemsetD8Async(self) -> Any:  # noqa: N802
+        return (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p), lambda address, value, count, stream: 0
+
+    def cuStreamCreate(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p), c_uint), lambda out, flags: _set(out, 0x5000)
+
+    def cuStreamSynchronize(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda stream: 0
+
+    def cuStreamDestroy_v2(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda stream: 0
+
+
+def _set(out: Any, value: Any) -> int:
+    out[0] = value
+    return 0

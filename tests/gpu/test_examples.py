@@ -1,0 +1,108 @@
+"""The examples, each in a process of its own as a user would start it; the C ones are exported and compiled first."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusekit import NotBuiltError, reference
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "tests" / "examples"
+FC1 = "gpt-oss-20b/fc1-fwd"
+GROUPS, ROWS, H, I = 4, 700, 2880, 2880  # noqa: E741 (the field's own name)
+
+
+# Frameworks that are installed but broken (by another NumPy than they know, say) are no fault of the example.
+PROBES = {
+    "torch": "import torch; assert torch.cuda.is_available(), 'torch sees no GPU'",
+    "jax": "import jax; assert jax.devices('cuda'), 'jax sees no GPU'",
+    "cupy": "import cupy; cupy.zeros(1)",
+    "numba": "import numba.cuda.np.arrayobj",
+}
+
+
+def stored(gpu, name):
+    try:
+        return gpu.library.find(name)
+    except NotBuiltError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("file", "framework"),
+    [("pytorch_moe.py", "torch"), ("jax_moe.py", "jax"), ("cupy_moe.py", "cupy"), ("numba_moe.py", "numba")],
+)
+def test_framework(gpu, file, framework):
+    stored(gpu, "quickstart/moe-fc1")
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    usable = subprocess.run([sys.executable, "-c", PROBES[framework]], capture_output=True, text=True, check=False)
+    if usable.returncode:
+        pytest.skip(f"{framework} does not work here: {usable.stderr.strip().splitlines()[-1]}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / file], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def problem(gpu, tmp_path_factory):
+    """A folder with the inputs, and what the Python runtime makes of them."""
+    from fusekit.runtime import DeviceArray
+
+    kernel = gpu.library.load(stored(gpu, FC1).name)
+    folder = tmp_path_factory.mktemp("fc1")
+    inputs = reference.make_inputs(kernel.spec, E=GROUPS, M=ROWS, N=2 * I, K=H, seed=5)
+    shapes = {"y": (ROWS, I), "preactivation": (ROWS, 2 * I)}
+    arrays = {}
+    for name in ("x", "w", "bias", "offsets"):
+        values = np.ascontiguousarray(inputs[name])
+        values.tofile(folder / f"{name}.bin")
+        arrays[name] = DeviceArray(gpu.devices, values.shape, "i32" if name == "offsets" else "bf16")
+        arrays[name].upload(values)
+    for name, shape in shapes.items():
+        arrays[name] = DeviceArray(gpu.devices, shape, "bf16")
+        arrays[name].fill(0xFF)
+    kernel(**arrays)
+    gpu.finish("fc1 in Python")
+    wanted = {name: bytes(arrays[name].download()) for name in shapes}
+    outputs = {name: np.frombuffer(wanted[name], np.uint16).reshape(shape) for name, shape in shapes.items()}
+    rows = reference.sample_rows(inputs["offsets"], 24)
+    found = reference.check(kernel.spec, inputs, outputs, rows)
+    assert all(result.ok for result in found.values()), "\n".join(map(str, found.values()))
+    return folder, wanted, kernel.name
+
+
+@pytest.mark.parametrize(("file", "compiler", "standard"), [("fc1.c", "gcc", "c11"), ("fc1.cpp", "g++", "c++17")])
+def test_c_programs_give_the_bits_that_python_gives(gpu, problem, tmp_path, file, compiler, standard):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    from fusekit.abi import LaunchRecord
+    from fusekit.cabi import Exported, generate
+
+    folder, wanted, name = problem
+    record = gpu.library.find(name)
+    entry, cubin = gpu.library.store.load(record.key)
+    exported = Exported(FC1, LaunchRecord.from_json(dict(entry.launch)), cubin, record.defaults)
+    for target, text in generate([exported], "moe").items():
+        (tmp_path / target).write_text(text)
+    program = tmp_path / "fc1"
+    language = ["-x", "c++"] if compiler == "g++" else []
+    command = [compiler, f"-std={standard}", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{tmp_path}",
+               EXAMPLES / "c" / file, *language, tmp_path / "moe.c", "-ldl", "-o", program]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for output in wanted:
+        (folder / f"{output}.bin").unlink(missing_ok=True)
+    sizes = [str(size) for size in (GROUPS, ROWS, H, I)]
+    done = subprocess.run([program, folder, *sizes], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for output, data in wanted.items():
+        assert (folder / f"{output}.bin").read_bytes() == data, f"{output} differs"

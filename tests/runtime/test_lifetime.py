@@ -1,0 +1,164 @@
+"""Loading, unloading, captures, threads that race to load, and processes that fork."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+
+from fusekit.abi import PointerParameter
+from fusekit.errors import ArgumentError, DriverError
+from fusekit.runtime import Devices, Driver, Kernel
+from tests.runtime.fake import CUresult
+from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, record, tensors
+
+
+def with_workspace() -> Any:
+    base = record()
+    return record(parameters=(*base.parameters, PointerParameter("scratch", "workspace", 296)), workspace=4096)
+
+
+def test_loading_and_unloading_leaves_nothing(soak: bool) -> None:
+    made = with_workspace()
+    fake = fake_for(made)
+    devices = Devices(Driver(fake))
+
+    def cycle() -> None:
+        kernel = Kernel(devices, "sample/fc1@1", made, CUBIN, {"act_alpha": 1.0}, 0)
+        kernel(**tensors(), stream=9)
+        kernel.unload()
+        fake.launches.clear()
+        fake.encoded.clear()
+        fake.calls.clear()
+
+    cycle()
+    gc.collect()
+    objects = len(gc.get_objects())
+    for _ in range(10_000 if soak else 300):
+        cycle()
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 50
+    assert (fake.loaded, fake.memory) == (0, {})
+
+
+@pytest.mark.parametrize("function", ["cuStreamIsCapturing", "cuEventQuery"])
+def test_loading_while_a_stream_is_captured_is_refused(function: str) -> None:
+    made = record()
+    status = {
+        "cuStreamIsCapturing": CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+        "cuEventQuery": CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+    }[function]
+    fake = fake_for(made, fail={function: status})
+    with pytest.raises(DriverError, match=r"loading sample.* load every kernel, on every device .* before the capture"):
+        load(made, fake)
+    assert fake.loaded == 0
+    assert fake.stack == []
+
+
+def test_a_first_launch_on_another_device_during_a_capture_is_refused() -> None:
+    made = record()
+    fake = fake_for(made, devices=2)
+    kernel, _ = load(made, fake)
+    fake.fail["cuEventQuery"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    kernel(**tensors(), stream=9)  # its own device is ready
+    there = {
+        name: Torchlike(value.shape, value.dtype, value.address, device=1) if isinstance(value, Torchlike) else value
+        for name, value in tensors().items()
+    }
+    with pytest.raises(DriverError, match="before the capture begins"):
+        kernel(**there, stream=9)
+
+
+def test_threads_that_load_at_once_keep_one_workspace_and_one_context() -> None:
+    made = with_workspace()
+    fake = fake_for(made, devices=2)
+    kernel, _ = load(made, fake)
+    barrier = threading.Barrier(4)
+    original = fake.cuKernelGetFunction
+
+    def slow(handle: Any) -> Any:
+        barrier.wait(10)  # all four are past the look-up
+        return original(handle)
+
+    fake.cuKernelGetFunction = slow  # type: ignore[method-assign]
+    failures: list[Exception] = []
+
+    def work(number: int) -> None:
+        there = {
+            name: Torchlike(value.shape, value.dtype, value.address, device=1)
+            if isinstance(value, Torchlike)
+            else value
+            for name, value in tensors().items()
+        }
+        fake.stream_contexts[20 + number] = 1001
+        try:
+            kernel(**there, stream=20 + number)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(fake.memory) == 2  # one a device
+    scratch = {launched.parameters[8] for launched in fake.launches}
+    assert len(scratch) == 4  # one a stream
+    kernel.unload()
+    assert fake.memory == {}
+
+
+def in_child(queue: Any, action: Any) -> None:
+    try:
+        action()
+        queue.put(("done", ""))
+    except Exception as error:
+        queue.put((type(error).__name__, str(error)))
+
+
+@pytest.mark.parametrize("what", ["bound launch", "call", "load", "unload"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_after_the_driver_was_started_is_refused(what: str) -> None:
+    kernel, fake = load()
+    bound = kernel.bind(**tensors())
+    actions = {
+        "bound launch": lambda: bound(9),
+        "call": lambda: kernel(**tensors(), stream=9),
+        "load": lambda: Kernel(kernel._devices, "sample/fc1@1", record(), CUBIN, {}, 0),
+        "unload": kernel.unload,
+    }
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=in_child, args=(queue, actions[what]))
+    process.start()
+    kind, text = queue.get()
+    process.join(10)
+    assert kind == "DriverError"
+    assert "forked after CUDA was initialised" in text and "spawn or forkserver" in text
+    bound(9)  # the parent goes on
+    assert len(fake.launches) == 1
+
+
+def test_a_driver_that_was_not_initialised_says_what_a_fork_has_to_do_with_it() -> None:
+    class NotInitialised(int):
+        name = "CUDA_ERROR_NOT_INITIALIZED"
+
+    made = record()
+    fake = fake_for(made)
+    fake.fail["cuInit"] = NotInitialised(3)  # type: ignore[assignment]
+    fake.cuGetErrorName = lambda status: (CUresult.CUDA_SUCCESS, b"CUDA_ERROR_NOT_INITIALIZED")  # type: ignore[method-assign]
+    with pytest.raises(DriverError, match="does not survive a fork"):
+        Driver(fake)
+
+
+def test_unloaded_kernels_are_refused_in_every_form() -> None:
+    kernel, _ = load()
+    bound = kernel.bind(**tensors())
+    kernel.unload()
+    for action in (lambda: bound(9), lambda: kernel(**tensors()), lambda: kernel.bind(**tensors())):
+        with pytest.raises(ArgumentError, match="unloaded; load it again"):
+            action()
