@@ -64,9 +64,7 @@ def expected(
         da_error * np.abs(slope) + (np.abs(da) + da_error) * error
         for slope, error in zip(slopes, slope_errors, strict=True)
     ]
-    dz, dz_error = (
-        layouts.join(each[0], each[1], layout) if activation.gated else each[0] for each in (parts, errors)
-    )
+    dz, dz_error = (layouts.join(each[0], each[1], layout) if activation.gated else each[0] for each in (parts, errors))
     outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, shape=whole)}
     if means.recompute:
         outputs["y"] = Expected(means.out_dtype, chosen, value, y_error, columns, shape=(whole[0], n))

@@ -27,9 +27,7 @@ def up_columns(layout: str, width: int) -> NDArray[np.int64]:
     return _columns(layout, width, up=True)
 
 
-def columns_of(
-    layout: str, width: int, chosen: NDArray[np.int64] | None
-) -> tuple[NDArray[np.int64] | None, str]:
+def columns_of(layout: str, width: int, chosen: NDArray[np.int64] | None) -> tuple[NDArray[np.int64] | None, str]:
     """Which columns of the pre-activation belong to the ``chosen`` of ``width`` outputs, and in which layout they are.
 
     None is all of them, in the layout they have. Layout "none" is that of a plain activation.

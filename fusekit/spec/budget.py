@@ -173,9 +173,7 @@ def _tile_n_refusals(
         )
 
 
-def _size_refusals(
-    tile: tuple[int, int], mainloop: str, epilogue: "_Epilogue", limits: Limits
-) -> Iterator[Refusal]:
+def _size_refusals(tile: tuple[int, int], mainloop: str, epilogue: "_Epilogue", limits: Limits) -> Iterator[Refusal]:
     tile_m, tile_n = tile
     registers = accumulator_registers(tile, mainloop)
     if registers > limits.accumulator_registers:

@@ -32,8 +32,20 @@ class Key:
 
 
 ACTIVATION_KEYS = (
-    Key("kind", "choice", 'The function; "d" before one is its derivative, for the backward pass.', choices=ACTIVATIONS, required=True),
-    Key("approximate", "choice", "How gelu and geglu (and dgelu, dgeglu) compute gelu.", choices=("none", "tanh"), default="none"),
+    Key(
+        "kind",
+        "choice",
+        'The function; "d" before one is its derivative, for the backward pass.',
+        choices=ACTIVATIONS,
+        required=True,
+    ),
+    Key(
+        "approximate",
+        "choice",
+        "How gelu and geglu (and dgelu, dgeglu) compute gelu.",
+        choices=("none", "tanh"),
+        default="none",
+    ),
     Key("alpha", "float", "swiglu's slope in sigmoid(alpha.g); may be changed at launch.", default=1.0),
     Key("limit", "float", "Gated kinds: g <= limit and |u| <= limit; left out: no clamp. May be changed at launch."),
     Key("up_offset", "float", "Gated kinds: added to u; may be changed at launch.", default=0.0),
@@ -42,8 +54,8 @@ ACTIVATION_KEYS = (
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int", "Columns of x.w: a gated activation halves them, the derivative of one doubles them; grouped-wgrad: "
-        "columns of dy.", minimum=1, required=True),
+    Key("N", "int", "Columns of x.w (a gated activation halves them, its derivative doubles them); grouped-wgrad: of dy.",
+        minimum=1, required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip
 
@@ -64,7 +76,8 @@ KERNEL_KEYS = (
         choices=("none", *GLU_LAYOUTS)),
     Key("row_scale", "bool", "Multiplies row m of y by row_scale[m].", default=False),
     Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw holds.", default=False),
-    Key("recompute", "bool", "Backward activations: also stores y, the activation of z, times row_scale.", default=False),
+    Key("recompute", "bool", "Backward activations: also stores y, the activation of z, times row_scale.",
+        default=False),
     Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False),
     Key("dbias", "bool", "Backward activations: also stores dbias[E, columns of z], each group's sum of dz.",
         default=False),

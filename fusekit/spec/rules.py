@@ -90,7 +90,9 @@ def _backward(spec: KernelSpec) -> list[Broken]:
     if spec.dprob and not spec.row_scale:
         found.append(("dprob", True, "it is the gradient of row_scale, which is false; say row_scale = true"))
     if spec.out_dtype != spec.dtype and not spec.recompute:
-        rule = f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
+        rule = (
+            f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
+        )
         found.append(("out_dtype", spec.out_dtype, rule))
     return found
 

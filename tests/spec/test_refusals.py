@@ -206,7 +206,10 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (GOOD + "recompute = true", 'recompute = true: only a backward activation such as "dswiglu" has it, not identity'),
+        (
+            GOOD + "recompute = true",
+            'recompute = true: only a backward activation such as "dswiglu" has it, not identity',
+        ),
         (GATED + "dbias = true", 'dbias = true: only a backward activation such as "dswiglu" has it, not swiglu'),
         (GATED + "row_scale = true\ndprob = true", "dprob = true: only a backward activation"),
         (GOOD + 'activation = { kind = "didentity" }', 'activation.kind = "didentity": must be "identity"'),
@@ -218,7 +221,10 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
         (BACKWARD + "bias = true", "bias = true: dswiglu takes no bias: the bias took part in z"),
         (BACKWARD + 'alpha = "scalar"', 'alpha = "scalar": dswiglu takes no alpha'),
         (BACKWARD + "save_preactivation = true", "dswiglu takes no save_preactivation: it reads z and stores dz"),
-        (BACKWARD + "dprob = true", "dprob = true: it is the gradient of row_scale, which is false; say row_scale = true"),
+        (
+            BACKWARD + "dprob = true",
+            "dprob = true: it is the gradient of row_scale, which is false; say row_scale = true",
+        ),
         (BACKWARD + 'out_dtype = "fp16"', 'out_dtype = "fp16": dz has dtype, "bf16", and there is no y'),
         (BACKWARD + "problem = { E = 1, M = 8, N = 12, K = 8 }", "problem.N = 12: a row of da has 12 elements"),
         (
@@ -227,7 +233,7 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
         ),
         (
             BACKWARD.replace("[128, 128]", "[128, 144]"),
-            'tile N = 144 must be a multiple of 32 from 32 to 256 with b_major = "k", glu_layout = "concat" (gate and up',
+            'tile N = 144 must be a multiple of 32 from 32 to 256 with b_major = "k", glu_layout = "concat" (gate',
         ),
         (
             BACKWARD.replace("[128, 128]", "[128, 160]") + 'b_major = "n"',
