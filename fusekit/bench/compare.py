@@ -9,15 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.reference import Measurement, check, sample_rows, sample_weights
-from fusekit.reference.formats import Array
-from fusekit.reference.layouts import gate_columns, up_columns
 
 # Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
 WHOLE = 2 * 10**9
 # Up to so many elements of dw it may have, whatever they cost: each takes 50 bytes while it is compared.
 WHOLE_ELEMENTS = 2 * 10**7
 SAMPLED_ROWS = 192
-# Columns in which the first and last row of every group are compared; whole blocks of every glu_layout.
+# Columns at either end in which the first and last row of every group are compared.
 EDGE = 32
 
 
@@ -43,29 +41,17 @@ def _rows(
 ) -> list[Measurement]:  # fmt: skip
     measured = list(check(spec, inputs, outputs, sample_rows(ends, SAMPLED_ROWS)).values())
     # Sampling widens whole weights, so it takes few groups. The edges of all of them are cheap in few columns.
-    columns, results = _edge_columns(spec["glu_layout"], problem["N"])
-    edge_inputs = dict(inputs)
-    axis = 0 if spec["b_major"] == "k" else 1
-    edge_inputs["w"] = np.take(inputs["w"], columns, axis=axis + inputs["w"].ndim - 2)
-    if "bias" in inputs:
-        edge_inputs["bias"] = inputs["bias"][..., columns]
-    edge_outputs = {name: outputs[name][:, results if name == "y" else columns] for name in outputs}
+    width = outputs["y" if "y" in outputs else "dz"].shape[1]
+    if "y" not in outputs and spec["glu_layout"] != "none":
+        width //= 2
     sizes = np.diff(ends, prepend=0)
     starts = ends[sizes > 0] - sizes[sizes > 0]
     rows = np.unique(np.concatenate([starts, ends[sizes > 0] - 1]))
-    return measured + list(check(spec, edge_inputs, edge_outputs, rows).values())
-
-
-def _edge_columns(layout: str, n: int) -> tuple[Array, Array]:
-    """(columns of w, columns of y): the first and last outputs, in an order that is the same layout again."""
-    width = n if layout == "none" else n // 2
-    results = _edges(width)
-    if layout == "none":
-        return results, results
-    columns = np.empty(2 * results.size, dtype=np.int64)
-    columns[gate_columns(layout, results.size)] = gate_columns(layout, width)[results]
-    columns[up_columns(layout, results.size)] = up_columns(layout, width)[results]
-    return columns, results
+    measured += check(spec, inputs, outputs, rows, _edges(width)).values()
+    if "dbias" in outputs:  # which takes all rows, and shows what any of them did
+        few = np.unique([0, width // 3, width - 1])
+        measured += check(spec, inputs, outputs, None, few).values()
+    return measured
 
 
 def _weights(

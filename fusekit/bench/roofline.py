@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.reference.meaning import meaning
+
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -57,15 +59,22 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     rows: those that groups own. groups: all of them; `busy` have rows, and only their weights are read. n: columns of w
     (gate and up), of dy for grouped-wgrad. k: columns of x.
     """
-    flops = 2 * rows * n * k
-    if spec["op"] == "grouped-wgrad":
+    means, flops = meaning(spec), 2 * rows * n * k
+    if means.op == "grouped-wgrad":
         # An empty group's zeros are written, but nothing is added to it.
-        weights = 2 * 4 * busy if spec["accumulate"] else (4 if spec["out_dtype"] == "f32" else 2) * groups
+        weights = 2 * 4 * busy if means.accumulate else (4 if means.out_dtype == "f32" else 2) * groups
         return Work(flops, bytes=2 * rows * (n + k) + weights * n * k)
-    gated = spec["glu_layout"] != "none"
-    moved = rows * k + busy * n * k + rows * (n // 2 if gated else n)
-    if spec["save_preactivation"]:
+    gated = means.activation.gated
+    moved = rows * k + busy * n * k
+    single = rows if means.row_scale else 0  # float32 numbers
+    if means.activation.backward:
+        width = 2 * n if gated else n
+        moved += 2 * rows * width + (rows * n if means.recompute else 0)
+        single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
+        return Work(flops, bytes=2 * moved + 4 * single)
+    moved += rows * (n // 2 if gated else n)
+    if means.save_preactivation:
         moved += rows * n
-    if spec["bias"]:
+    if means.bias:
         moved += busy * n
-    return Work(flops, bytes=2 * moved + (4 * rows if spec["row_scale"] else 0))
+    return Work(flops, bytes=2 * moved + 4 * single)

@@ -12,7 +12,7 @@ from fusekit.bench.compare import compare
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
-from fusekit.reference import POISON, make_inputs, output_shapes, poisoned
+from fusekit.reference import BY_GROUP, POISON, make_inputs, output_shapes, poisoned
 from fusekit.runtime import DeviceArray, Kernel, Library
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
@@ -117,10 +117,10 @@ class Trial:
         shape, dtype = self.outputs[name]
         values = np.frombuffer(array.download(), np.float32 if dtype == "f32" else np.uint16).reshape(shape)
         untouched = poisoned(values)
-        if name != "dw":  # a row for each token
+        if name not in BY_GROUP:
             written = ~untouched[self.owned :]
             if written.any():
-                row = self.owned + int(np.argmax(written.any(axis=1)))
+                row = self.owned + int(np.argwhere(written)[0, 0])
                 problems.append(f"{name}: row {row}, which no group owns, was written to")
             untouched = untouched[: self.owned]
         if untouched.any():

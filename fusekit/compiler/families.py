@@ -16,17 +16,17 @@ FAMILIES = {
     "grouped-gemm": "fusekit.compiler.gemm",
     "grouped-wgrad": "fusekit.compiler.wgrad",
 }
+BACKWARD = "fusekit.compiler.backward"  # of a GEMM whose activation is a derivative
 
 
-def family(op: str) -> str:
-    """The dotted name of the module that builds `op`; importing it imports the compiler."""
-    try:
-        return FAMILIES[op]
-    except KeyError:
-        raise BuildError(f"op {op!r} has no kernels; it must be one of {', '.join(sorted(FAMILIES))}") from None
+def family(spec: KernelSpec) -> str:
+    """The dotted name of the module that builds `spec`; importing it imports the compiler."""
+    if spec.op not in FAMILIES:
+        raise BuildError(f"op {spec.op!r} has no kernels; it must be one of {', '.join(sorted(FAMILIES))}")
+    return BACKWARD if spec.activation.backward else FAMILIES[spec.op]
 
 
 def plan(spec: KernelSpec) -> TracePlan:
     """What to trace for `spec`. Imports the DSL."""
-    result: TracePlan = import_module(family(spec.op)).plan(spec)
+    result: TracePlan = import_module(family(spec)).plan(spec)
     return result

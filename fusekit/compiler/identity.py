@@ -24,7 +24,7 @@ class Identity:
 
     def key_fields(self, spec: KernelSpec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
-        module = family(spec.op)
+        module = family(spec)
         if module not in self._sources:
             self._sources[module] = closure(module)
         return key_fields(

@@ -5,11 +5,12 @@ Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bi
 
 from fusekit.reference.formats import POISON, decode, encode, poisoned
 from fusekit.reference.gemm import check, expected, gemm
-from fusekit.reference.inputs import group_sizes, make_inputs, offsets_of, output_shapes
+from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.sampling import sample_rows, sample_weights
 
 __all__ = [
+    "BY_GROUP",
     "POISON",
     "Expected",
     "Measurement",

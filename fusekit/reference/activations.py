@@ -1,7 +1,8 @@
-"""The activations of the epilogue, in float64. A new one is a function and a row of ``KINDS``.
+"""The activations of the epilogue, in float64. A new one is a function, its slope and a row of ``KINDS``.
 
 Plain kinds map z [..., N] to [..., N]; gated kinds split z [..., 2I] by ``glu_layout`` into g and u and give
 ``gate(g) * (u + up_offset)`` [..., I], after clamping g from above and u from both sides when there is a ``limit``.
+The derivative of a clamped element is zero; one that equals the limit is not clamped.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from fusekit.spec import Activation
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One activation. ``function`` gets z and the spec's parameters; of a gated kind it is the gate, and gets g."""
+    """One activation. ``function`` gets z and the spec's parameters; of a gated kind it is the gate, and gets g.
+
+    ``slope`` is its derivative.
+    """
 
     function: Callable[[Array, Activation], Array]
+    slope: Callable[[Array, Activation], Array]
     gated: bool = False
 
 
@@ -52,16 +57,53 @@ def gelu(z: Array, activation: Activation) -> Array:
     return 0.5 * z * _erfc(-z * math.sqrt(0.5))
 
 
+def identity_slope(z: Array, activation: Activation) -> Array:
+    return np.ones_like(z)
+
+
+def relu_slope(z: Array, activation: Activation) -> Array:
+    """0 at 0."""
+    return np.where(np.isnan(z), z, np.heaviside(z, 0.0))
+
+
+def srelu_slope(z: Array, activation: Activation) -> Array:
+    return 2.0 * np.maximum(z, 0.0)
+
+
+def silu_slope(z: Array, activation: Activation) -> Array:
+    return swish_slope(z, Activation())
+
+
+def swish_slope(g: Array, activation: Activation) -> Array:
+    t = activation.alpha * g
+    slope: Array = _sigmoid(t) * (1.0 + t * _sigmoid(-t))
+    return slope
+
+
+def gelu_slope(z: Array, activation: Activation) -> Array:
+    if activation.approximate == "tanh":
+        scale = 2.0 * math.sqrt(2.0 / math.pi)
+        t = scale * (z + 0.044715 * z**3)
+        s = _sigmoid(t)
+        return s + z * s * _sigmoid(-t) * scale * (1.0 + 3 * 0.044715 * z**2)
+    return 0.5 * _erfc(-z * math.sqrt(0.5)) + z * np.exp(-0.5 * z**2) / math.sqrt(2.0 * math.pi)
+
+
 KINDS: dict[str, Kind] = {
-    "identity": Kind(identity),
-    "relu": Kind(relu),
-    "srelu": Kind(srelu),
-    "silu": Kind(silu),
-    "gelu": Kind(gelu),
-    "swiglu": Kind(swish, gated=True),
-    "geglu": Kind(gelu, gated=True),
-    "reglu": Kind(relu, gated=True),
+    "identity": Kind(identity, identity_slope),
+    "relu": Kind(relu, relu_slope),
+    "srelu": Kind(srelu, srelu_slope),
+    "silu": Kind(silu, silu_slope),
+    "gelu": Kind(gelu, gelu_slope),
+    "swiglu": Kind(swish, swish_slope, gated=True),
+    "geglu": Kind(gelu, gelu_slope, gated=True),
+    "reglu": Kind(relu, relu_slope, gated=True),
 }
+
+# What float32 and its approximate exponentials and reciprocals make of an activation, as a share of its argument, and
+# of a slope, as a share of it or of 1, whichever is larger: 1 - sigmoid has no more digits than 1.
+EVALUATION = 2.0**-18
+SLOPE = 2.0**-16
 
 
 def activate(activation: Activation, layout: str, z: Array) -> Array:
@@ -72,6 +114,33 @@ def activate(activation: Activation, layout: str, z: Array) -> Array:
         return kind.function(z, activation)
     g, u = _clamped(activation, layout, z)
     return kind.function(g, activation) * (u + activation.up_offset)
+
+
+def derivative(activation: Activation, layout: str, z: Array) -> tuple[Array, tuple[Array, ...]]:
+    """(activate(z), its derivatives) in float64: by z, or by g and by u, each shaped as the activation."""
+    kind = _kind(activation)
+    z = np.asarray(z, dtype=np.float64)
+    if not kind.gated:
+        return kind.function(z, activation), (kind.slope(z, activation),)
+    g, u = _clamped(activation, layout, z)
+    gate, up = kind.function(g, activation), u + activation.up_offset
+    by_gate, by_up = kind.slope(g, activation) * up, gate
+    if activation.limit is not None:
+        free_g, free_u = layouts.split(z, layout)
+        by_gate = np.where(free_g > activation.limit, 0.0, by_gate)
+        by_up = np.where(np.abs(free_u) > activation.limit, 0.0, by_up)
+    return gate * up, (by_gate, by_up)
+
+
+def slope_error(activation: Activation, layout: str, z: Array) -> tuple[Array, ...]:
+    """How far float32 may be from each of the derivatives that ``derivative`` gives."""
+    kind = _kind(activation)
+    z = np.asarray(z, dtype=np.float64)
+    if not kind.gated:
+        return (SLOPE * np.maximum(np.abs(kind.slope(z, activation)), 1.0),)
+    g, u = _clamped(activation, layout, z)
+    up = np.abs(u + activation.up_offset)
+    return SLOPE * np.maximum(np.abs(kind.slope(g, activation)), 1.0) * up, SLOPE * np.abs(g)
 
 
 def error_bound(activation: Activation, layout: str, z: Array, error: Array) -> Array:

@@ -19,6 +19,9 @@ from fusekit.spec import KernelSpec
 # Root mean square of the numbers below, before scaling.
 RMS = 0.88
 
+# Outputs with a part for each group, all of which a launch writes; the others have a row for each token.
+BY_GROUP = frozenset({"dw", "dbias"})
+
 
 def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> NDArray[np.uint16]:
     """Random numbers in +-[2**-3, 2) * 2**exponent, as uint16 bits of ``dtype``; none is zero, rms 0.88 * 2**exponent.
@@ -61,9 +64,9 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Every input of ``spec`` by its argument name, compact arrays; see ``gemm`` for shapes and dtypes.
 
-    N counts the columns of w, gate and up together for a gated activation; for grouped-wgrad those of dy. A grouped
-    operation has E groups of ``sizes``, or uneven ones that sum to M - ``spare``. Weights are scaled so that x.w has a
-    spread of about 1. A scalar ``alpha`` is a Python float; the activation's scalars are left to the spec.
+    N counts the columns of w, gate and up together for a gated forward activation; for grouped-wgrad those of dy. A
+    grouped operation has E groups of ``sizes``, or uneven ones that sum to M - ``spare``. Weights are scaled so that
+    x.w has a spread of about 1. A scalar ``alpha`` is a Python float; the activation's scalars are left to the spec.
     """
     means = meaning(spec)
     if sizes is None:
@@ -87,6 +90,9 @@ def make_inputs(
         inputs["alpha"] = rng.uniform(0.5, 1.5, E).astype(np.float32)
     if means.bias:
         inputs["bias"] = bits((*groups, N), means.dtype, seed + 3, -1)
+    if means.activation.backward:
+        width = N if means.glu_layout == "none" else 2 * N
+        inputs["preactivation"] = bits((M, width), means.dtype, seed + 4)
     if means.row_scale:
         inputs["row_scale"] = rng.uniform(0.25, 1.0, M).astype(np.float32)
     return inputs
@@ -116,17 +122,28 @@ def output_shapes(
     E: int = 1,  # noqa: N803
     K: int = 0,  # noqa: N803
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Each output's shape and dtype, by its argument name; E and K matter to grouped-wgrad alone.
+    """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
     "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. grouped-wgrad: "dw":
-    [E, N, K] of out_dtype.
+    [E, N, K] of out_dtype. A backward activation: "dz": [M, N], or [M, 2N] when gated, of dtype; if asked for, "y": [M,
+    N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz], without E for dense-gemm, of float32.
     """
     means = meaning(spec)
+    gated = means.glu_layout != "none"
     if means.op == "grouped-wgrad":
         return {"dw": ((E, N, K), means.out_dtype)}
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {
-        "y": ((M, N if means.glu_layout == "none" else N // 2), means.out_dtype)
-    }
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    if means.activation.backward:
+        width = 2 * N if gated else N
+        shapes["dz"] = ((M, width), means.dtype)
+        if means.recompute:
+            shapes["y"] = ((M, N), means.out_dtype)
+        if means.dprob:
+            shapes["dprob"] = ((M,), "f32")
+        if means.dbias:
+            shapes["dbias"] = ((E, width) if means.grouped else (width,), "f32")
+        return shapes
+    shapes["y"] = ((M, N // 2 if gated else N), means.out_dtype)
     if means.save_preactivation:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes

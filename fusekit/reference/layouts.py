@@ -27,6 +27,16 @@ def up_columns(layout: str, width: int) -> NDArray[np.int64]:
     return _columns(layout, width, up=True)
 
 
+def columns_of(layout: str, width: int, chosen: NDArray[np.int64] | None) -> tuple[NDArray[np.int64] | None, str]:
+    """Which columns of the pre-activation belong to the ``chosen`` of ``width`` outputs, and in which layout they are.
+
+    None is all of them, in the layout they have. Layout "none" is that of a plain activation.
+    """
+    if chosen is None or layout == "none":
+        return chosen, layout
+    return np.concatenate([gate_columns(layout, width)[chosen], up_columns(layout, width)[chosen]]), "concat"
+
+
 def split(z: Array, layout: str) -> tuple[Array, Array]:
     """``z`` [..., 2I] in ``layout`` as (g, u), each [..., I]."""
     if z.shape[-1] % 2:

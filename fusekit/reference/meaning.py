@@ -30,6 +30,9 @@ class Meaning:
     glu_layout: str
     row_scale: bool
     accumulate: bool
+    recompute: bool
+    dprob: bool
+    dbias: bool
 
     @property
     def grouped(self) -> bool:

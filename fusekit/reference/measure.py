@@ -9,7 +9,7 @@ is not rounded further, so both its bounds come from the sum alone, and its Frob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +35,29 @@ class Expected:
     shape: tuple[int, ...] = ()
     limit: float | None = None
 
+    def of(self, whole: Array) -> Array:
+        """The elements of the ``whole`` buffer that ``value`` is about, [R, C]."""
+        rows = self.table(whole)[self.rows]
+        return rows if self.columns is None else rows[:, self.columns]
+
+    def table(self, whole: Array) -> Array:
+        """``whole`` as [rows, columns]."""
+        return whole[:, None] if self._upright else whole.reshape(-1, whole.shape[-1])
+
+    @property
+    def _upright(self) -> bool:
+        """Whether the buffer is a vector with a number for each row, not one row."""
+        return len(self.shape) == 1 and self.columns is None and self.value.shape[1] == 1
+
+    def only(self, keep: NDArray[np.bool_]) -> Expected:
+        """The rows where ``keep`` bool[R] says so."""
+        return replace(self, rows=self.rows[keep], value=self.value[keep], slack=self.slack[keep])
+
     def place(self, row: int, column: int) -> tuple[int, ...]:
         """Where element (row, column) of ``value`` lies in the buffer."""
         across = column if self.columns is None else int(self.columns[column])
+        if len(self.shape) == 1:
+            return (int(self.rows[row]),) if self._upright else (across,)
         leading = self.shape[:-1] or (int(self.rows[row]) + 1,)
         return (*(int(index) for index in np.unravel_index(self.rows[row], leading)), across)
 
@@ -66,7 +86,7 @@ class Measurement:
     def __str__(self) -> str:
         if self.worst is None:
             return f"{self.name}: nothing to compare"
-        axes = ("group", "row", "column")[-len(self.worst) :]
+        axes = ("group", "row", "column")[-len(self.worst) :] if len(self.worst) > 1 else ("element",)
         place = " ".join(f"{axis} {index}" for axis, index in zip(axes, self.worst, strict=True))
         return (
             f"{self.name}: {'ok' if self.ok else 'WRONG'}, relative Frobenius error {self.fro:.3g} "

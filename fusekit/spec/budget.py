@@ -4,7 +4,8 @@ A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the ep
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
     32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
-                     columns, where that makes room for one more stage; float32 boxes have half as many columns
+                     columns, where that makes room for one more stage; float32 boxes have half as many columns.
+                     With a backward activation: 8 warps x 3 boxes of z on their way, and 2 of y where it is recomputed
     2304 bytes       two rows of bias (2 x 256 x 4 bytes), barriers and the scheduler's ring (256 bytes)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
@@ -27,7 +28,7 @@ class Limits:
 
     shared_bytes: int = 232448
     reserved_bytes: int = 2304
-    epilogue_column_bytes: int = 512  # 8 warps x 2 boxes x 16 rows x 2 bytes
+    box_column_bytes: int = 256  # 8 warps x 16 rows x 2 bytes, for each column of an epilogue box
     tile_k: int = 64
     operand_bytes: int = 2
     min_stages: int = 3
@@ -83,6 +84,10 @@ TILE_N = {
     ("n", "interleaved-32"): (64, "an n-major box is 64 columns wide"),
 }
 MAX_TILE_N = 256
+# Boxes of a warp: of an output in turn, and of z on its way in or out.
+OUTPUT_BOXES, Z_BOXES = 2, 3
+# Columns of da whose gate and up a backward epilogue works on at a time.
+GATED_UNIT = 32
 # An operand whose rows lie along the reduction is fetched in boxes of 64 columns: w with b_major = "n", and both
 # operands of grouped-wgrad, whose reduction runs over token rows.
 BOX = 64
@@ -107,15 +112,18 @@ def refusals(
     op: str = "grouped-gemm",
     b_major: str = "k",
     glu_layout: str = "none",
+    backward: bool = False,
+    recompute: bool = False,
     limits: Limits = SM90A,
 ) -> tuple[Refusal, ...]:
     """Every rule that the combination breaks; empty when it fits."""
-    found = [*_tile_m_refusals(tile, cluster, mainloop, op), *_tile_n_refusals(tile, cluster, op, b_major, glu_layout)]
+    found = [*_tile_m_refusals(tile, cluster, mainloop, op)]
+    found += _tile_n_refusals(tile, cluster, op, b_major, glu_layout, backward)
     if cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
     if not found:  # the arithmetic means nothing for a tile that no main loop can run
-        found += _size_refusals(tile, mainloop, limits)
+        found += _size_refusals(tile, mainloop, _epilogue(tile, glu_layout, backward, recompute, limits), limits)
     return tuple(found)
 
 
@@ -136,12 +144,18 @@ def _tile_m_refusals(tile: tuple[int, int], cluster: tuple[int, int], mainloop: 
 
 
 def _tile_n_refusals(
-    tile: tuple[int, int], cluster: tuple[int, int], op: str, b_major: str, glu_layout: str
+    tile: tuple[int, int], cluster: tuple[int, int], op: str, b_major: str, glu_layout: str, backward: bool
 ) -> Iterator[Refusal]:
     tile_n = tile[1]
     if op == "grouped-wgrad":
         multiple, why = BOX, f"a box of x is {BOX} columns wide"
         given = "grouped-wgrad"
+    elif backward:
+        multiple, why = TILE_N[b_major, "none"]
+        given = f'b_major = "{b_major}"'
+        if glu_layout != "none" and multiple < GATED_UNIT:
+            multiple, why = GATED_UNIT, f"gate and up of {GATED_UNIT} columns are worked on at a time"
+            given += f', glu_layout = "{glu_layout}"'
     else:
         multiple, why = TILE_N[b_major, glu_layout]
         given = f'b_major = "{b_major}"' + ("" if glu_layout == "none" else f', glu_layout = "{glu_layout}"')
@@ -159,7 +173,7 @@ def _tile_n_refusals(
         )
 
 
-def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iterator[Refusal]:
+def _size_refusals(tile: tuple[int, int], mainloop: str, epilogue: "_Epilogue", limits: Limits) -> Iterator[Refusal]:
     tile_m, tile_n = tile
     registers = accumulator_registers(tile, mainloop)
     if registers > limits.accumulator_registers:
@@ -171,14 +185,14 @@ def _size_refusals(tile: tuple[int, int], mainloop: str, limits: Limits) -> Iter
             f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
             f"most {limits.accumulator_registers} of a consumer's {limits.consumer_registers} are free; {remedy}",
         )
-    stage, box = _stage_bytes(tile, limits), _epilogue_box(tile, limits)
-    room = _stage_room(limits, box)
+    stage = _stage_bytes(tile, limits)
+    room = _stage_room(limits, epilogue)
     if room // stage < limits.min_stages:
         yield Refusal(
             "tile",
             f"({tile_m} + {tile_n}) x {limits.tile_k} x {limits.operand_bytes} = {stage} bytes a stage; "
             f"{limits.shared_bytes} - {limits.reserved_bytes} (bias, barriers) - "
-            f"{box * limits.epilogue_column_bytes} (epilogue) = {room} bytes of shared memory hold {room // stage} "
+            f"{epilogue.bytes} (epilogue) = {room} bytes of shared memory hold {room // stage} "
             f"stages, at least {limits.min_stages} are needed; "
             "take a smaller tile",
         )
@@ -192,27 +206,39 @@ def budget(
     op: str = "grouped-gemm",
     b_major: str = "k",
     glu_layout: str = "none",
+    backward: bool = False,
+    recompute: bool = False,
     limits: Limits = SM90A,
 ) -> Budget:
     """The resources of one combination.
 
-    tile, cluster: (M, N). glu_layout: "none" when the activation is not gated. Raises SpecError, with the arithmetic,
-    for a combination that does not fit.
+    tile, cluster: (M, N). glu_layout: "none" when the activation is not gated. backward: it is the derivative of one;
+    recompute: which stores the activation too. Raises SpecError, with the arithmetic, for a combination that does not
+    fit.
     """
-    broken = refusals(tile, cluster, mainloop, op=op, b_major=b_major, glu_layout=glu_layout, limits=limits)
+    broken = refusals(
+        tile,
+        cluster,
+        mainloop,
+        op=op,
+        b_major=b_major,
+        glu_layout=glu_layout,
+        backward=backward,
+        recompute=recompute,
+        limits=limits,
+    )
     if broken:
         raise SpecError("; ".join(refusal.rule for refusal in broken), problems=tuple(r.rule for r in broken))
     stage = _stage_bytes(tile, limits)
-    box = _epilogue_box(tile, limits)
-    stages = min(limits.max_stages, _stage_room(limits, box) // stage)
-    epilogue_bytes = box * limits.epilogue_column_bytes
+    epilogue = _epilogue(tile, glu_layout, backward, recompute, limits)
+    stages = min(limits.max_stages, _stage_room(limits, epilogue) // stage)
     return Budget(
         tile_k=limits.tile_k,
         stages=stages,
         stage_bytes=stage,
-        epilogue_box=box,
-        epilogue_bytes=epilogue_bytes,
-        shared_bytes=stages * stage + epilogue_bytes + limits.reserved_bytes,
+        epilogue_box=epilogue.box,
+        epilogue_bytes=epilogue.bytes,
+        shared_bytes=stages * stage + epilogue.bytes + limits.reserved_bytes,
         accumulator_registers=accumulator_registers(tile, mainloop),
         consumer_registers=limits.consumer_registers,
         producer_registers=limits.producer_registers,
@@ -224,11 +250,26 @@ def _stage_bytes(tile: tuple[int, int], limits: Limits) -> int:
     return (tile[0] + tile[1]) * limits.tile_k * limits.operand_bytes
 
 
-def _epilogue_box(tile: tuple[int, int], limits: Limits) -> int:
-    """Columns of an epilogue box at most: 64, or 32 where that makes room for one more stage."""
+@dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Columns of a staging box at most, and the bytes of all boxes."""
+
+    box: int
+    bytes: int
+
+
+def _epilogue(tile: tuple[int, int], glu_layout: str, backward: bool, recompute: bool, limits: Limits) -> _Epilogue:
+    column = limits.box_column_bytes
+    if backward:
+        gated = glu_layout != "none"
+        box = GATED_UNIT if gated else next(width for width in (64, 32, 16) if tile[1] % width == 0)
+        boxes = Z_BOXES * (2 if gated else 1) + (OUTPUT_BOXES if recompute else 0)
+        return _Epilogue(box, boxes * box * column)
     stage = _stage_bytes(tile, limits)
-    return max((64, 32), key=lambda box: (min(limits.max_stages, _stage_room(limits, box) // stage), box))
+    choices = [_Epilogue(box, OUTPUT_BOXES * box * column) for box in (64, 32)]
+    # 64 columns, or 32 where that makes room for one more stage.
+    return max(choices, key=lambda each: (min(limits.max_stages, _stage_room(limits, each) // stage), each.box))
 
 
-def _stage_room(limits: Limits, box: int) -> int:
-    return limits.shared_bytes - limits.reserved_bytes - box * limits.epilogue_column_bytes
+def _stage_room(limits: Limits, epilogue: _Epilogue) -> int:
+    return limits.shared_bytes - limits.reserved_bytes - epilogue.bytes

@@ -32,8 +32,20 @@ class Key:
 
 
 ACTIVATION_KEYS = (
-    Key("kind", "choice", "The function.", choices=ACTIVATIONS, required=True),
-    Key("approximate", "choice", "How gelu and geglu compute gelu.", choices=("none", "tanh"), default="none"),
+    Key(
+        "kind",
+        "choice",
+        'The function; "d" before one is its derivative, for the backward pass.',
+        choices=ACTIVATIONS,
+        required=True,
+    ),
+    Key(
+        "approximate",
+        "choice",
+        "How gelu and geglu (and dgelu, dgeglu) compute gelu.",
+        choices=("none", "tanh"),
+        default="none",
+    ),
     Key("alpha", "float", "swiglu's slope in sigmoid(alpha.g); may be changed at launch.", default=1.0),
     Key("limit", "float", "Gated kinds: g <= limit and |u| <= limit; left out: no clamp. May be changed at launch."),
     Key("up_offset", "float", "Gated kinds: added to u; may be changed at launch.", default=0.0),
@@ -42,8 +54,8 @@ ACTIVATION_KEYS = (
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int", "Columns of x.w, before a gated activation halves them; grouped-wgrad: columns of dy.", minimum=1,
-        required=True),
+    Key("N", "int", "Columns of x.w (a gated activation halves them, its derivative doubles them); grouped-wgrad: of dy.",
+        minimum=1, required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip
 
@@ -52,7 +64,7 @@ KERNEL_KEYS = (
     Key("summary", "string", "One line about the kernel; default: the file's."),
     Key("op", "choice", "The operation.", choices=OPS, required=True),
     Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-    Key("dtype", "choice", "Type of x, w, bias and preactivation; grouped-wgrad: of dy and x.", choices=DTYPES,
+    Key("dtype", "choice", "Type of x, w, bias, preactivation and dz; grouped-wgrad: of dy and x.", choices=DTYPES,
         default="bf16"),
     Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32" for grouped-wgrad only.', choices=OUT_DTYPES),
     Key("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
@@ -64,6 +76,11 @@ KERNEL_KEYS = (
         choices=("none", *GLU_LAYOUTS)),
     Key("row_scale", "bool", "Multiplies row m of y by row_scale[m].", default=False),
     Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw holds.", default=False),
+    Key("recompute", "bool", "Backward activations: also stores y, the activation of z, times row_scale.",
+        default=False),
+    Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False),
+    Key("dbias", "bool", "Backward activations: also stores dbias[E, columns of z], each group's sum of dz.",
+        default=False),
     Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
     Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step.", required=True,
         sweep=True),

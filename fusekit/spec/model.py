@@ -16,7 +16,7 @@ OUT_DTYPES = (*DTYPES, "f32")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PLAIN_ACTIVATIONS = ("identity", "relu", "srelu", "silu", "gelu")
 BACKWARD_ACTIVATIONS = tuple(f"d{kind}" for kind in (*PLAIN_ACTIVATIONS[1:], *GATED_ACTIVATIONS))
-ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
+ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS, *BACKWARD_ACTIVATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class Activation:
     <= limit, |u| <= limit, to: swiglu g.sigmoid(alpha.g).(u + up_offset), geglu gelu(g).(u + up_offset), reglu max(g,
     0).(u + up_offset). alpha, limit (None: no clamp) and up_offset are run-time scalars with these defaults, not part
     of the cubin.
+
+    "d" before any kind but identity is its derivative: with da the accumulator and z what the forward pass saved, dz =
+    da . d/dz, in the layout of z; zero for a clamped element.
     """
 
     kind: str = "identity"
@@ -50,7 +53,7 @@ class Activation:
 class Problem:
     """The shape that `run` and the benchmarks use unless told otherwise: x[M, K], w of N x K for each of E groups.
 
-    For grouped-wgrad: dy[M, N], x[M, K], dw of N x K for each of E groups.
+    For grouped-wgrad: dy[M, N], x[M, K], dw of N x K for each of E groups. A backward activation does not halve N.
     """
 
     E: int
@@ -77,6 +80,9 @@ class KernelSpec:
     glu_layout: str
     row_scale: bool
     accumulate: bool
+    recompute: bool
+    dprob: bool
+    dbias: bool
     quant: str
     tile: tuple[int, int]
     cluster: tuple[int, int]
@@ -111,7 +117,14 @@ class KernelSpec:
     def budget(self) -> Budget:
         """Stages, shared memory and registers; raises SpecError where the tile does not fit."""
         return budget(
-            self.tile, self.cluster, self.mainloop, op=self.op, b_major=self.b_major, glu_layout=self.glu_layout
+            self.tile,
+            self.cluster,
+            self.mainloop,
+            op=self.op,
+            b_major=self.b_major,
+            glu_layout=self.glu_layout,
+            backward=self.activation.backward,
+            recompute=self.recompute,
         )
 
     def canonical(self) -> dict[str, Any]:
@@ -144,6 +157,8 @@ class KernelSpec:
             "b_major": self.b_major,
             "bias": self.bias,
             "cluster": list(self.cluster),
+            "dbias": self.dbias,
+            "dprob": self.dprob,
             "dtype": self.dtype,
             "epilogue_box": self.budget.epilogue_box,
             "glu_layout": self.glu_layout,
@@ -151,6 +166,7 @@ class KernelSpec:
             "op": self.op,
             "out_dtype": self.out_dtype,
             "quant": self.quant,
+            "recompute": self.recompute,
             "row_scale": self.row_scale,
             "save_preactivation": self.save_preactivation,
             "schedule": self.schedule,

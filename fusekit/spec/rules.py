@@ -15,12 +15,19 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     wgrad = spec.op == "grouped-wgrad"
-    found = [*_activation(spec), *(_wgrad(spec) if wgrad else _operands(spec))]
+    found = [*_activation(spec), *_backward(spec), *(_wgrad(spec) if wgrad else _operands(spec))]
     if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
         return found
     values = {"tile": spec.tile, "cluster": spec.cluster}
     for refusal in refusals(
-        spec.tile, spec.cluster, spec.mainloop, op=spec.op, b_major=spec.b_major, glu_layout=spec.glu_layout
+        spec.tile,
+        spec.cluster,
+        spec.mainloop,
+        op=spec.op,
+        b_major=spec.b_major,
+        glu_layout=spec.glu_layout,
+        backward=spec.activation.backward,
+        recompute=spec.recompute,
     ):
         found.append((refusal.key, values[refusal.key], refusal.rule))
     return found + (_wgrad_problem(spec) if wgrad else _problem(spec))
@@ -29,11 +36,12 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
 def _activation(spec: KernelSpec) -> list[Broken]:
     found: list[Broken] = []
     act = spec.activation
-    if act.approximate != "none" and act.kind not in ("gelu", "geglu"):
+    forward = act.kind.removeprefix("d") if act.backward else act.kind
+    if act.approximate != "none" and forward not in ("gelu", "geglu"):
         found.append(
             ("activation.approximate", act.approximate, f"only gelu and geglu have it, not {act.kind}; leave it out")
         )
-    if act.alpha != 1.0 and act.kind != "swiglu":
+    if act.alpha != 1.0 and forward != "swiglu":
         found.append(("activation.alpha", act.alpha, f"only swiglu has it, not {act.kind}; leave it out"))
     if not act.gated:
         if act.limit is not None:
@@ -53,6 +61,39 @@ def _activation(spec: KernelSpec) -> list[Broken]:
         if spec.glu_layout == "none":
             rule = f'{act.kind} is gated: say how gate and up lie along N, "concat", "interleaved" or "interleaved-32"'
             found.append(("glu_layout", spec.glu_layout, rule))
+    return found
+
+
+# What a backward activation does not go with, what each must be, and why.
+BACKWARD_HAS_NO = (
+    ("alpha", "none", "da is the plain product"),
+    ("bias", False, "the bias took part in z, which the forward pass saved; its gradient is dbias"),
+    ("save_preactivation", False, "it reads z and stores dz"),
+)
+
+
+def _backward(spec: KernelSpec) -> list[Broken]:
+    """Of the derivative of an activation, and of the keys that only one has."""
+    found: list[Broken] = []
+    kind = spec.activation.kind
+    if not spec.activation.backward:
+        for key in ("recompute", "dprob", "dbias"):
+            if getattr(spec, key):
+                rule = f'only a backward activation such as "dswiglu" has it, not {kind}; leave it out'
+                found.append((key, True, rule))
+        return found
+    if spec.op == "grouped-wgrad":
+        return found  # which has no activation at all
+    for key, only, why in BACKWARD_HAS_NO:
+        if getattr(spec, key) != only:
+            found.append((key, getattr(spec, key), f"{kind} takes no {key}: {why}; leave it out"))
+    if spec.dprob and not spec.row_scale:
+        found.append(("dprob", True, "it is the gradient of row_scale, which is false; say row_scale = true"))
+    if spec.out_dtype != spec.dtype and not spec.recompute:
+        rule = (
+            f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
+        )
+        found.append(("out_dtype", spec.out_dtype, rule))
     return found
 
 
@@ -108,8 +149,11 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     if spec.op == "dense-gemm" and problem.E != 1:
         found.append(("problem.E", problem.E, "dense-gemm has one group; say E = 1"))
     found += _aligned("problem.K", problem.K, "a row of x")
-    if not spec.activation.gated:
-        return found + _aligned("problem.N", problem.N, "a row of y")
+    if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
+        rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
+        return [*found, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]
+    if spec.activation.backward or not spec.activation.gated:
+        return found + _aligned("problem.N", problem.N, "a row of da" if spec.activation.backward else "a row of y")
     kind, half = spec.activation.kind, problem.N // 2
     if problem.N % 2:
         rule = f"{kind} is gated: N = 2 I, and {problem.N} / 2 = {problem.N / 2:g} is no whole I; say an even N"

@@ -22,10 +22,10 @@ class Case:
     """One launch.
 
     sizes: rows of each group (of a dense-gemm: its M alone). n, k: N (gate and up together) and K. spare: rows of x, y
-    and dy beyond the last group. pad: elements between the rows of matrices. nan_group: a group whose rows of x and dy
-    are NaN. nan_empty_weights: w of empty groups is NaN. loud: x is eight times as large, which reaches clamps and
-    tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at launch. sample: compare
-    about this many rows (and look at all of them for poison).
+    and dy beyond the last group. pad: elements between the rows of matrices. nan_group: a group whose rows of x, dy and
+    z are NaN. nan_empty_weights: w of empty groups is NaN. loud: what the activation sees is eight times as large,
+    which reaches clamps and tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at
+    launch. sample: compare about this many rows (and look at all of them for poison).
     """
 
     name: str
@@ -52,6 +52,8 @@ class Case:
 
 def multiple_of_n(spec: KernelSpec) -> int:
     """What N must be a multiple of: 16 bytes a row of w and of y, and whole blocks of the layout."""
+    if spec.activation.backward:
+        return 32 if spec.glu_layout == "interleaved-32" else 8
     if spec.glu_layout == "none":
         return 8
     return 64 if spec.glu_layout == "interleaved-32" else 16
@@ -90,6 +92,7 @@ def _grouped_cases(spec: KernelSpec) -> list[Case]:
         Case("nan-weights-of-empty-groups", (70, 0, 33, 0), n, k, nan_empty_weights=True),
         Case("loud", (70, 33), n, k, loud=True),
         Case("padded-rows", (70, 33), n, k, spare=5, pad=24),
+        Case("spare-rows-after-a-whole-tile", (70, tile_m), n, k, spare=1),
     ]
     cases += _extents(spec, (70, 0, 33), unit)
     cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
@@ -188,7 +191,7 @@ def _extents(spec: KernelSpec, sizes: tuple[int, ...], unit: int) -> list[Case]:
 def _scalar_cases(spec: KernelSpec, sizes: tuple[int, ...], n: int, k: int) -> list[Case]:
     if not spec.activation.gated:
         return []
-    alpha = {"act_alpha": 1.25} if spec.activation.kind == "swiglu" else {}
+    alpha = {"act_alpha": 1.25} if spec.activation.kind in ("swiglu", "dswiglu") else {}
     return [
         Case("scalars-given", sizes, n, k, scalars=alpha | {"act_limit": 0.75, "act_up_offset": -0.5}),
         Case("no-limit-given", sizes, n, k, loud=True, scalars={"act_limit": math.inf}),

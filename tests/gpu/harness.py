@@ -20,7 +20,9 @@ from .cases import Case
 # Bytes before and after a tensor. No tensor is better aligned than a launch demands: matrices lie 16 bytes past a
 # multiple of 32, the others one element further.
 GUARD = 1040
-VECTORS = ("offsets", "alpha", "bias", "row_scale")
+VECTORS = ("offsets", "alpha", "bias", "row_scale", "dprob", "dbias")
+# Inputs with a row for each token.
+TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {"bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32}
 
 
@@ -91,8 +93,10 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         spec, E=len(case.sizes), M=rows, N=case.n, K=case.k, seed=seed, sizes=case.sizes, spare=case.spare
     )
     if case.loud:
-        inputs["x"] += np.uint16(3 << (7 if spec.dtype == "bf16" else 10))
-    for name in inputs.keys() & {"x", "dy"}:
+        inputs["preactivation" if spec.activation.backward else "x"] += np.uint16(
+            3 << (7 if spec.dtype == "bf16" else 10)
+        )
+    for name in inputs.keys() & TOKENS:
         inputs[name][case.rows :] = reference.POISON
         if case.nan_group is not None:
             inputs[name][_rows_of(case, case.nan_group)] = reference.POISON
@@ -109,29 +113,28 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         if isinstance(value, float):
             arguments[name] = value
         else:
-            guard = GUARD + value.itemsize if name in VECTORS else GUARD
-            padded = 0 if name in VECTORS else case.pad
-            arguments[name] = guarded(value.shape, _dtype_of(spec, name), padded, value, guard)
+            arguments[name] = _placed(name, value.shape, _dtype_of(spec, name), case.pad, value)
     for name, (shape, dtype) in shapes.items():
-        arguments[name] = guarded(shape, dtype, case.pad, inputs.get(name))
+        arguments[name] = _placed(name, shape, dtype, case.pad, inputs.get(name))
     return Launch(spec, case, arguments, tuple(shapes), inputs)
 
 
 def faults(launch: Launch) -> list[str]:
     """What is wrong with the outputs after the launch, one line each; empty if all is right."""
-    case, found = launch.case, []
-    wgrad = launch.spec.op == "grouped-wgrad"
-    written = len(case.sizes) if wgrad else case.rows  # along the outputs' first dimension
-    owned = np.arange(written)
-    if case.nan_group is not None:  # what comes of it is anything; its neighbours' is not
-        owned = np.setdiff1d(owned, case.nan_group if wgrad else owned[_rows_of(case, case.nan_group)])
+    found = []
     for name in launch.outputs:
-        found += _strays(name, launch.arguments[name], written) + _gaps(name, launch.arguments[name], owned)
-    outputs = {name: launch.arguments[name].array for name in launch.outputs}
-    chosen = _sampled_weights(launch, owned) if wgrad else (_sampled(launch, owned),)
-    results = reference.check(launch.spec, launch.inputs, outputs, *chosen)
-    found += [str(result) for result in results.values() if not result.ok]
-    return found + (_empty_groups(launch) if wgrad else [])
+        buffer, parts = launch.arguments[name], _parts(launch, name)
+        found += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
+    for name, want in _wanted(launch):
+        array, parts = launch.arguments[name].array, _parts(launch, name)
+        rows = want.rows
+        if name in reference.BY_GROUP:  # of dw, which has as many rows in each part
+            rows = rows * len(parts) // len(want.table(array))
+        want = want.only(parts[rows])
+        result = reference.measure(name, want.of(array), want)
+        found += [] if result.ok else [str(result)]
+        found += _empty_groups(launch, name) if name in reference.BY_GROUP else []
+    return found
 
 
 def differences(first: Launch, second: Launch) -> list[str]:
@@ -143,12 +146,43 @@ def differences(first: Launch, second: Launch) -> list[str]:
     ]
 
 
-def _empty_groups(launch: Launch) -> list[str]:
-    """Weight gradients of groups without rows: zeros, or bit for bit what was there."""
+def _parts(launch: Launch, name: str) -> np.ndarray:
+    """Along the output's first dimension, as far as it is written: whether it is the reference's, bool[...].
+
+    What comes of a group full of NaN may be anything; its neighbours' may not.
+    """
+    case, buffer = launch.case, launch.arguments[name]
+    by_group = name in reference.BY_GROUP
+    parts = np.ones(buffer.shape[0] if by_group else case.rows, bool)
+    if case.nan_group is not None:
+        parts[case.nan_group if by_group else _rows_of(case, case.nan_group)] = False
+    return parts
+
+
+def _wanted(launch: Launch) -> list[tuple[str, reference.Expected]]:
+    """What the outputs must be: all of it, or a sample where the case says so."""
+    spec, case, inputs = launch.spec, launch.case, launch.inputs
+    if case.sample is None:
+        return list(reference.expected(spec, inputs).items())
+    offsets = reference.offsets_of(case.sizes)
+    if spec.op == "grouped-wgrad":
+        chosen = reference.sample_weights(offsets, (len(case.sizes), case.n, case.k), case.sample)
+        return list(reference.expected(spec, inputs, *chosen).items())
+    wanted = list(reference.expected(spec, inputs, reference.sample_rows(offsets, case.sample)).items())
+    if spec.dbias:  # which takes all rows
+        few = np.unique([0, 1, case.n // 2, case.n - 1])
+        wanted.append(("dbias", reference.expected(spec, inputs, None, few)["dbias"]))
+    return wanted
+
+
+def _empty_groups(launch: Launch, name: str) -> list[str]:
+    """Gradients of groups without rows: zeros, or bit for bit what was there."""
     empty = [group for group, size in enumerate(launch.case.sizes) if not size]
-    got = launch.arguments["dw"].array[empty]
-    right = got.view(np.uint32) == launch.inputs["dw"][empty].view(np.uint32) if "dw" in launch.inputs else got == 0
-    return [] if right.all() else [f"dw: {np.count_nonzero(~right)} elements of empty groups are wrong"]
+    if launch.spec.op == "dense-gemm" or not empty:
+        return []
+    got = launch.arguments[name].array[empty]
+    right = got.view(np.uint32) == launch.inputs[name][empty].view(np.uint32) if name in launch.inputs else got == 0
+    return [] if right.all() else [f"{name}: {np.count_nonzero(~right)} elements of empty groups are wrong"]
 
 
 def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
@@ -159,10 +193,11 @@ def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
     if not hit.size:
         return []
     element = (int(hit[0]) - buffer.guard) // buffer.itemsize
-    row, column = divmod(element, buffer.strides[-2])
+    stride = buffer.strides[-2] if len(buffer.strides) > 1 else 1
+    row, column = divmod(element, stride)
     return [
         f"{name}: {hit.size} bytes written outside rows 0..{rows - 1}, first at element {element} "
-        f"(row {row}, column {column} of {' x '.join(map(str, buffer.shape))}, row stride {buffer.strides[-2]})"
+        f"(row {row}, column {column} of {' x '.join(map(str, buffer.shape))}, row stride {stride})"
     ]
 
 
@@ -171,24 +206,15 @@ def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:
     missing = np.argwhere(reference.poisoned(buffer.array[rows]))
     if not missing.size:
         return []
-    *row, column = missing[0]
-    place = " ".join(map(str, [rows[row[0]], *row[1:]]))
-    return [f"{name}: {len(missing)} elements not written, first at row {place} column {column}"]
+    place = ", ".join(map(str, [rows[missing[0][0]], *missing[0][1:]]))
+    return [f"{name}: {len(missing)} elements not written, first at {place}"]
 
 
-def _sampled(launch: Launch, owned: np.ndarray) -> np.ndarray:
-    if launch.case.sample is None:
-        return owned
-    return reference.sample_rows(reference.offsets_of(launch.case.sizes), launch.case.sample)
-
-
-def _sampled_weights(launch: Launch, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows and columns of dw, as the reference counts them."""
-    case = launch.case
-    if case.sample is None:
-        return (groups[:, None] * case.n + np.arange(case.n)).reshape(-1), None
-    shape = (len(case.sizes), case.n, case.k)
-    return reference.sample_weights(reference.offsets_of(case.sizes), shape, case.sample)
+def _placed(name: str, shape: tuple[int, ...], dtype: str, pad: int, data: np.ndarray | None) -> Buffer:
+    """The buffer of an argument; vectors, and what is compact like them, without padding and less well aligned."""
+    if name in VECTORS:
+        return guarded(shape, dtype, 0, data, GUARD + np.dtype(DTYPES[dtype]).itemsize)
+    return guarded(shape, dtype, pad, data)
 
 
 def _rows_of(case: Case, group: int) -> slice:

@@ -15,6 +15,9 @@ def canonical(**changes):
         "glu_layout": "none",
         "row_scale": False,
         "accumulate": False,
+        "recompute": False,
+        "dprob": False,
+        "dbias": False,
         "quant": "none",
     }
     return keys | changes

@@ -1,13 +1,12 @@
 """The reference GEMMs against scalar loops in the order of the epilogue's stages."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
 
 from fusekit import reference
-from fusekit.reference import formats
+from fusekit.reference import formats, layouts, product
 
 from .specs import GPT_OSS, canonical
 
@@ -76,10 +75,28 @@ def test_chosen_rows_are_those_of_the_whole():
         np.testing.assert_allclose(some[name], whole[rows], rtol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved-32"])
+@pytest.mark.parametrize("b_major", ["k", "n"])
+def test_chosen_columns_are_those_of_the_whole(layout, b_major):
+    spec = GPT_OSS | {"glu_layout": layout, "b_major": b_major}
+    inputs = reference.make_inputs(spec, E=3, M=20, N=128, K=40, seed=2)
+    whole = reference.gemm(spec, inputs)
+    columns = np.array([63, 0, 31, 32, 32])
+    some = reference.gemm(spec, inputs, rows=[3, 11], columns=columns)
+    z_columns = np.concatenate([layouts.gate_columns(layout, 64)[columns], layouts.up_columns(layout, 64)[columns]])
+    np.testing.assert_allclose(some["y"], whole["y"][[3, 11]][:, columns], rtol=1e-12)
+    np.testing.assert_allclose(some["preactivation"], whole["preactivation"][[3, 11]][:, z_columns], rtol=1e-12)
+    outputs = {name: formats.encode(value, "bf16") for name, value in whole.items()}
+    assert all(each.ok for each in reference.check(spec, inputs, outputs, columns=columns).values())
+    outputs["preactivation"][7, z_columns[7]] ^= 0x40
+    bad = reference.check(spec, inputs, outputs, columns=columns)["preactivation"]
+    assert (bad.wrong, bad.worst) == (1, (7, z_columns[7]))
+
+
 def test_columns_are_taken_in_pieces(monkeypatch):
     inputs = reference.make_inputs(GPT_OSS, E=2, M=10, N=96, K=24, seed=5)
     whole = reference.gemm(GPT_OSS, inputs)
-    monkeypatch.setattr(sys.modules["fusekit.reference.gemm"], "COLUMNS", 40)
+    monkeypatch.setattr(product, "COLUMNS", 40)
     np.testing.assert_allclose(reference.gemm(GPT_OSS, inputs)["y"], whole["y"], rtol=1e-12)
 
 
@@ -130,8 +147,8 @@ def test_spare_rows_columns_and_other_ops_are_refused():
     inputs = reference.make_inputs(GPT_OSS, E=3, M=12, N=16, K=24, spare=2)
     with pytest.raises(ValueError, match=r"groups own rows 0\.\.9 only"):
         reference.gemm(GPT_OSS, inputs, rows=[10])
-    with pytest.raises(ValueError, match="only grouped-wgrad computes chosen columns"):
-        reference.gemm(GPT_OSS, inputs, columns=[1])
+    with pytest.raises(ValueError, match=r"columns 8\.\.8; y has columns 0\.\.7 only"):
+        reference.gemm(GPT_OSS, inputs, columns=[8])
     with pytest.raises(ValueError, match="router-topk"):
         reference.gemm(GPT_OSS | {"op": "router-topk"}, inputs)
     with pytest.raises(ValueError, match="mxfp8"):

@@ -20,6 +20,7 @@ WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
 CASE = Case("hard", (70, 0, 33, 64), 48, 72, spare=5, pad=24)
 WGRAD = SPECS["wgrad@128x192-c1x1"]
 ACCUMULATE = SPECS["wgrad-accumulate@128x192-c1x2"]
+BACKWARD = SPECS["dswiglu-whole@128x160-c1x1"]
 
 
 def stand_in(launch, **changes):
@@ -28,7 +29,7 @@ def stand_in(launch, **changes):
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:
             buffer = launch.arguments[name]
-            owned = len(launch.case.sizes) if name == "dw" else launch.case.rows
+            owned = len(value) if name in reference.BY_GROUP else launch.case.rows
             buffer.array[:owned] = formats.encode(value, buffer.dtype)[:owned]
     return launch
 
@@ -41,6 +42,9 @@ def stand_in(launch, **changes):
         "dense@128x128-c1x1",
         "wgrad-low@64x128-c2x1",
         "wgrad-accumulate@128x192-c1x2",
+        "dswiglu-whole@128x160-c1x1",
+        "dgeglu-dbias@64x128-c2x1",
+        "dense-dgeglu-whole@128x128-c1x1",
     ],
 )
 def test_the_stand_in_passes_every_case(name):
@@ -55,7 +59,7 @@ def test_sampled_rows_are_checked_and_all_are_looked_at():
     launch = stand_in(prepare(WHOLE, case))
     assert faults(launch) == []
     launch.arguments["y"].array[517, 3] = reference.POISON
-    assert any("1 elements not written, first at row 517 column 3" in line for line in faults(launch))
+    assert any("1 elements not written, first at 517, 3" in line for line in faults(launch))
 
 
 def outside(launch, name, element):
@@ -95,10 +99,66 @@ def test_a_wrong_weight_gradient_is_found(spec):
     assert faults(stand_in(prepare(spec, CASE), **moved))
     gap = stand_in(prepare(spec, CASE))
     gap.arguments["dw"].array[2, 5, 3] = np.full(1, -1, np.int32).view(gap.arguments["dw"].array.dtype)[0]
-    assert any("1 elements not written, first at row 2 5 column 3" in line for line in faults(gap))
+    assert any("1 elements not written, first at 2, 5, 3" in line for line in faults(gap))
     touched = stand_in(prepare(spec, CASE))
     touched.arguments["dw"].array[1, 2, 3] += 1
     assert "dw: 1 elements of empty groups are wrong" in faults(touched)
+
+
+@pytest.mark.parametrize("name", ["dz", "y", "dprob", "dbias"])
+@pytest.mark.parametrize("place", ["before", "after", "spare"])
+def test_a_stray_write_of_a_backward_kernel_is_found(name, place):
+    launch = stand_in(prepare(BACKWARD, CASE))
+    assert faults(launch) == []
+    buffer = launch.arguments[name]
+    parts = 4 if name == "dbias" else 172
+    end = parts * buffer.strides[0]
+    element = {"before": -1, "after": end, "spare": end if name == "dbias" else 167 * buffer.strides[0]}[place]
+    buffer.image[buffer.guard + buffer.itemsize * element :][: buffer.itemsize] = 0
+    last = 3 if name == "dbias" else 166
+    assert any(f"{name}: {buffer.itemsize} bytes written outside rows 0..{last}" in line for line in faults(launch))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offsets": np.array([71, 71, 103, 167], np.int32)},
+        {"row_scale": np.ones(172, np.float32)},
+        {"act_limit": np.inf},
+        {"act_alpha": 1.0},
+        {"act_up_offset": 0.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_wrong_backward_epilogue_is_found(change):
+    assert faults(stand_in(prepare(BACKWARD, CASE), **change))
+
+
+def test_a_group_whose_bias_gradient_is_wrong_is_found():
+    launch = stand_in(prepare(BACKWARD, CASE))
+    launch.arguments["dbias"].array[1, 5] = 1e-3
+    found = faults(launch)
+    assert "dbias: 1 elements of empty groups are wrong" in found
+    assert any("row 1 column 5" in line for line in found)
+    launch.arguments["dbias"].array[1, 5] = 0
+    case = Case("sampled", (900, 0, 300), 64, 24, sample=40)
+    launch = stand_in(prepare(BACKWARD, case))
+    assert faults(launch) == []
+    launch.arguments["dbias"].array[2, 126] += 0.01  # the gate of the last column
+    assert any(line.startswith("dbias: WRONG") for line in faults(launch))
+
+
+def test_a_nan_that_leaks_into_a_neighbours_sums_is_found():
+    case = Case("nan", (70, 33, 65), 64, 72, nan_group=1)
+    launch = stand_in(prepare(BACKWARD, case))
+    assert np.isnan(launch.arguments["dbias"].array[1]).all()
+    assert np.isnan(launch.arguments["dprob"].array[70:103]).all()
+    assert faults(launch) == []
+    for name, index in (("dbias", (2, 3)), ("dprob", (69,)), ("dz", (103, 5))):
+        harmed = stand_in(prepare(BACKWARD, case))
+        array = harmed.arguments[name].array
+        array[index] = np.nan if array.dtype == np.float32 else 0x7FC0
+        assert faults(harmed), name
 
 
 def test_a_weight_gradient_added_twice_is_found():

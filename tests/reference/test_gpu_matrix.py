@@ -12,6 +12,7 @@ SPECS = parse_file(GPU / "matrix.toml")
 GROUPED = [spec for spec in SPECS if spec.op == "grouped-gemm"]
 BACKWARD = parse_file(GPU / "matrix_backward.toml")
 WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
+DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
 
 def covered(*keys):
@@ -20,7 +21,7 @@ def covered(*keys):
 
 def test_few_enough_to_build_in_minutes_and_no_two_share_a_cubin():
     assert len(SPECS) <= 66
-    assert len(BACKWARD) <= 36
+    assert len(BACKWARD) <= 40
     assert len({str(spec.device_spec()) for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
     assert len({spec.full_name.partition("/")[2] for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
 
@@ -80,6 +81,44 @@ def test_weight_gradients_of_every_type_tile_cluster_and_schedule():
         assert {spec.accumulate for spec in some} == {True, False}
 
 
+def test_derivatives_of_every_activation_in_every_layout():
+    assert len(WGRAD) + len(DERIVATIVES) == len(BACKWARD)
+    seen = {(spec.activation.kind, spec.glu_layout) for spec in DERIVATIVES}
+    for layout in ("concat", "interleaved", "interleaved-32"):
+        assert {("dswiglu", layout), ("dgeglu", layout), ("dreglu", layout)} <= seen
+    assert {(kind, "none") for kind in ("drelu", "dsrelu", "dsilu", "dgelu")} <= seen
+    tanh = {spec.activation.kind for spec in DERIVATIVES if spec.activation.approximate == "tanh"}
+    assert tanh == {"dgelu", "dgeglu"}
+    assert any(spec.activation.limit for spec in DERIVATIVES)
+
+
+def test_derivatives_with_everything_on_and_off():
+    for gated in (True, False):
+        some = [spec for spec in DERIVATIVES if spec.activation.gated == gated]
+        for key, choices in (
+            ("recompute", {True, False}),
+            ("row_scale", {True, False}),
+            ("schedule", {"static", "dynamic"}),
+            ("mainloop", {"pingpong", "cooperative"}),
+            ("b_major", {"k", "n"}),
+            ("dtype", {"bf16", "fp16"}),
+            ("cluster", {(1, 1), (2, 1), (1, 2)}),
+            ("op", {"grouped-gemm", "dense-gemm"}),
+        ):
+            assert {getattr(spec, key) for spec in some} == choices, key
+    assert {(128, 160), (128, 192), (256, 128)} <= {spec.tile for spec in DERIVATIVES}
+
+
+def test_sums_over_rows_and_columns():
+    assert {(False, True), (True, False), (True, True)} <= {(spec.dprob, spec.dbias) for spec in DERIVATIVES}
+    for gated in (True, False):
+        whole = [spec for spec in DERIVATIVES if spec.dprob and spec.dbias and spec.activation.gated == gated]
+        assert whole
+    for key in ("op", "schedule", "mainloop"):
+        assert len({getattr(spec, key) for spec in DERIVATIVES if spec.dbias}) == 2
+    assert {spec.cluster for spec in DERIVATIVES if spec.dbias} == {(1, 1), (2, 1), (1, 2)}
+
+
 @pytest.mark.parametrize("spec", WGRAD, ids=lambda spec: spec.full_name)
 def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     cases = cases_of(spec)
@@ -100,7 +139,7 @@ def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     assert max(tiles) > 132  # the SMs of an H200
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.full_name)
+@pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES], ids=lambda spec: spec.full_name)
 def test_cases_are_legal_and_reach_past_the_tile(spec):
     cases = cases_of(spec)
     assert len({case.name for case in cases}) == len(cases)
@@ -116,7 +155,9 @@ def test_cases_are_legal_and_reach_past_the_tile(spec):
     assert max(tiles) > 132  # the SMs of an H200
 
 
-@pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.full_name)
+@pytest.mark.parametrize(
+    "spec", [*GROUPED, *(spec for spec in DERIVATIVES if spec.op == "grouped-gemm")], ids=lambda spec: spec.full_name
+)
 def test_grouped_cases_hold_every_hard_one(spec):
     cases = cases_of(spec)
     sizes = {size for case in cases for size in case.sizes}

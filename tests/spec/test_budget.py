@@ -33,6 +33,22 @@ def test_weight_gradients_use_what_a_gemm_does(tile):
     assert budget(tile, (1, 1), loop, op="grouped-wgrad") == budget(tile, (1, 1), loop)
 
 
+@pytest.mark.parametrize(
+    ("tile", "glu_layout", "recompute", "stages", "epilogue"),
+    [
+        ((128, 160), "interleaved", True, 4, 8 * (3 * 2048 + 2 * 1024)),
+        ((128, 160), "concat", False, 4, 8 * 3 * 2048),
+        ((256, 128), "interleaved-32", True, 3, 8 * (3 * 2048 + 2 * 1024)),
+        ((128, 128), "none", True, 4, 8 * 5 * 2048),
+        ((128, 160), "none", False, 5, 8 * 3 * 1024),
+    ],
+)
+def test_a_backward_epilogue_has_boxes_of_z(tile, glu_layout, recompute, stages, epilogue):
+    found = budget(tile, (1, 1), default_mainloop(tile), glu_layout=glu_layout, backward=True, recompute=recompute)
+    assert (found.stages, found.epilogue_bytes) == (stages, epilogue)
+    assert found.shared_bytes <= SM90A.shared_bytes
+
+
 def test_registers_of_a_cta_fit_the_file():
     found = budget((128, 128), (2, 1), "pingpong")
     consumers = found.threads - 128
@@ -62,9 +78,13 @@ def test_cluster_is_told():
     op=st.sampled_from(["grouped-gemm", "grouped-wgrad"]),
     b_major=st.sampled_from(["k", "n"]),
     glu_layout=st.sampled_from(["none", *GLU_LAYOUTS]),
+    backward=st.booleans(),
+    recompute=st.booleans(),
 )
-def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layout):
+def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layout, backward, recompute):
     keys = {"op": op, "b_major": b_major, "glu_layout": glu_layout}
+    if backward and op != "grouped-wgrad":
+        keys |= {"backward": True, "recompute": recompute}
     if refusals(tile, cluster, mainloop, **keys):
         with pytest.raises(SpecError):
             budget(tile, cluster, mainloop, **keys)

@@ -61,6 +61,9 @@ def test_every_key_arrives():
         glu_layout="interleaved",
         row_scale=True,
         accumulate=False,
+        recompute=False,
+        dprob=False,
+        dbias=False,
         quant="none",
         tile=(128, 128),
         cluster=(2, 1),
@@ -96,6 +99,39 @@ def test_weight_gradients():
     assert adding.accumulate
     assert len({str(each.device_spec()) for each in (spec, wide, adding)}) == 3
     assert KernelSpec.from_canonical(adding.canonical()) == adding
+
+
+BACKWARD = """
+schema = 1
+[[kernel]]
+name = "fc2-dgrad"
+op = "grouped-gemm"
+arch = "sm_90a"
+b_major = "n"
+activation = { kind = "dswiglu", alpha = 1.702, limit = 7.0, up_offset = 1.0 }
+row_scale = true
+recompute = true
+dprob = true
+dbias = true
+tile = [128, 128]
+problem = { E = 4, M = 100, N = 136, K = 64 }
+"""
+
+
+def test_backward_activations():
+    (spec,) = parse_text(BACKWARD, "model")
+    assert spec.activation.backward
+    assert spec.activation.gated
+    assert (spec.recompute, spec.dprob, spec.dbias, spec.glu_layout) == (True, True, True, "concat")
+    assert spec.defaults() == {"act_alpha": 1.702, "act_limit": 7.0, "act_up_offset": 1.0, "cluster_margin": 0}
+    assert KernelSpec.from_canonical(spec.canonical()) == spec
+    (plain,) = parse_text(BACKWARD.replace("{ kind = \"dswiglu\", alpha = 1.702, limit = 7.0, up_offset = 1.0 }",
+                                           "{ kind = \"dgelu\", approximate = \"tanh\" }"), "model")  # fmt: skip
+    assert plain.activation.backward
+    assert not plain.activation.gated
+    assert plain.glu_layout == "none"
+    fewer = [parse_text(BACKWARD.replace(f"{key} = true", ""), "model")[0] for key in ("recompute", "dprob", "dbias")]
+    assert len({str(each.device_spec()) for each in (spec, plain, *fewer)}) == 5
 
 
 def test_left_out_keys_have_defaults():

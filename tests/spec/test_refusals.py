@@ -62,7 +62,7 @@ AT = "[[kernel]] 1 (fc1): "
         ("cluster_margin = true", "cluster_margin = true: must be an integer, is a boolean"),
         ("summary = 2020-01-01", "summary = 2020-01-01: must be a string, is a date or time"),
         ('activation = "silu"', 'is a string; write { kind = "silu" }'),
-        ("activation = {}", "activation.kind is missing (The function); give a string, "),
+        ("activation = {}", "activation.kind is missing (The function; "),
         ('activation = { kind = "swigul" }', 'activation.kind = "swigul": must be "identity", '),
         ('activation = { kind = "swigul" }', 'did you mean "swiglu"?'),
         ('activation = { kind = "gelu", aproximate = "tanh" }', 'did you mean "approximate"?'),
@@ -198,6 +198,52 @@ def test_weight_gradients_have_no_epilogue(line, message):
 )
 def test_weight_gradients_are_fetched_in_boxes(tile, cluster, message):
     assert message in problem(WGRAD.replace("[128, 128]", tile) + f"cluster = {cluster}\n")
+
+
+BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            GOOD + "recompute = true",
+            'recompute = true: only a backward activation such as "dswiglu" has it, not identity',
+        ),
+        (GATED + "dbias = true", 'dbias = true: only a backward activation such as "dswiglu" has it, not swiglu'),
+        (GATED + "row_scale = true\ndprob = true", "dprob = true: only a backward activation"),
+        (GOOD + 'activation = { kind = "didentity" }', 'activation.kind = "didentity": must be "identity"'),
+        (GOOD + 'activation = { kind = "drelu", limit = 1 }', "only gated activations have it, not drelu"),
+        (GOOD + 'activation = { kind = "dgeglu", alpha = 2 }', "only swiglu has it, not dgeglu"),
+        (GOOD + 'activation = { kind = "dsilu", approximate = "tanh" }', "only gelu and geglu have it, not dsilu"),
+        (GOOD + 'activation = { kind = "dsilu" }\nglu_layout = "concat"', "the activation dsilu is not gated"),
+        (BACKWARD + 'glu_layout = "none"', "dswiglu is gated: say how gate and up lie along N"),
+        (BACKWARD + "bias = true", "bias = true: dswiglu takes no bias: the bias took part in z"),
+        (BACKWARD + 'alpha = "scalar"', 'alpha = "scalar": dswiglu takes no alpha'),
+        (BACKWARD + "save_preactivation = true", "dswiglu takes no save_preactivation: it reads z and stores dz"),
+        (
+            BACKWARD + "dprob = true",
+            "dprob = true: it is the gradient of row_scale, which is false; say row_scale = true",
+        ),
+        (BACKWARD + 'out_dtype = "fp16"', 'out_dtype = "fp16": dz has dtype, "bf16", and there is no y'),
+        (BACKWARD + "problem = { E = 1, M = 8, N = 12, K = 8 }", "problem.N = 12: a row of da has 12 elements"),
+        (
+            BACKWARD + 'glu_layout = "interleaved-32"\nproblem = { E = 1, M = 8, N = 40, K = 8 }',
+            "so N = I is a multiple of 32; say 32 or 64",
+        ),
+        (
+            BACKWARD.replace("[128, 128]", "[128, 144]"),
+            'tile N = 144 must be a multiple of 32 from 32 to 256 with b_major = "k", glu_layout = "concat" (gate',
+        ),
+        (
+            BACKWARD.replace("[128, 128]", "[128, 160]") + 'b_major = "n"',
+            'tile N = 160 must be a multiple of 64 from 64 to 256 with b_major = "n" (an n-major box',
+        ),
+        (BACKWARD.replace("grouped-gemm", "grouped-wgrad"), "grouped-wgrad takes no activation"),
+    ],
+)
+def test_backward_activations(text, message):
+    assert message in problem(text + "\n")
 
 
 @pytest.mark.parametrize("key", ["op", "arch", "tile"])
