@@ -27,11 +27,11 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
     for _, listed in sorted(found.items()):
         record = listed.record
         try:
-            entry = store.find_entry(record.key)
+            summary = store.summary(record)
         except (IntegrityError, StoreError) as error:
             problems.append(str(error))
             continue
-        if entry is None:
+        if summary is None:
             problems.append(f"{record.name} for {record.arch} stands for entry {record.key}, which no layer holds")
             continue
         rows.append(
@@ -39,10 +39,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
                 "name": record.name,
                 "arch": record.arch,
                 "key": record.key,
-                "cubin_sha256": entry.cubin_sha256,
-                "bytes": entry.cubin_bytes,
-                "registers": entry.resources.get("registers"),
-                "spill_bytes": entry.resources.get("spill_bytes"),
+                **{label: summary[label] for label in ("cubin_sha256", "bytes", "registers", "spill_bytes")},
                 "layer": str(listed.layer),
             }
         )

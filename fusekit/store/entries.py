@@ -56,6 +56,18 @@ class Entry:
         """The architecture the cubin is for, such as `sm_90a`."""
         return self.fields["arch"]
 
+    def summary(self) -> dict[str, Any]:
+        """What a listing says of it: cubin_sha256, bytes (of the cubin), registers, spill_bytes, and entry_bytes, the
+        size of the entry's own file.
+        """
+        return {
+            "cubin_sha256": self.cubin_sha256,
+            "bytes": self.cubin_bytes,
+            "registers": self.resources.get("registers"),
+            "spill_bytes": self.resources.get("spill_bytes"),
+            "entry_bytes": len(self.to_bytes()),
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the digest, as JSON types."""
         return {

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from fusekit.errors import FusekitError
 
 SCHEMA = 1
-"""Version of the key fields, of the entry and of the name record. A change of meaning of any of them raises it."""
+"""Version of the key fields and of the entry. A change of meaning of either raises it."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _DOMAIN = b"fusekit-store-key\0"

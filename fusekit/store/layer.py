@@ -3,10 +3,12 @@
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
     <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
-    <root>/locks/<key>.lock                              an empty file that builders lock; never needed for being
-    right
+    <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
+    <root>/leases/<host>-<process>-<random>              a build that is running
+    <root>/locks/<key>.lock                              an empty file that builders lock
 
-Temporary files are `.<name>.<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
+The first three are the store; the others only save work and may be removed at any time. Temporary files are
+`.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
 did not ask for, so what a killed writer left cannot be taken for a part of the store.
 """
 
@@ -21,7 +23,7 @@ from fusekit.errors import IntegrityError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import CUBIN_LIMIT, Entry
-from fusekit.store.files import TEMPORARY_SUFFIX, read_file, store_error
+from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
 from fusekit.store.keys import is_digest, sha256
 from fusekit.store.names import NameRecord
 
@@ -66,13 +68,21 @@ class Layer:
         data = read_file(path, limit=LIMIT)
         return None if data is None else NameRecord.from_bytes(data, path, name, arch)
 
-    def name_files(self, file: str | None = None) -> Iterator[tuple[str, str]]:
-        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given. Reads no
-        record.
+    def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
+        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only
+        what begins with `start`. Reads no record.
         """
         for folder in [file] if file is not None else _listing(self.root / "names"):
-            for entry in _listing(self.root / "names" / folder):
+            for entry in _listing(self.root / "names" / folder, start=start):
                 yield folder, entry
+
+    def size_of_entry(self, key: str) -> int | None:
+        """Size in bytes of the file of `key`'s entry; None when there is none. Reads nothing."""
+        return size_of(self.entry_path(key))
+
+    def has_cubin(self, entry: Entry) -> bool:
+        """Whether the cubin of `entry` is there with its size. Reads nothing."""
+        return size_of(self.blob_path(entry.cubin_sha256)) == entry.cubin_bytes
 
     def entry_files(self) -> Iterator[Path]:
         """Paths of what lies under `entries`, sorted, temporaries left out."""
@@ -96,11 +106,11 @@ def _two_deep(top: Path) -> Iterator[Path]:
             yield top / folder / name
 
 
-def _listing(directory: Path, temporary: bool = False) -> list[str]:
+def _listing(directory: Path, temporary: bool = False, start: str = "") -> list[str]:
     try:
         found = os.listdir(directory)  # noqa: PTH208 - names only; thousands of Path objects would cost more than the reads
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise store_error(directory, "list", error) from error
-    return sorted(name for name in found if name.endswith(TEMPORARY_SUFFIX) == temporary)
+    return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)

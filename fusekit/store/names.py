@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store.documents import damaged, members, seal, unseal
-from fusekit.store.keys import SCHEMA, is_digest
+from fusekit.store.keys import is_digest
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _FULL_NAME = re.compile(rf"({_PART})/({_PART})@({_PART})")
 _ARCH = re.compile(r"[a-z0-9_]{1,32}")
-_MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict}
+_MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
+
+SCHEMA = 2
+"""Version of the name record. 2: with a summary of its entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class NameRecord:
     """What one full name stands for on one architecture.
 
     name: full name. arch: such as `sm_90a`. key: the entry's. spec: the canonical spec. defaults: run-time scalars
-    and launch options by name; a float may be infinite, which is the string "inf" on the disk.
+    and launch options by name; a float may be infinite, which is the string "inf" on the disk. summary: what a
+    listing shows of the entry (see `Entry.summary`), so that it need not read it; publishing fills it in. It is a
+    copy and never the truth: nothing is loaded by it.
     """
 
     name: str
@@ -37,6 +42,7 @@ class NameRecord:
     key: str
     spec: Mapping[str, Any]
     defaults: Mapping[str, float | int]
+    summary: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_bytes(self) -> bytes:
         """The record as a file's bytes; UsageError for a name or an architecture that cannot be a file name."""
@@ -50,6 +56,7 @@ class NameRecord:
             "key": self.key,
             "spec": dict(self.spec),
             "defaults": defaults,
+            "summary": dict(self.summary),
         }
         return seal(document, f"name record {self.name}")
 
@@ -70,7 +77,7 @@ class NameRecord:
                 defaults[label] = float(value)
             elif type(value) not in (int, float):
                 raise damaged(path, f"has the default {label} = {value!r}, which is no number")
-        return cls(name, arch, document["key"], document["spec"], defaults)
+        return cls(name, arch, document["key"], document["spec"], defaults, document["summary"])
 
 
 def split(name: str) -> tuple[str, str, str]:
