@@ -39,7 +39,7 @@ the store: such a person can write digests too. Give a store read-only to those 
 from fusekit.store.entries import Entry
 from fusekit.store.gc import CollectReport, Evicted
 from fusekit.store.keys import SCHEMA, canonical_json, key_fields, key_of
-from fusekit.store.listing import Listing, NameListing
+from fusekit.store.listing import Listing, NameListing, Overview, Row
 from fusekit.store.names import NameRecord, matches
 from fusekit.store.store import Store
 from fusekit.store.verify import Problem, VerifyReport
@@ -52,7 +52,9 @@ __all__ = [
     "Listing",
     "NameListing",
     "NameRecord",
+    "Overview",
     "Problem",
+    "Row",
     "Store",
     "VerifyReport",
     "canonical_json",

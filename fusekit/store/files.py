@@ -21,6 +21,9 @@ from pathlib import Path
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import process
 
+AnyPath = Path | str
+"""A listing looks at thousands of files, and to take a `Path` together costs as much as to look at one."""
+
 TEMPORARY_SUFFIX = ".tmp"
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
 DIRECTORY_MODE = 0o777
@@ -48,13 +51,13 @@ _REMEDIES = {
 }
 
 
-def store_error(path: Path, doing: str, error: OSError) -> StoreError:
+def store_error(path: AnyPath, doing: str, error: OSError) -> StoreError:
     """`error`, met while `doing` something with `path`, as a message that says what to do about it."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system, or name another store with --store")
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 
-def read_file(path: Path, *, limit: int, exactly: int | None = None) -> bytes | None:
+def read_file(path: AnyPath, *, limit: int, exactly: int | None = None) -> bytes | None:
     """The bytes of the plain file at `path`, taken once; None when there is none.
 
     `limit` is the largest size accepted, `exactly` the only one, both in bytes. A symbolic link, a FIFO, a directory,
@@ -78,7 +81,7 @@ def revalidate(directory: Path) -> None:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def _read(path: Path, limit: int, exactly: int | None) -> bytes | None:
+def _read(path: AnyPath, limit: int, exactly: int | None) -> bytes | None:
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. O_NOFOLLOW: a link is never a part of a store.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -117,12 +120,12 @@ def _read(path: Path, limit: int, exactly: int | None) -> bytes | None:
         os.close(descriptor)
 
 
-def size_of(path: Path) -> int | None:
+def size_of(path: AnyPath) -> int | None:
     """Size in bytes of the plain file at `path`; None when there is none. IntegrityError for anything but a plain
     file.
     """
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -326,9 +329,9 @@ def _kind(mode: int) -> str:
     return "a socket or a device"
 
 
-def _not_plain(path: Path, kind: str) -> IntegrityError:
+def _not_plain(path: AnyPath, kind: str) -> IntegrityError:
     return IntegrityError(f"{path} is {kind}; a store holds plain files only; remove it and build the kernel again")
 
 
-def _wrong_size(path: Path, size: int, rule: str) -> IntegrityError:
+def _wrong_size(path: AnyPath, size: int, rule: str) -> IntegrityError:
     return IntegrityError(f"{path} has {size} bytes; it {rule}; remove it and build the kernel again")

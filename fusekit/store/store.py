@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from fusekit.store.files import Disk, Publisher, revalidate
 from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
-from fusekit.store.listing import Listing, NameListing
+from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.verify import VerifyReport, verify
@@ -106,6 +106,27 @@ class Store:
                 return entry
         return None
 
+    def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
+        """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
+
+        Nothing is, if the first layer with that name has this very record, and one layer has entry and cubin in the
+        sizes that it states. For builders with thousands of names: neither entry nor cubin is read. None says only
+        that `present` and `publish_name` have to look more closely.
+        """
+        self._mark(record.key)
+        for layer in self.layers:
+            try:
+                brief = layer.brief(record.name, record.arch)
+            except (IntegrityError, StoreError):
+                return None
+            if brief is not None:
+                break
+        else:
+            return None
+        if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
+            return None
+        return brief.summary if any(each.is_settled(record.key, brief.summary) for each in self.layers) else None
+
     def find_name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`."""
         return self._first_good(lambda layer: layer.name(name, arch))
@@ -129,9 +150,9 @@ class Store:
         """As `names`, with what was wrong with the records that were left out."""
         return listing.search(self.layers, pattern, arch)
 
-    def summary(self, record: NameRecord) -> dict[str, Any] | None:
-        """What a listing shows of the entry of `record`, see `Entry.summary`; None when no layer has that entry."""
-        return listing.summary(self.layers, record)
+    def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
+        """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
+        return listing.overview(self.layers, pattern, arch)
 
     def verify(self, full: bool = False) -> VerifyReport:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too."""
@@ -184,13 +205,16 @@ class Store:
                 "entries; publish the entry first",
                 key=record.key,
             )
+        if not record.summary:
+            record = dataclasses.replace(record, summary=entry.summary())
         own = self.layers[0]
         with contextlib.suppress(IntegrityError):  # a damaged record is replaced
-            there = own.name(record.name, record.arch)
-            if there == record and there.summary.get("cubin_sha256") == entry.cubin_sha256:
+            own.name(record.name, record.arch)
+            # One that a lower layer has is not copied.
+            there = self.find_name(record.name, record.arch)
+            if there is not None and there == record and there.summary == record.summary:
                 return
-        data = dataclasses.replace(record, summary=entry.summary()).to_bytes()
-        self._publisher.put(own.name_path(record.name, record.arch), data)
+        self._publisher.put(own.name_path(record.name, record.arch), record.to_bytes())
 
     def ensure(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
         """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
@@ -214,7 +238,7 @@ class Store:
         own = Store(self.root, disk=self._publisher.disk)
         if own.present(record.key) is not None and _quietly(own.layers[0].name, record.name, record.arch) == record:
             return False
-        own.publish_name(record, own.publish(*found))
+        own.publish_name(dataclasses.replace(record, summary={}), own.publish(*found))
         return True
 
     def collect(
