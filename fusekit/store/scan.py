@@ -117,6 +117,8 @@ def scan(layer: Layer, now: int) -> Scan:
         if not keys:
             result.other_bytes += file.bytes
     result.locks = list(_files(layer.root / "locks", 1, result.temporaries))
+    for _ in _files(layer.root, 1, result.temporaries):
+        pass  # only a collection has temporaries there
     return result
 
 

@@ -1,0 +1,34 @@
+"""Options of the whole suite."""
+
+from collections.abc import Callable
+
+import pytest
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long rounds, and measure the figures that docs quote")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether --soak was given."""
+    return bool(request.config.getoption("--soak"))
+
+
+@pytest.fixture(scope="session")
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Notes one line that is printed at the end of the run."""
+    return request.config.stash[FIGURES].append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[FIGURES]:
+        terminalreporter.section("figures")
+        for line in config.stash[FIGURES]:
+            terminalreporter.write_line(line)
