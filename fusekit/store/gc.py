@@ -7,8 +7,9 @@
 - *who removes a thing moves it aside first, then looks whether somebody said so*, and puts it back if so.
 
 Whichever comes first, one of the two sees the other. So what somebody found stays; what he did not find is a miss, to
-be built again. A reader that cannot mark (a read-only mount) may find an entry and then miss its cubin: it looks
-again, and sees the miss.
+be built again. What is put back was out of sight for a moment: who marked it and does not see it looks again. A
+reader that cannot mark (a read-only mount) may find an entry and then miss its cubin: it looks again, and sees the
+miss.
 
 **Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
 no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next

@@ -84,6 +84,10 @@ class Layer:
             for entry in _listing(self.root / "names" / folder, start=start):
                 yield folder, entry
 
+    def has_temporary_name(self, file: str, start: str) -> bool:
+        """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
+        return bool(_listing(self.root / "names" / file, temporary=True, start=f".{start}"))
+
     def is_settled(self, key: str, summary: Mapping[str, Any]) -> bool:
         """Whether entry and cubin lie there in the sizes that `summary` states, the cubin not written after the entry.
 

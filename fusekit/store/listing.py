@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from fusekit.store.layer import Layer
 from fusekit.store.names import Brief, NameRecord
 
 T = TypeVar("T")
+
+_PAUSES = (0.01, 0.05)  # seconds
 
 SUMMARY = frozenset({"cubin_sha256", "bytes", "registers", "spill_bytes", "seconds", "launches", "entry_bytes"})
 """What the summary of a name record must have to be used."""
@@ -107,6 +110,24 @@ def _search(
     file = None if names.is_glob(stem) else stem
     # A folder may hold thousands of names: what cannot be meant is not even taken apart.
     start = "" if names.is_glob(pattern) or not kernel else kernel + ("." if "@" in kernel else "@")
+    for pause in _PAUSES if start else ():
+        found = _pass(layers, pattern, arch, read, problems, file, start)
+        # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
+        if found or problems or not any(layer.has_temporary_name(stem, start) for layer in layers):
+            return found
+        time.sleep(pause)
+    return _pass(layers, pattern, arch, read, problems, file, start)
+
+
+def _pass(
+    layers: Sequence[Layer],
+    pattern: str,
+    arch: str | None,
+    read: Callable[[Layer, str, str], T | None],
+    problems: list[str],
+    file: str | None,
+    start: str,
+) -> list[tuple[T, Layer]]:
     found: dict[tuple[str, str], tuple[T, Layer]] = {}
     for layer in layers:
         try:

@@ -33,16 +33,22 @@ def mark_path(root: Path, key: str) -> Path:
     return root / "used" / key[:2] / key
 
 
-def mark(root: Path, key: str, entry: Path) -> None:
-    """Say that the entry of `key`, at `entry`, is wanted now. Does nothing where there is none or it cannot be said."""
+def mark(root: Path, key: str, entry: Path) -> bool:
+    """Say that the entry of `key`, at `entry`, is wanted now; whether there is a mark now.
+
+    Does nothing where there is no entry or it cannot be said.
+    """
     path = mark_path(root, key)
     with contextlib.suppress(OSError):
         try:
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
-            if entry.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE))
+            if not entry.exists():
+                return False
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE))
+        return True
+    return False
 
 
 class Lease:

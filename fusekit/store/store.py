@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError
-from fusekit.store import listing, marks
+from fusekit.store import listing, marks, names
 from fusekit.store.entries import Entry
 from fusekit.store.files import Disk, Publisher, revalidate
 from fusekit.store.gc import CollectReport, collect
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between the looks of a reader that has an entry and misses its cubin: it was collected meanwhile, or a
-# network file system does not show it yet.
+# Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
+# or to remove it for good, or a network file system does not show it yet.
 _PAUSES = (0.01, 0.05, 0.25)
 
 
@@ -73,38 +73,43 @@ class Store:
     def load(self, key: str, *, mark: bool = True) -> tuple[Entry, bytes] | None:
         """Entry and cubin of `key`, both checked, for use: it is marked as used now (not with `mark` False).
 
-        An entry whose cubin is lost does not hide a lower layer's entry that has its own. Where a cubin is missing,
-        the look is repeated a few times: its entry may have been collected just now, which makes this a miss.
+        An entry whose cubin is lost does not hide a lower layer's entry that has its own. Where a cubin is missing, or
+        an entry that has a mark, the look is repeated a few times: a collection may have it in its hands.
         """
 
         def read(layer: Layer) -> tuple[Entry, bytes] | None:
             entry = layer.entry(key)
             return None if entry is None else (entry, self.read_cubin(entry))
 
-        if mark:
-            self._mark(key)
+        marked = mark and self._mark(key)
         for pause in _PAUSES:
             try:
-                return self._first_good(read)
+                found = self._first_good(read)
+                if found is not None or not marked:
+                    return found
             except _CubinMissingError:
-                time.sleep(pause)
-                for layer in self.layers:
-                    revalidate(layer.entry_path(key).parent)
-                    if (entry := _quietly(layer.entry, key)) is not None:
-                        revalidate(layer.blob_path(entry.cubin_sha256).parent)
+                pass
+            time.sleep(pause)
+            for layer in self.layers:
+                revalidate(layer.entry_path(key).parent)
+                if (entry := _quietly(layer.entry, key)) is not None:
+                    revalidate(layer.blob_path(entry.cubin_sha256).parent)
         return self._first_good(read)
 
     def present(self, key: str) -> Entry | None:
         """The entry of `key`, if some layer has it good and its cubin whole; marks it as used.
 
-        For builders, to whom what is damaged is missing: they replace it. Nothing is waited for.
+        For builders, to whom what is damaged is missing: they replace it.
         """
-        self._mark(key)
-        for layer in self.layers:
-            entry = _quietly(layer.entry, key)
-            if entry is not None and _quietly(self.read_cubin, entry) is not None:
-                return entry
-        return None
+
+        def look() -> Entry | None:
+            for layer in self.layers:
+                entry = _quietly(layer.entry, key)
+                if entry is not None and _quietly(self.read_cubin, entry) is not None:
+                    return entry
+            return None
+
+        return self._patiently(key, look)
 
     def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
         """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
@@ -129,7 +134,18 @@ class Store:
 
     def find_name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`."""
-        return self._first_good(lambda layer: layer.name(name, arch))
+
+        def look() -> NameRecord | None:
+            return self._first_good(lambda layer: layer.name(name, arch))
+
+        file, kernel, variant = names.split(name)
+        for pause in _PAUSES:
+            found = look()
+            start = f"{kernel}@{variant}.{arch}."
+            if found is not None or not any(layer.has_temporary_name(file, start) for layer in self.layers):
+                return found
+            time.sleep(pause)
+        return look()
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
@@ -196,10 +212,14 @@ class Store:
         Its entry must be in a layer already: a name never leads nowhere. Who has just read or published it may pass
         it as `entry`, which saves reading it here.
         """
-        self._mark(record.key)
-        if entry is None or not any(_quietly(layer.size_of_entry, entry.key) for layer in self.layers):
-            entry = self.find_entry(record.key)
-        if entry is None or entry.key != record.key:
+        known = entry if entry is not None and entry.key == record.key else None
+
+        def look() -> Entry | None:
+            there = known is not None and any(_quietly(layer.size_of_entry, record.key) for layer in self.layers)
+            return known if there else self.find_entry(record.key)
+
+        entry = self._patiently(record.key, look)
+        if entry is None:
             raise IntegrityError(
                 f"{record.name} would stand for entry {record.key}, which is in no store layer; names come after "
                 "entries; publish the entry first",
@@ -211,7 +231,7 @@ class Store:
         with contextlib.suppress(IntegrityError):  # a damaged record is replaced
             own.name(record.name, record.arch)
             # One that a lower layer has is not copied.
-            there = self.find_name(record.name, record.arch)
+            there = self._first_good(lambda layer: layer.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
                 return
         self._publisher.put(own.name_path(record.name, record.arch), record.to_bytes())
@@ -290,10 +310,22 @@ class Store:
             raise problem
         return None
 
-    def _mark(self, key: str) -> None:
-        marks.mark(self.root, key, self.layers[0].entry_path(key))
+    def _mark(self, key: str) -> bool:
         for lease in self._leases:
             lease.renew()
+        return marks.mark(self.root, key, self.layers[0].entry_path(key))
+
+    def _patiently(self, key: str, look: Callable[[], T | None]) -> T | None:
+        """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
+        collection has it aside at this moment, and will see the mark: it is looked again.
+        """
+        marked = self._mark(key)
+        for pause in _PAUSES:
+            found = look()
+            if found is not None or not marked or self.layers[0].entry_path(key).exists():
+                return found
+            time.sleep(pause)
+        return look()
 
     def _winner(self, key: str) -> Entry | None:
         # An entry in the writable store that is good together with its cubin, made durable: whoever wrote it may have

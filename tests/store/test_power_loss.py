@@ -1,5 +1,6 @@
 """The power goes at every moment of a publication and of a collection; what is left is whole, what was done stays."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -54,7 +55,7 @@ def test_publishing(tmp_path, soak):
                 done.add(f"f/k@{seed}")
         except KeyboardInterrupt:
             pass
-        for left in states(disk, tmp_path / "left", 100 if soak else 4):
+        for left in states(disk, tmp_path / "left", 100 if soak else 2):
             assert done <= published(left)
             # The next build carries on.
             for seed in (0, 1):
@@ -117,10 +118,8 @@ def test_collecting(tmp_path, soak):
             (root / "used").joinpath(build_entry(seed)[0].key[:2], build_entry(seed)[0].key).unlink()
         disk.stop = disk.moments + stop
         done = False
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             done = store.collect(max_age=50).removed == 3
-        except KeyboardInterrupt:
-            pass
         for left in states(disk, tmp_path / "left", 50 if soak else 3):
             assert "f/k@3" in published(left)
         shutil.rmtree(root)
