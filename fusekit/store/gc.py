@@ -32,7 +32,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 from fusekit.store import locks, marks, process
@@ -46,6 +45,7 @@ STALE_SECONDS = 3600
 # Two changes within one tick of the file system's clock have one stamp: what is as young as this is not touched.
 _TICK = 50_000_000
 _SECOND = 10**9
+_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,9 @@ class _Collection:
         """Evict `victims`; blobs that no entry needs any more are added to `unneeded`. Returns the keys that stay."""
         stay: set[str] = set()
         if not self.report.dry_run:
-            # Folder by folder, so that each is synced once.
-            for _, group in groupby(
-                sorted(victims, key=lambda victim: victim[0].key), lambda victim: victim[0].key[:2]
-            ):
-                stay |= self.remover.entries([item for item, _ in group])
+            by_name = sorted((item for item, _ in victims), key=lambda item: [name.path for name in item.names])
+            for start in range(0, len(by_name), _BATCH):
+                stay |= self.remover.entries(by_name[start : start + _BATCH])
         for item, reason in victims:
             if item.key in stay:
                 continue

@@ -1,7 +1,7 @@
 """Taking things out of a store while others use it: move aside, look again, remove or put back.
 
-See fusekit.store.gc for the rule that this is one half of. Every step before the next one is synced: after a power
-loss too, no name leads nowhere and no entry lacks its cubin.
+See fusekit.store.gc for the rule that this is one half of. Names are synced before entries go, entries before cubins
+go: after a power loss too, no name leads nowhere and no entry lacks its cubin.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ class Remover:
 
     def __init__(self, layer: Layer, publisher: Publisher, scan: Scan) -> None:
         self.layer, self.publisher, self.scan = layer, publisher, scan
+        self._folders: set[Path] = set()  # of entries that were removed and are not synced yet
 
     def entries(self, items: Sequence[Item]) -> set[str]:
-        """Remove names, entries and marks of `items`; returns the keys of those that stay, with all they had."""
+        """Remove names, entries and marks of `items`; returns the keys of those that stay, with all they had.
+
+        All names are out of sight until all entries were looked at: give it some hundred at a time, neighbours by
+        name, since each folder of names is synced once.
+        """
         marks: dict[str, Path | None] = {}
         moved: dict[str, Moved] = {}
         for item in items:
@@ -49,11 +54,17 @@ class Remover:
             for left in (*files.values(), marks[key]):
                 if left is not None:
                     self.remove(left)
-        self._sync({item.file.path.parent for item in items})
+        self._folders |= {item.file.path.parent for item in items}
         return stay
+
+    def settle(self) -> None:
+        """Make sure that entries are gone for good: only then may their cubins go."""
+        self._sync(self._folders)
+        self._folders.clear()
 
     def blobs(self, digests: Iterable[str]) -> set[str]:
         """Remove blobs that no entry mentioned; returns those that one mentions by now, which are put back."""
+        self.settle()
         paths = {digest: self.scan.blobs[digest].path for digest in digests}
         moved = self._all_aside(paths.values())
         if not moved:
