@@ -69,7 +69,7 @@ def _explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> dict[
     key = key_of(fields)
     say = partial(_document, spec, key)
     try:
-        if store.load(key) is not None:
+        if store.load(key, mark=False) is not None:
             return say("hit", f"the store has entry {key}")
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)

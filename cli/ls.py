@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fusekit.errors import IntegrityError, StoreError
-from fusekit.store import NameListing
+from fusekit.store import Row
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
@@ -17,35 +16,25 @@ from fusekit_cli.options import Session, common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
     """List the kernels in the store, of every layer, or those that GLOB names."""
     store = session.open_store()
-    found: dict[tuple[str, str], NameListing] = {}
+    found: dict[tuple[str, str], Row] = {}
     problems: list[str] = []
     for pattern in patterns or ("*",):
-        listing = store.listing(pattern, arch)
-        found.update({(listed.record.name, listed.record.arch): listed for listed in listing.names})
-        problems += listing.problems
-    rows = []
-    for _, listed in sorted(found.items()):
-        record = listed.record
-        try:
-            entry = store.find_entry(record.key)
-        except (IntegrityError, StoreError) as error:
-            problems.append(str(error))
-            continue
-        if entry is None:
-            problems.append(f"{record.name} for {record.arch} stands for entry {record.key}, which no layer holds")
-            continue
-        rows.append(
-            {
-                "name": record.name,
-                "arch": record.arch,
-                "key": record.key,
-                "cubin_sha256": entry.cubin_sha256,
-                "bytes": entry.cubin_bytes,
-                "registers": entry.resources.get("registers"),
-                "spill_bytes": entry.resources.get("spill_bytes"),
-                "layer": str(listed.layer),
-            }
-        )
+        overview = store.overview(pattern, arch)
+        found.update({(row.name, row.arch): row for row in overview.rows})
+        problems += overview.problems
+    rows = [
+        {
+            "name": row.name,
+            "arch": row.arch,
+            "key": row.key,
+            "cubin_sha256": row.cubin_sha256,
+            "bytes": row.bytes,
+            "registers": row.registers,
+            "spill_bytes": row.spill_bytes,
+            "layer": str(row.layer),
+        }
+        for _, row in sorted(found.items())
+    ]
 
     def text() -> None:
         layers = len({row["layer"] for row in rows}) > 1

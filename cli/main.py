@@ -26,6 +26,8 @@ VERBS = {
     "explain": "Say why a kernel would be built, or would not.",
     "verify": "Check the store against its digests.",
     "export-c": "Write stored kernels as C source.",
+    "gc": "Evict what was used least recently.",
+    "copy": "Copy from read-only layers into the writable store.",
     "run": "Launch a kernel from the store on made-up tensors.",
     "doctor": "Say what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",

@@ -40,15 +40,15 @@ def table(
     cut, sorted and searched.
     """
     cells = [[str(cell) for cell in row] for row in rows]
+    lines: list[str] = []
     widths = [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
     if sys.stdout.isatty() and _drawn(session, headings, cells, widths, right):
         return
+    pad = [str.rjust if heading in right else str.ljust for heading in headings]
     for row in [headings, *cells]:
-        padded = [
-            cell.rjust(width) if heading in right else cell.ljust(width)
-            for cell, width, heading in zip(row, widths, headings, strict=True)
-        ]
-        click.echo("  ".join(padded).rstrip())
+        padded = [by(cell, width) for by, cell, width in zip(pad, row, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    click.echo("\n".join(lines))
 
 
 def tree(document: Mapping[str, Any], indent: str = "") -> None:

@@ -9,7 +9,7 @@ from fusekit.compiler.families import family
 from fusekit.compiler.sources import closure
 from fusekit.compiler.toolchain import distributions
 from fusekit.compiler.trace import compile_options
-from fusekit.store import key_fields
+from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
     from fusekit.spec import KernelSpec
@@ -21,19 +21,21 @@ class Identity:
 
     toolchain: dict[str, str] = field(default_factory=distributions)
     _sources: dict[str, dict[str, str]] = field(default_factory=dict)
+    _common: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
     def key_fields(self, spec: KernelSpec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
         module = family(spec)
         if module not in self._sources:
             self._sources[module] = closure(module)
-        return key_fields(
-            device_spec=spec.device_spec(),
-            arch=spec.arch,
-            toolchain=self.toolchain,
-            options=compile_options(spec.arch),
-            sources=self._sources[module],
-        )
+        if (module, spec.arch) not in self._common:
+            self._common[module, spec.arch] = common_fields(
+                arch=spec.arch,
+                toolchain=self.toolchain,
+                options=compile_options(spec.arch),
+                sources=self._sources[module],
+            )
+        return with_spec(self._common[module, spec.arch], spec.device_spec())
 
 
 def key_fields_for(spec: KernelSpec) -> dict[str, str]:

@@ -37,18 +37,24 @@ the store: such a person can write digests too. Give a store read-only to those 
 """
 
 from fusekit.store.entries import Entry
+from fusekit.store.gc import CollectReport, Evicted
 from fusekit.store.keys import SCHEMA, canonical_json, key_fields, key_of
+from fusekit.store.listing import Listing, NameListing, Overview, Row
 from fusekit.store.names import NameRecord, matches
-from fusekit.store.store import Listing, NameListing, Store
+from fusekit.store.store import Store
 from fusekit.store.verify import Problem, VerifyReport
 
 __all__ = [
     "SCHEMA",
+    "CollectReport",
     "Entry",
+    "Evicted",
     "Listing",
     "NameListing",
     "NameRecord",
+    "Overview",
     "Problem",
+    "Row",
     "Store",
     "VerifyReport",
     "canonical_json",

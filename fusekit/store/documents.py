@@ -7,10 +7,10 @@ a changed byte anywhere, white space included, is seen, and two equal documents 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from fusekit.errors import IntegrityError
+from fusekit.store.files import AnyPath
 from fusekit.store.keys import canonical_json, is_digest, sha256
 
 LIMIT = 16 << 20
@@ -25,7 +25,7 @@ def seal(document: dict[str, Any], what: str) -> bytes:
     return (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
 
 
-def unseal(data: bytes, path: Path) -> dict[str, Any]:
+def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
     """The document in `data`, read from `path`, without its digest. Raises `IntegrityError` for anything but sealed
     bytes.
     """
@@ -45,7 +45,7 @@ def unseal(data: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
-def members(document: dict[str, Any], types: dict[str, type], path: Path) -> None:
+def members(document: dict[str, Any], types: dict[str, type], path: AnyPath) -> None:
     """Raises `IntegrityError` unless `document` has exactly the members of `types`, each of its type."""
     if set(document) != set(types):
         odd = ", ".join(sorted(set(document) ^ set(types)))
@@ -55,5 +55,5 @@ def members(document: dict[str, Any], types: dict[str, type], path: Path) -> Non
             raise damaged(path, f"has {name} of type {type(document[name]).__name__}, where {kind.__name__} must stand")
 
 
-def damaged(path: Path, what: str) -> IntegrityError:
+def damaged(path: AnyPath, what: str) -> IntegrityError:
     return IntegrityError(f"{path} {what}; a store loads only what its digests vouch for; remove it and build it again")

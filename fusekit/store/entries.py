@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fusekit.errors import IntegrityError
 from fusekit.store.documents import damaged, members, seal, unseal
+from fusekit.store.files import AnyPath
 from fusekit.store.keys import SCHEMA, is_digest, key_of
 
 CUBIN_LIMIT = 1 << 30
@@ -56,6 +56,20 @@ class Entry:
         """The architecture the cubin is for, such as `sm_90a`."""
         return self.fields["arch"]
 
+    def summary(self) -> dict[str, Any]:
+        """What a listing says of it: cubin_sha256, bytes (of the cubin), registers, spill_bytes, seconds and launches
+        (proved; the last four None where it does not say), and entry_bytes, the size of the entry's own file.
+        """
+        return {
+            "cubin_sha256": self.cubin_sha256,
+            "bytes": self.cubin_bytes,
+            "registers": self.resources.get("registers"),
+            "spill_bytes": self.resources.get("spill_bytes"),
+            "seconds": self.seconds,
+            "launches": self.proof.get("launches"),
+            "entry_bytes": len(self.to_bytes()),
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the digest, as JSON types."""
         return {
@@ -77,7 +91,7 @@ class Entry:
         return seal(document, f"entry {self.key}")
 
     @classmethod
-    def from_bytes(cls, data: bytes, path: Path, key: str) -> Entry:
+    def from_bytes(cls, data: bytes, path: AnyPath, key: str) -> Entry:
         """The entry in `data`, read from `path`, where the one of `key` belongs. Raises `IntegrityError` for any
         other.
         """
@@ -97,8 +111,7 @@ class Entry:
         )
 
 
-def _check(document: dict[str, Any], key: str, where: Path | str) -> None:
-    path = Path(where)
+def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
     try:
         if document["schema"] != SCHEMA:
             raise damaged(path, f"has schema {document['schema']}, where this fusekit reads {SCHEMA}")

@@ -5,11 +5,13 @@ gives it its final name in one step and syncs the directory. After that the file
 nobody sees it. Nothing here relies on locks, and nothing is read back to learn whether a step worked: a network file
 system may show an old answer for a while.
 
-`Disk` holds the few system calls that change a disk, so that a test can record their order or make one of them fail.
+`Disk` holds the few system calls that change a disk, so that a test can record their order, make one of them fail, or
+lose what was not synced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -17,10 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fusekit.errors import IntegrityError, StoreError
+from fusekit.store import process
+
+AnyPath = Path | str
+"""A listing looks at thousands of files, and to take a `Path` together costs as much as to look at one."""
 
 TEMPORARY_SUFFIX = ".tmp"
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
 DIRECTORY_MODE = 0o777
+
+# How often a file is opened again after a network file system said that its handle is stale: another host replaced it.
+_STALE_RETRIES = 4
+# How often a file is written again whose temporary somebody cleared away.
+_WRITE_RETRIES = 3
 
 # A sync of a directory is meaningless on some file systems, which say so with one of these.
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
@@ -40,19 +51,37 @@ _REMEDIES = {
 }
 
 
-def store_error(path: Path, doing: str, error: OSError) -> StoreError:
+def store_error(path: AnyPath, doing: str, error: OSError) -> StoreError:
     """`error`, met while `doing` something with `path`, as a message that says what to do about it."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system, or name another store with --store")
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 
-def read_file(path: Path, *, limit: int, exactly: int | None = None) -> bytes | None:
+def read_file(path: AnyPath, *, limit: int, exactly: int | None = None) -> bytes | None:
     """The bytes of the plain file at `path`, taken once; None when there is none.
 
     `limit` is the largest size accepted, `exactly` the only one, both in bytes. A symbolic link, a FIFO, a directory,
     a device or a file of another size raises `IntegrityError` before anything is read; `StoreError` is for a failing
-    disk.
+    disk. A stale handle (ESTALE: another host replaced the file between our look-up and our read) is not a failing
+    disk until it comes again and again.
     """
+    for _ in range(_STALE_RETRIES):
+        try:
+            return _read(path, limit, exactly)
+        except StoreError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno == errno.ESTALE):
+                raise
+    return _read(path, limit, exactly)
+
+
+def revalidate(directory: Path) -> None:
+    """Have a network file system look at `directory` again: opening one drops what was remembered as absent in it."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _read(path: AnyPath, limit: int, exactly: int | None) -> bytes | None:
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. O_NOFOLLOW: a link is never a part of a store.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,12 +120,12 @@ def read_file(path: Path, *, limit: int, exactly: int | None = None) -> bytes | 
         os.close(descriptor)
 
 
-def size_of(path: Path) -> int | None:
+def size_of(path: AnyPath) -> int | None:
     """Size in bytes of the plain file at `path`; None when there is none. IntegrityError for anything but a plain
     file.
     """
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -170,8 +199,9 @@ class Publisher:
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root
-        self._disk = disk or Disk()
+        self.disk = disk or Disk()
         self._durable: set[Path] = set()
+        self._host = ""
 
     def claim(self, path: Path, data: bytes) -> bool:
         """Publish `data` as the new file `path`; False, with nothing changed, when the name is taken.
@@ -185,12 +215,15 @@ class Publisher:
         """Publish `data` as `path`, over whatever file has that name: a repair, or a record that may change."""
         self._publish(path, data, self._rename)
 
-    def settle(self, path: Path) -> None:
-        """Make a file durable that another process published and may not have synced yet."""
+    def settle(self, path: Path) -> bool:
+        """Make a file durable that another process published and may not have synced yet; False if it is gone."""
         try:
-            self._disk.sync(path)
+            self.disk.sync(path)
             self._directory(path.parent)
-            self._disk.sync(path.parent)
+            self.disk.sync(path.parent)
+            return True
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise store_error(path, "sync", error) from error
 
@@ -202,29 +235,49 @@ class Publisher:
             raise store_error(path, "make the directory", error) from error
 
     def _publish(self, path: Path, data: bytes, name_it: Callable[[Path, Path], bool]) -> bool:
-        temporary = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}{TEMPORARY_SUFFIX}"
-        try:
-            self._directory(path.parent)
+        for attempt in range(_WRITE_RETRIES):
+            temporary = self.temporary(path)
             try:
+                self._directory(path.parent)
                 try:
-                    self._disk.write(temporary, data)
-                except FileNotFoundError:
-                    # The directory went away after this process made it (a store that was cleared): make it once more.
-                    self._durable.clear()
-                    self._directory(path.parent)
-                    self._disk.write(temporary, data)
-                named = name_it(temporary, path)
-            finally:
-                self._disk.remove(temporary)
-            if named:
-                self._disk.sync(path.parent)
+                    self.disk.write(temporary, data)
+                    named = name_it(temporary, path)
+                finally:
+                    self.disk.remove(temporary)
+                if named:
+                    self.disk.sync(path.parent)
+                return named
+            except FileNotFoundError as error:
+                # The directory went away after this process made it (a store that was cleared), or somebody cleared
+                # the temporary away: once more, from the top.
+                if attempt + 1 == _WRITE_RETRIES:
+                    raise store_error(path, "write", error) from error
+                self._durable.clear()
+            except OSError as error:
+                raise store_error(path, "write", error) from error
+        raise AssertionError("every attempt returns or raises")
+
+    def temporary(self, path: Path) -> Path:
+        """A new name beside `path` that says whose it is: no reader looks at it, and whoever cleans up can tell."""
+        self._host = self._host or process.host()
+        # A file name has 255 bytes at most, and a kernel's may come near that.
+        return path.parent / f".{path.name[:160]}.{process.owner(self._host)}-{os.urandom(6).hex()}{TEMPORARY_SUFFIX}"
+
+    def give(self, temporary: Path, path: Path) -> bool:
+        """Give what lies at `temporary` the name `path`, unless that is taken; either way `temporary` is gone."""
+        try:
+            named = self._link_or_rename(temporary, path)
+            self.disk.remove(temporary)
+            self.disk.sync(path.parent)
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise store_error(path, "write", error) from error
         return named
 
     def _link_or_rename(self, temporary: Path, path: Path) -> bool:
         try:
-            self._disk.link(temporary, path)
+            self.disk.link(temporary, path)
         except FileExistsError:
             return False
         except OSError as error:
@@ -235,7 +288,7 @@ class Publisher:
 
     def _rename(self, temporary: Path, path: Path) -> bool:
         try:
-            self._disk.replace(temporary, path)
+            self.disk.replace(temporary, path)
         except IsADirectoryError as error:
             raise IntegrityError(
                 f"{path} is a directory; a store keeps a file there; remove it and try again"
@@ -251,8 +304,8 @@ class Publisher:
             self._make_root()
         else:
             self._directory(path.parent)
-            self._disk.make_directory(path)
-            self._disk.sync(path.parent)
+            self.disk.make_directory(path)
+            self.disk.sync(path.parent)
         self._durable.add(path)
 
     def _make_root(self) -> None:
@@ -262,8 +315,8 @@ class Publisher:
             missing.append(level)
             level = level.parent
         for level in reversed(missing):
-            self._disk.make_directory(level)
-            self._disk.sync(level.parent)
+            self.disk.make_directory(level)
+            self.disk.sync(level.parent)
 
 
 def _kind(mode: int) -> str:
@@ -276,9 +329,9 @@ def _kind(mode: int) -> str:
     return "a socket or a device"
 
 
-def _not_plain(path: Path, kind: str) -> IntegrityError:
+def _not_plain(path: AnyPath, kind: str) -> IntegrityError:
     return IntegrityError(f"{path} is {kind}; a store holds plain files only; remove it and build the kernel again")
 
 
-def _wrong_size(path: Path, size: int, rule: str) -> IntegrityError:
+def _wrong_size(path: AnyPath, size: int, rule: str) -> IntegrityError:
     return IntegrityError(f"{path} has {size} bytes; it {rule}; remove it and build the kernel again")

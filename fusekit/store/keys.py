@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from fusekit.errors import FusekitError
 
 SCHEMA = 1
-"""Version of the key fields, of the entry and of the name record. A change of meaning of any of them raises it."""
+"""Version of the key fields and of the entry. A change of meaning of either raises it."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 _DOMAIN = b"fusekit-store-key\0"
 
 
@@ -45,7 +46,7 @@ def canonical_json(value: object, what: str = "value") -> str:
     and guessing one (`repr`, pickle) would let two different kernels share a key.
     """
     _require_json(value, what)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def key_fields(
@@ -63,8 +64,14 @@ def key_fields(
     `options`: the compiler's option string. `sources`: path relative to the package -> SHA-256 of the file; not
     empty; `source.<path>`. Raises `FusekitError` for a value that cannot be identified.
     """
-    if not device_spec:
-        raise FusekitError("the device spec is empty; a key needs it; pass KernelSpec.device_spec()")
+    common = common_fields(arch=arch, toolchain=toolchain, options=options, sources=sources)
+    return with_spec(common, device_spec)
+
+
+def common_fields(
+    *, arch: str, toolchain: Mapping[str, str], options: str, sources: Mapping[str, str]
+) -> dict[str, str]:
+    """The fields that all kernels of one family and architecture share; arguments as for `key_fields`."""
     if not toolchain:
         raise FusekitError(
             "no toolchain distribution was given; a key names each with its version; install fusekit[build]"
@@ -72,8 +79,6 @@ def key_fields(
     if not sources:
         raise FusekitError("no source file was given; a key holds the digest of each one of the kernel; pass them")
     fields = {"schema": str(SCHEMA), "arch": arch, "options": options}
-    for name, value in device_spec.items():
-        fields[f"spec.{name}"] = canonical_json(value, f"device spec field {name!r}")
     for name, version in toolchain.items():
         if not version:
             raise FusekitError(f"toolchain distribution {name!r} has no version; a key needs one; reinstall it")
@@ -84,6 +89,16 @@ def key_fields(
         if not is_digest(digest):
             raise FusekitError(f"source {path!r} has digest {digest!r}; it must be a SHA-256 in lower-case hexadecimal")
         fields[f"source.{path}"] = digest
+    return fields
+
+
+def with_spec(common: Mapping[str, str], device_spec: Mapping[str, object]) -> dict[str, str]:
+    """All fields of one kernel: the `common_fields` of its family and its own."""
+    if not device_spec:
+        raise FusekitError("the device spec is empty; a key needs it; pass KernelSpec.device_spec()")
+    fields = dict(common)
+    for name, value in device_spec.items():
+        fields[f"spec.{name}"] = canonical_json(value, f"device spec field {name!r}")
     return dict(sorted(fields.items()))
 
 

@@ -3,27 +3,31 @@
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
     <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
-    <root>/locks/<key>.lock                              an empty file that builders lock; never needed for being
-    right
+    <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
+    <root>/leases/<host>-<process>-<random>              a build that is running
+    <root>/locks/<key>.lock                              an empty file that builders lock
 
-Temporary files are `.<name>.<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
+The first three are the store; the others only save work and may be removed at any time. Temporary files are
+`.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
 did not ask for, so what a killed writer left cannot be taken for a part of the store.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusekit.errors import IntegrityError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import CUBIN_LIMIT, Entry
-from fusekit.store.files import TEMPORARY_SUFFIX, read_file, store_error
+from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
 from fusekit.store.keys import is_digest, sha256
-from fusekit.store.names import NameRecord
+from fusekit.store.names import Brief, NameRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,10 @@ class Layer:
     root: Path
 
     def entry_path(self, key: str) -> Path:
-        return self.root / "entries" / key[:2] / f"{key}.json"
+        return Path(self._entry(key))
 
     def blob_path(self, digest: str) -> Path:
-        return self.root / "blobs" / "sha256" / digest[:2] / digest
+        return Path(self._blob(digest))
 
     def name_path(self, name: str, arch: str) -> Path:
         return self.root / names.record_path(name, arch)
@@ -48,13 +52,13 @@ class Layer:
         """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
         if not is_digest(key):
             raise IntegrityError(f"{key!r} is no key; a key is 64 lower-case hexadecimal digits")
-        path = self.entry_path(key)
+        path = self._entry(key)
         data = read_file(path, limit=LIMIT)
         return None if data is None else Entry.from_bytes(data, path, key)
 
     def blob(self, digest: str, size: int | None = None) -> bytes | None:
         """The blob of `digest`, hashed, and of `size` bytes if that is known; None when there is none."""
-        path = self.blob_path(digest)
+        path = self._blob(digest)
         data = read_file(path, limit=CUBIN_LIMIT, exactly=size)
         if data is not None and (found := sha256(data)) != digest:
             raise damaged(path, f"has the digest {found}, not that of its name")
@@ -62,17 +66,52 @@ class Layer:
 
     def name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`, checked; None when there is none."""
-        path = self.name_path(name, arch)
+        path = f"{self.root}/{names.record_path(name, arch)}"
         data = read_file(path, limit=LIMIT)
         return None if data is None else NameRecord.from_bytes(data, path, name, arch)
 
-    def name_files(self, file: str | None = None) -> Iterator[tuple[str, str]]:
-        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given. Reads no
-        record.
+    def brief(self, name: str, arch: str) -> Brief | None:
+        """As `name`, for a listing. `name` and `arch` are known to be well-formed."""
+        path = f"{self.root}/names/{name}.{arch}.json"
+        data = read_file(path, limit=LIMIT)
+        return None if data is None else Brief.from_bytes(data, path, name, arch)
+
+    def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
+        """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only
+        what begins with `start`. Reads no record.
         """
         for folder in [file] if file is not None else _listing(self.root / "names"):
-            for entry in _listing(self.root / "names" / folder):
+            for entry in _listing(self.root / "names" / folder, start=start):
                 yield folder, entry
+
+    def has_temporary_name(self, file: str, start: str) -> bool:
+        """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
+        return bool(_listing(self.root / "names" / file, temporary=True, start=f".{start}"))
+
+    def is_settled(self, key: str, summary: Mapping[str, Any]) -> bool:
+        """Whether entry and cubin lie there in the sizes that `summary` states, the cubin not written after the entry.
+
+        Reads neither. A published cubin is older than its entry, so one that is younger was tampered with, or is of a
+        repair: it has to be read. A stamp can only ever cause a closer look, never spare the one at a wrong size.
+        """
+        try:
+            entry, cubin = os.lstat(self._entry(key)), os.lstat(self._blob(summary["cubin_sha256"]))
+        except OSError:
+            return False
+        return (
+            stat.S_ISREG(entry.st_mode)
+            and stat.S_ISREG(cubin.st_mode)
+            and (entry.st_size, cubin.st_size) == (summary["entry_bytes"], summary["bytes"])
+            and cubin.st_mtime_ns <= entry.st_mtime_ns
+        )
+
+    def size_of_entry(self, key: str) -> int | None:
+        """Size in bytes of the file of `key`'s entry; None when there is none. Reads nothing."""
+        return size_of(self._entry(key))
+
+    def has_cubin(self, entry: Entry) -> bool:
+        """Whether the cubin of `entry` is there with its size. Reads nothing."""
+        return size_of(self._blob(entry.cubin_sha256)) == entry.cubin_bytes
 
     def entry_files(self) -> Iterator[Path]:
         """Paths of what lies under `entries`, sorted, temporaries left out."""
@@ -89,6 +128,12 @@ class Layer:
                 directory = self.root / top / folder
                 yield from (directory / name for name in _listing(directory, temporary=True))
 
+    def _entry(self, key: str) -> str:
+        return f"{self.root}/entries/{key[:2]}/{key}.json"
+
+    def _blob(self, digest: str) -> str:
+        return f"{self.root}/blobs/sha256/{digest[:2]}/{digest}"
+
 
 def _two_deep(top: Path) -> Iterator[Path]:
     for folder in _listing(top):
@@ -96,11 +141,11 @@ def _two_deep(top: Path) -> Iterator[Path]:
             yield top / folder / name
 
 
-def _listing(directory: Path, temporary: bool = False) -> list[str]:
+def _listing(directory: Path, temporary: bool = False, start: str = "") -> list[str]:
     try:
         found = os.listdir(directory)  # noqa: PTH208 - names only; thousands of Path objects would cost more than the reads
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise store_error(directory, "list", error) from error
-    return sorted(name for name in found if name.endswith(TEMPORARY_SUFFIX) == temporary)
+    return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)

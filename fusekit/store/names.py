@@ -6,22 +6,33 @@ with the whole spec and the defaults of its run-time arguments: many names may s
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store.documents import damaged, members, seal, unseal
-from fusekit.store.keys import SCHEMA, is_digest
+from fusekit.store.files import AnyPath
+from fusekit.store.keys import canonical_json, is_digest, sha256
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _FULL_NAME = re.compile(rf"({_PART})/({_PART})@({_PART})")
 _ARCH = re.compile(r"[a-z0-9_]{1,32}")
-_MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict}
+_MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
+
+SCHEMA = 2
+"""Version of the name record. 2: with a summary of its entry."""
+
+# A record as it is written, as far as a listing needs it: canonical JSON has one order of members.
+_BRIEF = re.compile(
+    rb'\{"arch":"([a-z0-9_]+)","defaults":(\{[^{}]*\}),("digest":"([0-9a-f]{64})",)"key":"([0-9a-f]{64})",'
+    rb'"name":"([^"\\]+)","schema":%d,"spec":(\{.*\}),"summary":(\{[^{}]*\})\}\n' % SCHEMA,
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,9 @@ class NameRecord:
     """What one full name stands for on one architecture.
 
     name: full name. arch: such as `sm_90a`. key: the entry's. spec: the canonical spec. defaults: run-time scalars
-    and launch options by name; a float may be infinite, which is the string "inf" on the disk.
+    and launch options by name; a float may be infinite, which is the string "inf" on the disk. summary: what a
+    listing shows of the entry (see `Entry.summary`), so that it need not read it; publishing fills it in. It is a
+    copy and never the truth: nothing is loaded by it.
     """
 
     name: str
@@ -37,24 +50,25 @@ class NameRecord:
     key: str
     spec: Mapping[str, Any]
     defaults: Mapping[str, float | int]
+    summary: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_bytes(self) -> bytes:
         """The record as a file's bytes; UsageError for a name or an architecture that cannot be a file name."""
         split(self.name)
         check_arch(self.arch)
-        defaults = {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in self.defaults.items()}
         document = {
             "schema": SCHEMA,
             "name": self.name,
             "arch": self.arch,
             "key": self.key,
             "spec": dict(self.spec),
-            "defaults": defaults,
+            "defaults": _finite(self.defaults),
+            "summary": dict(self.summary),
         }
         return seal(document, f"name record {self.name}")
 
     @classmethod
-    def from_bytes(cls, data: bytes, path: Path, name: str, arch: str) -> NameRecord:
+    def from_bytes(cls, data: bytes, path: AnyPath, name: str, arch: str) -> NameRecord:
         """The record in `data`, read from `path`, where the one of `name` for `arch` belongs; else IntegrityError."""
         document = unseal(data, path)
         members(document, _MEMBERS, path)
@@ -70,7 +84,50 @@ class NameRecord:
                 defaults[label] = float(value)
             elif type(value) not in (int, float):
                 raise damaged(path, f"has the default {label} = {value!r}, which is no number")
-        return cls(name, arch, document["key"], document["spec"], defaults)
+        return cls(name, arch, document["key"], document["spec"], defaults, document["summary"])
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """A name record that was not taken apart, which takes most of the time of reading one. See `NameRecord`.
+
+    spec, defaults: canonical JSON.
+    """
+
+    name: str
+    arch: str
+    key: str
+    spec: bytes
+    defaults: bytes
+    summary: Mapping[str, Any]
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: AnyPath, name: str, arch: str) -> Brief:
+        """As `NameRecord.from_bytes`: digest, name and architecture are checked in the same way."""
+        match = _BRIEF.fullmatch(data)
+        if match is not None and (match[6].decode(), match[1].decode()) == (name, arch):
+            sealed = data[: match.start(3)] + data[match.end(3) : -1]
+            if sha256(sealed) == match[4].decode():
+                return cls(name, arch, match[5].decode(), match[7], match[2], json.loads(match[8]))
+        return cls.of(NameRecord.from_bytes(data, path, name, arch))
+
+    @classmethod
+    def of(cls, record: NameRecord) -> Brief:
+        """What reading `record` would give."""
+        spec = canonical_json(record.spec, "spec").encode()
+        defaults = canonical_json(_finite(record.defaults), "defaults").encode()
+        return cls(record.name, record.arch, record.key, spec, defaults, record.summary)
+
+    def says(self, record: NameRecord) -> bool:
+        """Whether `record` is this one, whatever either says of its entry."""
+        other = Brief.of(record)
+        return (self.name, self.arch, self.key) == (other.name, other.arch, other.key) and (
+            (self.spec, self.defaults) == (other.spec, other.defaults)
+        )
+
+
+def _finite(defaults: Mapping[str, float | int]) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in defaults.items()}
 
 
 def split(name: str) -> tuple[str, str, str]:
@@ -112,6 +169,8 @@ def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` means the full name `name`: itself, its kernel (`file/kernel`), its file, or a glob over one
     of them.
     """
+    if pattern == "*":
+        return True
     kernel = name.partition("@")[0]
     forms = (name, kernel, kernel.partition("/")[0])
     if is_glob(pattern):
@@ -119,10 +178,10 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in forms
 
 
-def record_path(name: str, arch: str) -> Path:
+def record_path(name: str, arch: str) -> str:
     """Where the record of `name` for `arch` lies, relative to a store's root."""
-    file, kernel, variant = split(name)
-    return Path("names", file, f"{kernel}@{variant}.{check_arch(arch)}.json")
+    split(name)
+    return f"names/{name}.{check_arch(arch)}.json"
 
 
 def of_path(file: str, filename: str) -> tuple[str, str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError
-from fusekit.store import names
+from fusekit.store import listing, marks, names
 from fusekit.store.entries import Entry
-from fusekit.store.files import Disk, Publisher, store_error
+from fusekit.store.files import Disk, Publisher, revalidate
+from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
+from fusekit.store.listing import Listing, NameListing, Overview
+from fusekit.store.locks import acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.verify import VerifyReport, verify
 
@@ -22,21 +26,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class NameListing:
-    """A name record and the root of the layer it was found in."""
-
-    record: NameRecord
-    layer: Path
+# Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
+# or to remove it for good, or a network file system does not show it yet.
+_PAUSES = (0.01, 0.05, 0.25)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What a search over names found: good records, one for a name and architecture, and what was wrong with others."""
-
-    names: tuple[NameListing, ...]
-    problems: tuple[str, ...]
+class _CubinMissingError(IntegrityError):
+    """An entry is there and its cubin is in no layer."""
 
 
 class Store:
@@ -50,6 +46,7 @@ class Store:
         self.root = root
         self.layers = (Layer(root), *(Layer(path) for path in layers if path != root))
         self._publisher = Publisher(root, disk)
+        self._leases: list[marks.Lease] = []
 
     @classmethod
     def open(cls, config: Config) -> Store:
@@ -66,37 +63,98 @@ class Store:
         """The cubin of `entry`, from whichever layer has it whole; IntegrityError when none does."""
         cubin = self._first_good(lambda layer: layer.blob(entry.cubin_sha256, entry.cubin_bytes))
         if cubin is None:
-            raise IntegrityError(
+            raise _CubinMissingError(
                 f"the cubin {entry.cubin_sha256} of entry {entry.key} is in no store layer; an entry is published "
-                "after its "
-                "cubin; build it again",
+                "after its cubin; build it again",
                 key=entry.key,
             )
         return cubin
 
-    def load(self, key: str) -> tuple[Entry, bytes] | None:
-        """Entry and cubin of `key`. An entry whose cubin is lost does not hide a lower layer's entry that has its
-        own.
+    def load(self, key: str, *, mark: bool = True) -> tuple[Entry, bytes] | None:
+        """Entry and cubin of `key`, both checked, for use: it is marked as used now (not with `mark` False).
+
+        An entry whose cubin is lost does not hide a lower layer's entry that has its own. Where a cubin is missing, or
+        an entry that has a mark, the look is repeated a few times: a collection may have it in its hands.
         """
 
         def read(layer: Layer) -> tuple[Entry, bytes] | None:
             entry = layer.entry(key)
             return None if entry is None else (entry, self.read_cubin(entry))
 
+        marked = mark and self._mark(key)
+        for pause in _PAUSES:
+            try:
+                found = self._first_good(read)
+                if found is not None or not marked:
+                    return found
+            except _CubinMissingError:
+                pass
+            time.sleep(pause)
+            for layer in self.layers:
+                revalidate(layer.entry_path(key).parent)
+                if (entry := _quietly(layer.entry, key)) is not None:
+                    revalidate(layer.blob_path(entry.cubin_sha256).parent)
         return self._first_good(read)
+
+    def present(self, key: str) -> Entry | None:
+        """The entry of `key`, if some layer has it good and its cubin whole; marks it as used.
+
+        For builders, to whom what is damaged is missing: they replace it.
+        """
+
+        def look() -> Entry | None:
+            for layer in self.layers:
+                entry = _quietly(layer.entry, key)
+                if entry is not None and _quietly(self.read_cubin, entry) is not None:
+                    return entry
+            return None
+
+        return self._patiently(key, look)
+
+    def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
+        """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
+
+        Nothing is, if the first layer with that name has this very record, and one layer has entry and cubin in the
+        sizes that it states. For builders with thousands of names: neither entry nor cubin is read. None says only
+        that `present` and `publish_name` have to look more closely.
+        """
+        self._mark(record.key)
+        for layer in self.layers:
+            try:
+                brief = layer.brief(record.name, record.arch)
+            except (IntegrityError, StoreError):
+                return None
+            if brief is not None:
+                break
+        else:
+            return None
+        if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
+            return None
+        return brief.summary if any(each.is_settled(record.key, brief.summary) for each in self.layers) else None
 
     def find_name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`."""
-        return self._first_good(lambda layer: layer.name(name, arch))
+
+        def look() -> NameRecord | None:
+            return self._first_good(lambda layer: layer.name(name, arch))
+
+        file, kernel, variant = names.split(name)
+        for pause in _PAUSES:
+            found = look()
+            start = f"{kernel}@{variant}.{arch}."
+            if found is not None or not any(layer.has_temporary_name(file, start) for layer in self.layers):
+                return found
+            time.sleep(pause)
+        return look()
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
         none.
         """
-        listing = self.listing(name, arch)
-        if not listing.names and listing.problems:
-            raise IntegrityError(listing.problems[0])
-        return [found.record for found in listing.names]
+        found = self.listing(name, arch)
+        if not found.names and found.problems:
+            raise IntegrityError(found.problems[0])
+        return [each.record for each in found.names]
 
     def names(self, pattern: str = "*", arch: str | None = None) -> list[NameListing]:
         """What `pattern` means in this store: a file's stem, a kernel, a full name, or a glob; sorted. Damaged ones
@@ -106,25 +164,11 @@ class Store:
 
     def listing(self, pattern: str = "*", arch: str | None = None) -> Listing:
         """As `names`, with what was wrong with the records that were left out."""
-        stem = pattern.partition("/")[0]
-        if not names.is_glob(stem) and not names.is_part(stem):
-            return Listing((), ())
-        file = None if names.is_glob(stem) else stem
-        found: dict[tuple[str, str], NameListing] = {}
-        problems: list[str] = []
-        for layer in self.layers:
-            try:
-                for folder, filename in layer.name_files(file):
-                    try:
-                        where = names.of_path(folder, filename)
-                        wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
-                        if wanted and where not in found and (record := layer.name(*where)) is not None:
-                            found[where] = NameListing(record, layer.root)
-                    except (IntegrityError, StoreError) as error:
-                        problems.append(str(error))
-            except StoreError as error:
-                problems.append(str(error))
-        return Listing(tuple(found[where] for where in sorted(found)), tuple(problems))
+        return listing.search(self.layers, pattern, arch)
+
+    def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
+        """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
+        return listing.overview(self.layers, pattern, arch)
 
     def verify(self, full: bool = False) -> VerifyReport:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too."""
@@ -143,39 +187,87 @@ class Store:
         if (sha256(cubin), len(cubin)) != (entry.cubin_sha256, entry.cubin_bytes):
             raise IntegrityError(
                 f"entry {entry.key} names a cubin {entry.cubin_sha256} of {entry.cubin_bytes} bytes, but "
-                f"{sha256(cubin)} of "
-                f"{len(cubin)} bytes was given; both are published as one; pass the entry's own cubin",
+                f"{sha256(cubin)} of {len(cubin)} bytes was given; both are published as one; pass the entry's own "
+                "cubin",
                 key=entry.key,
             )
+        self._mark(entry.key)
         if (winner := self._winner(entry.key)) is not None:
             return winner
         self._publish_blob(entry.cubin_sha256, cubin)
-        path = self.layers[0].entry_path(entry.key)
+        own = self.layers[0]
+        path = own.entry_path(entry.key)
         if not self._publisher.claim(path, data):
             if (winner := self._winner(entry.key)) is not None:
                 return winner
             self._publisher.put(path, data)
+        if not _quietly(own.has_cubin, entry):
+            # A cubin that lay there before was collected before its new entry could be seen.
+            self._publish_blob(entry.cubin_sha256, cubin)
         return entry
 
-    def publish_name(self, record: NameRecord) -> None:
-        """Publish `record` over what its name stood for. Its entry must be in a layer already: a name never leads
-        nowhere.
+    def publish_name(self, record: NameRecord, entry: Entry | None = None) -> None:
+        """Publish `record`, with a summary of its entry, over what its name stood for.
+
+        Its entry must be in a layer already: a name never leads nowhere. Who has just read or published it may pass
+        it as `entry`, which saves reading it here.
         """
-        data = record.to_bytes()
-        if self.find_entry(record.key) is None:
+        known = entry if entry is not None and entry.key == record.key else None
+
+        def look() -> Entry | None:
+            there = known is not None and any(_quietly(layer.size_of_entry, record.key) for layer in self.layers)
+            return known if there else self.find_entry(record.key)
+
+        entry = self._patiently(record.key, look)
+        if entry is None:
             raise IntegrityError(
                 f"{record.name} would stand for entry {record.key}, which is in no store layer; names come after "
-                "entries; "
-                "publish the entry first",
+                "entries; publish the entry first",
                 key=record.key,
             )
+        if not record.summary:
+            record = dataclasses.replace(record, summary=entry.summary())
         own = self.layers[0]
-        try:
-            if own.name(record.name, record.arch) == record:
+        with contextlib.suppress(IntegrityError):  # a damaged record is replaced
+            own.name(record.name, record.arch)
+            # One that a lower layer has is not copied.
+            there = self._first_good(lambda layer: layer.name(record.name, record.arch))
+            if there is not None and there == record and there.summary == record.summary:
                 return
-        except IntegrityError:
-            pass  # a damaged record is replaced
-        self._publisher.put(own.name_path(record.name, record.arch), data)
+        self._publisher.put(own.name_path(record.name, record.arch), record.to_bytes())
+
+    def ensure(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
+        """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
+        once more under its lock, made and published. However many ask at once, one of them makes it, where locks
+        work; where they do not, some more do, and the first one's stands.
+        """
+        if (entry := self.present(key)) is not None:
+            return entry, False
+        with self.lock(key):
+            if (entry := self.present(key)) is not None:
+                return entry, False
+            return self.publish(*make()), True
+
+    def adopt(self, record: NameRecord) -> bool:
+        """Copy the kernel of `record` from a lower layer into the writable store, with its name; False when all of it
+        is there already. The only way in which anything comes up from a lower layer.
+        """
+        found = self.load(record.key)
+        if found is None:
+            raise IntegrityError(f"{record.name} stands for entry {record.key}, which no layer holds; build it again")
+        own = Store(self.root, disk=self._publisher.disk)
+        if own.present(record.key) is not None and _quietly(own.layers[0].name, record.name, record.arch) == record:
+            return False
+        own.publish_name(dataclasses.replace(record, summary={}), own.publish(*found))
+        return True
+
+    def collect(
+        self, *, max_bytes: int | None = None, max_age: float | None = None, dry_run: bool = False
+    ) -> CollectReport:
+        """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
+        what nobody needs: see fusekit.store.gc.
+        """
+        return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     @contextlib.contextmanager
     def lock(self, key: str, patience: float = 600.0) -> Iterator[bool]:
@@ -184,12 +276,23 @@ class Store:
         Only ever a saving: where locks do not work, or nobody lets go for `patience` seconds, the body runs without
         it (False), and publishing is as right as with it.
         """
-        lock = self._acquire(key, patience)
+        release = acquire(self.layers[0].lock_path(key), self._publisher, patience)
         try:
-            yield lock is not None
+            yield release is not None
         finally:
-            if lock is not None:
-                lock()
+            if release is not None:
+                release()
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """While this is held, collection leaves alone what was published or looked up since it was taken."""
+        lease = marks.Lease(self.root, self._publisher.disk)
+        self._leases.append(lease)
+        try:
+            yield
+        finally:
+            self._leases.remove(lease)
+            lease.release()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -207,6 +310,23 @@ class Store:
             raise problem
         return None
 
+    def _mark(self, key: str) -> bool:
+        for lease in self._leases:
+            lease.renew()
+        return marks.mark(self.root, key, self.layers[0].entry_path(key))
+
+    def _patiently(self, key: str, look: Callable[[], T | None]) -> T | None:
+        """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
+        collection has it aside at this moment, and will see the mark: it is looked again.
+        """
+        marked = self._mark(key)
+        for pause in _PAUSES:
+            found = look()
+            if found is not None or not marked or self.layers[0].entry_path(key).exists():
+                return found
+            time.sleep(pause)
+        return look()
+
     def _winner(self, key: str) -> Entry | None:
         # An entry in the writable store that is good together with its cubin, made durable: whoever wrote it may have
         # been killed before it synced.
@@ -217,9 +337,8 @@ class Store:
                 return None
         except IntegrityError:
             return None
-        self._publisher.settle(own.blob_path(entry.cubin_sha256))
-        self._publisher.settle(own.entry_path(key))
-        return entry
+        durable = self._publisher.settle(own.blob_path(entry.cubin_sha256))
+        return entry if self._publisher.settle(own.entry_path(key)) and durable else None
 
     def _publish_blob(self, digest: str, data: bytes) -> None:
         own = self.layers[0]
@@ -227,27 +346,16 @@ class Store:
         if self._publisher.claim(path, data):
             return
         try:
-            if own.blob(digest, len(data)) is not None:
-                self._publisher.settle(path)
+            if own.blob(digest, len(data)) is not None and self._publisher.settle(path):
                 return
         except IntegrityError:
             pass  # a damaged blob is replaced: these bytes have the digest of its name
         self._publisher.put(path, data)
 
-    def _acquire(self, key: str, patience: float) -> Callable[[], None] | None:
-        try:
-            from filelock import FileLock, Timeout
-        except ImportError:
-            return None
-        path = self.layers[0].lock_path(key)
-        self._publisher.directory(path.parent)
-        lock = FileLock(path, timeout=patience)
-        try:
-            lock.acquire()
-        except (Timeout, NotImplementedError):
-            return None
-        except OSError as error:
-            if path.parent.exists():
-                return None
-            raise store_error(path, "lock", error) from error
-        return lock.release
+
+def _quietly(look: Callable[..., T], *arguments: Any) -> T | None:
+    """What `look` finds; None where it is damaged or cannot be read."""
+    try:
+        return look(*arguments)
+    except (IntegrityError, StoreError):
+        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from fusekit.store.entries import Entry
 from fusekit.store.files import size_of
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
+
+_PAUSES = (0.01, 0.05)  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
     Without `full`: the digest, key and place of each entry and name, and that each entry's cubin is there with its
     size. With `full`: every blob is hashed too.
     """
-    check = _Check(full)
+    check = _Check(layers, full)
     for layer in layers:
         check.entries_of(layer)
     for layer in layers:
@@ -72,9 +76,18 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
     )
 
 
+def _size_in_time(path: Path) -> int | None:
+    # A collection moves a cubin aside for a moment before it sees that a new entry needs it.
+    for pause in _PAUSES:
+        if (size := size_of(path)) is not None:
+            return size
+        time.sleep(pause)
+    return size_of(path)
+
+
 class _Check:
-    def __init__(self, full: bool) -> None:
-        self.full = full
+    def __init__(self, layers: tuple[Layer, ...], full: bool) -> None:
+        self.layers, self.full = layers, full
         self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
         self.bad: list[Problem] = []
         self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
@@ -94,7 +107,10 @@ class _Check:
                         self.entries -= 1
                         continue
                     blob = layer.blob_path(entry.cubin_sha256)
-                    if (size := size_of(blob)) is None:
+                    if (size := _size_in_time(blob)) is None:
+                        if layer.size_of_entry(key) is None:  # collected since it was read
+                            self.entries -= 1
+                            continue
                         raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
                     if size != entry.cubin_bytes:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
@@ -136,7 +152,12 @@ class _Check:
                     key = record.key
                     if key in self._damaged and key not in self._keys:
                         continue  # said once, with the entry
+                    if key not in self._keys and (entry := self._published_since(key)) is not None:
+                        self._keys[key] = entry.arch
                     if key not in self._keys:
+                        if layer.name(record.name, record.arch) != record:  # collected or replaced since it was read
+                            self.names -= 1
+                            continue
                         raise damaged(path, f"stands for entry {key}, which no layer holds whole")
                     if self._keys[key] != record.arch:
                         raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
@@ -144,6 +165,13 @@ class _Check:
                     self._add(layer, path, error, key)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
+
+    def _published_since(self, key: str) -> Entry | None:
+        for layer in self.layers:
+            with contextlib.suppress(IntegrityError, StoreError):
+                if (entry := layer.entry(key)) is not None:
+                    return entry
+        return None
 
     def _add(self, layer: Layer, path: Path, error: Exception, key: str) -> None:
         self.bad.append(Problem(key=key, problem=str(error), path=path, layer=layer.root))

@@ -104,3 +104,28 @@ def test_only_the_writable_store_is_written(layers, make_entry, make_record):
     with layers.lock(entry.key):
         pass
     assert before == {path: path.stat().st_mtime_ns for layer in layers.layers[1:] for path in layer.root.rglob("*")}
+
+
+def test_a_kernel_is_copied_up_when_asked(layers, make_entry, make_record):
+    entry, cubin = make_entry(5)
+    record = layers.find_name("other/fc2@64x64-c1x1", "sm_90a")
+    assert layers.adopt(record)
+    assert not layers.adopt(record)
+    own = Store(layers.root)
+    assert own.load(entry.key) == (entry, cubin)
+    assert own.find_name(record.name, record.arch) == record
+    assert not own.verify(full=True).bad
+
+
+def test_only_what_is_whole_is_copied_up(layers, make_entry):
+    entry, _ = make_entry(5)
+    record = layers.find_name("other/fc2@64x64-c1x1", "sm_90a")
+    hurt(layers.layers[2].blob_path(entry.cubin_sha256))
+    with pytest.raises(IntegrityError):
+        layers.adopt(record)
+    assert Store(layers.root).find_entry(entry.key) is None
+
+
+def test_a_name_that_a_lower_layer_has_is_not_copied(layers, make_entry, make_record):
+    layers.publish_name(make_record(make_entry(5)[0], "other/fc2@64x64-c1x1"))
+    assert Store(layers.root).find_name("other/fc2@64x64-c1x1", "sm_90a") is None

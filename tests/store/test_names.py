@@ -1,5 +1,7 @@
 """Names, globs and listings."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ part = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 @given(part, part, part, st.sampled_from(["sm_90a", "sm_100a"]))
 def test_a_path_gives_its_name_back(file, kernel, variant, arch):
     name = f"{file}/{kernel}@{variant}"
-    path = record_path(name, arch)
+    path = Path(record_path(name, arch))
     assert split(name) == (file, kernel, variant)
     assert of_path(path.parts[1], path.name) == (name, arch)
     assert ".." not in path.parts

@@ -1,11 +1,9 @@
 """Publishing: by one, by many at once, by some that are killed, over what is damaged."""
 
 import json
-import random
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -150,28 +148,6 @@ def test_threads_that_race_agree(tmp_path, make_entry):
         thread.join()
     assert len(stood) == 8
     assert len(set(stood)) == 1
-
-
-def test_a_killed_publisher_leaves_a_store_that_is_whole(tmp_path):
-    rng = random.Random(7)
-    for _ in range(12):
-        racer = start(tmp_path, 0, 200)
-        assert racer.stdout.readline() == "ready\n"
-        racer.stdin.write("\n")
-        racer.stdin.flush()
-        time.sleep(rng.uniform(0.0, 0.15))
-        racer.kill()
-        racer.communicate()
-        store = Store(tmp_path)
-        report = store.verify(full=True)
-        assert not report.bad
-        for listed in store.names():
-            assert store.load(listed.record.key) is not None
-    finisher = start(tmp_path, 1, 200)
-    finisher.communicate("\n")
-    assert finisher.returncode == 0
-    report = Store(tmp_path).verify(full=True)
-    assert (report.entries, report.names, report.bad) == (200, 200, ())
 
 
 def test_a_builder_repairs(tmp_path, make_entry):

@@ -1,0 +1,42 @@
+"""`fusekit copy`: bring kernels from read-only layers into the writable store."""
+
+from __future__ import annotations
+
+import click
+
+from fusekit_cli import output
+from fusekit_cli.lookup import stored
+from fusekit_cli.options import Session, common
+
+
+@click.command("copy")
+@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@common
+def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
+    """Copy kernels that a read-only layer holds into the writable store, verified; no argument: all of them.
+
+    Nothing is ever copied up unasked: a kernel found in a lower layer is loaded from there.
+    """
+    store = session.open_store()
+    records = {
+        (listed.record.name, listed.record.arch): listed.record
+        for pattern in patterns or ("*",)
+        for listed in stored(store, pattern, arch)
+    }
+    copied, present, count = [], [], 0
+    for _, record in sorted(records.items()):
+        row = {"name": record.name, "arch": record.arch, "key": record.key}
+        if store.adopt(record):
+            copied.append(row)
+            count += int(record.summary.get("bytes") or 0)
+        else:
+            present.append(row)
+    document = {"copied": copied, "present": present, "bytes": count}
+
+    def text() -> None:
+        for row in copied:
+            click.echo(f"{row['name']}  {row['arch']}")
+        click.echo(f"{output.plural(len(copied), 'kernel')} copied, {len(present)} there already")
+
+    output.answer(session, document, text)

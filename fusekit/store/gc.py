@@ -1,0 +1,254 @@
+"""Collection: evict what was used least recently, and clear away what nobody needs. Readers and writers carry on.
+
+**The rule that keeps it safe**, without a lock and without a clock:
+
+- *who wants a thing says so first, then looks whether it is there* (a reader or a builder marks an entry and then
+  reads it; a publisher makes its entry visible and then looks whether the cubin it relies on is still there);
+- *who removes a thing moves it aside first, then looks whether somebody said so*, and puts it back if so.
+
+Whichever comes first, one of the two sees the other. So what somebody found stays; what he did not find is a miss, to
+be built again. What is put back was out of sight for a moment: who marked it and does not see it looks again. A
+reader that cannot mark (a read-only mount) may find an entry and then miss its cubin: it looks again, and sees the
+miss.
+
+**Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
+no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next
+collection, which puts a cubin back that an entry came to need meanwhile.
+
+**What is evicted**: first every entry that was not used for `max_age`, then the least recently used until cubins,
+entries and names together have at most `max_bytes`. What a running build published or looked up stays (see
+fusekit.store.marks). A cubin goes when the last entry that mentions it goes; names go with their entry.
+
+**What is cleared away**: cubins that no entry mentions; temporaries whose writer is gone, or is of another host and
+was last heard of `STALE_SECONDS` ago; lock files, marks and leases that nobody holds or needs. Damaged and strange
+files stay: `verify` names them, a build mends them.
+
+**Time** is the file system's: "now" is the stamp of a file made for that. A stamp in the future comes of a clock that
+was wrong: what has no other counts as used now, and is marked so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusekit.store import locks, marks, process
+from fusekit.store.files import Publisher, store_error
+from fusekit.store.keys import is_digest
+from fusekit.store.layer import Layer
+from fusekit.store.removal import Remover
+from fusekit.store.scan import File, Item, Scan, scan
+
+STALE_SECONDS = 3600
+# Two changes within one tick of the file system's clock have one stamp: what is as young as this is not touched.
+_TICK = 50_000_000
+_SECOND = 10**9
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """One entry that went. names: paths of its name records below the store; bytes: freed with it; idle: seconds
+    since it was used; reason: "age" or "size".
+    """
+
+    key: str
+    names: tuple[str, ...]
+    bytes: int
+    idle: float
+    reason: str
+
+
+@dataclass(slots=True)
+class CollectReport:
+    """What was done, or with `dry_run` would be.
+
+    removed, kept: entries; freed_bytes, kept_bytes: of all files. evicted: each entry that went. orphans: cubins that
+    no entry mentioned; temporaries, locks: files. in_use: entries that policy would have evicted, but that are in use.
+    notes: what was left undone, and why.
+    """
+
+    dry_run: bool
+    removed: int = 0
+    kept: int = 0
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+    orphans: int = 0
+    temporaries: int = 0
+    locks: int = 0
+    in_use: int = 0
+    evicted: list[Evicted] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def collect(
+    layer: Layer, publisher: Publisher, *, max_bytes: int | None, max_age: float | None, dry_run: bool
+) -> CollectReport:
+    """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written."""
+    report = CollectReport(dry_run)
+    if not layer.root.is_dir():
+        return report
+    now = time.time_ns() if dry_run else _now(layer.root, publisher)
+    return _Collection(layer, publisher, now, scan(layer, now), report).run(max_bytes, max_age)
+
+
+def _now(root: Path, publisher: Publisher) -> int:
+    probe = publisher.temporary(root / "now")
+    try:
+        publisher.disk.write(probe, b"")
+        try:
+            return probe.stat().st_mtime_ns
+        finally:
+            publisher.disk.remove(probe)
+    except OSError as error:
+        raise store_error(root, "collect in", error) from error
+
+
+class _Collection:
+    def __init__(self, layer: Layer, publisher: Publisher, now: int, found: Scan, report: CollectReport) -> None:
+        self.layer, self.publisher, self.now, self.scan, self.report = layer, publisher, now, found, report
+        self.remover = Remover(layer, publisher, found)
+        # Read after the scan: a lease is taken before anything is marked under it.
+        self.lease, self.ended = marks.leases(layer.root, now)
+        # How many entries need each blob.
+        self.needed = Counter(digest for item in found.entries.values() for digest in item.digests & found.blobs.keys())
+        self.total = found.other_bytes + sum(file.bytes for file in found.blobs.values())
+        self.total += sum(_size(item) for item in found.entries.values())
+
+    def run(self, max_bytes: int | None, max_age: float | None) -> CollectReport:
+        report = self.report
+        if self.scan.unread:
+            report.notes.append(
+                f"{self.scan.unread[0]} cannot be read, so which cubins it needs is not known: none is removed; "
+                "`fusekit verify` says more"
+            )
+        self._temporaries()
+        report.orphans = self._remove_blobs(self._orphans())
+        unneeded: list[str] = []
+        stay: set[str] = set()
+        while victims := self._victims(max_bytes, max_age, stay):
+            stay |= self._evict(victims, unneeded)
+        self._remove_blobs(unneeded)
+        self._leftovers()
+        report.removed = len(report.evicted)
+        report.kept = len(self.scan.entries)
+        report.kept_bytes = self.total
+        report.in_use = len(stay)
+        return report
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def _victims(self, max_bytes: int | None, max_age: float | None, stay: set[str]) -> list[tuple[Item, str]]:
+        """What policy evicts, each with the reason; those it must leave in place are added to `stay`."""
+        victims = []
+        needed, total = self.needed.copy(), self.total
+        for item in sorted(self.scan.entries.values(), key=lambda item: (item.used, item.key)):
+            old = max_age is not None and self._idle(item) > max_age
+            if item.key in stay or not (old or (max_bytes is not None and total > max_bytes)):
+                continue
+            if self._in_use(item):
+                stay.add(item.key)
+                continue
+            victims.append((item, "age" if old else "size"))
+            total -= _size(item)
+            for digest in item.digests & self.scan.blobs.keys():
+                needed[digest] -= 1
+                total -= 0 if needed[digest] else self.scan.blobs[digest].bytes
+        return victims
+
+    def _in_use(self, item: Item) -> bool:
+        if self.lease is not None and item.used >= self.lease:
+            return True
+        return not self.report.dry_run and self.now - _TICK < item.stamp <= self.now + _TICK
+
+    def _evict(self, victims: list[tuple[Item, str]], unneeded: list[str]) -> set[str]:
+        """Evict `victims`; blobs that no entry needs any more are added to `unneeded`. Returns the keys that stay."""
+        stay: set[str] = set()
+        if not self.report.dry_run:
+            by_name = sorted((item for item, _ in victims), key=lambda item: [name.path for name in item.names])
+            for start in range(0, len(by_name), _BATCH):
+                stay |= self.remover.entries(by_name[start : start + _BATCH])
+        for item, reason in victims:
+            if item.key in stay:
+                continue
+            del self.scan.entries[item.key]
+            freed = _size(item)
+            self._freed(freed)
+            for digest in item.digests & self.scan.blobs.keys():
+                self.needed[digest] -= 1
+                if not self.needed[digest]:
+                    freed += self.scan.blobs[digest].bytes
+                    unneeded.append(digest)
+            names = tuple(str(name.path.relative_to(self.layer.root / "names")) for name in item.names)
+            self.report.evicted.append(Evicted(item.key, names, freed, round(self._idle(item), 3), reason))
+        return stay
+
+    def _idle(self, item: Item) -> float:
+        return (self.now - item.used) / _SECOND
+
+    # -- blobs --------------------------------------------------------------------------------------------------------
+
+    def _orphans(self) -> list[str]:
+        """Blobs that no entry mentions. Those that came since a running build began may be about to get one."""
+        young = self.now - _TICK if self.lease is None else min(self.lease, self.now - _TICK)
+        return [d for d, file in self.scan.blobs.items() if not self.needed[d] and min(file.stamp, self.now) < young]
+
+    def _remove_blobs(self, digests: list[str]) -> int:
+        """Remove what no entry needs, unless that cannot be known; how many went."""
+        if self.scan.unread:
+            return 0
+        stay = set() if self.report.dry_run else self.remover.blobs(digests)
+        gone = [digest for digest in digests if digest not in stay]
+        for digest in gone:
+            self._freed(self.scan.blobs.pop(digest).bytes)
+        return len(gone)
+
+    def _freed(self, count: int) -> None:
+        self.report.freed_bytes += count
+        self.total -= count
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _temporaries(self) -> None:
+        host = process.host()
+        for file in self.scan.temporaries:
+            old = abs(self.now - file.stamp) > STALE_SECONDS * _SECOND
+            if not (old or process.is_gone(file.path.name, host)) or self._restored(file):
+                continue
+            self.report.temporaries += 1
+            self.report.freed_bytes += file.bytes
+            if not self.report.dry_run:
+                self.remover.remove(file.path)
+
+    def _restored(self, file: File) -> bool:
+        # A collection that was killed may have left aside the cubin of an entry that came to be in that moment.
+        digest = file.path.name[1:65]
+        if not (is_digest(digest) and file.path.parent == self.layer.blob_path(digest).parent):
+            return False
+        if digest in self.scan.blobs or not any(digest in item.digests for item in self.scan.entries.values()):
+            return False
+        return self.report.dry_run or self.publisher.give(file.path, self.layer.blob_path(digest))
+
+    def _leftovers(self) -> None:
+        evicted = {each.key for each in self.report.evicted}
+        for file in self.scan.locks:
+            # Where there is no entry it may be being made: such a lock is left until it is old.
+            done = file.path.stem in evicted or file.path.stem in self.scan.entries
+            old = abs(self.now - file.stamp) > STALE_SECONDS * _SECOND
+            if (done or old) and (self.report.dry_run or locks.discard(file.path)):
+                self.report.locks += 1
+        if self.report.dry_run:
+            return
+        for path in (*self.ended, *(each.path for each in self.scan.marks if each.path.name not in self.scan.entries)):
+            self.remover.remove(path)
+        for item in self.scan.entries.values():
+            if not item.dated:
+                path = marks.mark_path(self.layer.root, item.key)
+                self.remover.remove(path)
+                marks.mark(self.layer.root, item.key, item.file.path)
+
+
+def _size(item: Item) -> int:
+    return item.file.bytes + sum(name.bytes for name in item.names)

@@ -1,0 +1,163 @@
+"""Searching over names, in every layer at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fusekit.errors import IntegrityError, StoreError
+from fusekit.store import names
+from fusekit.store.layer import Layer
+from fusekit.store.names import Brief, NameRecord
+
+T = TypeVar("T")
+
+_PAUSES = (0.01, 0.05)  # seconds
+
+SUMMARY = frozenset({"cubin_sha256", "bytes", "registers", "spill_bytes", "seconds", "launches", "entry_bytes"})
+"""What the summary of a name record must have to be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameListing:
+    """A name record and the root of the layer it was found in."""
+
+    record: NameRecord
+    layer: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a search over names found: good records, one for a name and architecture, and what was wrong with others."""
+
+    names: tuple[NameListing, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A name and what it stands for. bytes: of the cubin; registers, spill_bytes: None where the entry has none;
+    layer: root of the one in which the name was found.
+    """
+
+    name: str
+    arch: str
+    key: str
+    cubin_sha256: str
+    bytes: int
+    registers: int | None
+    spill_bytes: int | None
+    layer: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the layers hold: rows by name and architecture, and what was wrong with what was left out."""
+
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+
+
+def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
+    """What `pattern` means: a file's stem, a kernel, a full name, or a glob; sorted. Of several layers that have a
+    name the first one counts.
+    """
+    problems: list[str] = []
+    found = _search(layers, pattern, arch, Layer.name, problems)
+    return Listing(tuple(NameListing(record, layer.root) for record, layer in found), tuple(problems))
+
+
+def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overview:
+    """As `search`, with what the entries say, for people to look at: neither entries nor specs are taken apart."""
+    problems: list[str] = []
+    rows = []
+    for brief, layer in _search(layers, pattern, arch, Layer.brief, problems):
+        try:
+            told = _summary(layers, brief)
+        except (IntegrityError, StoreError) as error:
+            problems.append(str(error))
+            continue
+        if told is None:
+            problems.append(f"{brief.name} for {brief.arch} stands for entry {brief.key}, which no layer holds")
+            continue
+        row = Row(
+            name=brief.name,
+            arch=brief.arch,
+            key=brief.key,
+            cubin_sha256=told["cubin_sha256"],
+            bytes=told["bytes"],
+            registers=told["registers"],
+            spill_bytes=told["spill_bytes"],
+            layer=layer.root,
+        )
+        rows.append(row)
+    return Overview(tuple(rows), tuple(problems))
+
+
+def _search(
+    layers: Sequence[Layer],
+    pattern: str,
+    arch: str | None,
+    read: Callable[[Layer, str, str], T | None],
+    problems: list[str],
+) -> list[tuple[T, Layer]]:
+    stem, _, kernel = pattern.partition("/")
+    if not names.is_glob(stem) and not names.is_part(stem):
+        return []
+    file = None if names.is_glob(stem) else stem
+    # A folder may hold thousands of names: what cannot be meant is not even taken apart.
+    start = "" if names.is_glob(pattern) or not kernel else kernel + ("." if "@" in kernel else "@")
+    for pause in _PAUSES if start else ():
+        found = _pass(layers, pattern, arch, read, problems, file, start)
+        # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
+        if found or problems or not any(layer.has_temporary_name(stem, start) for layer in layers):
+            return found
+        time.sleep(pause)
+    return _pass(layers, pattern, arch, read, problems, file, start)
+
+
+def _pass(
+    layers: Sequence[Layer],
+    pattern: str,
+    arch: str | None,
+    read: Callable[[Layer, str, str], T | None],
+    problems: list[str],
+    file: str | None,
+    start: str,
+) -> list[tuple[T, Layer]]:
+    found: dict[tuple[str, str], tuple[T, Layer]] = {}
+    for layer in layers:
+        try:
+            for folder, filename in layer.name_files(file, start):
+                try:
+                    where = names.of_path(folder, filename)
+                    wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
+                    if wanted and where not in found and (record := read(layer, *where)) is not None:
+                        found[where] = record, layer
+                except (IntegrityError, StoreError) as error:
+                    problems.append(str(error))
+        except StoreError as error:
+            problems.append(str(error))
+    return [found[where] for where in sorted(found)]
+
+
+def _summary(layers: Sequence[Layer], brief: Brief) -> Mapping[str, Any] | None:
+    """The record's own copy, as long as a file of the size that the copy states lies in the entry's place; where it
+    does not, the entry itself is read. None where there is none; IntegrityError or StoreError where it cannot be.
+    """
+    problem: IntegrityError | StoreError | None = None
+    for layer in layers:
+        try:
+            size = layer.size_of_entry(brief.key)
+            if size is not None and size == brief.summary.get("entry_bytes") and brief.summary.keys() >= SUMMARY:
+                return brief.summary
+            if size is not None and (entry := layer.entry(brief.key)) is not None:
+                return entry.summary()
+        except (IntegrityError, StoreError) as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None

@@ -1,0 +1,174 @@
+"""What lies in a store, as collection sees it: which files, how big, how old, and which digests each one mentions.
+
+No document is understood here: an entry keeps every blob whose digest stands anywhere in its bytes, and a name goes
+with the entry whose key stands in it. So what a later version of fusekit wrote is treated as rightly as our own, and
+a damaged entry keeps what it can still be read to name. Links are not followed, and of what is no plain file, or has
+no name that a store gives, nothing is taken up.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusekit.store.documents import LIMIT
+from fusekit.store.files import TEMPORARY_SUFFIX, store_error
+from fusekit.store.keys import is_digest
+from fusekit.store.layer import Layer
+
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
+_SLACK = 2 * 10**9  # a stamp as much later than "now" is of this moment, not of a clock that was wrong
+
+State = tuple[int, int, int]
+"""What a change of a file changes: its number, size and time stamp."""
+
+
+@dataclass(slots=True)
+class File:
+    """A plain file. stamp: of its last change, in nanoseconds as its file system counts."""
+
+    path: Path
+    bytes: int
+    stamp: int
+    state: State
+
+    @classmethod
+    def of(cls, found: os.DirEntry[str]) -> File | None:
+        """None for what is no plain file, or is gone."""
+        try:
+            if not found.is_file(follow_symlinks=False):
+                return None
+            status = found.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return cls(Path(found.path), status.st_size, status.st_mtime_ns, state_of(status))
+
+
+@dataclass(slots=True)
+class Item:
+    """An entry. digests: every one that its bytes mention. names: of the records that stand for it. mark: the state
+    of its mark, if it has one. stamp: the latest of entry and mark; used: of its last use, for all that is known;
+    dated: whether that is known, and not only supposed because every stamp is in the future.
+    """
+
+    key: str
+    file: File
+    digests: frozenset[str]
+    mark: State | None
+    stamp: int
+    used: int
+    dated: bool
+    names: list[File] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Scan:
+    """All of a store. unread: paths of entries that could not be read, so that what they need is not known."""
+
+    entries: dict[str, Item] = field(default_factory=dict)
+    blobs: dict[str, File] = field(default_factory=dict)
+    temporaries: list[File] = field(default_factory=list)
+    marks: list[File] = field(default_factory=list)
+    locks: list[File] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    other_bytes: int = 0  # of names that stand for no entry here
+
+
+def state_of(status: os.stat_result) -> State:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def scan(layer: Layer, now: int) -> Scan:
+    """Look at all of `layer`. now: nanoseconds as its file system counts."""
+    result = Scan()
+    marks = {}
+    for file in _files(layer.root / "used", 2, result.temporaries):
+        result.marks.append(file)
+        marks[file.path.name] = file
+    for file in _files(layer.root / "blobs" / "sha256", 2, result.temporaries):
+        if is_digest(file.path.name):
+            result.blobs[file.path.name] = file
+    for file in _files(layer.root / "entries", 2, result.temporaries):
+        key = file.path.name.removesuffix(".json")
+        digests = digests_of(file.path)
+        if digests is None:
+            result.unread.append(str(file.path))
+        if is_digest(key) and file.path.name == f"{key}.json":
+            mark = marks.get(key)
+            stamps = [file.stamp, *([mark.stamp] if mark else [])]
+            known = [stamp for stamp in stamps if stamp <= now + _SLACK]
+            result.entries[key] = Item(
+                key=key,
+                file=file,
+                digests=digests or frozenset(),
+                mark=mark.state if mark else None,
+                stamp=max(stamps),
+                used=min(max(known, default=now), now),
+                dated=bool(known),
+            )
+    for file in _files(layer.root / "names", 2, result.temporaries):
+        keys = [key for key in digests_of(file.path) or () if key in result.entries]
+        for key in keys:
+            result.entries[key].names.append(file)
+        if not keys:
+            result.other_bytes += file.bytes
+    result.locks = list(_files(layer.root / "locks", 1, result.temporaries))
+    for _ in _files(layer.root, 1, result.temporaries):
+        pass  # only a collection has temporaries there
+    return result
+
+
+def entry_states(layer: Layer) -> dict[Path, State]:
+    """The state of every file under `entries`."""
+    return {file.path: file.state for file in _files(layer.root / "entries", 2, [])}
+
+
+def digests_of(path: Path) -> frozenset[str] | None:
+    """Every digest that stands in the file; None where it could not be read, or is too long to be a document."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > LIMIT:
+                return None
+            data = os.read(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return frozenset()
+    except OSError:
+        return None
+    return frozenset(found.decode() for found in _DIGEST.findall(data))
+
+
+def state(path: Path) -> State | None:
+    """The state of `path` now; None where there is nothing."""
+    try:
+        return state_of(path.lstat())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise store_error(path, "look at", error) from error
+
+
+def _files(top: Path, depth: int, temporaries: list[File]) -> Iterator[File]:
+    """The plain files `depth` levels below `top`, those of writers aside."""
+    try:
+        with os.scandir(top) as found:
+            for each in found:
+                if depth > 1:
+                    if each.is_dir(follow_symlinks=False):
+                        yield from _files(Path(each.path), depth - 1, temporaries)
+                elif (file := File.of(each)) is not None:
+                    if each.name.endswith(TEMPORARY_SUFFIX):
+                        if each.name.startswith("."):
+                            temporaries.append(file)
+                    else:
+                        yield file
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise store_error(top, "list", error) from error

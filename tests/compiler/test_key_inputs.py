@@ -1,0 +1,253 @@
+"""Keys are complete and stable: every input is changed in turn, and so is everything that must not count."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fusekit
+from fusekit.compiler import identity, toolchain
+from fusekit.compiler.families import FAMILIES
+from fusekit.compiler.identity import Identity
+from fusekit.compiler.sources import closure
+from fusekit.spec import KernelSpec, find
+from fusekit.store import key_of, keys
+
+SPEC = find(["quickstart/linear"])[0]
+PACKAGE = Path(fusekit.__file__).parent
+
+# Fields of a spec that reach no cubin: names, run-time scalars, what `run` takes by default, text for people.
+NO_INPUT = {
+    "file": "other",
+    "kernel": "other",
+    "cluster_margin": 3,
+    "problem": None,
+    "summary": "another text",
+}
+# Another value of each field that does, such that the kernel can still be sized.
+INPUT = {
+    "op": "grouped-gemm",
+    "arch": "sm_100a",
+    "dtype": "fp16",
+    "out_dtype": "fp16",
+    "b_major": "n",
+    "alpha": "scalar",
+    "bias": not SPEC.bias,
+    "save_preactivation": not SPEC.save_preactivation,
+    "activation": dataclasses.replace(SPEC.activation, kind="relu"),
+    "glu_layout": "concat",
+    "row_scale": not SPEC.row_scale,
+    "quant": "fp8",
+    "tile": (64, 128),
+    "cluster": (1, 1),
+    "mainloop": "cooperative",
+    "schedule": "dynamic" if SPEC.schedule == "static" else "static",
+}
+
+
+def key(spec=SPEC):
+    return key_of(Identity().key_fields(spec))
+
+
+def other(value):
+    """Another value of a type that this file does not know yet."""
+    if isinstance(value, bool):
+        return not value
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(KernelSpec)])
+def test_every_field_of_a_spec(name):
+    """A field is an input of the cubin unless it is in the list of those that are not."""
+    if name in NO_INPUT:
+        assert key(dataclasses.replace(SPEC, **{name: NO_INPUT[name]})) == key()
+    else:
+        changed = dataclasses.replace(SPEC, **{name: INPUT.get(name) or other(getattr(SPEC, name))})
+        assert key(changed) != key()
+
+
+def test_every_part_of_an_activation():
+    """kind and approximate are compiled in; the scalars are given at launch."""
+    for name, value in (("kind", "silu"), ("approximate", "none"), ("alpha", 2.0), ("limit", 7.0), ("up_offset", 1.0)):
+        activation = dataclasses.replace(SPEC.activation, **{name: value})
+        assert activation != SPEC.activation
+        changed = key(dataclasses.replace(SPEC, activation=activation)) != key()
+        assert changed is (name in ("kind", "approximate")), name
+
+
+class Distribution:
+    def __init__(self, name: str, version: str) -> None:
+        self.name, self.version = name, version
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """What is installed, as a dict that a test may change."""
+    found = {each.name: each.version for each in metadata.distributions() if each.name}
+
+    def distributions():
+        return iter(Distribution(name, version) for name, version in found.items())
+
+    monkeypatch.setattr(toolchain.metadata, "distributions", distributions)
+    return found
+
+
+def test_every_distribution_of_the_toolchain(installed):
+    before = key()
+    family = [name for name in installed if name.lower().replace("_", "-").startswith("nvidia-cutlass-dsl")]
+    assert len(family) > 1
+    for name in family:
+        version = installed[name]
+        installed[name] = version + ".post1"
+        assert key() != before, name
+        installed[name] = version
+        if name.lower().replace("_", "-") != "nvidia-cutlass-dsl":
+            del installed[name]
+            assert key() != before, name
+            installed[name] = version
+    installed["nvidia-cutlass-dsl-libs-cu99"] = "1.0"
+    assert key() != before
+
+
+def test_no_other_distribution(installed):
+    before = key()
+    installed["numpy"] = "99.0"
+    installed["nvidia-cutlass"] = "99.0"
+    reordered = dict(reversed(installed.items()))
+    installed.clear()
+    installed.update(reordered)
+    assert key() == before
+
+
+def test_options_and_schema(monkeypatch):
+    before = key()
+    real = identity.compile_options
+    monkeypatch.setattr(identity, "compile_options", lambda arch: real(arch) + " --opt-level=2")
+    assert key() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
+    assert key() != before
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The package somewhere else."""
+    place = tmp_path_factory.mktemp("elsewhere") / "fusekit"
+    shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__"))
+    return place
+
+
+@pytest.mark.parametrize("root", sorted(set(FAMILIES.values())))
+def test_every_source_file(copy, root):
+    """Each file of the kernel counts, with every byte; no other file does."""
+    before = closure(root)
+    assert closure(root, copy) == before
+    assert any(name.startswith("kernels/") for name in before)
+    others = [path for path in sorted(copy.rglob("*.py")) if path.relative_to(copy).as_posix() not in before]
+    kept = {path: path.read_bytes() for path in others}
+    for path, data in kept.items():
+        path.write_bytes(data + b"\n# edited\n")
+    assert closure(root, copy) == before
+    for path, data in kept.items():
+        path.write_bytes(data)
+    for name in before:
+        data = (copy / name).read_bytes()
+        (copy / name).write_bytes(data + b"\n")
+        assert closure(root, copy) != before, name
+        (copy / name).write_bytes(data)
+
+
+def test_an_unrelated_kernel_is_no_input(copy):
+    root = FAMILIES[SPEC.op]
+    before = closure(root, copy)
+    new = copy / "kernels" / "somebody_elses.py"
+    new.write_text("import cutlass\n")
+    assert closure(root, copy) == before
+    new.unlink()
+
+
+def test_stamps_and_modes_of_sources_are_no_inputs(copy):
+    root = FAMILIES[SPEC.op]
+    before = closure(root, copy)
+    for path in copy.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o600)
+    assert closure(root, copy) == before
+
+
+CODE = """
+import json, sys
+from fusekit.compiler.identity import Identity
+from fusekit.spec import find
+from fusekit.store import key_of
+identity = Identity()
+json.dump({f"{s.full_name} {s.arch}": key_of(identity.key_fields(s)) for s in find([])}, sys.stdout)
+"""
+
+
+def keys_in(folder, package, **environment):
+    """The keys of every packaged spec, in a process of its own."""
+    paths = [str(package.parent), *sys.path]
+    code = f"import sys; sys.path[:] = {paths!r}\n" + CODE
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder)} | environment,
+        capture_output=True,
+        check=True,
+    )
+    return json.loads(run.stdout)
+
+
+def test_nothing_of_the_surroundings_is_an_input(tmp_path):
+    """Another place, folder, hash seed, user, locale, time zone, optimisation: the same keys."""
+    place = tmp_path / "a path with spaces" / "fusekit"
+    shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__"))
+    # Specs are data beside the package or inside it, depending on how it is installed.
+    if (PACKAGE.parent / "kernel_specs").is_dir():
+        shutil.copytree(PACKAGE.parent / "kernel_specs", place.parent / "kernel_specs")
+    here = keys_in(tmp_path, PACKAGE, PYTHONHASHSEED="0")
+    there = keys_in(
+        place.parent,
+        place,
+        PYTHONHASHSEED="4242",
+        USER="somebody",
+        LOGNAME="somebody",
+        HOME="/nonexistent",
+        LC_ALL="C",
+        LANG="tr_TR.UTF-8",
+        TZ="Asia/Kathmandu",
+        PYTHONOPTIMIZE="1",
+        CUTE_DSL_ARCH="sm_100a",
+        FUSEKIT_STORE="/somewhere",
+    )
+    assert here == there
+    assert len(set(here.values())) > 1
+
+
+def test_the_order_of_a_dict_is_no_input():
+    fields = Identity().key_fields(SPEC)
+    assert key_of(dict(reversed(fields.items()))) == key_of(fields)
+    spec = SPEC.device_spec()
+    toolchain, sources = {"x": "1", "y": "2"}, {"a": "0" * 64, "b": "1" * 64}
+
+    def fields(turn):
+        return keys.key_fields(
+            device_spec=turn(spec), arch="a", options="o", toolchain=turn(toolchain), sources=turn(sources)
+        )
+
+    assert fields(dict) == fields(lambda mapping: dict(reversed(mapping.items())))
+
+
+def test_explain_names_every_field_that_differs():
+    """The fields of a key are what `explain` compares: a change of one input is seen as that input's, and no other."""
+    before = Identity().key_fields(SPEC)
+    for name in ("dtype", "alpha", "row_scale"):
+        after = Identity().key_fields(dataclasses.replace(SPEC, **{name: INPUT[name]}))
+        assert {label for label in before | after if before.get(label) != after.get(label)} == {f"spec.{name}"}
