@@ -54,7 +54,8 @@ ACTIVATION_KEYS = (
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int", "Columns of x.w (a gated activation halves them, its derivative doubles them); grouped-wgrad: of dy.",
+    Key("N", "int",
+        "Columns of x.w (a gated activation halves them, its derivative doubles them); grouped-wgrad: of dy.",
         minimum=1, required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip
@@ -78,8 +79,10 @@ KERNEL_KEYS = (
     Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw holds.", default=False),
     Key("recompute", "bool", "Backward activations: also stores y, the activation of z, times row_scale.",
         default=False),
-    Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False),
-    Key("dbias", "bool", "Backward activations: also stores dbias[E, columns of z], each group's sum of dz.",
+    Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M]; no kernel yet.",
+        default=False),
+    Key("dbias", "bool",
+        "Backward activations: also stores dbias[E, columns of z], each group's sum of dz; no kernel yet.",
         default=False),
     Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
     Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step.", required=True,

@@ -21,7 +21,7 @@ FORWARD_KINDS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
 MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
 # Those that fusekit.compiler.gemm makes a record for: the forward ones.
 FORWARD = [
-    spec for spec in (*MATRIX, *find()) if family(spec.op) == gemm.__name__ and spec.activation.kind in FORWARD_KINDS
+    spec for spec in (*MATRIX, *find()) if family(spec) == gemm.__name__ and spec.activation.kind in FORWARD_KINDS
 ]
 DISTINCT = {str(spec.device_spec()): spec for spec in FORWARD}
 SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec.full_name)
