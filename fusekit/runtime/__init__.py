@@ -16,17 +16,39 @@ maps       tensor maps of a plan
 workspace  device memory of kernels that need some, for each stream
 tensors    address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
 streams    streams of any owner as handles
+wake       the driver started in a thread while Python is busy
 devices    devices, primary contexts, which arch runs where
 driver     cuda.bindings, its version, its errors
 memory     `DeviceArray`, device memory of our own
 =========  ==========================================================================================
 """
 
-from fusekit.runtime.devices import Device, Devices
-from fusekit.runtime.driver import Driver
-from fusekit.runtime.kernel import Kernel
-from fusekit.runtime.launch import Launch
-from fusekit.runtime.library import Library, open_library
-from fusekit.runtime.memory import DeviceArray
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusekit.runtime.devices import Device, Devices
+    from fusekit.runtime.driver import Driver
+    from fusekit.runtime.kernel import Kernel
+    from fusekit.runtime.launch import Launch
+    from fusekit.runtime.library import Library, open_library
+    from fusekit.runtime.memory import DeviceArray
 
 __all__ = ["Device", "DeviceArray", "Devices", "Driver", "Kernel", "Launch", "Library", "open_library"]
+
+_HOMES = {
+    "Device": "devices", "DeviceArray": "memory", "Devices": "devices", "Driver": "driver", "Kernel": "kernel",
+    "Launch": "launch", "Library": "library", "open_library": "library",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when they are used: a library starts the driver before it imports the rest."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"fusekit.runtime.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'fusekit.runtime' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

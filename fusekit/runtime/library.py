@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fusekit.abi import LaunchRecord, RecordError
 from fusekit.config import Config
 from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError
 from fusekit.runtime.devices import Devices, archs_of
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.kernel import Kernel
 from fusekit.runtime.select import choose
-from fusekit.store import NameRecord, Store
+from fusekit.runtime.wake import Waking
+
+if TYPE_CHECKING:
+    from fusekit.abi import LaunchRecord
+    from fusekit.runtime.kernel import Kernel
+    from fusekit.store import NameRecord, Store
 
 
 class Library:
     """The kernels of the layered stores. Opening one reads nothing and needs no GPU; the first `load` starts the
     driver.
 
-    driver: for tests; None takes cuda.bindings at first use.
+    store: a Store, or the configuration of one, which is opened at first use. driver: for tests; None takes
+    cuda.bindings at first use.
     """
 
-    def __init__(self, store: Store, driver: Driver | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store | Config, driver: Driver | None = None) -> None:
+        self._source = store
         self._driver = driver
         self._devices: Devices | None = None
+
+    @property
+    def store(self) -> Store:
+        """The layered stores."""
+        if isinstance(self._source, Config):
+            from fusekit.store import Store
+
+            self._source = Store.open(self._source)
+        return self._source
 
     @property
     def devices(self) -> Devices:
@@ -45,7 +58,38 @@ class Library:
 
         Raises NotBuiltError (with the build command), ArchMismatchError, IntegrityError or DriverError.
         """
-        found, ordinal = self._find(name, arch, device, problem)
+        waking = Waking(device) if self._devices is None and self._driver is None else None
+        try:
+            # Everything that needs no driver comes before the first question to it.
+            guess = self._read_ahead(name, arch, problem)
+            found, ordinal = self._find(name, arch, device, problem)
+            record, cubin = guess[1:] if guess is not None and guess[0] == found else self._read(found)
+            from fusekit.runtime.kernel import Kernel
+
+            return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+        finally:
+            if waking is not None:
+                waking.wait()
+
+    def _read_ahead(
+        self, name: str, arch: str | None, problem: Mapping[str, int] | None
+    ) -> tuple[NameRecord, LaunchRecord, bytes] | None:
+        """What `load` will find if the device is of the one architecture that the store has the kernel for."""
+        import fusekit.runtime.kernel  # noqa: F401 (while the driver starts)
+
+        archs = {listing.record.arch for listing in self.store.names(name)}
+        if len(archs) != 1 or arch not in (None, *archs):
+            return None
+        variants = self._variants(name, *archs)
+        if not variants:
+            return None
+        found = choose(variants, problem)
+        return found, *self._read(found)
+
+    def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
+        """Record and cubin of an entry, verified."""
+        from fusekit.abi import LaunchRecord, RecordError
+
         stored = self.store.load(found.key)
         if stored is None:
             raise NotBuiltError.of(found.name, found.arch, f"its name leads to entry {found.key}, which is missing")
@@ -59,7 +103,7 @@ class Library:
                 f"{found.name} is filed under {found.arch}, its launch record is for {record.arch}; rebuild it",
                 key=found.key,
             )
-        return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+        return record, cubin
 
     def find(
         self, name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None
@@ -117,4 +161,4 @@ def open_library(config: Config | None = None, *, driver: Any = None) -> Library
 
     driver: a Driver that is started already; None starts one at the first `load`.
     """
-    return Library(Store.open(Config.from_environment() if config is None else config), driver)
+    return Library(Config.from_environment() if config is None else config, driver)
