@@ -54,8 +54,7 @@ ACTIVATION_KEYS = (
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int",
-        "Columns of x.w (a gated activation halves them, its derivative doubles them); grouped-wgrad: of dy.",
+    Key("N", "int", "Columns of x.w (a gated activation halves, its derivative doubles them); grouped-wgrad: of dy.",
         minimum=1, required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench import compare
 from fusekit.config import Config
-from fusekit.reference import encode, gemm
+from fusekit.reference import BY_GROUP, encode, gemm
 from fusekit.spec import parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit_cli.main import main
@@ -102,7 +102,7 @@ def install(
                     )
                     arrays[name] = np.frombuffer(memory, kind).reshape(shape)
                 for name, values in gemm(spec, arrays).items():
-                    written = len(values) if name == "dw" else int(arrays["offsets"][-1])
+                    written = len(values) if name in BY_GROUP else int(arrays["offsets"][-1])
                     arrays[name][:written] = encode(values[:written], dtypes[name])
                 harm(arrays)
 
@@ -264,6 +264,77 @@ def test_weight_gradients(
         assert any(said.get(harm, "dw: the 4096 bytes after") in problem for problem in document["problems"])
     else:
         assert document["error"]["fro"] < 1e-6
+
+
+BACKWARD = """
+schema = 1
+[[kernel]]
+name = "dz"
+op = "grouped-gemm"
+arch = "sm_90a"
+activation = { kind = "dswiglu", limit = 1.5 }
+glu_layout = "interleaved"
+row_scale = true
+recompute = true
+dprob = true
+dbias = true
+tile = [128, 64]
+problem = { E = 5, M = 150, N = 136, K = 72 }
+"""
+
+
+def backward_record() -> LaunchRecord:
+    double = ("mul", 2, "N")
+    tensors = (
+        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
+        TensorArgument("w", "input", "bf16", ("E", "N", "K"), ("w.stride0", "w.stride1", 1), 8),
+        TensorArgument("preactivation", "input", "bf16", ("M", double), ("preactivation.stride0", 1), 8),
+        TensorArgument("row_scale", "input", "f32", ("M",), (1,), alignment=4),
+        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+        TensorArgument("dz", "output", "bf16", ("M", double), ("dz.stride0", 1), 8),
+        TensorArgument("y", "output", "bf16", ("M", "N"), ("y.stride0", 1), 8),
+        TensorArgument("dprob", "output", "f32", ("M",), (1,), alignment=4),
+        TensorArgument("dbias", "output", "f32", ("E", double), (double, 1), alignment=4),
+    )
+    return LaunchRecord(
+        symbol="kernel",
+        arch="sm_90a",
+        arguments=tensors,
+        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
+        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("harm", [None, "dz", "y", "dprob", "dbias", "spare row of dprob"])
+def test_a_backward_kernel(
+    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool, harm: str | None
+) -> None:
+    if not whole:
+        monkeypatch.setattr(compare, "WHOLE", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
+
+    def hurt(outputs: dict[str, Any]) -> None:
+        if harm == "spare row of dprob":
+            outputs["dprob"][149] = 0
+        elif harm:
+            outputs[harm][0] = outputs[harm][1]
+
+    shapes = {
+        "x": (150, 72), "w": (5, 136, 72), "preactivation": (150, 272), "row_scale": (150,), "offsets": (5,),
+        "dz": (150, 272), "y": (150, 136), "dprob": (150,), "dbias": (5, 272),
+    }  # fmt: skip
+    install(BACKWARD, backward_record())(hurt, shapes)
+    code, document = run(capsys, "made/dz", "--check", "--time")
+    assert code == (1 if harm else 0), document["problems"]
+    assert document["tflops"] == pytest.approx(2 * 145 * 136 * 72 / 2e-3 * 1e-12)
+    if harm:
+        said = "dprob: row 149, which no group owns, was written to" if " " in harm else f"{harm}: WRONG"
+        assert any(said in problem for problem in document["problems"])
+    else:
+        assert 0 < document["error"]["max_scaled"] <= 1
 
 
 def test_without_rows_nothing_is_launched_and_all_is_well(machine: Any, capsys: Any) -> None:

@@ -82,6 +82,56 @@ def test_outputs(gpu, specs, name):
     assert not found, "\n".join(found)
 
 
+def test_outputs_of_a_backward_activation(gpu, specs):
+    """More than 2**31 elements of z and of dz; z repeats itself every few thousand rows."""
+    spec, n, k = specs["dswiglu-concat@128x128-c2x1"], 2**14 + 8, 64
+    width = 2 * n
+    rows = 2**31 // width + 1000
+    owned = rows - 300
+    sizes = (5, 0, owned // 2, owned - owned // 2 - 5)
+    ends = np.cumsum(sizes)
+    pattern = 4099
+    inputs = reference.make_inputs(spec, E=len(sizes), M=pattern, N=n, K=k)
+    saved, x = inputs.pop("preactivation"), np.resize(inputs.pop("x"), (rows, k))
+    scale = np.resize(inputs.pop("row_scale"), rows)
+    inputs |= {"offsets": reference.offsets_of(sizes), "x": x, "row_scale": scale}
+    arguments = {key: place(gpu, spec, key, value) for key, value in inputs.items()}
+    z = gpu.array(rows * width * 2)
+    for start in range(0, rows, pattern):
+        gpu.write(z, start * width * 2, saved[: min(pattern, rows - start)])
+    arguments["preactivation"] = View(z, 0, spec.dtype, (rows, width))
+    shapes = reference.output_shapes(spec, M=rows, N=n)
+    assert shapes["dz"] == ((rows, width), spec.dtype)
+    memory = {}
+    for output, (shape, dtype) in shapes.items():
+        memory[output] = gpu.array(shape[0] * shape[1] * 2 + TAIL, 0xFF)
+        arguments[output] = View(memory[output], 0, dtype, shape)
+
+    gpu.kernel(spec)(**arguments)
+    gpu.finish(f"{spec.full_name} with {rows} x {width} outputs")
+
+    seams = [seam // width + step for seam in (2**30, 2**31) for step in (-1, 0, 1)]
+    chosen = np.unique([*(row for row in seams if row < owned), *reference.sample_rows(ends, 40)])
+    few = {
+        "w": inputs["w"],
+        "x": x[chosen],
+        "row_scale": scale[chosen],
+        "preactivation": saved[chosen % pattern],
+        "offsets": np.searchsorted(chosen, ends).astype(np.int32),
+    }
+    got = {output: rows_of(memory[output], chosen, shape[1]) for output, (shape, _) in shapes.items()}
+    found = judge(spec, few, None, got)
+    for output, (shape, _) in shapes.items():
+        end = owned * shape[1] * 2
+        if missing := poison_in(memory[output], 0, end):
+            found.append(f"{output}: {missing} elements not written")
+        if poison_in(memory[output], end, memory[output].nbytes) != (memory[output].nbytes - end) // 2:
+            found.append(f"{output}: written beyond row {owned}")
+        memory[output].free()
+    z.free()
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("name", ["identity@128x128-c1x1", "identity-n@128x192-c1x2"])
 def test_weights(gpu, specs, name):
     """The first and the last group alone have rows; all other weights are NaN."""

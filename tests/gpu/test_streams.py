@@ -19,7 +19,7 @@ KERNELS = [
     "wgrad-low@64x128-c2x1",
     "wgrad-cooperative@256x128-c2x1-dynamic",
     "dswiglu-interleaved@128x192-c1x2-dynamic",
-    "dswiglu-whole@128x160-c1x1-dynamic",
+    "dswiglu-interleaved@128x192-c1x2-dynamic",
 ]
 
 

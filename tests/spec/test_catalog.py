@@ -47,6 +47,8 @@ def test_models_have_their_shapes(model):
         assert spec.bias is (gpt and forward)
         assert spec.b_major == ("n" if spec.kernel.endswith("-dgrad") else "k")
         assert spec.schedule == "dynamic"
+        assert spec.activation.backward is (spec.kernel == "fc2-dgrad")
+        assert spec.recompute is spec.activation.backward
         if spec.activation.gated:
             scalars = (spec.activation.alpha, spec.activation.limit, spec.activation.up_offset)
             assert scalars == ((1.702, 7.0, 1.0) if gpt else (1.0, None, 0.0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusekit.errors import SpecError
 from fusekit.spec import KernelSpec, canonical_json, parse_text
-from fusekit.spec.model import DTYPES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from fusekit.spec.model import BACKWARD_ACTIVATIONS, DTYPES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from fusekit.spec.values import show
 
 names = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
@@ -47,7 +47,11 @@ def kernels(draw):
         "cluster": draw(st.lists(st.sampled_from([[1, 1], [2, 1], [1, 2]]), min_size=1, unique_by=tuple)),
         "cluster_margin": draw(st.integers(0, 132)),
     }
-    if activation["kind"] in GATED_ACTIVATIONS:
+    if draw(st.booleans()) and f"d{activation['kind']}" in BACKWARD_ACTIVATIONS:
+        activation["kind"] = f"d{activation['kind']}"
+        table |= {"alpha": "none", "bias": False, "save_preactivation": False, "recompute": True}
+        table |= {"dprob": table["row_scale"] and draw(st.booleans()), "dbias": draw(st.booleans())}
+    if activation["kind"].removeprefix("d") in GATED_ACTIVATIONS:
         table["glu_layout"] = draw(st.sampled_from(["concat", "interleaved", "interleaved-32"]))
     if draw(st.booleans()):
         table["problem"] = {"E": draw(st.integers(1, 9)), "M": draw(st.integers(0, 999)), "N": 192, "K": 64}
@@ -72,7 +76,7 @@ def test_what_is_written_is_read(table, stem):
     assert len({spec.full_name for spec in specs}) == len(specs)
     for spec in specs:
         canonical = spec.canonical()
-        for key in ("op", "arch", "dtype", "out_dtype", "b_major", "alpha", "bias", "row_scale", "cluster_margin"):
+        for key in table.keys() - {"name", "activation", "problem", "tile", "cluster"}:
             assert canonical[key] == table[key]
         assert {**canonical["activation"], **table["activation"]} == canonical["activation"]
         assert canonical["problem"] == table.get("problem")
