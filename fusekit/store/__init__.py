@@ -3,7 +3,7 @@
 Three maps, each on plain files:
 
 - **name -> key** (`names/`): `gpt-oss-120b/fc1-fwd@128x160-c2x1` on `sm_90a` stands for a key. The only files that
-  change.
+  change. A name record also has a summary of its entry, for listings: a copy, and never what a kernel is loaded by.
 - **key -> entry** (`entries/`): the key is the SHA-256 of everything that decides the result (spec, architecture,
   toolchain, options, sources, schema). The entry is what came of it: the cubin's digest, launch record, resources,
   proof. An action cache.
@@ -20,20 +20,46 @@ Cubins and entries are never changed, only replaced when they are found damaged.
 use. A document has a digest over its own bytes; an entry must lie under the key that its fields hash to; a cubin must
 have the size and the digest that its entry says. Links, FIFOs, directories and files of the wrong size are refused
 before they are read. What fails a check is an `IntegrityError`, never a miss: a reader does not guess and does not
-repair. A builder may replace it.
+repair. A builder may replace it. (A build with nothing to do compares sizes and stamps only, and reads what looks
+touched; what it did not read, its user will.)
 
-**Layers.** One writable root is searched first, then read-only roots in their order. Nothing is copied up. A damaged
-or unreadable file in one layer does not hide a good one below.
+**Layers.** One writable root is searched first, then read-only roots in their order. Nothing is copied up unless
+asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one layer does not hide a good one below.
 
-**Locks** save work; nothing depends on them. Without them, or on a network file system where they stop at the host,
-the same kernel may be compiled twice, and the store is as right as before.
+**Once.** `Store.ensure` looks a key up, and if it is missing looks again under its lock before it makes it: where
+locks work, one process makes it, and the others take what it made. Locks save work; nothing depends on them. Without
+them, or where they stop at the host, a kernel may be compiled twice, and the store is as right as before.
 
-**Assumed of the file system:** that a rename or a hard link within one directory is one step, that a synced file
-stays, and that a file's bytes can be read once its name can be seen. Not assumed: that a new name is seen at once
-elsewhere, that flock reaches other hosts, that clocks agree. Time stamps are never compared.
+**Collection** (`fusekit.store.gc`) evicts the least recently used, by size and by age, while others read and write. A
+use is an empty file with a time stamp (`used/`), so it needs no access times; where it cannot be written, the
+kernel is used all the same, and counts as used when it was published. A build holds a lease (`leases/`): what it
+published or looked up stays until it ends.
+
+**Network file systems.** Assumed is what NFS and its like promise:
+
+- a rename or a hard link within one directory is one step, seen whole or not at all;
+- a file that was synced and closed stays, and who opens it *after* that sees those bytes;
+- a look at a directory that was opened anew sees, sooner or later, what others put there.
+
+Not assumed:
+
+- that flock reaches other hosts, or works at all;
+- that a new or a removed name is seen at once elsewhere (attribute and negative look-up caches live for seconds);
+- that something just written can be read back, here or elsewhere: no step is judged by looking at its result;
+- that a failed `link` changed nothing (a repeated request may fail although the first one worked): a publisher who
+  lost looks at what is there, and that may be his own;
+- that the hosts' clocks agree. Stamps are the file system's, are compared with each other alone, and decide what is
+  evicted and what is looked at twice, never what is right.
+
+What follows from stale views: a miss where there is a hit, so work is done twice; a handle that went stale (ESTALE)
+under a reader, who opens the file again; an entry whose cubin is not visible yet, for which a reader waits and has
+the directory looked up anew, for a second at most. Collect on one host at a time, best on the file server: elsewhere
+a mark may be seen late, and a kernel that somebody has just looked up can be evicted. He has his bytes, or a miss.
 
 **What digests are for:** bit rot, cut transfers, mixed-up files. They are no defence against someone who can write to
 the store: such a person can write digests too. Give a store read-only to those who only launch.
+
+docs/store.md says which test tries to break each of these promises, and how fast the store is.
 """
 
 from fusekit.store.entries import Entry

@@ -90,8 +90,10 @@ def collect(
     report = CollectReport(dry_run)
     if not layer.root.is_dir():
         return report
-    now = time.time_ns() if dry_run else _now(layer.root, publisher)
-    return _Collection(layer, publisher, now, scan(layer, now), report).run(max_bytes, max_age)
+    clock = time.time_ns if dry_run else lambda: _now(layer.root, publisher)
+    began = clock()
+    found = scan(layer)
+    return _Collection(layer, publisher, began, clock(), found, report).run(max_bytes, max_age)
 
 
 def _now(root: Path, publisher: Publisher) -> int:
@@ -107,15 +109,19 @@ def _now(root: Path, publisher: Publisher) -> int:
 
 
 class _Collection:
-    def __init__(self, layer: Layer, publisher: Publisher, now: int, found: Scan, report: CollectReport) -> None:
-        self.layer, self.publisher, self.now, self.scan, self.report = layer, publisher, now, found, report
+    def __init__(
+        self, layer: Layer, publisher: Publisher, began: int, now: int, found: Scan, report: CollectReport
+    ) -> None:
+        """began, now: before and after the scan `found`, as the file system counts."""
+        self.layer, self.publisher, self.scan, self.report = layer, publisher, found, report
+        self.began, self.now = began, now
         self.remover = Remover(layer, publisher, found)
         # Read after the scan: a lease is taken before anything is marked under it.
         self.lease, self.ended = marks.leases(layer.root, now)
         # How many entries need each blob.
         self.needed = Counter(digest for item in found.entries.values() for digest in item.digests & found.blobs.keys())
         self.total = found.other_bytes + sum(file.bytes for file in found.blobs.values())
-        self.total += sum(_size(item) for item in found.entries.values())
+        self.total += sum(item.bytes for item in found.entries.values())
 
     def run(self, max_bytes: int | None, max_age: float | None) -> CollectReport:
         report = self.report
@@ -144,7 +150,7 @@ class _Collection:
         """What policy evicts, each with the reason; those it must leave in place are added to `stay`."""
         victims = []
         needed, total = self.needed.copy(), self.total
-        for item in sorted(self.scan.entries.values(), key=lambda item: (item.used, item.key)):
+        for item in sorted(self.scan.entries.values(), key=lambda item: (-self._idle(item), item.key)):
             old = max_age is not None and self._idle(item) > max_age
             if item.key in stay or not (old or (max_bytes is not None and total > max_bytes)):
                 continue
@@ -152,16 +158,17 @@ class _Collection:
                 stay.add(item.key)
                 continue
             victims.append((item, "age" if old else "size"))
-            total -= _size(item)
+            total -= item.bytes
             for digest in item.digests & self.scan.blobs.keys():
                 needed[digest] -= 1
                 total -= 0 if needed[digest] else self.scan.blobs[digest].bytes
         return victims
 
     def _in_use(self, item: Item) -> bool:
-        if self.lease is not None and item.used >= self.lease:
+        if self.lease is not None and item.stamp >= self.lease:
             return True
-        return not self.report.dry_run and self.now - _TICK < item.stamp <= self.now + _TICK
+        # Whoever marks it again within the tick of the mark that was seen could not be told from that one.
+        return not self.report.dry_run and self.began - _TICK < item.stamp <= self.now
 
     def _evict(self, victims: list[tuple[Item, str]], unneeded: list[str]) -> set[str]:
         """Evict `victims`; blobs that no entry needs any more are added to `unneeded`. Returns the keys that stay."""
@@ -174,7 +181,7 @@ class _Collection:
             if item.key in stay:
                 continue
             del self.scan.entries[item.key]
-            freed = _size(item)
+            freed = item.bytes
             self._freed(freed)
             for digest in item.digests & self.scan.blobs.keys():
                 self.needed[digest] -= 1
@@ -186,13 +193,14 @@ class _Collection:
         return stay
 
     def _idle(self, item: Item) -> float:
-        return (self.now - item.used) / _SECOND
+        used = item.used(self.now)
+        return 0.0 if used is None else (self.now - used) / _SECOND
 
     # -- blobs --------------------------------------------------------------------------------------------------------
 
     def _orphans(self) -> list[str]:
         """Blobs that no entry mentions. Those that came since a running build began may be about to get one."""
-        young = self.now - _TICK if self.lease is None else min(self.lease, self.now - _TICK)
+        young = self.began - _TICK if self.lease is None else min(self.lease, self.began - _TICK)
         return [d for d, file in self.scan.blobs.items() if not self.needed[d] and min(file.stamp, self.now) < young]
 
     def _remove_blobs(self, digests: list[str]) -> int:
@@ -244,11 +252,7 @@ class _Collection:
         for path in (*self.ended, *(each.path for each in self.scan.marks if each.path.name not in self.scan.entries)):
             self.remover.remove(path)
         for item in self.scan.entries.values():
-            if not item.dated:
+            if item.used(self.now) is None:
                 path = marks.mark_path(self.layer.root, item.key)
                 self.remover.remove(path)
                 marks.mark(self.layer.root, item.key, item.file.path)
-
-
-def _size(item: Item) -> int:
-    return item.file.bytes + sum(name.bytes for name in item.names)

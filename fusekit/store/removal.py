@@ -35,7 +35,7 @@ class Remover:
         moved: dict[str, Moved] = {}
         for item in items:
             its_mark = mark_path(self.layer.root, item.key)
-            if state(its_mark) == item.mark:
+            if state(its_mark) == (item.mark.state if item.mark else None):
                 marks[item.key] = self._aside(its_mark)
                 moved[item.key] = self._all_aside(name.path for name in item.names)
         self._sync(path.parent for files in moved.values() for path in files)
@@ -88,7 +88,7 @@ class Remover:
         """Whether somebody marked `item` or changed a file of it since it was looked at."""
         if state(mark_path(self.layer.root, item.key)) is not None:
             return True
-        if its_mark is not None and state(its_mark) != item.mark:
+        if its_mark is not None and item.mark is not None and state(its_mark) != item.mark.state:
             return True
         known = {file.path: file.state for file in (*item.names, item.file)}
         return any(state(aside) != known[path] for path, aside in moved.items())

@@ -21,7 +21,6 @@ from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
 
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
-_SLACK = 2 * 10**9  # a stamp as much later than "now" is of this moment, not of a clock that was wrong
 
 State = tuple[int, int, int]
 """What a change of a file changes: its number, size and time stamp."""
@@ -50,19 +49,30 @@ class File:
 
 @dataclass(slots=True)
 class Item:
-    """An entry. digests: every one that its bytes mention. names: of the records that stand for it. mark: the state
-    of its mark, if it has one. stamp: the latest of entry and mark; used: of its last use, for all that is known;
-    dated: whether that is known, and not only supposed because every stamp is in the future.
+    """An entry. digests: every one that its bytes mention. names: of the records that stand for it. mark: its mark's
+    file, if it has one.
     """
 
     key: str
     file: File
     digests: frozenset[str]
-    mark: State | None
-    stamp: int
-    used: int
-    dated: bool
+    mark: File | None
     names: list[File] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Of the entry and its names."""
+        return self.file.bytes + sum(name.bytes for name in self.names)
+
+    @property
+    def stamp(self) -> int:
+        """The latest there is of its use: it was published or marked then."""
+        return max(self.file.stamp, self.mark.stamp if self.mark else 0)
+
+    def used(self, now: int) -> int | None:
+        """When it was used last, for all that is known; None when every stamp is later than `now`."""
+        stamps = (self.file.stamp, *([self.mark.stamp] if self.mark else []))
+        return max((stamp for stamp in stamps if stamp <= now), default=None)
 
 
 @dataclass(slots=True)
@@ -82,8 +92,8 @@ def state_of(status: os.stat_result) -> State:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def scan(layer: Layer, now: int) -> Scan:
-    """Look at all of `layer`. now: nanoseconds as its file system counts."""
+def scan(layer: Layer) -> Scan:
+    """Look at all of `layer`."""
     result = Scan()
     marks = {}
     for file in _files(layer.root / "used", 2, result.temporaries):
@@ -98,18 +108,7 @@ def scan(layer: Layer, now: int) -> Scan:
         if digests is None:
             result.unread.append(str(file.path))
         if is_digest(key) and file.path.name == f"{key}.json":
-            mark = marks.get(key)
-            stamps = [file.stamp, *([mark.stamp] if mark else [])]
-            known = [stamp for stamp in stamps if stamp <= now + _SLACK]
-            result.entries[key] = Item(
-                key=key,
-                file=file,
-                digests=digests or frozenset(),
-                mark=mark.state if mark else None,
-                stamp=max(stamps),
-                used=min(max(known, default=now), now),
-                dated=bool(known),
-            )
+            result.entries[key] = Item(key, file, digests or frozenset(), marks.get(key))
     for file in _files(layer.root / "names", 2, result.temporaries):
         keys = [key for key in digests_of(file.path) or () if key in result.entries]
         for key in keys:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
 # or to remove it for good, or a network file system does not show it yet.
-_PAUSES = (0.01, 0.05, 0.25)
+_PAUSES = (0.01, 0.05, 0.25, 1.0)
 
 
 class _CubinMissingError(IntegrityError):
