@@ -13,7 +13,7 @@ miss.
 
 **Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
 no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next
-collection, which puts a cubin back that an entry came to need meanwhile.
+collection, which puts a cubin back that an entry came to need meanwhile; until then readers find it where it lies.
 
 **What is evicted**: first every entry that was not used for `max_age`, then the least recently used until cubins,
 entries and names together have at most `max_bytes`. What a running build published or looked up stays (see

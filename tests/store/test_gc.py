@@ -498,6 +498,8 @@ def test_a_cubin_left_aside_that_an_entry_needs_is_put_back(tmp_path):
     blob = store.layers[0].blob_path(entries[0].cubin_sha256)
     aside = blob.with_name(f".{blob.name}.0123456789ab-7-00.tmp")
     blob.rename(aside)
+    assert store.load(entries[0].key) is not None
+    assert held(store) == ["k0@v"]
     age(aside, 2 * DAY)
     assert store.collect().temporaries == 0
     assert held(store) == ["k0@v"]
