@@ -13,15 +13,15 @@ miss.
 
 **Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
 no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next
-collection, which puts a cubin back that an entry came to need meanwhile.
+collection, which puts a cubin back that an entry came to need meanwhile; until then readers find it where it lies.
 
 **What is evicted**: first every entry that was not used for `max_age`, then the least recently used until cubins,
 entries and names together have at most `max_bytes`. What a running build published or looked up stays (see
 fusekit.store.marks). A cubin goes when the last entry that mentions it goes; names go with their entry.
 
 **What is cleared away**: cubins that no entry mentions; temporaries whose writer is gone, or is of another host and
-was last heard of `STALE_SECONDS` ago; lock files, marks and leases that nobody holds or needs. Damaged and strange
-files stay: `verify` names them, a build mends them.
+was last heard of `STALE_SECONDS` ago; signatures over what is gone; lock files, marks and leases that nobody holds or
+needs. Damaged and strange files stay: `verify` names them, a build mends them.
 
 **Time** is the file system's: "now" is the stamp of a file made for that. A stamp in the future comes of a clock that
 was wrong: what has no other counts as used now, and is marked so.
@@ -118,6 +118,7 @@ class _Collection:
         self.remover = Remover(layer, publisher, found)
         # Read after the scan: a lease is taken before anything is marked under it.
         self.lease, self.ended = marks.leases(layer.root, now)
+        self.gone: set[str] = set()  # digests of the documents that were evicted
         # How many entries need each blob.
         self.needed = Counter(digest for item in found.entries.values() for digest in item.digests & found.blobs.keys())
         self.total = found.other_bytes + sum(file.bytes for file in found.blobs.values())
@@ -127,8 +128,8 @@ class _Collection:
         report = self.report
         if self.scan.unread:
             report.notes.append(
-                f"{self.scan.unread[0]} cannot be read, so which cubins it needs is not known: none is removed; "
-                "`fusekit verify` says more"
+                f"{self.scan.unread[0]} cannot be read, so what it needs is not known: no cubin and no signature is "
+                "removed; `fusekit verify` says more"
             )
         self._temporaries()
         report.orphans = self._remove_blobs(self._orphans())
@@ -137,6 +138,7 @@ class _Collection:
         while victims := self._victims(max_bytes, max_age, stay):
             stay |= self._evict(victims, unneeded)
         self._remove_blobs(unneeded)
+        self._signatures()
         self._leftovers()
         report.removed = len(report.evicted)
         report.kept = len(self.scan.entries)
@@ -181,6 +183,7 @@ class _Collection:
             if item.key in stay:
                 continue
             del self.scan.entries[item.key]
+            self.gone |= item.documents
             freed = item.bytes
             self._freed(freed)
             for digest in item.digests & self.scan.blobs.keys():
@@ -238,6 +241,18 @@ class _Collection:
         if digest in self.scan.blobs or not any(digest in item.digests for item in self.scan.entries.values()):
             return False
         return self.report.dry_run or self.publisher.give(file.path, self.layer.blob_path(digest))
+
+    def _signatures(self) -> None:
+        """Signatures over what is no more. One is published before its document, so a young one may wait for that."""
+        if self.scan.unread:
+            return
+        for file in self.scan.signatures:
+            digest = file.path.name[:64]
+            old = self.began - file.stamp > STALE_SECONDS * _SECOND and (self.lease is None or file.stamp < self.lease)
+            if digest in self.gone or (digest not in self.scan.documents and old):
+                self.report.freed_bytes += file.bytes
+                if not self.report.dry_run:
+                    self.remover.remove(file.path)
 
     def _leftovers(self) -> None:
         evicted = {each.key for each in self.report.evicted}

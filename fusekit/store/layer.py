@@ -14,6 +14,7 @@ did not ask for, so what a killed writer left cannot be taken for a part of the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import CUBIN_LIMIT, Entry
@@ -57,12 +58,27 @@ class Layer:
         return None if data is None else Entry.from_bytes(data, path, key)
 
     def blob(self, digest: str, size: int | None = None) -> bytes | None:
-        """The blob of `digest`, hashed, and of `size` bytes if that is known; None when there is none."""
+        """The blob of `digest`, hashed, and of `size` bytes if that is known; None when there is none.
+
+        A collection may have it aside, to remove it or to put it back, and may have been killed then: bytes of that
+        digest are the blob wherever they lie.
+        """
         path = self._blob(digest)
         data = read_file(path, limit=CUBIN_LIMIT, exactly=size)
-        if data is not None and (found := sha256(data)) != digest:
+        if data is None:
+            return self._blob_aside(digest, size)
+        if (found := sha256(data)) != digest:
             raise damaged(path, f"has the digest {found}, not that of its name")
         return data
+
+    def _blob_aside(self, digest: str, size: int | None) -> bytes | None:
+        folder = self.blob_path(digest).parent
+        for name in _listing(folder, temporary=True, start=f".{digest}."):
+            with contextlib.suppress(IntegrityError, StoreError):
+                data = read_file(folder / name, limit=CUBIN_LIMIT, exactly=size)
+                if data is not None and sha256(data) == digest:
+                    return data
+        return None
 
     def name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`, checked; None when there is none."""

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fusekit.errors import IntegrityError, StoreError
 from fusekit.store.documents import LIMIT
-from fusekit.store.files import TEMPORARY_SUFFIX, store_error
-from fusekit.store.keys import is_digest
+from fusekit.store.files import TEMPORARY_SUFFIX, read_file, store_error
+from fusekit.store.keys import is_digest, sha256
 from fusekit.store.layer import Layer
 
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -49,8 +50,8 @@ class File:
 
 @dataclass(slots=True)
 class Item:
-    """An entry. digests: every one that its bytes mention. names: of the records that stand for it. mark: its mark's
-    file, if it has one.
+    """An entry. digests: every one that its bytes mention. mark: its mark's file, if it has one. names: of the records
+    that stand for it. documents: the digests of its own bytes and of its names'.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Item:
     digests: frozenset[str]
     mark: File | None
     names: list[File] = field(default_factory=list)
+    documents: set[str] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
@@ -77,13 +79,17 @@ class Item:
 
 @dataclass(slots=True)
 class Scan:
-    """All of a store. unread: paths of entries that could not be read, so that what they need is not known."""
+    """All of a store. documents: the digest of every entry and name. unread: paths of documents that could not be
+    read, so that what they need is not known.
+    """
 
     entries: dict[str, Item] = field(default_factory=dict)
     blobs: dict[str, File] = field(default_factory=dict)
     temporaries: list[File] = field(default_factory=list)
     marks: list[File] = field(default_factory=list)
     locks: list[File] = field(default_factory=list)
+    signatures: list[File] = field(default_factory=list)
+    documents: set[str] = field(default_factory=set)
     unread: list[str] = field(default_factory=list)
     other_bytes: int = 0  # of names that stand for no entry here
 
@@ -104,17 +110,20 @@ def scan(layer: Layer) -> Scan:
             result.blobs[file.path.name] = file
     for file in _files(layer.root / "entries", 2, result.temporaries):
         key = file.path.name.removesuffix(".json")
-        digests = digests_of(file.path)
-        if digests is None:
-            result.unread.append(str(file.path))
+        data = _document(file.path, result)
         if is_digest(key) and file.path.name == f"{key}.json":
-            result.entries[key] = Item(key, file, digests or frozenset(), marks.get(key))
+            result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
     for file in _files(layer.root / "names", 2, result.temporaries):
-        keys = [key for key in digests_of(file.path) or () if key in result.entries]
+        data = _document(file.path, result)
+        keys = [key for key in _digests(data) if key in result.entries]
         for key in keys:
             result.entries[key].names.append(file)
+            result.entries[key].documents.add(sha256(data))
         if not keys:
             result.other_bytes += file.bytes
+    for file in _files(layer.root / "signatures", 2, result.temporaries):
+        if is_digest(file.path.name[:64]) and file.path.name[64:65] == ".":
+            result.signatures.append(file)
     result.locks = list(_files(layer.root / "locks", 1, result.temporaries))
     for _ in _files(layer.root, 1, result.temporaries):
         pass  # only a collection has temporaries there
@@ -128,20 +137,28 @@ def entry_states(layer: Layer) -> dict[Path, State]:
 
 def digests_of(path: Path) -> frozenset[str] | None:
     """Every digest that stands in the file; None where it could not be read, or is too long to be a document."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > LIMIT:
-                return None
-            data = os.read(descriptor, size)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        return frozenset()
-    except OSError:
-        return None
+    data = _read(path)
+    return None if data is None else _digests(data)
+
+
+def _document(path: Path, result: Scan) -> bytes:
+    data = _read(path)
+    if data is None:
+        result.unread.append(str(path))
+        return b""
+    result.documents.add(sha256(data))
+    return data
+
+
+def _digests(data: bytes) -> frozenset[str]:
     return frozenset(found.decode() for found in _DIGEST.findall(data))
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_file(path, limit=LIMIT) or b""
+    except (IntegrityError, StoreError):
+        return None
 
 
 def state(path: Path) -> State | None:

@@ -111,8 +111,9 @@ class _Check:
                         if layer.size_of_entry(key) is None:  # collected since it was read
                             self.entries -= 1
                             continue
-                        raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
-                    if size != entry.cubin_bytes:
+                        if layer.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
+                            raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
+                    elif size != entry.cubin_bytes:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry

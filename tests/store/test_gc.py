@@ -11,6 +11,7 @@ from fusekit.errors import StoreError
 from fusekit.store import Store, process
 from fusekit.store.documents import seal
 from fusekit.store.files import Disk
+from fusekit.store.keys import sha256
 from fusekit.store.marks import LEASE_SECONDS, mark_path
 from tests.store.samples import build_entry, build_record
 
@@ -246,6 +247,26 @@ def test_locks_that_nobody_needs_go(tmp_path):
     with store.lock(entries[1].key):
         assert store.collect().locks == 2
     assert sorted(path.stem for path in (tmp_path / "locks").iterdir()) == sorted([entries[1].key, young])
+
+
+def test_signatures_go_with_what_they_sign(tmp_path):
+    store, entries = fill(tmp_path, 2)
+
+    def sign(data, ago):
+        path = tmp_path / "signatures" / sha256(data)[:2] / f"{sha256(data)}.0123456789abcdef"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 64)
+        age(path, ago)
+        return path
+
+    own = store.layers[0]
+    signed = [
+        [sign(path.read_bytes(), 3 * DAY) for path in (own.entry_path(entry.key), own.name_path(name, "sm_90a"))]
+        for entry, name in zip(entries, ("f/k0@v", "f/k1@v"), strict=True)
+    ]
+    young, old = sign(b"about to be published", 0), sign(b"replaced long ago", DAY)
+    store.collect(max_age=150)
+    assert [path.exists() for path in (*signed[0], *signed[1], young, old)] == [False, False, True, True, True, False]
 
 
 def test_marks_of_no_entry_go(tmp_path):
@@ -498,6 +519,8 @@ def test_a_cubin_left_aside_that_an_entry_needs_is_put_back(tmp_path):
     blob = store.layers[0].blob_path(entries[0].cubin_sha256)
     aside = blob.with_name(f".{blob.name}.0123456789ab-7-00.tmp")
     blob.rename(aside)
+    assert store.load(entries[0].key) is not None
+    assert held(store) == ["k0@v"]
     age(aside, 2 * DAY)
     assert store.collect().temporaries == 0
     assert held(store) == ["k0@v"]
