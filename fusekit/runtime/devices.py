@@ -91,6 +91,20 @@ class Devices:
                 self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease")
         return device
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, what this thread asks of the driver is no danger to streams that other threads capture.
+
+        Loading, allocating and unloading would otherwise be refused, and break those captures, if they are global ones.
+        """
+        exchange, check = self.driver.api.cuThreadExchangeStreamCaptureMode, self.driver.check
+        mode = self.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        before = check(exchange(mode), "cuThreadExchangeStreamCaptureMode")
+        try:
+            yield
+        finally:
+            check(exchange(before), "cuThreadExchangeStreamCaptureMode")
+
     def refuse_capture(self, device: Device, what: str) -> None:
         """Raises DriverError while this thread captures a stream, or a blocking stream of `device` is captured.
 
@@ -98,14 +112,11 @@ class Devices:
         capture that this thread began, unless it began it as relaxed. Captures of other threads are left in peace.
         """
         api, check = self.driver.api, self.driver.check
-        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with self.active(device):
+        with self.active(device), self.apart():
             status = api.cuStreamIsCapturing(LEGACY)[0]
             if not status:
                 event = check(api.cuEventCreate(0), "cuEventCreate")
-                before = check(api.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
                 status = api.cuEventQuery(event)[0]
-                check(api.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
                 api.cuEventDestroy(event)
         if status:
             raise self.driver.error(status, what)

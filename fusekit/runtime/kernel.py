@@ -63,7 +63,10 @@ class Kernel:
         check_arch(record.arch, first, name)
         check_cubin(cubin, self._driver, name)
         devices.refuse_capture(first, f"loading {name}")
-        with self._devices.active(first):  # the driver tells a kernel's parameters only inside a context
+        with (
+            self._devices.active(first),
+            self._devices.apart(),
+        ):  # the driver tells a kernel's parameters only inside a context
             self._library, self._kernel = _load(self._driver, name, record, cubin)
         self._prepare(first)
 
@@ -109,7 +112,8 @@ class Kernel:
                 loaded.workspaces.close()
         if self._library is not None:
             library, self._library = self._library, None
-            check(api.cuLibraryUnload(library), "cuLibraryUnload")
+            with self._devices.apart():
+                check(api.cuLibraryUnload(library), "cuLibraryUnload")
 
     def _resolve(
         self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
@@ -191,7 +195,7 @@ class Kernel:
             settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
         if "preferred_shared_memory_carveout" in attributes:
             settings["PREFERRED_SHARED_MEMORY_CARVEOUT"] = attributes["preferred_shared_memory_carveout"]
-        with self._devices.active(device):
+        with self._devices.active(device), self._devices.apart():
             for name, value in settings.items():
                 kind = getattr(kinds, f"CU_FUNC_ATTRIBUTE_{name}")
                 check(

@@ -53,7 +53,7 @@ class Workspaces:
         api, check = self._devices.driver.api, self._devices.driver.check
         total = self._count * self._size
         what = f"{self._name}: {self._count} workspaces of {self._size} bytes on {self._device}"
-        with self._devices.active(self._device):
+        with self._devices.active(self._device), self._devices.apart():
             base = int(check(api.cuMemAlloc(total), what))
             self._allocations.append(base)
             if self._zeroed:
@@ -69,6 +69,6 @@ class Workspaces:
         self._closed = True
         self._given.clear()
         self._free.clear()
-        with self._devices.active(self._device):
+        with self._devices.active(self._device), self._devices.apart():
             while self._allocations:
                 self._devices.driver.check(self._devices.driver.api.cuMemFree(self._allocations.pop()), "cuMemFree")

@@ -69,3 +69,9 @@ def gpu(library, request):
 def specs():
     """The kernels of both matrices by ``kernel@variant``."""
     return {spec.full_name.partition("/")[2]: spec for path in (MATRIX, BACKWARD) for spec in parse_file(path)}
+
+
+@pytest.fixture(scope="session")
+def alone(request):
+    """Whether no other worker uses the device's memory meanwhile."""
+    return not hasattr(request.config, "workerinput")

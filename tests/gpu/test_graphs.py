@@ -73,7 +73,7 @@ def step(gpu, specs):
     return Step(gpu, specs)
 
 
-def test_ten_thousand_replays_with_counts_changed_on_the_device(gpu, step):
+def test_ten_thousand_replays_with_counts_changed_on_the_device(gpu, step, alone):
     with gpu.stream() as stream:
         wanted = []
         for index in range(len(ENDS)):
@@ -93,7 +93,8 @@ def test_ten_thousand_replays_with_counts_changed_on_the_device(gpu, step):
             if looked_at:
                 assert step.results(stream) == wanted[index % len(ENDS)], f"replay {index}"
         gpu.finish("the last replay", stream)
-        assert gpu.driver.check(gpu.api.cuMemGetInfo(), "cuMemGetInfo")[0] >= free
+        if alone:
+            assert gpu.driver.check(gpu.api.cuMemGetInfo(), "cuMemGetInfo")[0] >= free
         gpu.driver.check(gpu.api.cuGraphExecDestroy(graph), "cuGraphExecDestroy")
 
 
@@ -110,7 +111,7 @@ class Counted:
         return found
 
 
-def test_nothing_waits_and_nothing_is_allocated(gpu, step):
+def test_nothing_waits_and_nothing_is_allocated(gpu, step, alone):
     """The stream is held back by a value that the host writes last: whatever waited for the stream would wait for ever.
 
     And the driver is asked for nothing but launches.
@@ -142,7 +143,7 @@ def test_nothing_waits_and_nothing_is_allocated(gpu, step):
         gpu.finish("behind the gate", stream)
         driver.check(api.cuGraphExecDestroy(graph), "cuGraphExecDestroy")
     assert int(pending) == 600  # CUDA_ERROR_NOT_READY: all of it was queued behind the gate
-    assert held >= free
+    assert not alone or held >= free
     assert set(counted.names) <= {"cuLaunchKernelEx", "cuTensorMapReplaceAddress"}
     assert counted.names.count("cuLaunchKernelEx") == 20 * 5
 
