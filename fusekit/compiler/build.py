@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from fusekit.compiler.families import plan
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.sources import changed
-from fusekit.compiler.toolchain import describe, distributions
+from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
 from fusekit.errors import BuildError, FusekitError, IntegrityError, StoreError, ToolchainError, UsageError
 from fusekit.spec import KernelSpec, find
@@ -21,16 +22,20 @@ from fusekit.store.keys import sha256
 
 if TYPE_CHECKING:
     from fusekit.compiler.plan import TracePlan
-    from fusekit.compiler.pool import Worker
+    from fusekit.compiler.pool import Compiler
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel."""
+    """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel.
+
+    entry: the store's, if it has it whole.
+    """
 
     key: str
     fields: dict[str, str]
     specs: tuple[KernelSpec, ...]
+    entry: Entry | None = None
 
     @property
     def name(self) -> str:
@@ -48,10 +53,15 @@ class BuildPlan:
     hits: tuple[Task, ...]
     misses: tuple[Task, ...]
 
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """Every spec, hits first."""
+        return tuple(spec for task in (*self.hits, *self.misses) for spec in task.specs)
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One name whose kernel was compiled now. bytes: of the cubin; seconds: to trace, compile and prove it."""
+    """One name and its kernel. bytes: of the cubin; seconds: that it took to trace, compile and prove it."""
 
     name: str
     arch: str
@@ -76,12 +86,17 @@ class Failed:
 
 @dataclass(slots=True)
 class BuildReport:
-    """built: compiled now. cached: full names found in the store. failed: the rest. seconds: of the whole call."""
+    """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call."""
 
     built: list[Built] = field(default_factory=list)
-    cached: list[str] = field(default_factory=list)
+    hits: list[Built] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def cached(self) -> list[str]:
+        """The full names of `hits`."""
+        return [hit.name for hit in self.hits]
 
     @property
     def ok(self) -> bool:
@@ -104,19 +119,24 @@ def build(
     jobs: int | None = None,
     config: Config | None = None,
     progress: Callable[[Progress], None] | None = None,
+    executor: Executor | None = None,
 ) -> BuildReport:
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
     targets: spec files, names or globs; none: every packaged spec. arch: only these architectures. jobs: compile
-    processes; default: one for each processor this process may use. config: names the store; default: from the
-    environment. progress: called with a `Progress` at the start and after every kernel. A kernel that fails does not
-    stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad targets, ToolchainError
-    without the DSL, StoreError and IntegrityError when the store cannot be written.
+    processes, fewer where the memory holds fewer; default: one for each processor this process may use. config: names
+    the store; default: from the environment. progress: called with a `Progress` at the start and after every kernel.
+    executor: compiles on its processes instead, of which each needs the same fusekit and the same toolchain, but not
+    the store; `jobs` is then how many kernels it is given at a time. It is left open.
+
+    Each kernel is published as it comes. One that fails, or whose process dies, does not stop the others: look at the
+    report's `failed`. Raises UsageError and SpecError for bad targets, ToolchainError without the DSL, StoreError and
+    IntegrityError when the store cannot be written, SignatureError when it would not trust what is built.
     """
     start = time.perf_counter()
     store = Store.open(config or Config.from_environment())
     wanted = plan_build(select(targets, arch), store)
-    report = execute(wanted, store, jobs, progress)
+    report = execute(wanted, store, jobs, progress, executor=executor)
     report.seconds = round(time.perf_counter() - start, 3)
     return report
 
@@ -143,11 +163,10 @@ def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | N
     for spec in specs:
         fields = identity.key_fields(spec)
         grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
-    tasks = [Task(key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
-    found = {task.key for task in tasks if _stored(store, task.key) is not None}
+    tasks = [Task(key, fields, tuple(members), _stored(store, key)) for key, (fields, members) in grouped.items()]
     return BuildPlan(
-        hits=tuple(task for task in tasks if task.key in found),
-        misses=tuple(task for task in tasks if task.key not in found),
+        hits=tuple(task for task in tasks if task.entry is not None),
+        misses=tuple(task for task in tasks if task.entry is None),
     )
 
 
@@ -157,44 +176,59 @@ def execute(
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     planner: Callable[[KernelSpec], TracePlan] = plan,
+    executor: Executor | None = None,
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report = BuildReport()
     for task in wanted.hits:
+        assert task.entry is not None
         _name(store, task)
-        report.cached += [spec.full_name for spec in task.specs]
+        report.hits += _rows(task, task.entry)
     if not wanted.misses:
         return report
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs is {jobs}; it must be at least 1; leave it out for one per processor")
-    from fusekit.compiler.pool import run
+    store.sign("entry", b"")  # a store that would not trust what is built here says so before it is built
+    from fusekit.compiler.pool import processes, run
 
     notify = progress or (lambda _: None)
     total = len(wanted.misses)
     notify(Progress(0, total))
-    workers = jobs or len(os.sched_getaffinity(0))
-    with closing(run(wanted.misses, workers, lambda worker, task: _make(worker, task, store, planner))) as outcomes:
+    if executor is None:
+        team = processes(min(total, jobs or len(os.sched_getaffinity(0))))
+    else:
+        from fusekit.compiler.executor import IN_FLIGHT, remotes
+
+        team = remotes(executor, min(total, jobs or IN_FLIGHT))
+
+    def make(compiler: Compiler, task: Task) -> tuple[Entry, bool]:
+        return _make(compiler, task, store, planner)
+
+    with team as (compilers, stop), closing(run(wanted.misses, compilers, make, stop)) as outcomes:
         for done, (task, outcome) in enumerate(outcomes, start=1):
             if isinstance(outcome, Exception):
                 _fail(report, task, outcome)
             else:
-                _report(report, task, outcome)
+                entry, made = outcome
+                (report.built if made else report.hits).extend(_rows(task, entry))
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
-    names = [(spec.full_name, spec.arch) for task in wanted.misses for spec in task.specs]
-    report.built.sort(key=lambda built: names.index((built.name, built.arch)))
-    report.failed.sort(key=lambda failed: names.index((failed.name, failed.arch)))
+    order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
+    for rows in (report.built, report.hits, report.failed):
+        rows.sort(key=lambda row: order[row.name, row.arch])
     return report
 
 
-def _make(worker: Worker, task: Task, store: Store, planner: Callable[[KernelSpec], TracePlan]) -> tuple[Entry, bool]:
-    """The entry of `task`, and whether it was compiled here. Another process may have been faster."""
+def _make(
+    compiler: Compiler, task: Task, store: Store, planner: Callable[[KernelSpec], TracePlan]
+) -> tuple[Entry, bool]:
+    """The entry of `task`, and whether it was compiled now. Another process may have been faster."""
     from fusekit.compiler.worker import Job
 
     with store.lock(task.key):
         entry = _stored(store, task.key)
         made = entry is None
         if entry is None:
-            done = worker.compile(Job(task.name, planner, task.specs[0]))
+            done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields))
             compiled = done.compiled
             _unchanged(task)
             fresh = Entry(
@@ -205,7 +239,7 @@ def _make(worker: Worker, task: Task, store: Store, planner: Callable[[KernelSpe
                 launch=compiled.launch,
                 resources=compiled.resources,
                 proof=compiled.proof,
-                toolchain=describe(_labelled(task.fields, "toolchain.")),
+                toolchain=done.toolchain,
                 seconds=done.seconds,
             )
             entry = store.publish(fresh, compiled.cubin)
@@ -234,15 +268,20 @@ def _stored(store: Store, key: str) -> Entry | None:
 
 def _name(store: Store, task: Task) -> None:
     for spec in task.specs:
-        store.publish_name(NameRecord(spec.full_name, spec.arch, task.key, spec.canonical(), spec.defaults()))
+        record = NameRecord(spec.full_name, spec.arch, task.key, spec.canonical(), spec.defaults())
+        if not _named(store, record):
+            store.publish_name(record)
 
 
-def _report(report: BuildReport, task: Task, outcome: tuple[Entry, bool]) -> None:
-    entry, made = outcome
-    if not made:
-        report.cached += [spec.full_name for spec in task.specs]
-        return
-    report.built += [
+def _named(store: Store, record: NameRecord) -> bool:
+    try:
+        return store.find_name(record.name, record.arch) == record
+    except IntegrityError:
+        return False  # damaged, or not trusted: a build mends it
+
+
+def _rows(task: Task, entry: Entry) -> list[Built]:
+    return [
         Built(
             name=spec.full_name,
             arch=spec.arch,
@@ -250,9 +289,9 @@ def _report(report: BuildReport, task: Task, outcome: tuple[Entry, bool]) -> Non
             cubin_sha256=entry.cubin_sha256,
             bytes=entry.cubin_bytes,
             seconds=entry.seconds,
-            proved_launches=entry.proof["launches"],
-            registers=entry.resources["registers"],
-            spill_bytes=entry.resources["spill_bytes"],
+            proved_launches=entry.proof.get("launches", 0),
+            registers=entry.resources.get("registers", 0),
+            spill_bytes=entry.resources.get("spill_bytes", 0),
         )
         for spec in task.specs
     ]

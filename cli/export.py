@@ -1,0 +1,38 @@
+"""`fusekit export`: kernels of the store in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusekit_cli import output
+from fusekit_cli.options import Session, common, signing
+
+
+@click.command("export")
+@click.argument("file", metavar="FILE")
+@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@signing
+@common
+def command(session: Session, file: str, patterns: tuple[str, ...], arch: str | None) -> None:
+    """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes."""
+    from fusekit.store.bundle import export_bundle
+    from fusekit.store.selection import select
+
+    store = session.open_store()
+    done = export_bundle(store, select(store, patterns, arch), Path(file).absolute())
+    document = {
+        "entries": done.entries,
+        "names": done.names,
+        "bytes": done.bytes,
+        "signed_by": None if store.signer is None else store.signer.public.id,
+    }
+
+    def text() -> None:
+        held = f"{output.plural(done.names, 'name')}, {output.plural(done.entries, 'entry')}, {output.size(done.bytes)}"
+        signed = f", signed by {document['signed_by']}" if document["signed_by"] else ""
+        click.echo(f"{file}: {held}{signed}")
+
+    output.answer(session, document, text)
