@@ -4,8 +4,8 @@ Importing the DSL takes a second or two and a hundred megabytes; a fork shares b
 is not used because it imports the caller's main module, so that every script that builds would need a ``__main__``
 guard; this one imports the same thing for everybody.
 
-The server and what it forks are a session of their own, so Ctrl-C reaches only the caller. When its socket ends, because
-the caller is done or was killed, the server ends every process that it forked, and then itself.
+The server and what it forks are a session of their own, so Ctrl-C reaches only the caller. When its socket ends,
+because the caller is done or was killed, the server ends every process that it forked, and then itself.
 
 A request is one message: the scratch folder and the limit of memory as JSON, with three descriptors: the socket that
 the new process works on, its log, and a pipe that the server writes the exit status to.

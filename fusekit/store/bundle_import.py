@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import stat
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from fusekit.store.bundle import (
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import store_error
+from fusekit.store.given import given_file
 from fusekit.store.keys import canonical_json, is_digest, sha256
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
@@ -65,8 +64,8 @@ def import_bundle(store: Store, path: Path) -> Transfer:
     the index is parsed; IntegrityError for any byte of the file that is not as its index says. The store is unchanged
     then.
     """
-    with _open(path) as (file, size):
-        reader = _Reader(file, size, path, store.trust)
+    with given_file(path, "bundle") as (file, status):
+        reader = _Reader(file, status.st_size, path, store.trust)
         index = reader.index()
         reader.check(index)
         return reader.publish(index, store)
@@ -74,8 +73,8 @@ def import_bundle(store: Store, path: Path) -> Transfer:
 
 def read_index(path: Path, trust: Trust | None = None) -> Index:
     """The checked index of the bundle `path`. Its members are not read; only their total size is checked."""
-    with _open(path) as (file, size):
-        return _Reader(file, size, path, trust).index()
+    with given_file(path, "bundle") as (file, status):
+        return _Reader(file, status.st_size, path, trust).index()
 
 
 # Columns of each row of the index: what a value must be.
@@ -352,17 +351,3 @@ def _kind(info: tarfile.TarInfo) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The open file and its size. Links are followed: the path is the user's own."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise store_error(path, "open", error) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise IntegrityError(f"{path} is no plain file; a bundle is one, read twice; copy it to one first")
-        yield file, status.st_size

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError, SignatureError, StoreError, UsageError
 from fusekit.store.files import store_error
+from fusekit.store.given import given_file
 from fusekit.store.keys import sha256
 
 if TYPE_CHECKING:
@@ -226,17 +227,10 @@ def _message(kind: str, digest: str) -> bytes:
 
 
 def _read_key_file(path: Path) -> tuple[bytes, int]:
-    """Bytes and mode of a key file. Links are followed: the path is the user's own."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UsageError(f"there is no key file {path}; make a pair with `fusekit key new`, or name another") from None
-    except OSError as error:
-        raise store_error(path, "open the key", error) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _KEY_FILE_LIMIT:
-            raise UsageError(f"{path} is no plain file of at most {_KEY_FILE_LIMIT} bytes; a key file is; name another")
+    """Bytes and mode of a key file."""
+    with given_file(path, "key file") as (file, status):
+        if status.st_size > _KEY_FILE_LIMIT:
+            raise UsageError(f"{path} has {status.st_size} bytes; a key file has at most {_KEY_FILE_LIMIT}; check it")
         return file.read(_KEY_FILE_LIMIT), status.st_mode
 
 
