@@ -35,6 +35,10 @@ _OBJECT_STORES = frozenset(
     {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "hf", "gdrive"}
 )
 _TEMPORARY = ".tmp"
+# A web server that does not list its folders answers so.
+_UNLISTED = frozenset({403, 404, 405})
+# Of the answers that put the blame on the request, those that another try may change.
+_PASSING = frozenset({408, 425, 429})
 # Another try would meet the same answer.
 _FINAL = (
     FusekitError, FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError,
@@ -54,6 +58,7 @@ class Remote:
         self._pause = pause
         self._fs, root = _filesystem(url)
         self._root = root.rstrip("/")
+        self._lists_itself = _lists_itself(self._fs)
         self._made: set[str] = set()
         self._guard = threading.Lock()
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
@@ -68,12 +73,14 @@ class Remote:
         """
 
         def find() -> dict[str, Any]:
-            try:
-                self._fs.invalidate_cache()
-                found: dict[str, Any] = self._fs.find(self._full(folder), detail=True)
-                return found
-            except FileNotFoundError:
-                return {}
+            self._fs.invalidate_cache()
+            if self._lists_itself:
+                try:
+                    found: dict[str, Any] = self._fs.find(self._full(folder), detail=True)
+                    return found
+                except FileNotFoundError:
+                    return {}
+            return self._walk(self._full(folder))
 
         below = f"{self._full(folder)}/"
         return {
@@ -138,6 +145,25 @@ class Remote:
         """The URL of `path`, for messages."""
         return f"{self.url.rstrip('/')}/{path}"
 
+    def _walk(self, folder: str) -> dict[str, Any]:
+        # fsspec's own walk leaves out what it could not list, and would make a broken connection a short listing.
+        try:
+            listing = self._fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}  # gone since it was listed
+        except Exception as error:
+            if _status(error) in _UNLISTED:
+                return {}
+            raise
+        found: dict[str, Any] = {}
+        for info in listing:
+            name = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[name] = info
+            elif name.startswith(f"{folder.rstrip('/')}/"):
+                found |= self._walk(name)
+        return found
+
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
 
@@ -150,12 +176,12 @@ class Remote:
             self._made.add(folder)
 
     def _try(self, path: str, doing: str, step: Callable[[], T]) -> T:
-        from tenacity import Retrying, retry_if_not_exception_type, stop_after_attempt, wait_exponential_jitter
+        from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
         retrying = Retrying(
-            retry=retry_if_not_exception_type((*_FINAL, KeyboardInterrupt, SystemExit)),
+            retry=retry_if_exception(lambda error: not _is_final(error)),
             stop=stop_after_attempt(self._attempts),
-            wait=wait_exponential_jitter(initial=self._pause, max=LONGEST_PAUSE, jitter=self._pause),
+            wait=wait_exponential(multiplier=self._pause, max=LONGEST_PAUSE) + wait_random(0, self._pause),
             reraise=True,
         )
         try:
@@ -163,12 +189,35 @@ class Remote:
         except FusekitError:
             raise
         except Exception as error:
-            tried = "" if isinstance(error, _FINAL) else f", {self._attempts} times"
+            tried = "" if _is_final(error) else f", {self._attempts} times"
             raise StoreError(
                 f"cannot {doing} {self.at(path)}{tried}: {type(error).__name__}: {error}; check the URL, the network "
                 "and what you may do there; what has been moved stays, the same command carries on",
                 path=self.at(path),
             ) from error
+
+
+def _is_final(error: BaseException) -> bool:
+    status = _status(error)
+    refused = status is not None and 400 <= status < 500 and status not in _PASSING
+    return refused or isinstance(error, _FINAL) or not isinstance(error, Exception)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that `error` carries, where it is one of a web server's."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _lists_itself(filesystem: Any) -> bool:
+    """Whether it has a listing of its own, as object stores have, and not fsspec's walk over folders."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    kind = type(filesystem)
+    if filesystem.async_impl:
+        return kind._find is not AsyncFileSystem._find
+    return kind.find is not AbstractFileSystem.find
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
