@@ -86,8 +86,10 @@ class Remote:
 def compile_here(job: Job) -> Done | FusekitError:
     """Runs in an executor's process: compiles `job` there, in a child that sees no GPU. Any number of threads may."""
     try:
-        _same_identity(job)
-        with _own(os.getpid()).borrow() as worker:
+        own = _own(os.getpid())
+        with own.guard:  # several threads of CPython 3.11 cannot parse at once
+            _same_identity(job)
+        with own.borrow() as worker:
             return worker.compile(job)
     except FusekitError as error:
         return error
@@ -118,6 +120,7 @@ class _Processes:
     """The compile processes of one executor's process: as many as its threads use at once."""
 
     def __init__(self) -> None:
+        self.guard = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="fusekit-executor-", ignore_cleanup_errors=True)
         self._server = ForkServer(Path(self._folder.name), bound(os.cpu_count() or 1).bytes)
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()

@@ -59,7 +59,7 @@ def explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> Explan
 
 
 def explain_without_compiler(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> Explanation:
-    """What can be told where no compiler is installed: `fields` are those of now, of which the toolchain's mean nothing."""
+    """What can be told where no compiler is installed: of the `fields` of now, the toolchain's mean nothing."""
 
     def say(reason: str, differs: tuple[Difference, ...] = ()) -> Explanation:
         return Explanation(spec.full_name, spec.arch, None, "unknown", reason, differs)
