@@ -175,6 +175,7 @@ class _Reader:
 
     def publish(self, index: Index, store: Store) -> Transfer:
         """Publish what `check` has passed: each entry with its cubin, then the names."""
+        own = store.writable()  # what a layer below has may be what this disk is to be rid of
         blobs = {member.sha256: offset for member, offset in self._offsets(index) if member.kind == "blob"}
         held: dict[str, dict[str, bytes]] = {}
         moved = skipped = 0
@@ -189,13 +190,13 @@ class _Reader:
             document = self._document(member, data, held)
             signatures = held.get(member.sha256, {})
             if isinstance(document, NameRecord):
-                store.publish_name(document, signatures)
+                own.publish_name(document, signatures=signatures)
                 continue
-            if _holds(store, document):
+            if own.present(document.key) is not None:
                 skipped += 1
                 continue
             cubin = blob_of(document.cubin_sha256, document.cubin_bytes)
-            store.publish(document, self._again(cubin, blobs[cubin.sha256]), signatures)
+            own.publish(document, self._again(cubin, blobs[cubin.sha256]), signatures)
             moved += cubin.bytes
         return Transfer(len(index.of("entry")), len(index.of("name")), moved, skipped)
 
@@ -306,16 +307,6 @@ class _Reader:
 
     def _bad(self, what: str) -> IntegrityError:
         return IntegrityError(f"{self._path} {what}; a bundle is taken whole or not at all; get it again")
-
-
-def _holds(store: Store, entry: Entry) -> bool:
-    """Whether the writable store itself has it: what a layer below has may be what this disk is to be rid of."""
-    own = store.layers[0]
-    try:
-        found = own.entry(entry.key)
-        return found is not None and own.blob(found.cubin_sha256, found.cubin_bytes) is not None
-    except IntegrityError:
-        return False  # damaged, or signed by nobody who is trusted: it is replaced
 
 
 def _header_or_nothing(name: str, size: int) -> bytes:

@@ -230,19 +230,30 @@ class _Push(_Exchange):
                 self.remote.write(path, signature)
 
     def _name(self, record: NameRecord, signed: Signed) -> int:
-        self._sign(signed)
         path = _SHELL.name_path(record.name, record.arch).as_posix()
-        if self._there(path, len(signed.data)):
-            try:
-                if self.remote.read(path, limit=LIMIT) == signed.data:
-                    return 0
-            except IntegrityError:
-                pass
+        if path in self._sizes and self._says(path, record, signed):
+            self._sign(signed)
+            return 0
+        self._sign(signed)
         self.remote.write(path, signed.data)
         return len(signed.data)
 
+    def _says(self, path: str, record: NameRecord, signed: Signed) -> bool:
+        """Whether the record that is there is this one. Its summary may be of another run of the compiler."""
+        try:
+            data = self.remote.read(path, limit=LIMIT)
+            if data is None or data == signed.data:
+                return data is not None
+            theirs = NameRecord.from_bytes(data, Path(self.remote.at(path)), record.name, record.arch)
+        except IntegrityError:
+            return False
+        return theirs == record and not signed.signatures
+
 
 class _Pull(_Exchange):
+    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
+        super().__init__(store.writable(), remote, notify)  # what a layer below has is asked for here
+
     def run(self, patterns: Sequence[str], arch: str | None) -> Report:
         wanted = self._wanted(patterns, arch)
         self.list_signatures()
@@ -320,7 +331,7 @@ class _Pull(_Exchange):
 
     def _entry(self, key: str) -> int:
         """Bytes that were moved; 0 when the store has it."""
-        if _whole(self.store.layers[0], key):
+        if self.store.present(key) is not None:
             return 0
         path = _SHELL.entry_path(key).as_posix()
 
@@ -346,7 +357,7 @@ class _Pull(_Exchange):
             changed = self.store.layers[0].name(record.name, record.arch) != record
         except IntegrityError:
             changed = True
-        self.store.publish_name(record, signatures)
+        self.store.publish_name(record, signatures=signatures)
         self.report.names += changed
 
 
@@ -364,14 +375,6 @@ def _twice(take: Callable[[], T]) -> T:
         raise
     except IntegrityError:
         return take()
-
-
-def _whole(layer: Layer, key: str) -> bool:
-    try:
-        entry = layer.entry(key)
-        return entry is not None and layer.blob(entry.cubin_sha256, entry.cubin_bytes) is not None
-    except IntegrityError:
-        return False
 
 
 def _canonical(written: bytes, found: bytes, where: str) -> None:

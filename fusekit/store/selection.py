@@ -80,10 +80,7 @@ def sign_selection(store: Store, selection: Selection) -> None:
 
 
 def _signed(store: Store, data: bytes) -> Signed:
-    found: dict[str, bytes] = {}
-    for layer in store.layers:
-        found |= layer.signatures(sha256(data))
-    return Signed(data, found)
+    return Signed(data, store.signatures(data))
 
 
 def _sign(store: Store, kind: str, signed: Signed) -> Signed:

@@ -32,7 +32,7 @@ def test_help_lists_every_verb(fusekit):
 def test_every_verb_has_its_file_and_its_help():
     context = click.Context(cli)
     for verb in VERBS:
-        assert (FOLDER / f"{verb}{'_' if iskeyword(verb) else ''}.py").is_file()
+        assert (FOLDER / f"{verb.replace('-', '_')}{'_' if iskeyword(verb) else ''}.py").is_file()
         command = cli.get_command(context, verb)
         assert command is not None
         assert command.help

@@ -55,7 +55,7 @@ def files(root):
     return {
         path.relative_to(root): path.read_bytes()
         for path in Path(root).rglob("*")
-        if path.is_file() and path.relative_to(root).parts[0] != "locks"
+        if path.is_file() and path.relative_to(root).parts[0] not in ("locks", "used")
     }
 
 
