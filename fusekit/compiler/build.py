@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.families import plan
 from fusekit.compiler.identity import Identity
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 class Task:
     """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel.
 
-    entry: the store's, if it has it whole.
+    summary: of the store's entry (see `Entry.summary`), if it has it whole. named: the store has every name too.
     """
 
     key: str
     fields: dict[str, str]
     specs: tuple[KernelSpec, ...]
-    entry: Entry | None = None
+    summary: Mapping[str, Any] | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -163,11 +164,23 @@ def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | N
     for spec in specs:
         fields = identity.key_fields(spec)
         grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
-    tasks = [Task(key, fields, tuple(members), _stored(store, key)) for key, (fields, members) in grouped.items()]
+    tasks = [_look(store, key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
     return BuildPlan(
-        hits=tuple(task for task in tasks if task.entry is not None),
-        misses=tuple(task for task in tasks if task.entry is None),
+        hits=tuple(task for task in tasks if task.summary is not None),
+        misses=tuple(task for task in tasks if task.summary is None),
     )
+
+
+def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[KernelSpec, ...]) -> Task:
+    summary = None
+    for spec in specs:
+        summary = store.settled(_record(key, spec))
+        if summary is None:
+            break
+    else:
+        return Task(key, fields, specs, summary, named=True)
+    entry = store.present(key)
+    return Task(key, fields, specs, None if entry is None else entry.summary())
 
 
 def execute(
@@ -180,19 +193,35 @@ def execute(
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report = BuildReport()
-    for task in wanted.hits:
-        assert task.entry is not None
-        _name(store, task)
-        report.hits += _rows(task, task.entry)
-    if not wanted.misses:
-        return report
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs is {jobs}; it must be at least 1; leave it out for one per processor")
+    with store.lease() if wanted.misses else nullcontext():
+        for task in wanted.hits:
+            assert task.summary is not None
+            if not task.named:
+                _name(store, task)
+            report.hits += _rows(task, task.summary)
+        if wanted.misses:
+            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
+    order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
+    for rows in (report.built, report.hits, report.failed):
+        rows.sort(key=lambda row: order[row.name, row.arch])
+    return report
+
+
+def _build(
+    misses: Sequence[Task],
+    store: Store,
+    jobs: int | None,
+    notify: Callable[[Progress], None],
+    planner: Callable[[KernelSpec], TracePlan],
+    executor: Executor | None,
+    report: BuildReport,
+) -> None:
     store.sign("entry", b"")  # a store that would not trust what is built here says so before it is built
     from fusekit.compiler.pool import processes, run
 
-    notify = progress or (lambda _: None)
-    total = len(wanted.misses)
+    total = len(misses)
     notify(Progress(0, total))
     if executor is None:
         team = processes(min(total, jobs or len(os.sched_getaffinity(0))))
@@ -204,18 +233,14 @@ def execute(
     def make(compiler: Compiler, task: Task) -> tuple[Entry, bool]:
         return _make(compiler, task, store, planner)
 
-    with team as (compilers, stop), closing(run(wanted.misses, compilers, make, stop)) as outcomes:
+    with team as (compilers, stop), closing(run(misses, compilers, make, stop)) as outcomes:
         for done, (task, outcome) in enumerate(outcomes, start=1):
             if isinstance(outcome, Exception):
                 _fail(report, task, outcome)
             else:
                 entry, made = outcome
-                (report.built if made else report.hits).extend(_rows(task, entry))
+                (report.built if made else report.hits).extend(_rows(task, entry.summary()))
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
-    order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
-    for rows in (report.built, report.hits, report.failed):
-        rows.sort(key=lambda row: order[row.name, row.arch])
-    return report
 
 
 def _make(
@@ -224,26 +249,24 @@ def _make(
     """The entry of `task`, and whether it was compiled now. Another process may have been faster."""
     from fusekit.compiler.worker import Job
 
-    with store.lock(task.key):
-        entry = _stored(store, task.key)
-        made = entry is None
-        if entry is None:
-            done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields))
-            compiled = done.compiled
-            _unchanged(task)
-            fresh = Entry(
-                key=task.key,
-                fields=task.fields,
-                cubin_sha256=sha256(compiled.cubin),
-                cubin_bytes=len(compiled.cubin),
-                launch=compiled.launch,
-                resources=compiled.resources,
-                proof=compiled.proof,
-                toolchain=done.toolchain,
-                seconds=done.seconds,
-            )
-            entry = store.publish(fresh, compiled.cubin)
-    _name(store, task)
+    def compiled() -> tuple[Entry, bytes]:
+        done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields))
+        _unchanged(task)
+        entry = Entry(
+            key=task.key,
+            fields=task.fields,
+            cubin_sha256=sha256(done.compiled.cubin),
+            cubin_bytes=len(done.compiled.cubin),
+            launch=done.compiled.launch,
+            resources=done.compiled.resources,
+            proof=done.compiled.proof,
+            toolchain=done.toolchain,
+            seconds=done.seconds,
+        )
+        return entry, done.compiled.cubin
+
+    entry, made = store.ensure(task.key, compiled)
+    _name(store, task, entry)
     return entry, made
 
 
@@ -257,41 +280,27 @@ def _unchanged(task: Task) -> None:
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
 
 
-def _stored(store: Store, key: str) -> Entry | None:
-    """The entry of `key` with a whole cubin; one that is damaged counts as missing: a build mends it."""
-    try:
-        found = store.load(key)
-    except IntegrityError:
-        return None
-    return None if found is None else found[0]
+def _record(key: str, spec: KernelSpec) -> NameRecord:
+    return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
 
 
-def _name(store: Store, task: Task) -> None:
+def _name(store: Store, task: Task, entry: Entry | None = None) -> None:
     for spec in task.specs:
-        record = NameRecord(spec.full_name, spec.arch, task.key, spec.canonical(), spec.defaults())
-        if not _named(store, record):
-            store.publish_name(record)
+        store.publish_name(_record(task.key, spec), entry)
 
 
-def _named(store: Store, record: NameRecord) -> bool:
-    try:
-        return store.find_name(record.name, record.arch) == record
-    except IntegrityError:
-        return False  # damaged, or not trusted: a build mends it
-
-
-def _rows(task: Task, entry: Entry) -> list[Built]:
+def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:
     return [
         Built(
             name=spec.full_name,
             arch=spec.arch,
-            key=entry.key,
-            cubin_sha256=entry.cubin_sha256,
-            bytes=entry.cubin_bytes,
-            seconds=entry.seconds,
-            proved_launches=entry.proof.get("launches", 0),
-            registers=entry.resources.get("registers", 0),
-            spill_bytes=entry.resources.get("spill_bytes", 0),
+            key=task.key,
+            cubin_sha256=summary["cubin_sha256"],
+            bytes=summary["bytes"],
+            seconds=summary["seconds"],
+            proved_launches=summary["launches"],
+            registers=summary["registers"],
+            spill_bytes=summary["spill_bytes"],
         )
         for spec in task.specs
     ]

@@ -67,9 +67,9 @@ def locked_in(store: Store, specs: Iterable[KernelSpec], identity: Identity) -> 
     """Full name -> what `store` has whole of `specs`, under the keys that they have now."""
     found = {}
     for task in plan_build([*specs], store, identity).hits:
-        assert task.entry is not None
+        assert task.summary is not None
         for spec in task.specs:
-            found[spec.full_name] = Locked(task.key, task.entry.cubin_sha256, task.entry.cubin_bytes)
+            found[spec.full_name] = Locked(task.key, task.summary["cubin_sha256"], task.summary["bytes"])
     return found
 
 
