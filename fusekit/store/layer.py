@@ -140,6 +140,10 @@ class Layer:
         """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
         return _two_deep(self.root / "blobs" / "sha256")
 
+    def signature_files(self) -> Iterator[Path]:
+        """Paths of what lies under `signatures`, sorted, temporaries left out."""
+        return _two_deep(self.root / "signatures")
+
     def temporary_files(self) -> Iterator[Path]:
         """Temporaries that writers are using or have left behind."""
         for top in ("entries", "blobs/sha256", "names", "signatures"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
+from fusekit.store.signature_gc import collect_signatures
 from fusekit.store.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -331,22 +333,26 @@ class Store:
         """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
         what nobody needs: see fusekit.store.gc.
         """
-        return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        own = self.layers[0]
+        report = collect(own, self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        report.freed_bytes += SIGNATURE_BYTES * collect_signatures(own, self._publisher, dry_run)
+        return report
 
     def publish_signatures(self, data: bytes, signatures: Mapping[str, bytes]) -> None:
         """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""
         # Before their document: one that can be seen is signed. Ed25519 is deterministic, so a file that is there
-        # already is the same, or was planted.
+        # already is the same, or was planted. It gets a new stamp, so that no collection takes it meanwhile.
         own, digest = self.layers[0], sha256(data)
         for key_id, signature in signatures.items():
             path = own.signature_path(digest, key_id)
-            if not self._publisher.claim(path, signature):
-                try:
-                    there = read_file(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-                except IntegrityError:
-                    there = None
+            while not self._publisher.claim(path, signature):
+                there = _quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
                 if there != signature:
                     self._publisher.put(path, signature)
+                with contextlib.suppress(OSError):  # another user's, whose stamp only he can change
+                    os.utime(path, follow_symlinks=False)
+                if path.exists():
+                    break
 
     @contextlib.contextmanager
     def lock(self, key: str, patience: float = 600.0) -> Iterator[bool]:

@@ -409,3 +409,49 @@ def test_names_of_many_variants(keys):
         "quickstart/fc1@a",
         "quickstart/fc1@b",
     ]
+
+
+# -- collection -------------------------------------------------------------------------------------------------------
+
+
+def age(root, seconds=7200):
+    for path in root.rglob("*"):
+        status = path.lstat()
+        os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds), follow_symlinks=False)
+
+
+def test_collection_takes_the_signatures_of_what_is_gone(keys):
+    store = signed_store(keys)
+    entry, _ = fill(store)
+    kept, record = fill(store, seed=1)  # the same name, for another kernel
+    assert store.collect().removed == 0
+    signatures = keys / "store" / "signatures"
+    assert len(list(signatures.glob("*/*"))) == 4  # they are young: a publisher may be about to need them
+    age(keys / "store")
+    assert store.collect(dry_run=True).freed_bytes == 64
+    assert len(list(signatures.glob("*/*"))) == 4
+    assert store.collect().freed_bytes == 64  # of the record that was replaced
+    assert trusting(keys).load(entry.key)[0] == entry
+    age(keys / "store")
+    assert trusting(keys).find_name(record.name, record.arch).key == kept.key
+    store.collect(max_age=1)
+    assert list(signatures.glob("*/*")) == []
+
+
+def test_a_signature_that_is_relied_on_again_is_young(keys):
+    store = signed_store(keys)
+    entry, cubin = build_entry()
+    store.publish_signatures(entry.to_bytes(), store.sign("entry", entry.to_bytes()))
+    age(keys / "store")
+    store.publish_signatures(entry.to_bytes(), store.sign("entry", entry.to_bytes()))
+    assert store.collect().freed_bytes == 0
+    store.publish(entry, cubin)
+    assert trusting(keys).load(entry.key)[0] == entry
+
+
+def test_copying_up_takes_the_signatures_along(keys):
+    entry, record = fill(signed_store(keys, root="below"))
+    store = trusting(keys, layers=[keys / "below"])
+    assert store.adopt(store.find_name(record.name, record.arch))
+    assert trusting(keys).load(entry.key)[0] == entry
+    assert trusting(keys).find_name(record.name, record.arch) == record
