@@ -1,4 +1,4 @@
-"""`fusekit export-c`: stored kernels as C source, for programs without Python."""
+"""`fusekit export --lang c`: stored kernels as C source, for programs without Python."""
 
 from __future__ import annotations
 
@@ -9,23 +9,7 @@ import click
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit_cli import output
 from fusekit_cli.lookup import chosen
-from fusekit_cli.options import Session, common
-
-
-@click.command("export-c")
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-@click.argument("names", nargs=-1, required=True)
-@click.option(
-    "--prefix", default="fusekit", show_default=True, help="What every public name and both files begin with."
-)
-@click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
-@common
-def command(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None) -> None:
-    """Write PREFIX.h and PREFIX.c into the folder OUT: typed functions that load and launch the kernels NAMES.
-
-    The cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver when it runs.
-    """
-    run(session, out, names, prefix, arch)
+from fusekit_cli.options import Session
 
 
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 import click
 
@@ -25,9 +26,14 @@ VERBS = {
     "show": "Show one entry whole.",
     "explain": "Say why a kernel would be built, or would not.",
     "verify": "Check the store against its digests.",
-    "export-c": "Write stored kernels as C source.",
     "gc": "Evict what was used least recently.",
     "copy": "Copy from read-only layers into the writable store.",
+    "lock": "Compare the store with the cache manifests, or write them.",
+    "export": "Write kernels to one file, a bundle, or as C source.",
+    "import": "Publish what a bundle holds.",
+    "push": "Move kernels to a folder or an object store.",
+    "pull": "Move kernels from there into the store.",
+    "key": "Make keys, and sign what is in the store.",
     "run": "Launch a kernel from the store on made-up tensors.",
     "doctor": "Say what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
@@ -43,7 +49,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"fusekit_cli.{cmd_name.replace('-', '_')}").command
+        module = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name.replace("-", "_")
+        command = import_module(f"fusekit_cli.{module}").command
         assert isinstance(command, click.Command)
         return command
 

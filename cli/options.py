@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """One command line. store: folder given with --store. json: one JSON document on stdout. debug: show
-    tracebacks.
+    """One command line. store: folder given with --store. sign: private key file given with --sign. json: one JSON
+    document on stdout. debug: show tracebacks.
     """
 
     store: str | None = None
+    sign: str | None = None
     json: bool = False
     debug: bool = False
 
@@ -29,7 +30,7 @@ class Session:
         """The configuration: the options over the environment."""
         from fusekit.config import Config
 
-        return Config.from_environment(store=self.store)
+        return Config.from_environment(store=self.store, signing_key=self.sign)
 
     def open_store(self) -> Store:
         """The layered store of this command line."""
@@ -69,9 +70,20 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def signing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb --sign, which its session's configuration takes in."""
+    return click.option(
+        "--sign",
+        metavar="KEY_FILE",
+        expose_value=False,
+        callback=_set,
+        help="Private key that signs what this makes (default: FUSEKIT_SIGNING_KEY, else none).",
+    )(function)
+
+
 def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
     # Not given here: what was given before the verb stays.
     if value and option.name is not None:
         setattr(ctx.ensure_object(Session), option.name, value)
-    elif value == "" and option.name == "store":
-        raise click.BadParameter("it is empty; a store is a folder; give its path or leave --store out", ctx, option)
+    elif value == "" and option.name in ("store", "sign"):
+        raise click.BadParameter("it is empty; it names a path; give that or leave the option out", ctx, option)

@@ -4,6 +4,8 @@
 |---|---|
 | `FUSEKIT_STORE` | folder of the writable store; default: the platform's user cache folder |
 | `FUSEKIT_STORES` | read-only store layers, `:`-separated, searched after the writable one |
+| `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what one of them has signed is loaded |
+| `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
 
@@ -20,18 +22,26 @@ class Config:
     """What the library needs to know about its surroundings.
 
     store: absolute path of the writable store (it need not exist yet). layers: absolute paths of read-only stores, in
-    the order in which they are searched after `store`. color: whether a terminal may be coloured.
+    the order in which they are searched after `store`. color: whether a terminal may be coloured. trusted_keys:
+    absolute paths of files of public keys; where there are any, nothing is loaded that none of the keys has signed.
+    signing_key: absolute path of the private key that signs what is built, exported and locked.
     """
 
     store: Path
     layers: tuple[Path, ...] = ()
     color: bool = True
+    trusted_keys: tuple[Path, ...] = ()
+    signing_key: Path | None = None
 
     @classmethod
     def from_environment(
-        cls, store: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+        cls,
+        store: str | os.PathLike[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        signing_key: str | os.PathLike[str] | None = None,
     ) -> "Config":
-        """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE. Makes no folder.
+        """The configuration of this process; `store` (a folder) wins over FUSEKIT_STORE, `signing_key` (a file) over
+        FUSEKIT_SIGNING_KEY. Makes no folder and reads no file.
 
         A layer that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
         cannot be expanded (`~nobody/x`) or is empty.
@@ -45,9 +55,20 @@ class Config:
             from platformdirs import user_cache_path  # only here: a named store need not pay for this import
 
             root = user_cache_path("fusekit", appauthor=False)
-        named = [_absolute("FUSEKIT_STORES", part) for part in environ.get("FUSEKIT_STORES", "").split(":") if part]
-        layers = tuple(layer for layer in dict.fromkeys(named) if layer != root)
-        return cls(store=root, layers=layers, color=not environ.get("NO_COLOR"))
+        layers = tuple(layer for layer in _several("FUSEKIT_STORES", environ) if layer != root)
+        if signing_key is not None:
+            signer = _absolute("--sign", os.fspath(signing_key), "a private key")
+        elif environ.get("FUSEKIT_SIGNING_KEY"):
+            signer = _absolute("FUSEKIT_SIGNING_KEY", environ["FUSEKIT_SIGNING_KEY"], "a private key")
+        else:
+            signer = None
+        return cls(
+            store=root,
+            layers=layers,
+            color=not environ.get("NO_COLOR"),
+            trusted_keys=_several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys"),
+            signing_key=signer,
+        )
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -55,11 +76,16 @@ class Config:
         return (self.store, *self.layers)
 
 
-def _absolute(source: str, text: str) -> Path:
+def _several(variable: str, environ: Mapping[str, str], what: str = "a store") -> tuple[Path, ...]:
+    named = [_absolute(variable, part, what) for part in environ.get(variable, "").split(":") if part]
+    return tuple(dict.fromkeys(named))
+
+
+def _absolute(source: str, text: str, what: str = "a store") -> Path:
     if not text:
-        raise UsageError(f"{source} is empty; a store is a folder; give its path or leave {source} out")
+        raise UsageError(f"{source} is empty; it names the path of {what}; give it or leave {source} out")
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise UsageError(f"{source} = '{text}' names no folder: {error}; give an absolute path") from error
+        raise UsageError(f"{source} = '{text}' names no path of {what}: {error}; give an absolute path") from error
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolves `..` without following links

@@ -74,6 +74,10 @@ class IntegrityError(FusekitError):
         self.key = key
 
 
+class SignatureError(IntegrityError):
+    """Bytes that no trusted key vouches for: unsigned, changed after they were signed, or signed by another key."""
+
+
 class BuildError(FusekitError):
     """A kernel that could not be compiled. name: the kernel, where it is known."""
 

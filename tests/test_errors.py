@@ -14,6 +14,7 @@ EXIT_CODES = {
     "NotBuiltError": 3,
     "StoreError": 1,
     "IntegrityError": 1,
+    "SignatureError": 1,
     "BuildError": 1,
     "ProofError": 1,
     "ToolchainError": 1,

@@ -5,9 +5,9 @@
 | errors | nothing |
 | config | errors, platformdirs |
 | spec, abi | errors |
-| store | errors, config, filelock, fsspec |
+| store | errors, config, filelock; for remotes fsspec and tenacity, for signatures cryptography |
 | kernels | cutlass, and the stream type of cuda.bindings.driver |
-| compiler | errors, config, spec, abi, store, kernels; cutlass and llvmlite inside functions |
+| compiler | errors, config, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, cuda.bindings |
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi |
@@ -35,11 +35,11 @@ MAY = {
     "config": {"fusekit.errors", "platformdirs"},
     "spec": {"fusekit.errors"},
     "abi": {"fusekit.errors"},
-    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec"},
+    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "tenacity", "cryptography"},
     "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
-        "cutlass", "cuda.bindings", "llvmlite",
+        "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
     "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "cuda.bindings"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
@@ -56,7 +56,10 @@ MAY = {
 FRAMEWORKS = {"torch", "jax"}
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
-LAZY = {"cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "filelock", "platformdirs"}
+LAZY = {
+    "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "tenacity", "cryptography",
+    "distributed", "filelock", "platformdirs",
+}  # fmt: skip
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}
 
@@ -216,7 +219,7 @@ def test_help_loads_nothing_heavy(tmp_path):
 
 def test_launching_needs_neither_the_lock_nor_the_tables(tmp_path):
     """A machine that only launches may have no more than click, platformdirs and cuda-bindings."""
-    absent = "filelock", "rich", "numpy", "cutlass", "llvmlite", "torch"
+    absent = "filelock", "rich", "numpy", "cutlass", "llvmlite", "torch", "fsspec", "tenacity", "cryptography"
     statement = "".join(f"sys.modules['{name}'] = None; " for name in absent)
     assert "fusekit.runtime" in loaded(f"{statement}import fusekit.runtime, fusekit.store, fusekit_cli.main", tmp_path)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.families import plan
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.sources import changed
-from fusekit.compiler.toolchain import describe, distributions
+from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
 from fusekit.errors import BuildError, FusekitError, IntegrityError, StoreError, ToolchainError, UsageError
 from fusekit.spec import KernelSpec, find
@@ -21,16 +22,21 @@ from fusekit.store.keys import sha256
 
 if TYPE_CHECKING:
     from fusekit.compiler.plan import TracePlan
-    from fusekit.compiler.pool import Worker
+    from fusekit.compiler.pool import Compiler
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel."""
+    """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel.
+
+    summary: of the store's entry (see `Entry.summary`), if it has it whole. named: the store has every name too.
+    """
 
     key: str
     fields: dict[str, str]
     specs: tuple[KernelSpec, ...]
+    summary: Mapping[str, Any] | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -48,10 +54,15 @@ class BuildPlan:
     hits: tuple[Task, ...]
     misses: tuple[Task, ...]
 
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """Every spec, hits first."""
+        return tuple(spec for task in (*self.hits, *self.misses) for spec in task.specs)
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One name whose kernel was compiled now. bytes: of the cubin; seconds: to trace, compile and prove it."""
+    """One name and its kernel. bytes: of the cubin; seconds: that it took to trace, compile and prove it."""
 
     name: str
     arch: str
@@ -76,12 +87,17 @@ class Failed:
 
 @dataclass(slots=True)
 class BuildReport:
-    """built: compiled now. cached: full names found in the store. failed: the rest. seconds: of the whole call."""
+    """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call."""
 
     built: list[Built] = field(default_factory=list)
-    cached: list[str] = field(default_factory=list)
+    hits: list[Built] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def cached(self) -> list[str]:
+        """The full names of `hits`."""
+        return [hit.name for hit in self.hits]
 
     @property
     def ok(self) -> bool:
@@ -104,19 +120,24 @@ def build(
     jobs: int | None = None,
     config: Config | None = None,
     progress: Callable[[Progress], None] | None = None,
+    executor: Executor | None = None,
 ) -> BuildReport:
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
     targets: spec files, names or globs; none: every packaged spec. arch: only these architectures. jobs: compile
-    processes; default: one for each processor this process may use. config: names the store; default: from the
-    environment. progress: called with a `Progress` at the start and after every kernel. A kernel that fails does not
-    stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad targets, ToolchainError
-    without the DSL, StoreError and IntegrityError when the store cannot be written.
+    processes, fewer where the memory holds fewer; default: one for each processor this process may use. config: names
+    the store; default: from the environment. progress: called with a `Progress` at the start and after every kernel.
+    executor: compiles on its processes instead, of which each needs the same fusekit and the same toolchain, but not
+    the store; `jobs` is then how many kernels it is given at a time. It is left open.
+
+    Each kernel is published as it comes. One that fails, or whose process dies, does not stop the others: look at the
+    report's `failed`. Raises UsageError and SpecError for bad targets, ToolchainError without the DSL, StoreError and
+    IntegrityError when the store cannot be written, SignatureError when it would not trust what is built.
     """
     start = time.perf_counter()
     store = Store.open(config or Config.from_environment())
     wanted = plan_build(select(targets, arch), store)
-    report = execute(wanted, store, jobs, progress)
+    report = execute(wanted, store, jobs, progress, executor=executor)
     report.seconds = round(time.perf_counter() - start, 3)
     return report
 
@@ -143,12 +164,23 @@ def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | N
     for spec in specs:
         fields = identity.key_fields(spec)
         grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
-    tasks = [Task(key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
-    found = {task.key for task in tasks if _stored(store, task.key) is not None}
+    tasks = [_look(store, key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
     return BuildPlan(
-        hits=tuple(task for task in tasks if task.key in found),
-        misses=tuple(task for task in tasks if task.key not in found),
+        hits=tuple(task for task in tasks if task.summary is not None),
+        misses=tuple(task for task in tasks if task.summary is None),
     )
+
+
+def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[KernelSpec, ...]) -> Task:
+    summary = None
+    for spec in specs:
+        summary = store.settled(_record(key, spec))
+        if summary is None:
+            break
+    else:
+        return Task(key, fields, specs, summary, named=True)
+    entry = store.present(key)
+    return Task(key, fields, specs, None if entry is None else entry.summary())
 
 
 def execute(
@@ -157,59 +189,84 @@ def execute(
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     planner: Callable[[KernelSpec], TracePlan] = plan,
+    executor: Executor | None = None,
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report = BuildReport()
-    for task in wanted.hits:
-        _name(store, task)
-        report.cached += [spec.full_name for spec in task.specs]
-    if not wanted.misses:
-        return report
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs is {jobs}; it must be at least 1; leave it out for one per processor")
-    from fusekit.compiler.pool import run
+    with store.lease() if wanted.misses else nullcontext():
+        for task in wanted.hits:
+            assert task.summary is not None
+            if not task.named:
+                _name(store, task)
+            report.hits += _rows(task, task.summary)
+        if wanted.misses:
+            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
+    order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
+    for rows in (report.built, report.hits, report.failed):
+        rows.sort(key=lambda row: order[row.name, row.arch])
+    return report
 
-    notify = progress or (lambda _: None)
-    total = len(wanted.misses)
+
+def _build(
+    misses: Sequence[Task],
+    store: Store,
+    jobs: int | None,
+    notify: Callable[[Progress], None],
+    planner: Callable[[KernelSpec], TracePlan],
+    executor: Executor | None,
+    report: BuildReport,
+) -> None:
+    store.sign("entry", b"")  # a store that would not trust what is built here says so before it is built
+    from fusekit.compiler.pool import processes, run
+
+    total = len(misses)
     notify(Progress(0, total))
-    workers = jobs or len(os.sched_getaffinity(0))
-    with closing(run(wanted.misses, workers, lambda worker, task: _make(worker, task, store, planner))) as outcomes:
+    if executor is None:
+        team = processes(min(total, jobs or len(os.sched_getaffinity(0))))
+    else:
+        from fusekit.compiler.executor import IN_FLIGHT, remotes
+
+        team = remotes(executor, min(total, jobs or IN_FLIGHT))
+
+    def make(compiler: Compiler, task: Task) -> tuple[Entry, bool]:
+        return _make(compiler, task, store, planner)
+
+    with team as (compilers, stop), closing(run(misses, compilers, make, stop)) as outcomes:
         for done, (task, outcome) in enumerate(outcomes, start=1):
             if isinstance(outcome, Exception):
                 _fail(report, task, outcome)
             else:
-                _report(report, task, outcome)
+                entry, made = outcome
+                (report.built if made else report.hits).extend(_rows(task, entry.summary()))
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
-    names = [(spec.full_name, spec.arch) for task in wanted.misses for spec in task.specs]
-    report.built.sort(key=lambda built: names.index((built.name, built.arch)))
-    report.failed.sort(key=lambda failed: names.index((failed.name, failed.arch)))
-    return report
 
 
-def _make(worker: Worker, task: Task, store: Store, planner: Callable[[KernelSpec], TracePlan]) -> tuple[Entry, bool]:
-    """The entry of `task`, and whether it was compiled here. Another process may have been faster."""
+def _make(
+    compiler: Compiler, task: Task, store: Store, planner: Callable[[KernelSpec], TracePlan]
+) -> tuple[Entry, bool]:
+    """The entry of `task`, and whether it was compiled now. Another process may have been faster."""
     from fusekit.compiler.worker import Job
 
-    with store.lock(task.key):
-        entry = _stored(store, task.key)
-        made = entry is None
-        if entry is None:
-            done = worker.compile(Job(task.name, planner, task.specs[0]))
-            compiled = done.compiled
-            _unchanged(task)
-            fresh = Entry(
-                key=task.key,
-                fields=task.fields,
-                cubin_sha256=sha256(compiled.cubin),
-                cubin_bytes=len(compiled.cubin),
-                launch=compiled.launch,
-                resources=compiled.resources,
-                proof=compiled.proof,
-                toolchain=describe(_labelled(task.fields, "toolchain.")),
-                seconds=done.seconds,
-            )
-            entry = store.publish(fresh, compiled.cubin)
-    _name(store, task)
+    def compiled() -> tuple[Entry, bytes]:
+        done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields))
+        _unchanged(task)
+        entry = Entry(
+            key=task.key,
+            fields=task.fields,
+            cubin_sha256=sha256(done.compiled.cubin),
+            cubin_bytes=len(done.compiled.cubin),
+            launch=done.compiled.launch,
+            resources=done.compiled.resources,
+            proof=done.compiled.proof,
+            toolchain=done.toolchain,
+            seconds=done.seconds,
+        )
+        return entry, done.compiled.cubin
+
+    entry, made = store.ensure(task.key, compiled)
+    _name(store, task, entry)
     return entry, made
 
 
@@ -223,36 +280,27 @@ def _unchanged(task: Task) -> None:
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
 
 
-def _stored(store: Store, key: str) -> Entry | None:
-    """The entry of `key` with a whole cubin; one that is damaged counts as missing: a build mends it."""
-    try:
-        found = store.load(key)
-    except IntegrityError:
-        return None
-    return None if found is None else found[0]
+def _record(key: str, spec: KernelSpec) -> NameRecord:
+    return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
 
 
-def _name(store: Store, task: Task) -> None:
+def _name(store: Store, task: Task, entry: Entry | None = None) -> None:
     for spec in task.specs:
-        store.publish_name(NameRecord(spec.full_name, spec.arch, task.key, spec.canonical(), spec.defaults()))
+        store.publish_name(_record(task.key, spec), entry)
 
 
-def _report(report: BuildReport, task: Task, outcome: tuple[Entry, bool]) -> None:
-    entry, made = outcome
-    if not made:
-        report.cached += [spec.full_name for spec in task.specs]
-        return
-    report.built += [
+def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:
+    return [
         Built(
             name=spec.full_name,
             arch=spec.arch,
-            key=entry.key,
-            cubin_sha256=entry.cubin_sha256,
-            bytes=entry.cubin_bytes,
-            seconds=entry.seconds,
-            proved_launches=entry.proof["launches"],
-            registers=entry.resources["registers"],
-            spill_bytes=entry.resources["spill_bytes"],
+            key=task.key,
+            cubin_sha256=summary["cubin_sha256"],
+            bytes=summary["bytes"],
+            seconds=summary["seconds"],
+            proved_launches=summary["launches"],
+            registers=summary["registers"],
+            spill_bytes=summary["spill_bytes"],
         )
         for spec in task.specs
     ]

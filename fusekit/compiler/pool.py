@@ -1,69 +1,103 @@
-"""Compile processes and the threads that feed them.
-
-Each process is a plain child that speaks over a socket: it does not import the caller's main module, as
-multiprocessing's would, so a build needs no ``__main__`` guard. It runs in a scratch folder and in a session of its
-own, so that Ctrl-C reaches the parent alone, which then ends it.
-"""
+"""Compile processes and the threads that feed them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from fusekit.compiler.worker import Done, Job
+from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
+from fusekit.compiler.worker import Answer, Done, Job
 from fusekit.errors import BuildError, FusekitError, ToolchainError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 # Arguments: the socket, then the entries of sys.path, so that the child finds what the parent would.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.worker import serve; serve(int(sys.argv[1]))"
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.forkserver import main; main(int(sys.argv[1]))"
 _LOG_TAIL = 2000
 _PATIENCE = 10.0
+_FAREWELL = 2.0
 
 
-class Worker:
-    """One compile process, started on the first job and again after it died. A context manager."""
+class Compiler(Protocol):
+    """What compiles one kernel at a time: a process of this machine, or an executor's."""
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._log = scratch / "worker.log"
+    def compile(self, job: Job) -> Done:
+        """Compiles and proves one kernel; raises what went wrong there, or BuildError when its process dies of it."""
+
+
+class ForkServer:
+    """The process that compile processes are forked from, started when the first is needed. A context manager.
+
+    folder: for scratch files and logs. memory: bytes that each process may take; recycle: bytes after which it is
+    replaced.
+    """
+
+    def __init__(self, folder: Path, memory: int = PROCESS_BYTES, recycle: int = RECYCLE_BYTES) -> None:
+        self.memory = memory
+        self.recycle = recycle
+        self._folder = folder
+        self._workers = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection[Any, Any] | None = None
+        self._control: socket.socket | None = None
         self._closed = False
         self._guard = threading.Lock()
 
-    def compile(self, job: Job) -> Done:
-        """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
-        connection = self._start()
+    def worker(self) -> Worker:
+        """One more compile process, forked when it gets its first kernel."""
+        with self._guard:
+            scratch = self._folder / f"worker-{self._workers}"
+            self._workers += 1
+        scratch.mkdir()
+        return Worker(self, scratch)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], int]:
+        """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
+        ours, theirs = socket.socketpair()
+        status, tells = os.pipe()
+        request = json.dumps({"scratch": str(scratch), "memory": self.memory}).encode()
         try:
-            connection.send(job)
-            answer = connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._died(job) from error
-        if isinstance(answer, FusekitError):
-            raise answer
-        assert isinstance(answer, Done)
-        return answer
+            with log.open("wb") as logged, self._guard:
+                descriptors = [theirs.fileno(), logged.fileno(), tells]
+                try:
+                    socket.send_fds(self._running(), [request], descriptors)
+                except OSError:  # the server was killed: another one does as well
+                    self._end()
+                    socket.send_fds(self._running(), [request], descriptors)
+        except BaseException:
+            ours.close()
+            os.close(status)
+            raise
+        finally:
+            theirs.close()
+            os.close(tells)
+        return Connection(ours.detach()), status
 
     def close(self) -> None:
-        """Ends the process at once. Safe to call from any thread, while `compile` waits in another."""
+        """Ends the server and all its processes at once. Safe to call while they work."""
         with self._guard:
             self._closed = True
             self._end()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -71,60 +105,108 @@ class Worker:
     ) -> None:
         self.close()
 
-    def _start(self) -> Connection[Any, Any]:
-        with self._guard:
-            if self._closed:
-                raise BuildError("the build was stopped")
-            if self._connection is not None:
-                return self._connection
-            if not sys.executable:
-                raise ToolchainError(
-                    "this Python does not know its own executable; a build starts processes; use another"
-                )
-            ours, theirs = socket.socketpair()
-            paths = [str(Path(entry).absolute()) for entry in sys.path]
-            with theirs, self._log.open("wb") as log:
-                command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
-                self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], cwd=self._scratch, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )  # fmt: skip
-            self._connection = Connection(ours.detach())
-            return self._connection
+    def _running(self) -> socket.socket:
+        if self._closed:
+            raise BuildError("the build was stopped")
+        if self._control is not None:
+            return self._control
+        if not sys.executable:
+            raise ToolchainError("this Python does not know its own executable; a build starts processes; use another")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = [str(Path(entry).absolute()) for entry in sys.path]
+        with theirs, (self._folder / "server.log").open("ab") as log:
+            command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], cwd=self._folder, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        self._control = ours
+        return ours
 
-    def _end(self) -> int | None:
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
-        if process is None or connection is None:
-            return None
-        process.kill()
-        code = process.wait()
-        # After the kill: the thread that waits on it has seen the end of the stream by then.
-        connection.close()
-        return code
+    def _end(self) -> None:
+        process, control = self._process, self._control
+        self._process = self._control = None
+        if process is None or control is None:
+            return
+        control.close()  # upon which it ends its processes and itself
+        try:
+            process.wait(_FAREWELL)
+        except subprocess.TimeoutExpired:  # still importing, or stuck
+            # The group is the server's own: it was started as a session, and is not reaped before the wait.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Worker:
+    """One compile process of a fork server. It is replaced after it died, and when it has grown too large."""
+
+    def __init__(self, server: ForkServer, scratch: Path) -> None:
+        self._server = server
+        self._scratch = scratch
+        self._log = scratch.with_suffix(".log")
+        self._connection: Connection[Any, Any] | None = None
+        self._status = -1
+
+    def compile(self, job: Job) -> Done:
+        """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
+        if self._connection is None:
+            self._connection, self._status = self._server.fork(self._scratch, self._log)
+        try:
+            self._connection.send(job)
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died(job) from error
+        assert isinstance(answer, Answer)
+        if answer.memory > self._server.recycle:
+            self.hang_up()
+        if isinstance(answer.result, FusekitError):
+            raise answer.result
+        return answer.result
+
+    def hang_up(self) -> None:
+        """Lets the process go: it ends once it has nothing to do."""
+        if self._connection is not None:
+            self._connection.close()
+            os.close(self._status)
+        self._connection = None
 
     def _died(self, job: Job) -> BuildError:
-        process = self._process
         # It hung up, so it is about to end by itself; its own exit code says more than that of a kill.
-        if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
-        with self._guard:
-            if self._closed:
-                return BuildError(f"{job.name}: the build was stopped", name=job.name)
-            code = self._end()
+        code = None
+        if not self._server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
+            told = os.read(self._status, 16)
+            code = int(told) if told else None
+        self.hang_up()
+        if self._server.closed:
+            return BuildError(f"{job.name}: the build was stopped", name=job.name)
         said = self._log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if self._log.exists() else ""
         tail = f"; its last words: {said}" if said else ""
         return BuildError(f"the compile process died of {job.name} ({_cause(code)}){tail}", name=job.name)
 
 
+Team = tuple[Sequence[Compiler], Callable[[], None]]
+"""What compiles, and a function that ends it at once, from any thread."""
+
+
+@contextlib.contextmanager
+def processes(jobs: int) -> Iterator[Team]:
+    """`jobs` compile processes of one fork server, or as many as the memory holds; all gone afterwards."""
+    limits = bound(jobs)
+    with (
+        tempfile.TemporaryDirectory(prefix="fusekit-build-", ignore_cleanup_errors=True) as folder,
+        ForkServer(Path(folder), limits.bytes) as server,
+    ):
+        yield [server.worker() for _ in range(limits.workers)], server.close
+
+
 def run(
-    items: Sequence[T], workers: int, task: Callable[[Worker, T], R]
+    items: Sequence[T], compilers: Sequence[Compiler], task: Callable[[Compiler, T], R], stop: Callable[[], None]
 ) -> Generator[tuple[T, R | Exception], None, None]:
-    """Runs `task` on every item, each on one of `workers` threads with a compile process of its own.
+    """Runs `task` on every item, each on a thread of its own for one of `compilers`.
 
     Yields (item, result or what `task` raised) as they finish. Closing the iterator, or an exception such as Ctrl-C in
-    the caller's thread, ends all processes; a task that is beyond compiling is given time to finish.
+    the caller's thread, calls `stop`, which ends what compiles; a task that is beyond compiling is given time to
+    finish.
     """
     waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
     for item in items:
@@ -132,40 +214,29 @@ def run(
     finished: queue.SimpleQueue[tuple[T, R | Exception]] = queue.SimpleQueue()
     stopped = threading.Event()
 
-    def feed(worker: Worker) -> None:
+    def feed(compiler: Compiler) -> None:
         while not stopped.is_set():
             try:
                 item = waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                finished.put((item, task(worker, item)))
+                finished.put((item, task(compiler, item)))
             except Exception as error:
                 finished.put((item, error))
 
-    with contextlib.ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="fusekit-build-", ignore_cleanup_errors=True))
-        )
-        processes: list[Worker] = []
-        threads: list[threading.Thread] = []
-        for index in range(min(workers, len(items))):
-            scratch = folder / str(index)
-            scratch.mkdir()
-            processes.append(Worker(scratch))
-            threads.append(threading.Thread(target=feed, args=(processes[-1],), daemon=True))
-        try:
-            for thread in threads:
-                thread.start()
-            for _ in items:
-                yield finished.get()
-        finally:
-            stopped.set()
-            for process in processes:
-                process.close()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(_PATIENCE)
+    threads = [threading.Thread(target=feed, args=(compiler,), daemon=True) for compiler in compilers[: len(items)]]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in items:
+            yield finished.get()
+    finally:
+        stopped.set()
+        stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(_PATIENCE)
 
 
 def _cause(code: int | None) -> str:

@@ -1,8 +1,8 @@
 """A compile process: takes one kernel after the other from its parent, sends each back compiled and proven, or an
 error.
 
-It sees no GPU and none of the DSL's environment variables: they change what is compiled, and no key holds them. The
-parent starts it with a socket to speak over, in a scratch folder that the DSL may fill.
+It sees no GPU and none of the DSL's environment variables: they change what is compiled, and no key holds them. It is
+forked with a socket to speak over, in a scratch folder that the DSL may fill.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from fusekit.compiler.plan import TracePlan
+from fusekit.compiler.toolchain import describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError
 
@@ -25,26 +26,42 @@ _FOREIGN = ("CUTE_", "CUTLASS_")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One kernel. planner: a function that can be imported by name; called with `spec`. name: for messages."""
+    """One kernel. planner: a function that can be imported by name; called with `spec`. name: for messages. fields: the
+    key fields that it is compiled for, which an executor's process compares with its own.
+    """
 
     name: str
     planner: Callable[[Any], TracePlan]
     spec: Any
+    fields: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished job; seconds: to trace, compile and prove."""
+    """A finished job. seconds: to trace, compile and prove. toolchain: of the process that did it."""
 
     compiled: Compiled
     seconds: float
+    toolchain: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a compile process sends back; memory: bytes that it holds after the job."""
+
+    result: Done | FusekitError
+    memory: int
+
+
+def clean_environment() -> None:
+    """Hide the GPUs from this process, and from the DSL what it would read from the environment."""
+    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+        del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def serve(socket: int) -> None:
     """Works until the parent hangs up. socket: file descriptor of this end."""
-    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
-        del os.environ[name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     connection: Connection[Any, Any] = Connection(socket)
     while True:
         try:
@@ -52,19 +69,29 @@ def serve(socket: int) -> None:
         except EOFError:
             return
         except Exception as error:
-            connection.send(BuildError(f"a compile process cannot load its kernel: {type(error).__name__}: {error}"))
+            text = f"a compile process cannot load its kernel: {type(error).__name__}: {error}"
+            connection.send(Answer(BuildError(text), _memory()))
             continue
-        connection.send(_work(job))
+        connection.send(Answer(_work(job), _memory()))
 
 
 def _work(job: Job) -> Done | FusekitError:
     start = time.perf_counter()
     try:
         compiled = compile_plan(job.planner(job.spec), Path.cwd())
+        toolchain = describe(distributions())
     except FusekitError as error:
         return error
+    except MemoryError:
+        return BuildError(f"{job.name}: the compile process reached its limit of memory; use fewer --jobs")
     except Exception as error:
         failure = BuildError(f"{type(error).__name__}: {error}; this is a defect of the kernel's family module")
         failure.add_note(traceback.format_exc())
         return failure
-    return Done(compiled, round(time.perf_counter() - start, 3))
+    return Done(compiled, round(time.perf_counter() - start, 3), toolchain)
+
+
+def _memory() -> int:
+    """Bytes of memory that this process holds."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -3,11 +3,12 @@
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
     <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
+    <root>/signatures/<2 digits>/<64 digits>.<key id>    a signature over the entry or name record of that SHA-256
     <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
     <root>/leases/<host>-<process>-<random>              a build that is running
     <root>/locks/<key>.lock                              an empty file that builders lock
 
-The first three are the store; the others only save work and may be removed at any time. Temporary files are
+The first four are the store; the others only save work and may be removed at any time. Temporary files are
 `.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
 did not ask for, so what a killed writer left cannot be taken for a part of the store.
 """
@@ -29,13 +30,17 @@ from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
 from fusekit.store.keys import is_digest, sha256
 from fusekit.store.names import Brief, NameRecord
+from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The store under `root`, which need not exist: it is empty then."""
+    """The store under `root`, which need not exist: it is empty then. With `trust`, what it has not signed is refused
+    before it is parsed.
+    """
 
     root: Path
+    trust: Trust | None = None
 
     def entry_path(self, key: str) -> Path:
         return Path(self._entry(key))
@@ -49,12 +54,26 @@ class Layer:
     def lock_path(self, key: str) -> Path:
         return self.root / "locks" / f"{key}.lock"
 
+    def signature_path(self, digest: str, key_id: str) -> Path:
+        return self.root / "signatures" / digest[:2] / f"{digest}.{key_id}"
+
+    def signatures(self, digest: str) -> dict[str, bytes]:
+        """Key id -> signature, of every signature over the document of SHA-256 `digest`; unchecked."""
+        folder = self.root / "signatures" / digest[:2]
+        found = {}
+        for name in _listing(folder):
+            if name.startswith(f"{digest}.") and is_key_id(name.removeprefix(f"{digest}.")):
+                data = read_file(folder / name, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
+                if data is not None:
+                    found[name.removeprefix(f"{digest}.")] = data
+        return found
+
     def entry(self, key: str) -> Entry | None:
         """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
         if not is_digest(key):
             raise IntegrityError(f"{key!r} is no key; a key is 64 lower-case hexadecimal digits")
         path = self._entry(key)
-        data = read_file(path, limit=LIMIT)
+        data = self._document("entry", path)
         return None if data is None else Entry.from_bytes(data, path, key)
 
     def blob(self, digest: str, size: int | None = None) -> bytes | None:
@@ -83,13 +102,13 @@ class Layer:
     def name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`, checked; None when there is none."""
         path = f"{self.root}/{names.record_path(name, arch)}"
-        data = read_file(path, limit=LIMIT)
+        data = self._document("name", path)
         return None if data is None else NameRecord.from_bytes(data, path, name, arch)
 
     def brief(self, name: str, arch: str) -> Brief | None:
         """As `name`, for a listing. `name` and `arch` are known to be well-formed."""
         path = f"{self.root}/names/{name}.{arch}.json"
-        data = read_file(path, limit=LIMIT)
+        data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
 
     def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
@@ -137,12 +156,32 @@ class Layer:
         """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
         return _two_deep(self.root / "blobs" / "sha256")
 
+    def signature_files(self) -> Iterator[Path]:
+        """Paths of what lies under `signatures`, sorted, temporaries left out."""
+        return _two_deep(self.root / "signatures")
+
     def temporary_files(self) -> Iterator[Path]:
         """Temporaries that writers are using or have left behind."""
-        for top in ("entries", "blobs/sha256", "names"):
+        for top in ("entries", "blobs/sha256", "names", "signatures"):
             for folder in _listing(self.root / top):
                 directory = self.root / top / folder
                 yield from (directory / name for name in _listing(directory, temporary=True))
+
+    def _document(self, kind: str, path: str) -> bytes | None:
+        data = read_file(path, limit=LIMIT)
+        if data is not None and self.trust is not None:
+            self.trust.check(kind, data, self._signatures_by(self.trust, sha256(data)), path)
+        return data
+
+    def _signatures_by(self, trust: Trust, digest: str) -> dict[str, bytes]:
+        # Asked for by name: listing a folder would cost more, and is not needed to launch.
+        found = {}
+        for key in trust.keys:
+            path = self.signature_path(digest, key.id)
+            data = read_file(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
+            if data is not None:
+                found[key.id] = data
+        return found
 
     def _entry(self, key: str) -> str:
         return f"{self.root}/entries/{key[:2]}/{key}.json"

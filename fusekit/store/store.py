@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fusekit.errors import FusekitError, IntegrityError, StoreError
+from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreError
 from fusekit.store import listing, marks, names
 from fusekit.store.entries import Entry
-from fusekit.store.files import Disk, Publisher, revalidate
+from fusekit.store.files import Disk, Publisher, read_file, revalidate
 from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
 from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import acquire
 from fusekit.store.names import NameRecord
+from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
+from fusekit.store.signature_gc import collect_signatures
 from fusekit.store.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -40,18 +44,36 @@ class Store:
 
     A record that is missing, damaged or unreadable in one layer is looked for in the next. Only when none has a good
     one is the first problem raised; None means that no layer has anything of that name.
+
+    trust: the keys of which one must have signed whatever is read, in every layer; None: digests alone are checked.
+    signing_key: file of the private key that signs what is built and exported here; read when it is first used.
     """
 
-    def __init__(self, root: Path, layers: Sequence[Path] = (), *, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        layers: Sequence[Path] = (),
+        *,
+        trust: Trust | None = None,
+        signing_key: Path | None = None,
+        disk: Disk | None = None,
+    ) -> None:
         self.root = root
-        self.layers = (Layer(root), *(Layer(path) for path in layers if path != root))
+        self.trust = trust
+        self.layers = (Layer(root, trust), *(Layer(path, trust) for path in layers if path != root))
+        self._signing_key = signing_key
         self._publisher = Publisher(root, disk)
         self._leases: list[marks.Lease] = []
 
     @classmethod
     def open(cls, config: Config) -> Store:
         """The store that `config` names; it need not exist yet."""
-        return cls(config.store, config.layers)
+        trust = Trust(config.trusted_keys) if config.trusted_keys else None
+        return cls(config.store, config.layers, trust=trust, signing_key=config.signing_key)
+
+    def writable(self) -> Store:
+        """The writable store alone, without the layers below it."""
+        return Store(self.root, trust=self.trust, signing_key=self._signing_key, disk=self._publisher.disk)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -119,6 +141,8 @@ class Store:
         that `present` and `publish_name` have to look more closely.
         """
         self._mark(record.key)
+        if self.trust is not None:  # then the entry's signature has to be looked at
+            return None
         for layer in self.layers:
             try:
                 brief = layer.brief(record.name, record.arch)
@@ -131,6 +155,13 @@ class Store:
         if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
             return None
         return brief.summary if any(each.is_settled(record.key, brief.summary) for each in self.layers) else None
+
+    def signatures(self, data: bytes) -> dict[str, bytes]:
+        """Key id -> signature, of every signature that a layer has over the document `data`; unchecked."""
+        digest, found = sha256(data), dict[str, bytes]()
+        for layer in self.layers:
+            found |= layer.signatures(digest)
+        return found
 
     def find_name(self, name: str, arch: str) -> NameRecord | None:
         """The record of the full name `name` for `arch`."""
@@ -176,14 +207,41 @@ class Store:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def publish(self, entry: Entry, cubin: bytes) -> Entry:
+    @functools.cached_property
+    def signer(self) -> SigningKey | None:
+        """The private key that `signing_key` names; None where none does."""
+        return None if self._signing_key is None else read_signing_key(self._signing_key)
+
+    def sign(self, kind: str, data: bytes) -> dict[str, bytes]:
+        """This store's own signature over the document `data` of `kind`, as `publish` takes it; empty without a key.
+
+        Raises `SignatureError` when the store would not trust it: nothing is to be published that cannot be read.
+        """
+        signatures = {} if self.signer is None else self.signer.sign(kind, data)
+        if self.trust is not None:
+            try:
+                self.trust.check(kind, data, signatures, kind)
+            except SignatureError:
+                trusted = ", ".join(key.id for key in self.trust.keys)
+                by = f"by {self.signer.public.id}" if self.signer is not None else "by nobody"
+                raise SignatureError(
+                    f"what is made here would be signed {by}, and {self.root} is to hold only what {trusted} signed; "
+                    "name the private key of that with --sign or FUSEKIT_SIGNING_KEY, or build without "
+                    "FUSEKIT_TRUSTED_KEYS"
+                ) from None
+        return signatures
+
+    def publish(self, entry: Entry, cubin: bytes, signatures: Mapping[str, bytes] | None = None) -> Entry:
         """Publish `cubin` and then `entry` into the writable store; returns the entry that is there afterwards.
 
         Where another process was first with that key, its entry stands and is returned, if it and its cubin are
-        whole; if not, this one takes its place. Raises `IntegrityError` for an entry that does not describe `cubin`,
-        `StoreError` for a disk that fails: what was published before is untouched, and no reader sees half of this.
+        whole; if not, this one takes its place. signatures: over the entry's bytes, key id -> signature; the store's
+        own key signs when none are given. Raises `IntegrityError` for an entry that does not describe `cubin` or that
+        the store does not trust, `StoreError` for a disk that fails: what was published before is untouched, and no
+        reader sees half of this.
         """
         data = entry.to_bytes()
+        signatures = self._vouched("entry", data, signatures, f"entry {entry.key}")
         if (sha256(cubin), len(cubin)) != (entry.cubin_sha256, entry.cubin_bytes):
             raise IntegrityError(
                 f"entry {entry.key} names a cubin {entry.cubin_sha256} of {entry.cubin_bytes} bytes, but "
@@ -195,6 +253,7 @@ class Store:
         if (winner := self._winner(entry.key)) is not None:
             return winner
         self._publish_blob(entry.cubin_sha256, cubin)
+        self.publish_signatures(data, signatures)
         own = self.layers[0]
         path = own.entry_path(entry.key)
         if not self._publisher.claim(path, data):
@@ -206,11 +265,13 @@ class Store:
             self._publish_blob(entry.cubin_sha256, cubin)
         return entry
 
-    def publish_name(self, record: NameRecord, entry: Entry | None = None) -> None:
+    def publish_name(
+        self, record: NameRecord, entry: Entry | None = None, signatures: Mapping[str, bytes] | None = None
+    ) -> None:
         """Publish `record`, with a summary of its entry, over what its name stood for.
 
         Its entry must be in a layer already: a name never leads nowhere. Who has just read or published it may pass
-        it as `entry`, which saves reading it here.
+        it as `entry`, which saves reading it here. signatures: over the record's bytes, as for `publish`.
         """
         known = entry if entry is not None and entry.key == record.key else None
 
@@ -227,14 +288,16 @@ class Store:
             )
         if not record.summary:
             record = dataclasses.replace(record, summary=entry.summary())
-        own = self.layers[0]
-        with contextlib.suppress(IntegrityError):  # a damaged record is replaced
+        own, data = self.layers[0], record.to_bytes()
+        with contextlib.suppress(IntegrityError):  # a damaged record, or one of a stranger, is replaced
             own.name(record.name, record.arch)
             # One that a lower layer has is not copied.
             there = self._first_good(lambda layer: layer.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
+                self.publish_signatures(data, signatures or {})
                 return
-        self._publisher.put(own.name_path(record.name, record.arch), record.to_bytes())
+        self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
+        self._publisher.put(own.name_path(record.name, record.arch), data)
 
     def ensure(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
         """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
@@ -255,10 +318,13 @@ class Store:
         found = self.load(record.key)
         if found is None:
             raise IntegrityError(f"{record.name} stands for entry {record.key}, which no layer holds; build it again")
-        own = Store(self.root, disk=self._publisher.disk)
+        own = self.writable()
         if own.present(record.key) is not None and _quietly(own.layers[0].name, record.name, record.arch) == record:
             return False
-        own.publish_name(dataclasses.replace(record, summary={}), own.publish(*found))
+        entry = own.publish(*found, self.signatures(found[0].to_bytes()))
+        if entry != found[0]:  # another build of the key lay there: the name's summary is to be of that one
+            record = dataclasses.replace(record, summary={})
+        own.publish_name(record, entry, self.signatures(record.to_bytes()))
         return True
 
     def collect(
@@ -267,7 +333,26 @@ class Store:
         """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
         what nobody needs: see fusekit.store.gc.
         """
-        return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        own = self.layers[0]
+        report = collect(own, self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        report.freed_bytes += SIGNATURE_BYTES * collect_signatures(own, self._publisher, dry_run)
+        return report
+
+    def publish_signatures(self, data: bytes, signatures: Mapping[str, bytes]) -> None:
+        """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""
+        # Before their document: one that can be seen is signed. Ed25519 is deterministic, so a file that is there
+        # already is the same, or was planted. It gets a new stamp, so that no collection takes it meanwhile.
+        own, digest = self.layers[0], sha256(data)
+        for key_id, signature in signatures.items():
+            path = own.signature_path(digest, key_id)
+            while not self._publisher.claim(path, signature):
+                there = _quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
+                if there != signature:
+                    self._publisher.put(path, signature)
+                with contextlib.suppress(OSError):  # another user's, whose stamp only he can change
+                    os.utime(path, follow_symlinks=False)
+                if path.exists():
+                    break
 
     @contextlib.contextmanager
     def lock(self, key: str, patience: float = 600.0) -> Iterator[bool]:
@@ -339,6 +424,15 @@ class Store:
             return None
         durable = self._publisher.settle(own.blob_path(entry.cubin_sha256))
         return entry if self._publisher.settle(own.entry_path(key)) and durable else None
+
+    def _vouched(
+        self, kind: str, data: bytes, signatures: Mapping[str, bytes] | None, what: str
+    ) -> Mapping[str, bytes]:
+        if signatures is None:
+            return self.sign(kind, data)
+        if self.trust is not None:
+            self.trust.check(kind, data, signatures, what)
+        return signatures
 
     def _publish_blob(self, digest: str, data: bytes) -> None:
         own = self.layers[0]

@@ -65,7 +65,12 @@ def test_a_hit_imports_no_compiler(fusekit):
         (["quickstart", "--arch", "sm_100a"], 2, "arch 'sm_100a': none of the kernels named is for it"),
         (["quickstart", "--jobs", "0"], 2, "--jobs"),
         (["quickstart", "--jobs", "many"], 2, "--jobs"),
-        (["quickstart", "--check", "x.json"], 2, "No such option"),
+        (["quickstart", "--check", "x.json"], 2, "there is no manifest x.json"),
+        (["--check", "x.json", "--dry-run"], 2, "--check with --dry-run"),
+        (["quickstart", "--executor", "ssh://x"], 2, "it must be dask://host:port"),
+        (["quickstart", "--executor", "dask://"], 2, "it must be dask://host:port"),
+        (["quickstart", "--sign", ""], 2, "--sign"),
+        (["quickstart", "--sign", "absent"], 2, "there is no key file"),
     ],
 )
 def test_nonsense_is_refused(fusekit, arguments, code, message):

@@ -1,4 +1,4 @@
-"""`fusekit export-c` over a store of made-up kernels."""
+"""`fusekit export --lang c` over a store of made-up kernels."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def stocked(fusekit):
 
 
 def test_it_writes_two_files_and_says_so(stocked, tmp_path):
-    result = stocked("export-c", "out/c", "sample/*", "--prefix", "moe", "--json")
+    result = stocked("export", "--lang", "c", "out/c", "sample/*", "--prefix", "moe", "--json")
     assert result.json == {
         "files": ["out/c/moe.h", "out/c/moe.c"],
         "kernels": ["sample/fc1@128x160-c2x1", "sample/fc2@128x160-c2x1"],
@@ -25,14 +25,14 @@ def test_it_writes_two_files_and_says_so(stocked, tmp_path):
 
 
 def test_a_name_that_is_not_built(stocked):
-    result = stocked("export-c", "out", "sample/fc3", code=3)
+    result = stocked("export", "--lang", "c", "out", "sample/fc3", code=3)
     assert "fusekit build" in result.err
 
 
 def test_a_prefix_that_is_none(stocked):
-    assert "prefix '9'" in stocked("export-c", "out", "sample/fc1", "--prefix", "9", code=2).err
+    assert "prefix '9'" in stocked("export", "--lang", "c", "out", "sample/fc1", "--prefix", "9", code=2).err
 
 
 def test_a_folder_that_cannot_be_made(stocked, tmp_path):
     (tmp_path / "out").write_text("")
-    stocked("export-c", "out/c", "sample/fc1", code=1)
+    stocked("export", "--lang", "c", "out/c", "sample/fc1", code=1)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from keyword import iskeyword
 from pathlib import Path
 
 import click
@@ -31,7 +32,7 @@ def test_help_lists_every_verb(fusekit):
 def test_every_verb_has_its_file_and_its_help():
     context = click.Context(cli)
     for verb in VERBS:
-        assert (FOLDER / f"{verb.replace('-', '_')}.py").is_file()
+        assert (FOLDER / f"{verb.replace('-', '_')}{'_' if iskeyword(verb) else ''}.py").is_file()
         command = cli.get_command(context, verb)
         assert command is not None
         assert command.help

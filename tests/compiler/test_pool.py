@@ -1,12 +1,16 @@
 """Compile processes: blind, reusable, replaceable, and gone afterwards."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from fusekit.compiler.pool import Worker, run
+from fusekit.compiler.memory import available_bytes, bound
+from fusekit.compiler.pool import ForkServer, run
 from fusekit.compiler.worker import Job
 from fusekit.errors import BuildError
 
@@ -19,9 +23,14 @@ def misbehaving(tilecopy):
 
 
 @pytest.fixture
-def worker(tmp_path):
-    with Worker(tmp_path) as made:
+def server(tmp_path):
+    with ForkServer(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+def worker(server):
+    return server.worker()
 
 
 def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehaving, worker, tmp_path, monkeypatch):
@@ -64,9 +73,15 @@ def alive(pid):
     return True
 
 
-def test_leaving_early_ends_what_still_runs(misbehaving, tmp_path):
+def test_leaving_early_ends_what_still_runs(misbehaving, server, tmp_path):
     planners = {"hangs": misbehaving.hangs, "fails": misbehaving.defective}
-    outcomes = run(list(planners), 2, lambda worker, name: worker.compile(Job(name, planners[name], str(tmp_path))))
+    workers = [server.worker(), server.worker()]
+    outcomes = run(
+        list(planners),
+        workers,
+        lambda worker, name: worker.compile(Job(name, planners[name], str(tmp_path))),
+        server.close,
+    )
     assert next(outcomes)[0] == "fails"
     mark = Path(tmp_path, "hanging")
     while not mark.exists() or not mark.read_text():
@@ -75,13 +90,84 @@ def test_leaving_early_ends_what_still_runs(misbehaving, tmp_path):
     assert not alive(int(mark.read_text()))
 
 
-def test_every_item_is_answered_once(tmp_path):
+def test_every_item_is_answered_once():
     items = list(range(20))
-    answers = dict(run(items, 3, lambda worker, item: 10 // (item % 4)))
+    answers = dict(run(items, [None] * 3, lambda worker, item: 10 // (item % 4), lambda: None))
     assert sorted(answers) == items
     assert answers[1] == 10
     assert isinstance(answers[4], ZeroDivisionError)
 
 
 def test_nothing_to_do_starts_nothing():
-    assert list(run([], 4, lambda worker, item: item)) == []
+    assert list(run([], [None] * 4, lambda worker, item: item, lambda: None)) == []
+
+
+def test_a_server_that_was_killed_is_replaced(misbehaving, server):
+    first, second = server.worker(), server.worker()
+    with pytest.raises(BuildError, match="IndexError"):
+        first.compile(Job("a", misbehaving.defective, None))
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait()
+    with pytest.raises(BuildError, match="IndexError"):
+        second.compile(Job("b", misbehaving.defective, None))
+    with pytest.raises(BuildError, match="IndexError"):  # forked by the one that is gone, and well
+        first.compile(Job("c", misbehaving.defective, None))
+    first.hang_up()
+
+
+def test_processes_end_with_a_caller_that_is_killed(misbehaving, tmp_path):
+    code = (
+        "import sys, pathlib; sys.path.insert(0, sys.argv[2]); import misbehaving;"
+        "from fusekit.compiler.pool import ForkServer; from fusekit.compiler.worker import Job;"
+        "ForkServer(pathlib.Path(sys.argv[1])).worker().compile(Job('a', misbehaving.hangs, sys.argv[1]))"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", code, tmp_path, Path(__file__).parent])
+    mark = tmp_path / "hanging"
+    while not mark.exists() or not mark.read_text():
+        assert caller.poll() is None
+        time.sleep(0.01)
+    caller.kill()
+    caller.wait()
+    deadline = time.monotonic() + 30
+    while alive(int(mark.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(int(mark.read_text()))
+
+
+def test_a_process_that_takes_too_much_memory_is_named(misbehaving, tmp_path):
+    with ForkServer(tmp_path, memory=1 << 30) as server, pytest.raises(BuildError, match=r"^greedy: .*limit of memory"):
+        server.worker().compile(Job("greedy", misbehaving.greedy, None))
+
+
+def test_a_process_that_has_grown_is_replaced(misbehaving, tmp_path):
+    seen = set()
+    with ForkServer(tmp_path, recycle=1) as server:
+        worker = server.worker()
+        for _ in range(2):
+            with pytest.raises(BuildError, match=r"process \d+") as caught:
+                worker.compile(Job("a", misbehaving.tells_its_process, None))
+            seen.add(str(caught.value))
+    assert len(seen) == 2
+
+
+def test_as_many_processes_as_the_memory_holds():
+    gigabyte = 1 << 30
+    assert bound(8, 100 * gigabyte).workers == 8
+    assert bound(8, 100 * gigabyte).bytes == 10 * gigabyte
+    assert bound(8, 5 * gigabyte).workers == 4
+    assert bound(8, 0) == bound(1, 0)
+    assert bound(8, 0).workers == 1
+    assert 0 < available_bytes() < 1 << 62
+
+
+def test_memory_of_a_control_group(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    assert available_bytes(tmp_path) == 4 << 20
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000\n")
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 4 << 20
+    (group / "memory.max").write_text("5000\n")
+    assert available_bytes(tmp_path) == 4000

@@ -1,0 +1,56 @@
+"""`fusekit export`: kernels of the store in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusekit.errors import UsageError
+from fusekit_cli import output
+from fusekit_cli.options import Session, common, signing
+
+
+@click.command("export")
+@click.argument("file", metavar="FILE")
+@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@click.option("--lang", type=click.Choice(["c"]), help="Source in this language, into the folder FILE; no bundle.")
+@click.option(
+    "--prefix", default="fusekit", show_default=True, help="What every public name in the source begins with."
+)
+@signing
+@common
+def command(
+    session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str
+) -> None:
+    """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes.
+
+    With --lang c FILE is a folder, which gets PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
+    whose cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver at run time.
+    """
+    if lang == "c":
+        from fusekit_cli.export_c import run
+
+        if not patterns:
+            raise UsageError("export --lang c names the kernels that the source holds; give at least one NAME")
+        run(session, Path(file), patterns, prefix, arch)
+        return
+    from fusekit.store.bundle import export_bundle
+    from fusekit.store.selection import select
+
+    store = session.open_store()
+    done = export_bundle(store, select(store, patterns, arch), Path(file).absolute())
+    document = {
+        "entries": done.entries,
+        "names": done.names,
+        "bytes": done.bytes,
+        "signed_by": None if store.signer is None else store.signer.public.id,
+    }
+
+    def text() -> None:
+        held = f"{output.plural(done.names, 'name')}, {output.plural(done.entries, 'entry')}, {output.size(done.bytes)}"
+        signed = f", signed by {document['signed_by']}" if document["signed_by"] else ""
+        click.echo(f"{file}: {held}{signed}")
+
+    output.answer(session, document, text)

@@ -1,0 +1,106 @@
+"""`fusekit lock`: the cache manifests, from what was built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fusekit.errors import FusekitError, UsageError
+from fusekit_cli import output
+from fusekit_cli.build import comparison_document, comparison_text
+from fusekit_cli.options import Session, common, signing
+from fusekit_cli.progress import progress
+
+FOLDER = "cache_manifests"
+
+
+@click.command("lock")
+@click.argument("targets", metavar="[SPEC_FILE|NAME|GLOB]...", nargs=-1)
+@click.option("--write", is_flag=True, help="Build what the store lacks, then write the manifests.")
+@click.option(
+    "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."
+)
+@click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Compile processes, with --write.")
+@signing
+@common
+def command(session: Session, targets: tuple[str, ...], write: bool, folder: str | None, jobs: int | None) -> int:
+    """Compare what the store holds with the cache manifests, one for each architecture and toolchain, or write them.
+
+    Without TARGETS: every packaged spec. Nothing is compiled without --write; `fusekit build --check` rebuilds.
+    """
+    from fusekit.compiler.build import select
+    from fusekit.compiler.build_check import locked_in
+    from fusekit.compiler.identity import Identity
+    from fusekit.store.manifest import Manifest, read_manifest, write_manifest
+
+    store, identity, specs = session.open_store(), Identity(), select(targets)
+    where = _folder(folder, write)
+    if write:
+        _build(session, targets, jobs)
+    document: dict[str, Any] = {"same": [], "changed": [], "missing": [], "written": []}
+    comparisons = []
+    for arch in sorted({spec.arch for spec in specs}):
+        wanted = [spec for spec in specs if spec.arch == arch]
+        manifest = Manifest(arch, identity.toolchain, {})
+        path = where / manifest.filename
+        built = locked_in(store, wanted, identity)
+        if path.exists() and not (write and not targets):
+            manifest = read_manifest(path, None if write else store.trust)
+        if write:
+            manifest = manifest.updated(built)
+            document["written"].append(str(write_manifest(manifest, where, store.signer)))
+        elif not path.exists():
+            raise UsageError(
+                f"there is no manifest {path} for {arch} and the toolchain installed here; "
+                "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"
+            )
+        comparison = manifest.compare(built, [spec.full_name for spec in wanted])
+        comparisons.append(comparison)
+        for label, rows in comparison_document(comparison, arch).items():
+            document[label] += rows
+
+    def text() -> None:
+        for comparison in comparisons:
+            comparison_text(session, comparison)
+        for path in document["written"]:
+            click.echo(f"wrote {path}")
+        counts = (f"{len(document[label])} {label}" for label in ("same", "changed", "missing"))
+        click.echo(", ".join(counts))
+
+    output.answer(session, document, text)
+    if not all(comparison.ok for comparison in comparisons):
+        session.note("`fusekit build` makes what the store lacks; `fusekit lock --write` takes the change as it is")
+        return 1
+    return 0
+
+
+def _folder(given: str | None, write: bool) -> Path:
+    if given is not None:
+        return Path(given).absolute()
+    here = Path(FOLDER).absolute()
+    if here.is_dir():
+        return here
+    if write:
+        raise UsageError(f"there is no folder {here}; manifests are written where they are kept; name it with --folder")
+    from importlib.resources import files
+
+    return Path(str(files(f"fusekit.{FOLDER}")))
+
+
+def _build(session: Session, targets: tuple[str, ...], jobs: int | None) -> None:
+    from fusekit.compiler.build import build
+
+    with progress(session, "compiling") as update:
+        report = build(
+            targets,
+            jobs=jobs,
+            config=session.config,
+            progress=lambda step: update(step.done, step.total, step.name, 0),
+        )
+    for failed in report.failed:
+        session.error(f"{failed.name} ({failed.arch}): {failed.error}")
+    if not report.ok:
+        count = output.plural(len(report.failed), "kernel")
+        raise FusekitError(f"{count} could not be built; a manifest is of a whole build; nothing was written; mend it")

@@ -1,0 +1,50 @@
+"""Progress on stderr: a bar on a terminal; elsewhere one line for each step that takes long, and none for others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fusekit_cli.options import Session
+
+Update = Callable[[int, int, str, int], None]
+"""Called with: steps done, steps in all, what came last (empty: nothing yet), bytes moved so far."""
+
+
+@contextlib.contextmanager
+def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iterator[Update]:
+    """Shows how far `doing` has come; the bar goes when it is done. moves_bytes: many short steps, shown with the bytes
+    and their rate.
+    """
+    bar = _bar(session, moves_bytes) if sys.stderr.isatty() else None
+    if bar is None:
+        yield (
+            lambda done, total, what, moved: (
+                session.note(f"{done}/{total} {what}") if what and not moves_bytes else None
+            )
+        )
+        return
+    with bar:
+        task = bar.add_task(doing, total=None, moved="")
+
+        def update(done: int, total: int, what: str, moved: int) -> None:
+            elapsed = bar.tasks[task].elapsed or 0.0
+            rate = f"{moved / 1e6:.1f} MB, {moved / 1e6 / elapsed:.1f} MB/s" if moved and elapsed else ""
+            bar.update(task, completed=done, total=total, description=what or doing, moved=rate)
+
+        yield update
+
+
+def _bar(session: Session, moves_bytes: bool) -> Any:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:  # drawn only where it is installed
+        return None
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    if moves_bytes:
+        columns.append(TextColumn("{task.fields[moved]}"))
+    columns.append(TextColumn("{task.description}", markup=False))
+    return Progress(*columns, console=Console(stderr=True, no_color=not session.config.color), transient=True)

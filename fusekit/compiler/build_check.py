@@ -1,0 +1,87 @@
+"""Reproducibility: what the store has, or what is built anew, against a cache manifest."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select
+from fusekit.compiler.identity import Identity
+from fusekit.errors import ToolchainError
+from fusekit.spec import find
+from fusekit.store import Store
+from fusekit.store.manifest import Comparison, Locked, Manifest
+
+if TYPE_CHECKING:
+    from fusekit.spec import KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How a rebuild compares with a manifest. report: of the rebuild."""
+
+    comparison: Comparison
+    report: BuildReport
+
+    @property
+    def ok(self) -> bool:
+        return self.comparison.ok and self.report.ok
+
+
+def check_build(
+    manifest: Manifest,
+    targets: Sequence[str] = (),
+    jobs: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    executor: Executor | None = None,
+) -> Checked:
+    """Builds the kernels of `manifest` that `targets` name (none: all) from nothing, and compares the cubins.
+
+    No store is read or written. Raises ToolchainError when the manifest is of another toolchain than the one installed
+    here: other compilers make other bytes.
+    """
+    identity = Identity()
+    same_toolchain(manifest, identity.toolchain)
+    wanted = chosen(manifest, targets)
+    with tempfile.TemporaryDirectory(prefix="fusekit-check-") as folder:
+        store = Store(Path(folder))
+        report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)
+    built = {row.name: Locked(row.key, row.cubin_sha256, row.bytes) for row in (*report.built, *report.hits)}
+    failed = {row.name for row in report.failed}
+    asked = {spec.full_name for spec in wanted} if targets else set(manifest.kernels)
+    return Checked(manifest.compare(built, asked - failed), report)
+
+
+def chosen(manifest: Manifest, targets: Sequence[str] = ()) -> list[KernelSpec]:
+    """The specs of `targets` for the manifest's architecture; without targets those of the manifest that there are."""
+    if targets:
+        return list(select(targets, manifest.arch))
+    return [spec for spec in find([]) if spec.arch == manifest.arch and spec.full_name in manifest.kernels]
+
+
+def locked_in(store: Store, specs: Iterable[KernelSpec], identity: Identity) -> dict[str, Locked]:
+    """Full name -> what `store` has whole of `specs`, under the keys that they have now."""
+    found = {}
+    for task in plan_build([*specs], store, identity).hits:
+        assert task.summary is not None
+        for spec in task.specs:
+            found[spec.full_name] = Locked(task.key, task.summary["cubin_sha256"], task.summary["bytes"])
+    return found
+
+
+def same_toolchain(manifest: Manifest, installed: dict[str, str]) -> None:
+    """Raises ToolchainError unless `manifest` is of the toolchain that is `installed`."""
+    odd = [
+        f"{name} {manifest.toolchain.get(name, 'none')} there, {installed.get(name, 'none')} here"
+        for name in sorted({*manifest.toolchain, *installed})
+        if manifest.toolchain.get(name) != installed.get(name)
+    ]
+    if odd:
+        raise ToolchainError(
+            f"the manifest {manifest.filename} is of another toolchain: {'; '.join(odd)}; other compilers make other "
+            "bytes; install that one, or write a manifest for this one with `fusekit lock --write`"
+        )

@@ -1,0 +1,120 @@
+"""One process that has imported the compiler, and forks a compile process whenever one is asked for.
+
+Importing the DSL takes a second or two and a hundred megabytes; a fork shares both. multiprocessing's own fork server
+is not used because it imports the caller's main module, so that every script that builds would need a ``__main__``
+guard; this one imports the same thing for everybody.
+
+The server and what it forks are a session of their own, so Ctrl-C reaches only the caller. When its socket ends,
+because the caller is done or was killed, the server ends every process that it forked, and then itself.
+
+A request is one message: the scratch folder and the limit of memory as JSON, with three descriptors: the socket that
+the new process works on, its log, and a pipe that the server writes the exit status to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import traceback
+from typing import Any
+
+from fusekit.compiler.families import FAMILIES
+from fusekit.compiler.worker import clean_environment, serve
+
+MESSAGE_BYTES = 1 << 16
+_PRELOADED = ("cutlass.cute", "llvmlite.binding", "fusekit.compiler.trace", *sorted(set(FAMILIES.values())))
+
+
+def main(descriptor: int) -> None:
+    """Serve requests on the socket `descriptor` until the other end hangs up."""
+    clean_environment()
+    control = socket.socket(fileno=descriptor)
+    for module in _PRELOADED:
+        # What cannot be imported is said by the compile process that needs it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    _Server(control).run()
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._pipes: dict[int, int] = {}  # process -> where its exit status goes
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(self._wake, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._control:
+                    message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 3)
+                    if not message:  # the caller is done, or gone
+                        self._end()
+                        return
+                    self._fork(json.loads(message), *descriptors)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, MESSAGE_BYTES)
+            self._reap()
+
+    def _fork(self, request: dict[str, Any], work: int, log: int, status: int) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                self._become_worker(request, work, log, status)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        self._pipes[child] = status
+        os.close(work)
+        os.close(log)
+
+    def _become_worker(self, request: dict[str, Any], work: int, log: int, status: int) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for descriptor in (*self._pipes.values(), self._wake, self._woken, status):
+            os.close(descriptor)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.chdir(request["scratch"])
+        limit = request["memory"]
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        serve(work)
+
+    def _end(self) -> None:
+        # Waited for as well: whoever has process 1 of a container may not do it.
+        for child in self._pipes:
+            os.kill(child, signal.SIGKILL)
+        for child in self._pipes:
+            os.waitpid(child, 0)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process == 0:
+                return
+            pipe = self._pipes.pop(process, None)
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    os.write(pipe, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(pipe)

@@ -1,0 +1,193 @@
+"""Bundles: part of a store in one file, for seeding the disks of other machines.
+
+A bundle is a plain tar file, so that `tar -t` lists it. Its members, in this order:
+
+    bundle.json.<key id>.sig     a signature over bundle.json; any number, sorted
+    bundle.json                  the index: every other member with its size and digest
+    blobs/...                    sorted; paths as in a store
+    signatures/...
+    entries/...
+    names/...
+
+The index decides every other byte of the file: the headers are the ones that this module would write for it, sizes
+and order follow from it, and each member has the digest that it states. So the same kernels give the same bytes on
+every machine, and a reader need not interpret a tar header: it computes the one that must stand there and compares.
+A link, a device, an absolute path, a `..`, a member twice, a member too many, an extension header: none of them is
+the expected header. Nothing is compressed: no file can grow when it is read, and its bytes depend on no library's
+version.
+
+`bundle_import` reads the whole file before it writes the first byte, and what it then writes it checks again, so a file
+that changes under its eyes is refused too. Cubins come before entries and entries before names, as in a build: an
+import that is killed leaves nothing that is wrong, and the same import finishes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fusekit.store.files import Disk, store_error
+from fusekit.store.keys import canonical_json, sha256
+from fusekit.store.layer import Layer
+from fusekit.store.selection import Selection
+from fusekit.store.signature import SIGNATURE_BYTES
+from fusekit.store.store import Store
+
+SCHEMA = 1
+INDEX = "bundle.json"
+
+BLOCK = tarfile.BLOCKSIZE
+END = bytes(2 * BLOCK)
+_MODE = 0o644
+_SHELL = Layer(Path())  # a store's layout, relative to its root
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member behind the index: its kind (`blob`, `signature`, `entry` or `name`), path in a store, size, digest.
+
+    subject: what it is for: a blob's digest, an entry's key, (name, architecture), (document's digest, key id).
+    """
+
+    kind: str
+    path: str
+    bytes: int
+    sha256: str
+    subject: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What went into or out of a store. entries, names: in all; bytes: of the cubins that moved, or of the bundle;
+    skipped: entries that were there already.
+    """
+
+    entries: int
+    names: int
+    bytes: int
+    skipped: int = 0
+
+
+def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
+    """Write `selection` of `store` to the file `path`, over what is there, in one step; signed if the store has a key.
+
+    The same kernels give the same bytes. Raises IntegrityError when a cubin is damaged, StoreError when `path` cannot
+    be written; `path` is then as it was.
+    """
+    selection = selection.signed(store)
+    members = tuple(_members(selection))
+    index = _index_bytes(members)
+    own = {} if store.signer is None else store.signer.sign("bundle", index)
+    entries = {entry.cubin_sha256: entry for entry, _ in selection.entries}
+    content: dict[str, bytes] = {}
+    for _, signed in (*selection.entries, *selection.records):
+        content[signed.digest] = signed.data
+        content |= {sha256(signature): signature for signature in signed.signatures.values()}
+
+    def write(file: BinaryIO) -> None:
+        for key_id, signature in sorted(own.items()):
+            _put(file, signature_name(key_id), signature)
+        _put(file, INDEX, index)
+        for member in members:
+            data = store.read_cubin(entries[member.sha256]) if member.kind == "blob" else content[member.sha256]
+            _put(file, member.path, data)
+        file.write(END)
+
+    size = _replace(path, write)
+    return Transfer(entries=len(selection.entries), names=len(selection.records), bytes=size)
+
+
+# -- the form ---------------------------------------------------------------------------------------------------------
+
+
+def header(path: str, size: int) -> bytes:
+    """The one header that a member may have; a path of more than 100 letters takes extension blocks before it."""
+    info = tarfile.TarInfo(path)
+    info.size, info.mode = size, _MODE  # time, owner and group are 0
+    return info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict")
+
+
+def padding(size: int) -> int:
+    return -size % BLOCK
+
+
+def _put(file: BinaryIO, path: str, data: bytes) -> None:
+    file.write(header(path, len(data)))
+    file.write(data)
+    file.write(bytes(padding(len(data))))
+
+
+def signature_name(key_id: str) -> str:
+    return f"{INDEX}.{key_id}.sig"
+
+
+def _members(selection: Selection) -> Iterator[Member]:
+    """In the order of the file: kinds in order of publication, each sorted by path."""
+    blobs = {entry.cubin_sha256: entry.cubin_bytes for entry, _ in selection.entries}
+    signatures = {
+        (signed.digest, key_id): signature
+        for _, signed in (*selection.entries, *selection.records)
+        for key_id, signature in signed.signatures.items()
+    }
+    yield from (blob_of(digest, size) for digest, size in sorted(blobs.items()))
+    yield from (signature_of(*of, sha256(signature)) for of, signature in sorted(signatures.items()))
+    yield from (entry_of(entry.key, len(signed.data), signed.digest) for entry, signed in selection.entries)
+    yield from (
+        name_of(record.name, record.arch, len(signed.data), signed.digest) for record, signed in selection.records
+    )
+
+
+def blob_of(digest: str, size: int) -> Member:
+    return Member("blob", _SHELL.blob_path(digest).as_posix(), size, digest, digest)
+
+
+def signature_of(of: str, key_id: str, digest: str) -> Member:
+    return Member("signature", _SHELL.signature_path(of, key_id).as_posix(), SIGNATURE_BYTES, digest, (of, key_id))
+
+
+def entry_of(key: str, size: int, digest: str) -> Member:
+    return Member("entry", _SHELL.entry_path(key).as_posix(), size, digest, key)
+
+
+def name_of(name: str, arch: str, size: int, digest: str) -> Member:
+    return Member("name", _SHELL.name_path(name, arch).as_posix(), size, digest, (name, arch))
+
+
+def _index_bytes(members: tuple[Member, ...]) -> bytes:
+    rows: dict[str, list[list[Any]]] = {"blobs": [], "signatures": [], "entries": [], "names": []}
+    for member in members:
+        match member.kind:
+            case "blob":
+                rows["blobs"].append([member.sha256, member.bytes])
+            case "signature":
+                rows["signatures"].append([*member.subject, member.sha256])
+            case "entry":
+                rows["entries"].append([member.subject, member.bytes, member.sha256])
+            case _:
+                rows["names"].append([*member.subject, member.bytes, member.sha256])
+    return (canonical_json({"schema": SCHEMA, **rows}, "bundle index") + "\n").encode()
+
+
+def _replace(path: Path, write: Callable[[BinaryIO], None]) -> int:
+    """Give `path` new bytes in one step, durably; returns how many."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+        Disk().sync(path.parent)
+    except OSError as error:
+        raise store_error(path, "write", error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return size

@@ -1,0 +1,382 @@
+"""`push` and `pull`: what one side lacks moves to it, the rest stays where it is. See `fusekit.store.remote`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, SignatureError
+from fusekit.store import names
+from fusekit.store.documents import LIMIT
+from fusekit.store.entries import Entry
+from fusekit.store.keys import sha256
+from fusekit.store.layer import Layer
+from fusekit.store.names import NameRecord
+from fusekit.store.remote import Remote
+from fusekit.store.selection import Selection, Signed
+from fusekit.store.signature import SIGNATURE_BYTES, is_key_id
+from fusekit.store.store import Store
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SHELL = Layer(Path())  # a store's layout, relative to its root
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step: entries and names done, of how many, and the bytes moved so far; what came last."""
+
+    done: int
+    total: int
+    bytes: int
+    what: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """entries: that moved, with their cubins. skipped: that were there already. names: that were written. bytes: moved,
+    of everything. failed: (name or key, why) of what could not be moved while the rest was.
+    """
+
+    entries: int = 0
+    skipped: int = 0
+    names: int = 0
+    bytes: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+
+
+Notify = Callable[[Progress], None]
+
+
+def push(
+    store: Store, selection: Selection, remote: Remote, full: bool = False, notify: Notify | None = None
+) -> Report:
+    """Move what `remote` lacks of `selection` there; signed too with the store's own key, if it has one.
+
+    An entry that is there with its cubin stands. Without `full` it counts as whole when the sizes fit; with `full` each
+    byte that is there is read and checked, and what is damaged is replaced. Raises StoreError when the remote fails.
+    """
+    return _Push(store, selection.signed(store), remote, full, notify).run()
+
+
+def pull(
+    store: Store,
+    remote: Remote,
+    patterns: Sequence[str] = (),
+    arch: str | None = None,
+    notify: Notify | None = None,
+) -> Report:
+    """Move what the writable store lacks of `patterns` (names, files, globs; none: everything) from `remote` into it.
+
+    Each entry is published with its cubin, checked, as it arrives; names come last. What is damaged or not trusted is
+    refused and listed in the report's `failed`, the rest comes. Raises NotBuiltError for a pattern that means nothing
+    there, StoreError when the remote or the store fails.
+    """
+    return _Pull(store, remote, notify).run(patterns, arch)
+
+
+class _Exchange:
+    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
+        self.store = store
+        self.remote = remote
+        self.report = Report()
+        self._notify = notify or (lambda _: None)
+        self._signatures: dict[str, set[str]] = {}
+
+    def each(self, items: Sequence[T], step: Callable[[T], R]) -> Iterator[tuple[T, R | FusekitError]]:
+        """`step` on every item, several at a time; what one raises is its answer, but for a disk or a network that
+        fails. Ctrl-C waits for what has begun only.
+        """
+        pool = ThreadPoolExecutor(max_workers=min(self.remote.parallel, len(items)) or 1)
+        try:
+            futures = {pool.submit(step, item): item for item in items}
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
+                    yield futures[future], future.result()
+                elif isinstance(error, IntegrityError):
+                    yield futures[future], error
+                else:
+                    raise error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def tell(self, done: int, total: int, what: str = "") -> None:
+        self._notify(Progress(done, total, self.report.bytes, what))
+
+    def list_signatures(self) -> dict[str, int | None]:
+        """The sizes of the remote's signatures, by path; remembers which documents have which."""
+        sizes = self.remote.sizes("signatures")
+        for path in sizes:
+            of, _, key_id = path.rpartition("/")[2].partition(".")
+            if is_key_id(key_id):
+                self._signatures.setdefault(of, set()).add(key_id)
+        return sizes
+
+    def signatures(self, digest: str) -> dict[str, bytes]:
+        """What the remote has signed over the document of SHA-256 `digest`."""
+        wanted = self._signatures.get(digest, set())
+        if self.store.trust is not None:  # a server that does not list is asked by name
+            wanted = wanted | {key.id for key in self.store.trust.keys}
+        found = {}
+        for key_id in sorted(wanted):
+            path = _SHELL.signature_path(digest, key_id).as_posix()
+            data = self.remote.read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
+            if data is not None:
+                found[key_id] = data
+        return found
+
+    def document(self, kind: str, path: str) -> tuple[bytes, dict[str, bytes]] | None:
+        """A document of the remote and its signatures; with a trust, refused here unless they are good."""
+        data = self.remote.read(path, limit=LIMIT)
+        if data is None:
+            return None
+        signatures = self.signatures(sha256(data))
+        if self.store.trust is not None:
+            self.store.trust.check(kind, data, signatures, self.remote.at(path))
+        return data, signatures
+
+
+class _Push(_Exchange):
+    def __init__(self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None) -> None:
+        super().__init__(store, remote, notify)
+        self._selection = selection
+        self._full = full
+        self._sizes: dict[str, int | None] = {}
+
+    def run(self) -> Report:
+        self._sizes = self.list_signatures()
+        for folder in ("blobs", "entries", "names"):
+            self._sizes |= self.remote.sizes(folder)
+        entries, records = self._selection.entries, self._selection.records
+        total = len(entries) + len(records)
+        self.tell(0, total)
+        done = 0
+        for (entry, _), outcome in self.each(entries, lambda item: self._entry(*item)):
+            done += 1
+            moved = _raised(outcome)
+            self.report.entries += moved > 0
+            self.report.skipped += moved == 0
+            self.report.bytes += moved
+            self.tell(done, total, entry.key[:12])
+        for (record, _), outcome in self.each(records, lambda item: self._name(*item)):
+            done += 1
+            moved = _raised(outcome)
+            self.report.names += moved > 0
+            self.report.bytes += moved
+            self.tell(done, total, record.name)
+        return self.report
+
+    def _entry(self, entry: Entry, signed: Signed) -> int:
+        """Bytes that were moved; 0 when the remote has it."""
+        path = _SHELL.entry_path(entry.key).as_posix()
+        if path in self._sizes and self._stands(entry, signed, path):
+            return 0
+        moved = self._blob(entry)
+        self._sign(signed)
+        self.remote.write(path, signed.data)
+        return moved + len(signed.data)
+
+    def _stands(self, entry: Entry, signed: Signed, path: str) -> bool:
+        """Whether the entry that is there is whole. It may be another's, of another run of the compiler."""
+        same_size = self._sizes[path] == len(signed.data)
+        if same_size and not self._full and not signed.signatures:
+            return self._there(_SHELL.blob_path(entry.cubin_sha256).as_posix(), entry.cubin_bytes)
+        try:
+            document = self.document("entry", path)
+            if document is None:
+                return False
+            theirs = Entry.from_bytes(document[0], Path(self.remote.at(path)), entry.key)
+            if not self._whole_blob(theirs):
+                return False
+        except IntegrityError:
+            return False
+        if signed.signatures:
+            # What this store vouches for must be there under its signature: the same bytes get it added, others give
+            # way, unless somebody whom this store trusts has signed them.
+            if document[0] == signed.data:
+                self._sign(signed)
+            elif self.store.trust is None:
+                return False
+        return True
+
+    def _whole_blob(self, entry: Entry) -> bool:
+        path = _SHELL.blob_path(entry.cubin_sha256).as_posix()
+        if not self._full:
+            return self._there(path, entry.cubin_bytes)
+        data = self.remote.read(path, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
+        return data is not None and sha256(data) == entry.cubin_sha256
+
+    def _there(self, path: str, size: int) -> bool:
+        return path in self._sizes and self._sizes[path] in (size, None)
+
+    def _blob(self, entry: Entry) -> int:
+        try:
+            if self._whole_blob(entry):
+                return 0
+        except IntegrityError:
+            pass  # of another size: replaced
+        self.remote.write(_SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
+        return entry.cubin_bytes
+
+    def _sign(self, signed: Signed) -> None:
+        for key_id, signature in signed.signatures.items():
+            path = _SHELL.signature_path(signed.digest, key_id).as_posix()
+            if self._full or not self._there(path, len(signature)):
+                self.remote.write(path, signature)
+
+    def _name(self, record: NameRecord, signed: Signed) -> int:
+        path = _SHELL.name_path(record.name, record.arch).as_posix()
+        if path in self._sizes and self._says(path, record, signed):
+            self._sign(signed)
+            return 0
+        self._sign(signed)
+        self.remote.write(path, signed.data)
+        return len(signed.data)
+
+    def _says(self, path: str, record: NameRecord, signed: Signed) -> bool:
+        """Whether the record that is there is this one. Its summary may be of another run of the compiler."""
+        try:
+            data = self.remote.read(path, limit=LIMIT)
+            if data is None or data == signed.data:
+                return data is not None
+            theirs = NameRecord.from_bytes(data, Path(self.remote.at(path)), record.name, record.arch)
+        except IntegrityError:
+            return False
+        return theirs == record and not signed.signatures
+
+
+class _Pull(_Exchange):
+    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
+        super().__init__(store.writable(), remote, notify)  # what a layer below has is asked for here
+
+    def run(self, patterns: Sequence[str], arch: str | None) -> Report:
+        wanted = self._wanted(patterns, arch)
+        self.list_signatures()
+        self.tell(0, len(wanted))
+        records: dict[tuple[str, str], tuple[NameRecord, dict[str, bytes]]] = {}
+        for where, outcome in self.each(wanted, self._record):
+            if isinstance(outcome, FusekitError):
+                self.report.failed.append((where[0], str(outcome)))
+            else:
+                records[where] = outcome
+        keys = sorted({record.key for record, _ in records.values()})
+        total, done = len(keys) + len(records), 0
+        refused: set[str] = set()
+        for key, moved in self.each(keys, self._entry):
+            done += 1
+            if isinstance(moved, FusekitError):
+                refused.add(key)
+                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
+            else:
+                self.report.entries += moved > 0
+                self.report.skipped += moved == 0
+                self.report.bytes += moved
+            self.tell(done, total, key[:12])
+        for where in sorted(records):
+            record, signatures = records[where]
+            done += 1
+            if record.key not in refused:
+                self._publish_name(record, signatures)
+            self.tell(done, total, record.name)
+        self.report.failed.sort()
+        return self.report
+
+    def _wanted(self, patterns: Sequence[str], arch: str | None) -> list[tuple[str, str]]:
+        stems = {pattern.partition("/")[0] for pattern in patterns}
+        listable = stems and all(names.is_part(stem) for stem in stems)  # no glob: only those folders are asked for
+        folders = [f"names/{stem}" for stem in sorted(stems)] if listable else ["names"]
+        found: set[tuple[str, str]] = set()
+        for folder in folders:
+            for path in self.remote.sizes(folder):
+                try:
+                    found.add(names.of_path(*path.removeprefix("names/").split("/", 1)))
+                except (IntegrityError, TypeError):
+                    continue  # whatever else lies there is not asked for
+        wanted: set[tuple[str, str]] = set()
+        for pattern in patterns or ("*",):
+            chosen = {where for where in found if names.matches(pattern, where[0]) and arch in (None, where[1])}
+            if not chosen and names.is_full(pattern) and arch is not None:
+                chosen = {(pattern, arch)}  # of a server that does not list: asked for by name
+            if not chosen:
+                raise self._absent(pattern if patterns else "", arch)
+            wanted |= chosen
+        return sorted(wanted)
+
+    def _absent(self, pattern: str, arch: str | None) -> NotBuiltError:
+        what = f"'{pattern}'" if pattern else "any kernel"
+        what += f" for {arch}" if arch else ""
+        return NotBuiltError(
+            f"{self.remote.url} does not list {what}; a remote is what `fusekit push` filled, and a server that lists "
+            "nothing is asked with a full name and --arch; check the URL and the name",
+            name=pattern,
+        )
+
+    def _record(self, where: tuple[str, str]) -> tuple[NameRecord, dict[str, bytes]]:
+        path = _SHELL.name_path(*where).as_posix()
+
+        def take() -> tuple[NameRecord, dict[str, bytes]]:
+            document = self.document("name", path)
+            if document is None:
+                raise self._absent(*where)
+            record = NameRecord.from_bytes(document[0], Path(self.remote.at(path)), *where)
+            _canonical(record.to_bytes(), document[0], self.remote.at(path))
+            return record, document[1]
+
+        return _twice(take)
+
+    def _entry(self, key: str) -> int:
+        """Bytes that were moved; 0 when the store has it."""
+        if self.store.present(key) is not None:
+            return 0
+        path = _SHELL.entry_path(key).as_posix()
+
+        def take() -> int:
+            document = self.document("entry", path)
+            if document is None:
+                raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
+            data, signatures = document
+            entry = Entry.from_bytes(data, Path(self.remote.at(path)), key)
+            _canonical(entry.to_bytes(), data, self.remote.at(path))
+            blob = _SHELL.blob_path(entry.cubin_sha256).as_posix()
+            cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
+            if cubin is None or sha256(cubin) != entry.cubin_sha256:
+                what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
+                raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
+            self.store.publish(entry, cubin, signatures)
+            return len(data) + len(cubin)
+
+        return _twice(take)
+
+    def _publish_name(self, record: NameRecord, signatures: dict[str, bytes]) -> None:
+        try:
+            changed = self.store.layers[0].name(record.name, record.arch) != record
+        except IntegrityError:
+            changed = True
+        self.store.publish_name(record, signatures=signatures)
+        self.report.names += changed
+
+
+def _raised(outcome: T | FusekitError) -> T:
+    if isinstance(outcome, FusekitError):
+        raise outcome
+    return outcome
+
+
+def _twice(take: Callable[[], T]) -> T:
+    """Bytes that came damaged are asked for once more; those that nobody trusted has signed are not."""
+    try:
+        return take()
+    except SignatureError:
+        raise
+    except IntegrityError:
+        return take()
+
+
+def _canonical(written: bytes, found: bytes, where: str) -> None:
+    if written != found:
+        raise IntegrityError(f"{where} is in another form than the one that a store writes; push it again")

@@ -1,0 +1,34 @@
+"""Files that a person names: a bundle, a key. Links are followed, other than in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fusekit.errors import UsageError
+from fusekit.store.files import store_error
+
+
+@contextlib.contextmanager
+def given_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+    """The plain file `path`, open for reading, and its status; `what` says what it should be: `bundle`, `key file`.
+
+    Raises UsageError when there is none or it is a folder, a FIFO or a device, StoreError when it cannot be opened.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"there is no {what} {path}; check the path") from None
+    except OSError as error:
+        raise store_error(path, f"open the {what}", error) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is no plain file; a {what} is; check the path")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file, status

@@ -1,0 +1,185 @@
+"""Cache manifests: what was built, for one architecture by one toolchain, as a file to commit and compare with.
+
+`<arch>-<toolchain>.json` lists every kernel's key and cubin digest. The same sources and toolchain must give the same
+digests on any machine; where they do not, the difference is reported kernel by kernel.
+
+A manifest may be signed: `<file>.<key id>.sig` beside it is a signature over its exact bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fusekit.errors import IntegrityError, UsageError
+from fusekit.store import names
+from fusekit.store.files import Publisher, read_file
+from fusekit.store.keys import is_digest
+from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust
+
+SCHEMA = 1
+LIMIT = 64 << 20
+"""Largest manifest accepted, in bytes."""
+_FAMILY = "nvidia-cutlass-dsl"
+_PLAIN = ("base", "core")  # parts of every installation, named only where their version is another
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes."""
+
+    key: str
+    cubin_sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A kernel whose cubin is not the manifest's. why: whether its key says so, or the same key gave other bytes."""
+
+    name: str
+    expected: str
+    found: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """same: names whose cubins are the manifest's. missing: (name, what lacks it)."""
+
+    same: tuple[str, ...]
+    changed: tuple[Changed, ...]
+    missing: tuple[tuple[str, str], ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.changed and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """arch: such as `sm_90a`. toolchain: distribution -> version. kernels: full name -> what was built."""
+
+    arch: str
+    toolchain: Mapping[str, str]
+    kernels: Mapping[str, Locked]
+
+    @property
+    def filename(self) -> str:
+        return f"{self.arch}-{toolchain_label(self.toolchain)}.json"
+
+    def to_bytes(self) -> bytes:
+        """The file: sorted, indented, one value a line, so that a change shows as a change of its lines."""
+        kernels = {
+            name: {"bytes": kernel.bytes, "cubin_sha256": kernel.cubin_sha256, "key": kernel.key}
+            for name, kernel in self.kernels.items()
+        }
+        document = {"schema": SCHEMA, "arch": self.arch, "toolchain": dict(self.toolchain), "kernels": kernels}
+        return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+    def updated(self, kernels: Mapping[str, Locked]) -> Manifest:
+        """This manifest with `kernels` in place of those of the same names."""
+        return replace(self, kernels={**self.kernels, **kernels})
+
+    def compare(self, built: Mapping[str, Locked], wanted: Iterable[str]) -> Comparison:
+        """How `built` (by full name) differs from this manifest in the kernels `wanted`."""
+        same: list[str] = []
+        changed: list[Changed] = []
+        missing: list[tuple[str, str]] = []
+        for name in sorted(wanted):
+            locked, now = self.kernels.get(name), built.get(name)
+            if locked is None:
+                missing.append((name, "the manifest does not have it"))
+            elif now is None:
+                missing.append((name, "it is not built from what stands here now"))
+            elif locked.cubin_sha256 == now.cubin_sha256:
+                same.append(name)
+            else:
+                why = (
+                    "other bytes from the same sources and toolchain: the build is not reproducible"
+                    if locked.key == now.key
+                    else "its spec, sources or toolchain have changed since the manifest was written"
+                )
+                changed.append(Changed(name, locked.cubin_sha256, now.cubin_sha256, why))
+        return Comparison(tuple(same), tuple(changed), tuple(missing))
+
+
+def toolchain_label(toolchain: Mapping[str, str]) -> str:
+    """A toolchain as part of a file name: `cutlass-dsl-4.8.1-cu12`."""
+    version = toolchain.get(_FAMILY, "none")
+    parts = [f"cutlass-dsl-{version}"]
+    for name, own in sorted(toolchain.items()):
+        part = name.removeprefix(f"{_FAMILY}-").removeprefix("libs-")
+        if name != _FAMILY and (own != version or part not in _PLAIN):
+            parts.append(part if own == version else f"{part}-{own}")
+    return "-".join(parts)
+
+
+def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
+    """The manifest in the file `path`; with `trust`, refused before it is parsed unless one of its keys signed it.
+
+    Raises UsageError when there is none, IntegrityError when it is damaged, SignatureError when it is not trusted.
+    """
+    data = read_file(path.resolve(), limit=LIMIT)
+    if data is None:
+        raise UsageError(f"there is no manifest {path}; `fusekit lock --write` makes one; check the path")
+    if trust is not None:
+        found = {}
+        for key in trust.keys:
+            signature = read_file(_signature_path(path, key.id), limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
+            if signature is not None:
+                found[key.id] = signature
+        trust.check("manifest", data, found, path)
+    return _parse(data, path)
+
+
+def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None = None) -> Path:
+    """Write `manifest` under its own name into `folder`, with its signature if there is a `signer`; the file's path.
+
+    Signatures of what stood there before are removed: they are of other bytes.
+    """
+    path, data = folder / manifest.filename, manifest.to_bytes()
+    publisher = Publisher(folder)
+    for stale in folder.glob(f"{path.name}.*.sig"):
+        stale.unlink(missing_ok=True)
+    publisher.put(path, data)
+    path.chmod(0o644)  # a file to edit and commit, other than those of a store
+    if signer is not None:
+        for key_id, signature in signer.sign("manifest", data).items():
+            publisher.put(_signature_path(path, key_id), signature)
+    return path
+
+
+def _signature_path(path: Path, key_id: str) -> Path:
+    return path.with_name(f"{path.name}.{key_id}.sig")
+
+
+def _parse(data: bytes, path: Path) -> Manifest:
+    try:
+        document = json.loads(data)
+        if document["schema"] != SCHEMA:
+            raise IntegrityError(
+                f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again"
+            )
+        manifest = Manifest(
+            names.check_arch(document["arch"]),
+            {str(name): str(version) for name, version in document["toolchain"].items()},
+            {name: _locked(name, value) for name, value in document["kernels"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+        raise IntegrityError(
+            f"{path} is no cache manifest ({type(error).__name__}: {error}); `fusekit lock --write` makes one"
+        ) from None
+    return manifest
+
+
+def _locked(name: str, value: Mapping[str, Any]) -> Locked:
+    locked = Locked(**value)
+    if not names.is_full(name) or not is_digest(locked.key) or not is_digest(locked.cubin_sha256):
+        raise ValueError(f"{name!r} has {value!r}")
+    if type(locked.bytes) is not int or locked.bytes <= 0:
+        raise ValueError(f"{name!r} has {locked.bytes!r} bytes")
+    return locked

@@ -1,0 +1,242 @@
+"""Remotes: a store's files on anything that fsspec reaches, in a store's own layout.
+
+    file:///shared/kernels   s3://bucket/kernels   gs://bucket/kernels   https://host/kernels (read-only)   memory://x
+
+What is pushed is what a store holds: `blobs/`, `signatures/`, `entries/`, `names/`, in this order, so whoever pulls
+sees a name only when everything behind it is there, and what a broken push has moved need not move again. Cubins and
+entries are never changed. Two who push the same key agree: the entry that is there stands if it is whole, and where
+both write at once either is right, as in a store. A name stands for what was pushed last.
+
+Nothing that comes back is believed: each document is checked as one of a store is, each cubin against its entry, and
+with trusted keys each signature before anything is parsed. A failing connection is tried again, with growing pauses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
+
+T = TypeVar("T")
+
+ATTEMPTS = 5
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 10.0
+PARALLEL = 16
+
+# Where a write is seen whole or not at all, and a rename is a copy. Elsewhere a file gets its name once it is whole.
+_OBJECT_STORES = frozenset(
+    {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "hf", "gdrive"}
+)
+_TEMPORARY = ".tmp"
+# A web server that does not list its folders answers so.
+_UNLISTED = frozenset({403, 404, 405})
+# Of the answers that put the blame on the request, those that another try may change.
+_PASSING = frozenset({408, 425, 429})
+# Another try would meet the same answer.
+_FINAL = (
+    FusekitError, FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError,
+    NotImplementedError, ImportError, TypeError, ValueError, KeyError, AttributeError,
+)  # fmt: skip
+
+
+class Remote:
+    """The files below one fsspec URL. Paths are relative to it, with '/'.
+
+    attempts: how often a step is tried; pause: seconds after the first failure, doubled after each further one.
+    """
+
+    def __init__(self, url: str, *, attempts: int = ATTEMPTS, pause: float = FIRST_PAUSE) -> None:
+        self.url = re.sub(r"//[^/@]*@", "//", url)  # shown in messages: without a password
+        self._attempts = attempts
+        self._pause = pause
+        self._fs, root = _filesystem(url)
+        self._root = root.rstrip("/")
+        self._lists_itself = _lists_itself(self._fs)
+        self._made: set[str] = set()
+        self._guard = threading.Lock()
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self._whole = bool(protocols & _OBJECT_STORES)
+        # Others may keep one connection, which takes one request at a time.
+        self.parallel = PARALLEL if self._fs.async_impl or protocols & {"memory", "file", "local"} else 1
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Path -> size in bytes (None where it is not told) of the plain files below `folder`; empty if none is there.
+
+        A server that does not list is as an empty one.
+        """
+
+        def find() -> dict[str, Any]:
+            self._fs.invalidate_cache()
+            if self._lists_itself:
+                try:
+                    found: dict[str, Any] = self._fs.find(self._full(folder), detail=True)
+                    return found
+                except FileNotFoundError:
+                    return {}
+            return self._walk(self._full(folder))
+
+        below = f"{self._full(folder)}/"
+        return {
+            f"{folder}/{path}": info.get("size")
+            for full, info in self._try(folder, "list", find).items()
+            if info.get("type", "file") == "file" and not full.endswith(_TEMPORARY)
+            for path in [unquote(full).removeprefix(unquote(below))]
+            if not path.startswith("/") and ".." not in path.split("/")
+        }
+
+    def read(self, path: str, *, limit: int, exactly: int | None = None) -> bytes | None:
+        """The bytes of the file `path`, at most `limit` (or `exactly` so many); None when there is none.
+
+        Never reads more than that, whatever the other side says of the size. IntegrityError for another size.
+        """
+        most = limit if exactly is None else exactly
+
+        def take() -> bytes | None:
+            try:
+                info = self._fs.info(self._full(path))
+                if info.get("type", "file") != "file":
+                    raise IntegrityError(
+                        f"{self.at(path)} is no plain file; a store holds nothing else; remove it there"
+                    )
+                with self._fs.open(self._full(path), "rb") as file:
+                    chunks: list[bytes] = []
+                    while (left := most + 1 - sum(map(len, chunks))) and (chunk := file.read(left)):
+                        chunks.append(chunk)
+            except FileNotFoundError:
+                return None
+            return b"".join(chunks)
+
+        data = self._try(path, "read", take)
+        if data is not None and (len(data) > most or (exactly is not None and len(data) != exactly)):
+            found = f"more than {most}" if len(data) > most else str(len(data))
+            rule = f"must have {exactly}" if exactly is not None else f"may have at most {limit}"
+            raise IntegrityError(f"{self.at(path)} has {found} bytes; it {rule}; push it again from a whole store")
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make `path` a file of `data`; nobody sees a part of it. What was there before is replaced."""
+        full = self._full(path)
+
+        def put() -> None:
+            if self._whole:
+                self._fs.pipe_file(full, data)
+                return
+            folder, _, name = full.rpartition("/")
+            self._directory(folder)
+            temporary = f"{folder}/.{name}.{os.getpid()}-{os.urandom(6).hex()}{_TEMPORARY}"
+            try:
+                self._fs.pipe_file(temporary, data)
+                self._fs.mv(temporary, full)
+            except BaseException:
+                with contextlib.suppress(Exception):  # what failed, or its connection did; a temporary is no damage
+                    self._fs.rm_file(temporary)
+                raise
+
+        self._try(path, "write", put)
+
+    def at(self, path: str) -> str:
+        """The URL of `path`, for messages."""
+        return f"{self.url.rstrip('/')}/{path}"
+
+    def _walk(self, folder: str) -> dict[str, Any]:
+        # fsspec's own walk leaves out what it could not list, and would make a broken connection a short listing.
+        try:
+            listing = self._fs.ls(folder, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}  # gone since it was listed
+        except Exception as error:
+            if _status(error) in _UNLISTED:
+                return {}
+            raise
+        found: dict[str, Any] = {}
+        for info in listing:
+            name = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[name] = info
+            elif name.startswith(f"{folder.rstrip('/')}/"):
+                found |= self._walk(name)
+        return found
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _directory(self, folder: str) -> None:
+        with self._guard:
+            if folder in self._made:
+                return
+        self._fs.makedirs(folder, exist_ok=True)
+        with self._guard:
+            self._made.add(folder)
+
+    def _try(self, path: str, doing: str, step: Callable[[], T]) -> T:
+        from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: not _is_final(error)),
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_exponential(multiplier=self._pause, max=LONGEST_PAUSE) + wait_random(0, self._pause),
+            reraise=True,
+        )
+        try:
+            return retrying(step)
+        except FusekitError:
+            raise
+        except Exception as error:
+            tried = "" if _is_final(error) else f", {self._attempts} times"
+            raise StoreError(
+                f"cannot {doing} {self.at(path)}{tried}: {type(error).__name__}: {error}; check the URL, the network "
+                "and what you may do there; what has been moved stays, the same command carries on",
+                path=self.at(path),
+            ) from error
+
+
+def _is_final(error: BaseException) -> bool:
+    status = _status(error)
+    refused = status is not None and 400 <= status < 500 and status not in _PASSING
+    return refused or isinstance(error, _FINAL) or not isinstance(error, Exception)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that `error` carries, where it is one of a web server's."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _lists_itself(filesystem: Any) -> bool:
+    """Whether it has a listing of its own, as object stores have, and not fsspec's walk over folders."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    kind = type(filesystem)
+    if filesystem.async_impl:
+        return kind._find is not AsyncFileSystem._find
+    return kind.find is not AbstractFileSystem.find
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    if not url:
+        raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise StoreError("remotes need the package fsspec; pip install 'fusekit[remote]'") from None
+    try:
+        import tenacity  # noqa: F401 - asked for here, before anything has moved
+    except ImportError:
+        raise StoreError("remotes need the package tenacity; pip install 'fusekit[remote]'") from None
+    try:
+        filesystem, root = url_to_fs(url)
+    except ImportError as error:
+        raise UsageError(f"{url}: {error}; each kind of URL has its fsspec plugin; install it") from None
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}; a remote is a folder or a URL that fsspec knows; check it") from None
+    except Exception as error:
+        raise StoreError(f"{url} cannot be opened ({type(error).__name__}: {error}); check it", path=url) from error
+    return filesystem, root

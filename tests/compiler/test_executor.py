@@ -1,0 +1,249 @@
+"""Building on executors: threads, processes, and a real Dask cluster, which share nothing but what is sent to them."""
+
+import concurrent.futures
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from fusekit.compiler import executor as executors
+from fusekit.compiler.build import execute, plan_build
+from fusekit.compiler.executor import compile_here, connect
+from fusekit.compiler.identity import key_fields_for
+from fusekit.compiler.worker import Job
+from fusekit.errors import BuildError, UsageError
+from fusekit.spec import find
+from fusekit.store import Store
+
+LINEAR = find(["quickstart/linear"])[0]
+HERE = Path(__file__).parent
+
+
+def kernels(count):
+    """So many kernels with keys of their own, and names."""
+    sizes = [(64, 16 * size) for size in range(1, count + 1)]
+    return [dataclasses.replace(LINEAR, kernel=f"k{width}", tile=(tall, width)) for tall, width in sizes]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+def build(store, specs, planner, executor, **options):
+    return execute(plan_build(specs, store), store, planner=planner, executor=executor, **options)
+
+
+class Lost(concurrent.futures.Executor):
+    """Loses what it is given."""
+
+    def submit(self, function, /, *arguments, **options):
+        future = concurrent.futures.Future()
+        future.set_exception(ConnectionError("the machine is gone"))
+        return future
+
+
+def test_a_thread_pool(tilecopy, store):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        report = build(store, [*kernels(3), dataclasses.replace(LINEAR, kernel="broken")], tilecopy.plan, pool)
+        assert pool.submit(int, "3").result() == 3  # it is the caller's, and open
+    assert [built.name.partition("@")[0] for built in report.built] == [f"quickstart/k{16 * n}" for n in (1, 2, 3)]
+    assert "this kernel cannot be traced" in report.failed[0].error
+    assert not store.verify(full=True).bad
+    entry = store.find_entry(report.built[0].key)
+    assert entry.toolchain["distributions"]["nvidia-cutlass-dsl"]
+    again = build(store, kernels(3), tilecopy.plan, Lost())
+    assert len(again.cached) == 3  # nothing is sent for a hit
+
+
+def test_a_process_pool(tilecopy, store):
+    with concurrent.futures.ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        report = build(store, kernels(3), tilecopy.plan, pool, jobs=2)
+    assert len(report.built) == 3
+    assert not report.failed
+    assert not store.verify(full=True).bad
+
+
+def test_what_an_executor_loses_is_named(tilecopy, store):
+    report = build(store, kernels(2), tilecopy.plan, Lost())
+    assert len(report.failed) == 2
+    assert report.failed[0].error.startswith(
+        f"the executor lost {report.failed[0].name} (ConnectionError: the machine is gone)"
+    )
+
+
+def test_another_installation_is_refused(tilecopy):
+    fields = key_fields_for(LINEAR)
+    job = Job("a/b@c", tilecopy.plan, LINEAR, fields | {"toolchain.nvidia-cutlass-dsl": "4.0"})
+    refused = compile_here(job)
+    assert isinstance(refused, BuildError)
+    assert "would compile a/b@c from something else: toolchain.nvidia-cutlass-dsl differs there" in str(refused)
+    more = compile_here(dataclasses.replace(job, fields={**fields, "source.x": "1", "spec.x": "2"}))
+    assert "source.x, spec.x differ there" in str(more)
+
+
+def test_stopping_takes_back_what_has_not_begun(tilecopy, store):
+    """Ctrl-C while kernels wait at an executor: they are taken back, and what has come is there."""
+
+    class Slow(concurrent.futures.Executor):
+        def __init__(self):
+            self.futures = []
+            self.first = threading.Lock()
+
+        def submit(self, function, /, *arguments, **options):
+            future = concurrent.futures.Future()
+            self.futures.append(future)
+            if self.first.acquire(blocking=False):
+                future.set_result(function(*arguments, **options))
+            return future
+
+    slow = Slow()
+
+    def interrupt(step):
+        if step.done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(store, kernels(4), tilecopy.plan, slow, progress=interrupt)
+    assert len(store.names()) == 1
+    assert not store.verify(full=True).bad
+    assert sorted(future.cancelled() for future in slow.futures) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("url", ["", "dask://", "tcp://host:1", "ray://host"])
+def test_no_such_executor(url):
+    with pytest.raises(UsageError, match=r"it must be dask://host:port"), connect(url):
+        pass
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(UsageError, match=r"pip install 'fusekit\[dask\]'"), connect("dask://127.0.0.1:1"):
+        pass
+
+
+def test_no_scheduler(monkeypatch):
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(executors, "CONNECT_SECONDS", 0.2)
+    with (
+        pytest.raises(BuildError, match=r"no Dask scheduler answers at dask://127.0.0.1:9"),
+        connect("dask://127.0.0.1:9"),
+    ):
+        pass
+
+
+# -- a Dask cluster ---------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A scheduler and two worker processes, each with a home and a store of its own; its URL, workers and folder."""
+    distributed = pytest.importorskip("distributed", reason="Dask (extra `dask`) is not installed")
+    folder, port = tmp_path_factory.mktemp("cluster"), free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    started = []
+
+    def start(name, *arguments):
+        home = folder / name
+        home.mkdir()
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "TMPDIR": str(home),
+            "FUSEKIT_STORE": str(home / "its-own-store"),
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)])),
+        }
+        with (home / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *arguments], env=environment, cwd=home, stdout=log, stderr=log
+            )
+        started.append(process)
+        return process
+
+    try:
+        listening = ("--host", "127.0.0.1", "--port", str(port), "--no-dashboard")
+        start("scheduler", "distributed.cli.dask_scheduler", *listening)
+        workers = [
+            start(
+                f"worker-{index}", "distributed.cli.dask_worker", address,
+                "--nthreads", "1", "--name", f"worker-{index}", "--no-dashboard", "--no-nanny",
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        with distributed.Client(address, timeout=60, set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=60)
+        yield f"dask://127.0.0.1:{port}", workers, folder
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_dask_cluster_builds_together(tilecopy, store, cluster):
+    url, _, folder = cluster
+    steps = []
+    with connect(url) as executor:
+        report = build(store, kernels(6), tilecopy.plan, executor, progress=steps.append)
+    assert not report.failed
+    assert len(report.built) == 6
+    assert [step.done for step in steps] == list(range(7))
+    assert not store.verify(full=True).bad
+    assert len(store.names()) == 6
+    # Both had a share in it, and nobody has a store but the one that was given.
+    assert not list(folder.glob("*/its-own-store"))
+    assert len({each.parent for each in folder.glob("worker-*/fusekit-executor-*")}) == 2
+
+
+def test_a_kernel_that_kills_its_process_on_a_cluster(tilecopy, store, cluster):
+    import misbehaving
+
+    url, *_ = cluster
+    with connect(url) as executor:
+        report = build(store, kernels(2), misbehaving.dies, executor)
+        assert [failed.error.partition(";")[0] for failed in report.failed] == [
+            f"the compile process died of {failed.name} (SIGSEGV)" for failed in report.failed
+        ]
+        assert len(build(store, kernels(2), tilecopy.plan, executor).built) == 2  # the cluster is as well as before
+
+
+def test_the_command_line(tilecopy, cluster, tmp_path):
+    url, *_ = cluster
+    root = tmp_path / "given"
+    done = subprocess.run(
+        [sys.executable, "-m", "fusekit_cli", "build", "quickstart/moe-fc2", "--executor", url, "--store", root],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 built" in done.stdout
+    assert not Store(root).verify(full=True).bad
+
+
+def test_a_dask_worker_that_dies_is_no_end(tilecopy, store, cluster):
+    """The other one takes over what it had. The last test: the cluster is one worker short afterwards."""
+    url, workers, _ = cluster
+
+    def kill_one(step):
+        if step.done == 2:
+            workers[0].kill()
+            workers[0].wait()
+
+    with connect(url) as executor:
+        report = build(store, kernels(6), tilecopy.plan, executor, progress=kill_one)
+    assert len(report.built) == 6
+    assert not report.failed
+    assert not store.verify(full=True).bad

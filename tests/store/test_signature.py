@@ -1,0 +1,457 @@
+"""Keys and signatures: what is trusted is loaded, and not one byte of anything else."""
+
+import dataclasses
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from fusekit import Config
+from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
+from fusekit.store import NameRecord, Store, documents
+from fusekit.store.selection import select, sign_selection
+from fusekit.store.signature import Trust, generate, is_key_id, read_public_keys, read_signing_key
+from tests.store.samples import build_entry, build_record
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Two private keys: ours and a stranger's."""
+    for name in ("ours", "stranger"):
+        generate(tmp_path / name, f"{name} of the tests")
+    return tmp_path
+
+
+def signed_store(keys, name="ours", trust=None, root="store"):
+    return Store(keys / root, trust=trust, signing_key=keys / name)
+
+
+def trusting(keys, *names, root="store", layers=(), signing_key=None):
+    trust = Trust([keys / f"{name}.pub" for name in names or ("ours",)])
+    return Store(keys / root, layers, trust=trust, signing_key=signing_key)
+
+
+def fill(store, seed=0, signatures=None):
+    entry, cubin = build_entry(seed)
+    store.publish(entry, cubin, signatures)
+    record = build_record(entry)
+    store.publish_name(record, signatures)
+    return entry, record
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_pair(tmp_path):
+    old = os.umask(0)
+    try:
+        public = generate(tmp_path / "folder" / "key", "a comment of two words")
+    finally:
+        os.umask(old)
+    private, shown = tmp_path / "folder" / "key", tmp_path / "folder" / "key.pub"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert stat.S_IMODE(shown.stat().st_mode) == 0o644
+    assert stat.S_IMODE(private.parent.stat().st_mode) == 0o700
+    assert read_public_keys(shown) == (public,)
+    assert public.comment == "a comment of two words"
+    assert is_key_id(public.id)
+    signer = read_signing_key(private)
+    assert signer.public == public
+    signatures = signer.sign("entry", b"data")
+    assert signatures == read_signing_key(private).sign("entry", b"data")  # deterministic
+    Trust([shown]).check("entry", b"data", signatures, "it")
+
+
+def test_two_keys_are_two(keys):
+    assert read_public_keys(keys / "ours.pub")[0].id != read_public_keys(keys / "stranger.pub")[0].id
+
+
+def test_a_private_key_is_not_given_away(keys):
+    signer = read_signing_key(keys / "ours")
+    assert repr(signer) == f"SigningKey({signer.public.id})"
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(signer)
+
+
+@pytest.mark.parametrize("taken", ["key", "key.pub"])
+def test_a_key_is_never_overwritten(tmp_path, taken):
+    (tmp_path / taken).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="exists; a key is never overwritten"):
+        generate(tmp_path / "key")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("comment", ["two\nlines", "\x00", "\x1b[31m"])
+def test_a_comment_is_one_line(tmp_path, comment):
+    with pytest.raises(UsageError, match="one line of printable text"):
+        generate(tmp_path / "key", comment)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
+def test_a_private_key_that_others_may_read_is_refused(keys, mode):
+    (keys / "ours").chmod(mode)
+    with pytest.raises(UsageError, match=r"its owner alone; chmod 600"):
+        read_signing_key(keys / "ours")
+
+
+def test_what_is_no_private_key(keys):
+    for content in (b"", b"text", (keys / "ours.pub").read_bytes(), os.urandom(200)):
+        path = keys / "bad"
+        path.write_bytes(content)
+        path.chmod(0o600)
+        with pytest.raises(UsageError, match="no private key that can be read"):
+            read_signing_key(path)
+    with pytest.raises(UsageError, match="there is no key file"):
+        read_signing_key(keys / "absent")
+    with pytest.raises(UsageError, match="no plain file"):
+        read_signing_key(keys)
+
+
+def test_only_ed25519_signs(keys):
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    other = ec.generate_private_key(ec.SECP256R1())
+    path = keys / "other"
+    path.write_bytes(
+        other.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+    )
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match="a signing key is Ed25519"):
+        read_signing_key(path)
+    path.write_bytes(
+        other.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    )
+    with pytest.raises(UsageError, match="only Ed25519 keys sign here"):
+        read_public_keys(path)
+
+
+def test_a_list_of_trusted_keys(keys):
+    lines = [(keys / f"{name}.pub").read_text() for name in ("ours", "stranger")]
+    (keys / "list").write_text(f"# who builds for us\n\n{lines[0]}\n  {lines[1]}")
+    assert [key.comment for key in read_public_keys(keys / "list")] == ["ours of the tests", "stranger of the tests"]
+    assert len(Trust([keys / "list", keys / "ours.pub"]).keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no key"),
+        (b"# nothing\n", "holds no key"),
+        (b"ssh-ed25519\n", "line 1 is no public key"),
+        (b"# x\nssh-ed25519 AAAA me\n", "line 2 is no public key"),
+        (b"ssh-rsa AAAA\n", "only Ed25519 keys sign here"),
+        (b"\xff\xfe", "is no text"),
+        (b"-----BEGIN OPENSSH PRIVATE KEY-----\n", "of a private key"),
+    ],
+)
+def test_a_list_with_a_bad_line_is_refused_whole(keys, content, message):
+    (keys / "list").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_public_keys(keys / "list")
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_ssh_keygen_reads_our_keys_and_makes_some(keys):
+    def keygen(*arguments):
+        return subprocess.run(["ssh-keygen", *arguments], capture_output=True, text=True, check=True).stdout
+
+    assert keygen("-y", "-f", keys / "ours").split()[:2] == (keys / "ours.pub").read_text().split()[:2]
+    keygen("-q", "-t", "ed25519", "-N", "", "-C", "made there", "-f", keys / "theirs")
+    signer = read_signing_key(keys / "theirs")
+    assert signer.public.comment == "made there"
+    Trust([keys / "theirs.pub"]).check("name", b"x", signer.sign("name", b"x"), "it")
+    keygen("-q", "-t", "ed25519", "-N", "secret", "-f", keys / "locked")
+    with pytest.raises(UsageError, match="without a passphrase"):
+        read_signing_key(keys / "locked")
+
+
+# -- signatures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_signature_is_of_one_kind_of_document_and_of_its_bytes(keys):
+    signer, trust = read_signing_key(keys / "ours"), Trust([keys / "ours.pub"])
+    signatures = signer.sign("entry", b"data")
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        trust.check("name", b"data", signatures, "it")
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        trust.check("entry", b"Data", signatures, "it")
+    broken = {signer.public.id: bytes(64)}
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        trust.check("entry", b"data", broken, "it")
+    with pytest.raises(SignatureError, match="is not signed"):
+        trust.check("entry", b"data", {}, "it")
+
+
+def test_another_key_under_our_id_is_no_good(keys):
+    ours, stranger = read_signing_key(keys / "ours"), read_signing_key(keys / "stranger")
+    forged = {ours.public.id: stranger.sign("entry", b"data")[stranger.public.id]}
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        Trust([keys / "ours.pub"]).check("entry", b"data", forged, "it")
+
+
+def test_a_false_signature_is_refused_beside_a_good_one(keys):
+    ours, stranger = read_signing_key(keys / "ours"), read_signing_key(keys / "stranger")
+    trust = Trust([keys / "ours.pub", keys / "stranger.pub"])
+    both = ours.sign("entry", b"data") | stranger.sign("entry", b"data")
+    assert trust.check("entry", b"data", both, "it") == ours.public
+    with pytest.raises(SignatureError):
+        trust.check("entry", b"data", both | {stranger.public.id: bytes(64)}, "it")
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signed_store_is_read_by_those_who_trust_it_and_by_those_who_ask_for_no_signature(keys):
+    entry, record = fill(signed_store(keys))
+    for store in (trusting(keys), trusting(keys, "stranger", "ours"), Store(keys / "store")):
+        assert store.load(entry.key)[0] == entry
+        assert store.find_name(record.name, record.arch) == record
+        assert not store.verify(full=True).bad
+
+
+def test_what_is_unsigned_is_refused_before_it_is_parsed(keys, monkeypatch):
+    entry, record = fill(Store(keys / "store"))
+
+    def parse(*_):
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(documents, "unseal", parse)
+    monkeypatch.setattr("fusekit.store.entries.unseal", parse)
+    monkeypatch.setattr("fusekit.store.names.unseal", parse)
+    store = trusting(keys)
+    for read in (
+        lambda: store.load(entry.key),
+        lambda: store.find_entry(entry.key),
+        lambda: store.find_name(record.name, record.arch),
+        lambda: store.variants(record.name.partition("@")[0], record.arch),
+    ):
+        with pytest.raises(IntegrityError, match="is not signed; only what is signed by a trusted key"):
+            read()
+    assert store.names() == []
+    assert len(store.verify().bad) == 2
+
+
+def test_what_a_stranger_signed_is_refused(keys):
+    entry, record = fill(signed_store(keys, "stranger"))
+    stranger = read_signing_key(keys / "stranger").public.id
+    with pytest.raises(SignatureError, match=rf"signed only by {stranger}|is not signed"):
+        trusting(keys).load(entry.key)
+    with pytest.raises(SignatureError):
+        trusting(keys).find_name(record.name, record.arch)
+
+
+def test_tampering_with_a_signed_store(keys):
+    """Whoever can write a store can write digests too; only a signature stops this."""
+    entry, record = fill(signed_store(keys))
+    other, cubin = build_entry(1)
+    fill(Store(keys / "elsewhere"), seed=1)
+    store, plain = trusting(keys), Store(keys / "store")
+    own = plain.layers[0]
+
+    def replace(path, data):
+        path.chmod(0o644)
+        path.write_bytes(data)
+
+    # The name is led to another kernel, whose entry and cubin are planted, all with right digests.
+    plain.publish(other, cubin, {})
+    replace(own.name_path(record.name, record.arch), build_record(other).to_bytes())
+    assert plain.find_name(record.name, record.arch).key == other.key
+    with pytest.raises(SignatureError):
+        store.find_name(record.name, record.arch)
+    with pytest.raises(SignatureError):
+        store.load(other.key)
+
+    # The entry is changed, with a right digest.
+    forged = dataclasses.replace(entry, launch={**entry.launch, "dynamic_shared": 0})
+    replace(own.entry_path(entry.key), forged.to_bytes())
+    assert plain.find_entry(entry.key) == forged
+    with pytest.raises(SignatureError):
+        store.load(entry.key)
+
+    # The genuine signature is put beside the forged entry.
+    genuine = own.signature_path(documents.sha256(entry.to_bytes()), read_signing_key(keys / "ours").public.id)
+    target = own.signature_path(documents.sha256(forged.to_bytes()), genuine.name.rpartition(".")[2])
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy(genuine, target)
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        store.load(entry.key)
+
+    # A signature that is a link, a folder, or too long, is none.
+    for make in (
+        lambda: target.symlink_to(genuine),
+        lambda: target.mkdir(),
+        lambda: target.write_bytes(genuine.read_bytes() + b"\0"),
+    ):
+        target.rmdir() if target.is_dir() and not target.is_symlink() else target.unlink()
+        make()
+        with pytest.raises(IntegrityError):
+            store.load(entry.key)
+
+
+def test_a_changed_cubin_of_a_signed_entry_is_refused(keys):
+    entry, _ = fill(signed_store(keys))
+    store = trusting(keys)
+    blob = store.layers[0].blob_path(entry.cubin_sha256)
+    blob.chmod(0o644)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match="digest"):
+        store.load(entry.key)
+
+
+def test_an_unsigned_layer_does_not_hide_a_signed_one_below(keys):
+    fill(Store(keys / "store"))
+    entry, record = fill(signed_store(keys, root="below"))
+    store = trusting(keys, layers=[keys / "below"])
+    assert store.load(entry.key)[0] == entry
+    assert store.find_name(record.name, record.arch) == record
+
+
+def test_a_trusting_store_takes_only_what_it_could_read(keys):
+    entry, cubin = build_entry()
+    with pytest.raises(SignatureError, match="would be signed by nobody"):
+        trusting(keys).publish(entry, cubin)
+    with pytest.raises(SignatureError, match=r"would be signed by [0-9a-f]{16}"):
+        trusting(keys, signing_key=keys / "stranger").publish(entry, cubin)
+    foreign = read_signing_key(keys / "stranger").sign("entry", entry.to_bytes())
+    with pytest.raises(SignatureError, match="signed only by"):
+        trusting(keys).publish(entry, cubin, foreign)
+    assert not (keys / "store").exists()
+    store = trusting(keys, signing_key=keys / "ours")
+    store.publish(entry, cubin)
+    store.publish_name(build_record(entry))
+    assert trusting(keys).load(entry.key)[1] == cubin
+
+
+def test_an_untrusted_entry_gives_way_to_a_trusted_one(keys):
+    entry, record = fill(Store(keys / "store"))
+    store = trusting(keys, signing_key=keys / "ours")
+    fill(store)
+    assert trusting(keys).load(entry.key)[0] == entry
+    assert trusting(keys).find_name(record.name, record.arch) == record
+
+
+def test_a_planted_signature_file_is_replaced(keys):
+    store = signed_store(keys)
+    entry, cubin = build_entry()
+    ((key_id, signature),) = store.sign("entry", entry.to_bytes()).items()
+    path = store.layers[0].signature_path(documents.sha256(entry.to_bytes()), key_id)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(64))
+    store.publish(entry, cubin)
+    assert path.read_bytes() == signature
+
+
+def test_signing_what_is_there_checks_it_first(keys):
+    entry, _ = fill(Store(keys / "store"))
+    store = signed_store(keys)
+    selection = select(store)
+    blob = store.layers[0].blob_path(entry.cubin_sha256)
+    whole = blob.read_bytes()
+    blob.chmod(0o644)
+    blob.write_bytes(whole[:-1] + b"!")
+    with pytest.raises(IntegrityError):
+        sign_selection(store, selection)
+    assert not (keys / "store" / "signatures").exists()
+    blob.write_bytes(whole)
+    sign_selection(store, selection)
+    assert trusting(keys).load(entry.key)[0] == entry
+
+
+def test_a_trust_that_cannot_be_read_refuses_everything(keys):
+    entry, record = fill(signed_store(keys))
+    for store in (Store(keys / "store", trust=Trust([keys / "absent"])), Store(keys / "store", trust=Trust())):
+        with pytest.raises(UsageError):
+            store.load(entry.key)
+        with pytest.raises(UsageError):
+            store.find_name(record.name, record.arch)
+
+
+def test_without_the_library_nothing_is_loaded_unchecked(keys):
+    entry, _ = fill(signed_store(keys))
+    code = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from pathlib import Path; from fusekit.store import Store; from fusekit.store.signature import Trust\n"
+        "Store(Path(sys.argv[1]), trust=Trust([Path(sys.argv[2])])).load(sys.argv[3])"
+    )
+    command = [sys.executable, "-c", code, keys / "store", keys / "ours.pub", entry.key]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert f"{StoreError.__name__}: signatures cannot be checked or made" in done.stderr
+    assert "pip install 'fusekit[sign]'" in done.stderr
+
+
+def test_the_configuration_says_whom_to_trust(keys):
+    environ = {"FUSEKIT_STORE": str(keys / "store"), "FUSEKIT_SIGNING_KEY": str(keys / "ours")}
+    fill(Store.open(Config.from_environment(environ=environ)))
+    environ["FUSEKIT_TRUSTED_KEYS"] = f"{keys / 'stranger.pub'}:{keys / 'ours.pub'}"
+    assert len(Store.open(Config.from_environment(environ=environ)).names()) == 1
+    environ["FUSEKIT_TRUSTED_KEYS"] = f"{keys / 'stranger.pub'}"
+    assert Store.open(Config.from_environment(environ=environ)).names() == []
+    over = Config.from_environment(environ=environ, signing_key=keys / "stranger")
+    assert over.signing_key == keys / "stranger"
+
+
+def test_names_of_many_variants(keys):
+    store = signed_store(keys)
+    entry, cubin = build_entry()
+    store.publish(entry, cubin)
+    for variant in ("a", "b"):
+        store.publish_name(NameRecord(f"quickstart/fc1@{variant}", "sm_90a", entry.key, {}, {}))
+    assert [record.name for record in trusting(keys).variants("quickstart/fc1", "sm_90a")] == [
+        "quickstart/fc1@a",
+        "quickstart/fc1@b",
+    ]
+
+
+# -- collection -------------------------------------------------------------------------------------------------------
+
+
+def age(root, seconds=7200):
+    for path in root.rglob("*"):
+        status = path.lstat()
+        os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds), follow_symlinks=False)
+
+
+def test_collection_takes_the_signatures_of_what_is_gone(keys):
+    store = signed_store(keys)
+    entry, _ = fill(store)
+    kept, record = fill(store, seed=1)  # the same name, for another kernel
+    assert store.collect().removed == 0
+    signatures = keys / "store" / "signatures"
+    assert len(list(signatures.glob("*/*"))) == 4  # they are young: a publisher may be about to need them
+    age(keys / "store")
+    assert store.collect(dry_run=True).freed_bytes == 64
+    assert len(list(signatures.glob("*/*"))) == 4
+    assert store.collect().freed_bytes == 64  # of the record that was replaced
+    assert trusting(keys).load(entry.key)[0] == entry
+    age(keys / "store")
+    assert trusting(keys).find_name(record.name, record.arch).key == kept.key
+    store.collect(max_age=1)
+    assert list(signatures.glob("*/*")) == []
+
+
+def test_a_signature_that_is_relied_on_again_is_young(keys):
+    store = signed_store(keys)
+    entry, cubin = build_entry()
+    store.publish_signatures(entry.to_bytes(), store.sign("entry", entry.to_bytes()))
+    age(keys / "store")
+    store.publish_signatures(entry.to_bytes(), store.sign("entry", entry.to_bytes()))
+    assert store.collect().freed_bytes == 0
+    store.publish(entry, cubin)
+    assert trusting(keys).load(entry.key)[0] == entry
+
+
+def test_copying_up_takes_the_signatures_along(keys):
+    entry, record = fill(signed_store(keys, root="below"))
+    store = trusting(keys, layers=[keys / "below"])
+    assert store.adopt(store.find_name(record.name, record.arch))
+    assert trusting(keys).load(entry.key)[0] == entry
+    assert trusting(keys).find_name(record.name, record.arch) == record
