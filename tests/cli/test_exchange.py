@@ -1,0 +1,151 @@
+"""fusekit export, import, push, pull, key: kernels on their way from one store to another, through the command line."""
+
+import stat
+
+import pytest
+
+from fusekit.store import Store
+from tests.cli.conftest import NAMES
+
+
+@pytest.fixture
+def other(fusekit, tmp_path):
+    """The same command line over another store."""
+
+    def run(*arguments, **options):
+        return fusekit("--store", str(tmp_path / "other"), *arguments, **options)
+
+    return run
+
+
+def test_export_and_import(fusekit, store, other, tmp_path):
+    done = fusekit("export", "kernels.tar", "--json").json
+    assert done == {
+        "entries": 3,
+        "names": 3,
+        "bytes": (tmp_path / "kernels.tar").stat().st_size,
+        "signed_by": None,
+    }
+    first = (tmp_path / "kernels.tar").read_bytes()
+    assert fusekit("export", "kernels.tar").out.startswith("kernels.tar: 3 names, 3 entries, ")
+    assert (tmp_path / "kernels.tar").read_bytes() == first
+    assert other("import", "kernels.tar", "--json").json == {"entries": 3, "names": 3, "bytes": 720, "skipped": 0}
+    assert other("import", "kernels.tar").out == "3 names, 3 entries, 3 of them there already; 0 B of cubins imported\n"
+    assert [row["name"] for row in other("ls", "--json").json] == list(NAMES)
+    assert other("verify", "--full", "--json").json["bad"] == []
+    assert fusekit("export", "some.tar", "quickstart/linear", "--json").json["names"] == 1
+    assert "is not in any store layer" in fusekit("export", "none.tar", "nothing", code=3).err
+    assert not (tmp_path / "none.tar").exists()
+
+
+def test_a_bad_bundle(fusekit, store, other, tmp_path):
+    fusekit("export", "kernels.tar")
+    data = (tmp_path / "kernels.tar").read_bytes()
+    (tmp_path / "kernels.tar").write_bytes(data[:3000] + b"!" + data[3001:])
+    failed = other("import", "kernels.tar", "--json", code=1)
+    assert failed.out == ""
+    assert "a bundle is taken whole or not at all; get it again" in failed.err
+    assert not (tmp_path / "other").exists()
+    assert "there is no bundle" in other("import", "absent.tar", code=2).err
+
+
+def test_push_and_pull(fusekit, store, other, tmp_path):
+    pytest.importorskip("fsspec")
+    first = fusekit("push", "remote", "quickstart/moe-fc1", "--json").json
+    assert (first["entries"], first["names"], first["skipped"]) == (2, 2, 0)
+    second = fusekit("push", f"file://{tmp_path}/remote", "--json")
+    assert second.json["entries"] == 1
+    assert second.json["skipped"] == 2
+    assert second.err == ""
+    assert fusekit("push", "remote").out == "0 entries and 0 names pushed (0 B), 3 there already\n"
+
+    pulled = other("pull", "remote", "quickstart/linear", "--json").json
+    assert (pulled["entries"], pulled["names"], pulled["skipped"], pulled["failed"]) == (1, 1, 0, [])
+    assert other("pull", "remote").out.startswith("2 entries and 2 names pulled (")
+    assert other("verify", "--full", "--json").json["bad"] == []
+    assert [row["name"] for row in other("ls", "--json").json] == list(NAMES)
+    assert "does not list 'nothing'" in other("pull", "remote", "nothing", code=3).err
+    assert "does not list any kernel" in other("pull", "elsewhere", code=3).err
+    assert "Protocol not known" in other("pull", "nowhere://x", code=2).err
+
+
+def test_pulling_what_is_damaged(fusekit, store, other, tmp_path):
+    pytest.importorskip("fsspec")
+    fusekit("push", "remote")
+    blob = next(path for path in (tmp_path / "remote" / "blobs").rglob("*") if path.is_file())
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    failed = other("pull", "remote", "--json", code=1)
+    assert failed.json["entries"] == 2
+    ((name, error),) = [(row["name"], row["error"]) for row in failed.json["failed"]]
+    assert name in NAMES
+    assert "digest" in error
+    assert f"fusekit: {name}: " in failed.err
+    fusekit("push", "remote", "--full")
+    assert other("pull", "remote", "--json").json["entries"] == 1
+
+
+def test_keys(fusekit, tmp_path):
+    pytest.importorskip("cryptography")
+    made = fusekit("key", "new", "keys/ours", "--comment", "the build farm", "--json").json
+    assert made["line"].startswith("ssh-ed25519 ")
+    assert made["line"].endswith(" the build farm")
+    assert stat.S_IMODE((tmp_path / "keys" / "ours").stat().st_mode) == 0o600
+    assert (tmp_path / "keys" / "ours.pub").read_text() == made["line"] + "\n"
+    for file in ("keys/ours", "keys/ours.pub"):
+        assert fusekit("key", "show", file, "--json").json == [
+            {"id": made["id"], "comment": "the build farm", "line": made["line"]}
+        ]
+    assert fusekit("key", "show", "keys/ours").out == f"{made['id']}  {made['line']}\n"
+    assert "is never overwritten" in fusekit("key", "new", "keys/ours", code=2).err
+    assert "PRIVATE" not in fusekit("key", "show", "keys/ours").out
+    assert "there is no key file" in fusekit("key", "show", "absent", code=2).err
+    assert "no signing key is given" in fusekit("key", "sign", code=2).err
+
+
+def test_a_store_that_trusts_a_key(fusekit, store, other, tmp_path):
+    pytest.importorskip("cryptography")
+    for name in ("ours", "stranger"):
+        fusekit("key", "new", name)
+    trusted = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "ours.pub")}
+
+    # Nothing is signed yet: nothing is loaded, exported or imported.
+    listed = fusekit("ls", "--json", **trusted)
+    assert listed.json == []
+    assert "is not signed" in listed.err
+    assert "is not signed" in fusekit("show", NAMES[0], code=1, **trusted).err
+    assert "is not signed" in fusekit("export", "x.tar", code=1, **trusted).err
+    fusekit("export", "unsigned.tar")
+    assert "is not signed" in other("import", "unsigned.tar", code=1, **trusted).err
+    fusekit("export", "foreign.tar", "--sign", "stranger")
+    assert "which is not trusted" in other("import", "foreign.tar", code=1, **trusted).err
+    assert not (tmp_path / "other").exists()
+
+    # The owner signs: then all of it works.
+    signed = fusekit("key", "sign", "--sign", "ours", "--json").json
+    assert (signed["entries"], signed["names"]) == (3, 3)
+    assert len(fusekit("ls", "--json", **trusted).json) == 3
+    assert fusekit("verify", "--full", "--json", **trusted).json["bad"] == []
+    done = fusekit("export", "signed.tar", FUSEKIT_SIGNING_KEY=str(tmp_path / "ours"))
+    assert f"signed by {signed['id']}" in done.out
+    other("import", "signed.tar", **trusted)
+    assert len(other("ls", "--json", **trusted).json) == 3
+    fusekit("push", "remote")
+    pulled = fusekit("--store", "third", "pull", "remote", "--json", **trusted).json
+    assert (pulled["entries"], pulled["failed"]) == (3, [])
+    assert Store(tmp_path / "third").verify(full=True).bad == ()
+
+
+def test_a_trusting_store_refuses_what_is_changed(fusekit, store, tmp_path):
+    pytest.importorskip("cryptography")
+    fusekit("key", "new", "ours")
+    fusekit("key", "sign", "--sign", "ours")
+    fusekit("export", "signed.tar", "--sign", "ours")
+    trusted = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "ours.pub")}
+    data = (tmp_path / "signed.tar").read_bytes()
+    place = data.index(b'"schema":1')
+    (tmp_path / "signed.tar").write_bytes(data[:place] + b'"schema":2' + data[place + 10 :])
+    refused = fusekit("--store", "other", "import", "signed.tar", code=1, **trusted)
+    assert "changed after they were signed" in refused.err
+    for bad in ("absent.pub", "signed.tar", ""):
+        result = fusekit("ls", code=None, FUSEKIT_TRUSTED_KEYS=str(tmp_path / bad) if bad else "")
+        assert (result.code == 0) == (bad == ""), result

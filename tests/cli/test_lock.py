@@ -1,0 +1,102 @@
+"""fusekit lock and build --check: what was built, committed, and built again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusekit.compiler.build_check import check_build
+from fusekit.compiler.identity import Identity
+from fusekit.compiler.toolchain import distributions
+from fusekit.store.manifest import Manifest, read_manifest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+NAME = "quickstart/moe-fc2@128x128-c2x1"
+MANIFESTS = Path(__file__).parents[2] / "cache_manifests"
+
+
+def test_write_and_check(fusekit, tmp_path):
+    folder = tmp_path / "cache_manifests"
+    folder.mkdir()
+    assert "there is no manifest" in fusekit("lock", "quickstart/moe-fc2", code=2).err
+    written = fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json
+    assert (written["same"], written["changed"], written["missing"]) == ([NAME], [], [])
+    (path,) = map(Path, written["written"])
+    assert path.parent == folder
+    assert fusekit("ls", "--json").json[0]["cubin_sha256"] == read_manifest(path).kernels[NAME].cubin_sha256
+    assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
+
+    # Built again from nothing, in no store: the same bytes.
+    checked = fusekit("build", "--check", str(path), "--json", "--store", str(tmp_path / "unused")).json
+    assert (checked["same"], checked["changed"], checked["missing"], checked["failed"]) == ([NAME], [], [], [])
+    assert [built["name"] for built in checked["built"]] == [NAME]
+    assert not (tmp_path / "unused").exists()
+
+    # A difference is reported, kernel by kernel.
+    document = json.loads(path.read_text())
+    document["kernels"][NAME]["cubin_sha256"] = "0" * 64
+    document["kernels"]["quickstart/gone@a"] = document["kernels"][NAME]
+    path.write_text(json.dumps(document))
+    checked = fusekit("build", "--check", str(path), "--json", code=1).json
+    (row,) = checked["changed"]
+    assert (row["name"], row["expected"], row["arch"]) == (NAME, "0" * 64, "sm_90a")
+    assert "not reproducible" in row["reason"]
+    assert [row["name"] for row in checked["missing"]] == ["quickstart/gone@a"]
+    shown = fusekit("lock", "quickstart/moe-fc2", code=1)
+    assert NAME in shown.out
+    assert "0 same, 1 changed, 0 missing" in shown.out
+    assert [row["name"] for row in fusekit("lock", "quickstart", "--json", code=1).json["missing"]] == [
+        "quickstart/linear@128x128-c2x1",
+        "quickstart/moe-fc1@128x128-c2x1",
+        "quickstart/moe-fc1@128x192-c2x1",
+    ]
+    assert fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json["same"] == [NAME]
+    assert "quickstart/gone@a" in read_manifest(path).kernels  # only what was named is written
+
+
+def test_another_toolchain_is_refused(fusekit, tmp_path):
+    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.0"}, {})
+    (tmp_path / "x.json").write_bytes(manifest.to_bytes())
+    refused = fusekit("build", "--check", "x.json", code=1)
+    assert "is of another toolchain: nvidia-cutlass-dsl 4.0 there" in refused.err
+
+
+def test_a_signed_manifest(fusekit, tmp_path):
+    pytest.importorskip("cryptography")
+    (tmp_path / "cache_manifests").mkdir()
+    fusekit("key", "new", "ours")
+    fusekit("key", "new", "stranger")
+    trusted = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "ours.pub")}
+    refused = fusekit("lock", "quickstart/moe-fc2", "--write", code=1, **trusted)
+    assert "would be signed by nobody" in refused.err
+    assert "name the private key" in fusekit("build", "quickstart/moe-fc2", "--sign", "stranger", code=1, **trusted).err
+    (path,) = fusekit("lock", "quickstart/moe-fc2", "--write", "--sign", "ours", "--json", **trusted).json["written"]
+    assert fusekit("lock", "quickstart/moe-fc2", **trusted).out == "1 same, 0 changed, 0 missing\n"
+    assert fusekit("build", "quickstart/moe-fc2", **trusted).out.startswith("1 kernel, all cached")
+    Path(path).write_bytes(Path(path).read_bytes() + b" ")
+    assert "changed after they were signed" in fusekit("build", "--check", path, code=1, **trusted).err
+
+
+def committed():
+    path = MANIFESTS / Manifest("sm_90a", distributions(), {}).filename
+    if not path.exists():
+        pytest.skip(f"no manifest of this toolchain is committed: {path.name}")
+    return path
+
+
+def test_the_committed_manifest_lists_what_is_packaged():
+    from fusekit.spec import find
+
+    path, identity = committed(), Identity()
+    manifest = read_manifest(path)
+    assert manifest.toolchain == identity.toolchain
+    names = {spec.full_name for spec in find([]) if spec.arch == manifest.arch}
+    assert set(manifest.kernels) == names, "`fusekit lock --write` renews it"
+
+
+def test_a_sample_of_the_committed_manifest_is_built_again():
+    """The same sources and toolchain gave these bytes on another machine, on another day."""
+    manifest = read_manifest(committed())
+    checked = check_build(manifest, [NAME])
+    assert not checked.report.failed
+    assert checked.ok, (*checked.comparison.changed, *checked.comparison.missing, "`fusekit lock --write` renews it")

@@ -1,0 +1,129 @@
+"""Cache manifests: their form, what a difference is called, and what is refused."""
+
+import json
+import os
+
+import pytest
+
+from fusekit.errors import IntegrityError, SignatureError, UsageError
+from fusekit.store.manifest import Locked, Manifest, read_manifest, toolchain_label, write_manifest
+from fusekit.store.signature import Trust, generate, read_signing_key
+
+TOOLCHAIN = {
+    "nvidia-cutlass-dsl": "4.8.1",
+    "nvidia-cutlass-dsl-libs-base": "4.8.1",
+    "nvidia-cutlass-dsl-libs-cu12": "4.8.1",
+}
+NAME = "quickstart/linear@128x128-c2x1"
+
+
+def locked(key="a", cubin="b", size=100):
+    return Locked(key * 64, cubin * 64, size)
+
+
+@pytest.fixture
+def manifest():
+    return Manifest("sm_90a", TOOLCHAIN, {NAME: locked(), "quickstart/fc1@a": locked("c", "d")})
+
+
+def test_the_label_of_a_toolchain():
+    assert toolchain_label(TOOLCHAIN) == "cutlass-dsl-4.8.1-cu12"
+    assert toolchain_label(TOOLCHAIN | {"nvidia-cutlass-dsl-libs-cu13": "4.8.1"}) == "cutlass-dsl-4.8.1-cu12-cu13"
+    assert toolchain_label(TOOLCHAIN | {"nvidia-cutlass-dsl-libs-base": "4.8.0"}) == "cutlass-dsl-4.8.1-base-4.8.0-cu12"
+
+
+def test_there_and_back(manifest, tmp_path):
+    path = write_manifest(manifest, tmp_path)
+    assert path.name == "sm_90a-cutlass-dsl-4.8.1-cu12.json"
+    assert read_manifest(path) == manifest
+    before = path.read_bytes()
+    write_manifest(read_manifest(path), tmp_path)
+    assert path.read_bytes() == before
+    assert path.stat().st_mode & 0o777 == 0o644
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    assert read_manifest(link) == manifest
+
+
+def test_what_a_difference_is_called(manifest):
+    built = {NAME: locked(cubin="f"), "quickstart/fc1@a": locked("e", "d"), "quickstart/new@a": locked()}
+    found = manifest.compare(built, [*built, "quickstart/none@a"])
+    assert found.same == ("quickstart/fc1@a",)  # other sources, same bytes
+    (changed,) = found.changed
+    assert (changed.name, changed.expected, changed.found) == (NAME, "b" * 64, "f" * 64)
+    assert "not reproducible" in changed.why
+    assert [name for name, _ in found.missing] == ["quickstart/new@a", "quickstart/none@a"]
+    assert not found.ok
+    other = manifest.compare({NAME: locked("e", "f")}, [NAME]).changed[0]
+    assert "have changed since the manifest was written" in other.why
+    gone = manifest.compare({}, [NAME])
+    assert gone.missing == ((NAME, "it is not built from what stands here now"),)
+    assert manifest.compare({NAME: locked()}, [NAME]).ok
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(schema=2),
+        lambda d: d.pop("arch"),
+        lambda d: d.update(arch="../x"),
+        lambda d: d.update(kernels=[]),
+        lambda d: d.update(toolchain=3),
+        lambda d: d["kernels"].update({"../../x@y": d["kernels"][NAME]}),
+        lambda d: d["kernels"][NAME].update(key="x"),
+        lambda d: d["kernels"][NAME].update(cubin_sha256=None),
+        lambda d: d["kernels"][NAME].update(bytes=-1),
+        lambda d: d["kernels"][NAME].update(bytes="1"),
+        lambda d: d["kernels"][NAME].update(more=1),
+        lambda d: d["kernels"][NAME].pop("key"),
+    ],
+    ids=range(12),
+)
+def test_what_is_no_manifest(manifest, tmp_path, change):
+    path = write_manifest(manifest, tmp_path)
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(IntegrityError):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
+def test_what_is_no_json(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(IntegrityError, match="is no cache manifest"):
+        read_manifest(tmp_path / "x.json")
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(UsageError, match="there is no manifest"):
+        read_manifest(tmp_path / "x.json")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(IntegrityError, match="is a"):
+            read_manifest(path)
+
+
+def test_a_signed_one(manifest, tmp_path, monkeypatch):
+    for name in ("ours", "stranger"):
+        generate(tmp_path / name, name)
+    ours, stranger = (read_signing_key(tmp_path / name) for name in ("ours", "stranger"))
+    trust = Trust([tmp_path / "ours.pub"])
+    folder = tmp_path / "manifests"
+    folder.mkdir()
+    path = write_manifest(manifest, folder, ours)
+    assert {each.name for each in folder.iterdir()} == {path.name, f"{path.name}.{ours.public.id}.sig"}
+    assert read_manifest(path, trust) == read_manifest(path) == manifest
+
+    path.write_bytes(path.read_bytes().replace(b"4.8.1", b"4.8.2"))
+    with pytest.raises(SignatureError, match="changed after they were signed"):
+        read_manifest(path, trust)
+    write_manifest(manifest, folder, stranger)
+    assert not (folder / f"{path.name}.{ours.public.id}.sig").exists()
+    with pytest.raises(SignatureError, match="is not signed"):
+        read_manifest(path, trust)
+    write_manifest(manifest, folder)
+    assert {each.name for each in folder.iterdir()} == {path.name}
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(SignatureError, match="is not signed"):
+        read_manifest(path, trust)
