@@ -371,6 +371,7 @@ class Store:
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
         """While this is held, collection leaves alone what was published or looked up since it was taken."""
+        _ = self.signer  # a key that cannot be read is refused before anything is written
         lease = marks.Lease(self.root, self._publisher.disk)
         self._leases.append(lease)
         try:
