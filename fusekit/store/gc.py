@@ -264,7 +264,8 @@ class _Collection:
                 self.report.locks += 1
         if self.report.dry_run:
             return
-        for path in (*self.ended, *(each.path for each in self.scan.marks if each.path.name not in self.scan.entries)):
+        kept = self.scan.entries.keys() | evicted  # the marks of evicted ones are gone
+        for path in (*self.ended, *(each.path for each in self.scan.marks if each.path.name not in kept)):
             self.remover.remove(path)
         for item in self.scan.entries.values():
             if item.used(self.now) is None:
