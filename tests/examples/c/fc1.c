@@ -1,6 +1,6 @@
 /* A C11 program that runs GPT-OSS's fc1 without Python, fusekit or the CUDA toolkit.
  *
- *     fusekit export-c build gpt-oss-20b/fc1-fwd --prefix moe
+ *     fusekit export --lang c build gpt-oss-20b/fc1-fwd --prefix moe
  *     gcc -std=c11 -O2 -Ibuild tests/examples/c/fc1.c build/moe.c -ldl -o fc1
  *     ./fc1 FOLDER E M H I
  *
