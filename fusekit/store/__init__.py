@@ -65,7 +65,7 @@ so its signature covers the cubin. A signature is published before its document.
 the latest: who can write can put back an older one that was signed too. exchange.md, beside this file, says how
 kernels travel (bundles, remotes), and what each of both kinds of check is good for.
 
-docs/store.md says which test tries to break each of these promises, and how fast the store is.
+store.md, beside this file, says which test tries to break each of these promises, and how fast the store is.
 """
 
 from fusekit.store.entries import Entry
