@@ -94,7 +94,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store) -> int:
 
     def text() -> None:
         if missing:
-            rows = [(each.name, each.arch, each.key[:12], each.reason) for each in missing]
+            rows = [(each.name, each.arch, (each.key or "")[:12], each.reason) for each in missing]
             output.table(session, ("NAME", "ARCH", "KEY", "WHY"), rows)
         kernels = output.plural(len(wanted.misses), "kernel")
         click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")

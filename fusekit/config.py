@@ -62,11 +62,17 @@ class Config:
             signer = _absolute("FUSEKIT_SIGNING_KEY", environ["FUSEKIT_SIGNING_KEY"], "a private key")
         else:
             signer = None
+        trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
+        if environ.get("FUSEKIT_TRUSTED_KEYS") and not trusted:
+            raise UsageError(
+                f"FUSEKIT_TRUSTED_KEYS = '{environ['FUSEKIT_TRUSTED_KEYS']}' names no file; who trusts nobody loads "
+                "nothing; name a file of public keys, or unset it"
+            )
         return cls(
             store=root,
             layers=layers,
             color=not environ.get("NO_COLOR"),
-            trusted_keys=_several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys"),
+            trusted_keys=trusted,
             signing_key=signer,
         )
 

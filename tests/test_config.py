@@ -66,3 +66,26 @@ def test_it_is_frozen():
     config = Config.from_environment(environ={})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.store = Path("/")
+
+
+def test_keys(tmp_path):
+    environ = {"FUSEKIT_TRUSTED_KEYS": "/a/b.pub::/c.pub:/a/b.pub", "FUSEKIT_SIGNING_KEY": "/d"}
+    config = Config.from_environment(environ=environ)
+    assert config.trusted_keys == (Path("/a/b.pub"), Path("/c.pub"))
+    assert config.signing_key == Path("/d")
+    assert Config.from_environment(environ=environ, signing_key=tmp_path / "e").signing_key == tmp_path / "e"
+    unset = Config.from_environment(environ={"FUSEKIT_TRUSTED_KEYS": "", "FUSEKIT_SIGNING_KEY": ""})
+    assert (unset.trusted_keys, unset.signing_key) == ((), None)
+
+
+def test_a_trust_in_nobody_is_no_trust_in_everybody():
+    with pytest.raises(UsageError, match="FUSEKIT_TRUSTED_KEYS = ':' names no file"):
+        Config.from_environment(environ={"FUSEKIT_TRUSTED_KEYS": ":"})
+
+
+@pytest.mark.parametrize(
+    "environ", [{"FUSEKIT_TRUSTED_KEYS": "~no-such-user-here/k"}, {"FUSEKIT_SIGNING_KEY": "~no-such-user-here/k"}]
+)
+def test_a_path_that_names_no_key(environ):
+    with pytest.raises(UsageError, match=next(iter(environ))):
+        Config.from_environment(environ=environ)

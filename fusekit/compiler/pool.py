@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import queue
@@ -69,7 +70,7 @@ class ForkServer:
     def closed(self) -> bool:
         return self._closed
 
-    def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], int]:
+    def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], io.FileIO]:
         """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
         ours, theirs = socket.socketpair()
         status, tells = os.pipe()
@@ -89,7 +90,7 @@ class ForkServer:
         finally:
             theirs.close()
             os.close(tells)
-        return Connection(ours.detach()), status
+        return Connection(ours.detach()), io.FileIO(status)
 
     def close(self) -> None:
         """Ends the server and all its processes at once. Safe to call while they work."""
@@ -145,7 +146,7 @@ class Worker:
         self._scratch = scratch
         self._log = scratch.with_suffix(".log")
         self._connection: Connection[Any, Any] | None = None
-        self._status = -1
+        self._status: io.FileIO | None = None
 
     def compile(self, job: Job) -> Done:
         """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
@@ -165,16 +166,16 @@ class Worker:
 
     def hang_up(self) -> None:
         """Lets the process go: it ends once it has nothing to do."""
-        if self._connection is not None:
-            self._connection.close()
-            os.close(self._status)
-        self._connection = None
+        for end in (self._connection, self._status):
+            if end is not None:
+                end.close()
+        self._connection = self._status = None
 
     def _died(self, job: Job) -> BuildError:
         # It hung up, so it is about to end by itself; its own exit code says more than that of a kill.
         code = None
-        if not self._server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
-            told = os.read(self._status, 16)
+        if self._status is not None and not self._server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
+            told = self._status.read(16)
             code = int(told) if told else None
         self.hang_up()
         if self._server.closed:
@@ -196,7 +197,13 @@ def processes(jobs: int) -> Iterator[Team]:
         tempfile.TemporaryDirectory(prefix="fusekit-build-", ignore_cleanup_errors=True) as folder,
         ForkServer(Path(folder), limits.bytes) as server,
     ):
-        yield [server.worker() for _ in range(limits.workers)], server.close
+        workers = [server.worker() for _ in range(limits.workers)]
+        try:
+            yield workers, server.close
+        finally:
+            server.close()
+            for worker in workers:
+                worker.hang_up()
 
 
 def run(

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fusekit.errors import SpecError
@@ -129,7 +129,7 @@ class KernelSpec:
 
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted."""
-        return {name: _json_value(value) for name, value in sorted(asdict(self).items())}
+        return _members(self)
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> "KernelSpec":
@@ -149,6 +149,7 @@ class KernelSpec:
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem."""
+        budget = self.budget
         return {
             "accumulate": self.accumulate,
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
@@ -160,7 +161,7 @@ class KernelSpec:
             "dbias": self.dbias,
             "dprob": self.dprob,
             "dtype": self.dtype,
-            "epilogue_box": self.budget.epilogue_box,
+            "epilogue_box": budget.epilogue_box,
             "glu_layout": self.glu_layout,
             "mainloop": self.mainloop,
             "op": self.op,
@@ -170,7 +171,7 @@ class KernelSpec:
             "row_scale": self.row_scale,
             "save_preactivation": self.save_preactivation,
             "schedule": self.schedule,
-            "stages": self.budget.stages,
+            "stages": budget.stages,
             "tile": list(self.tile),
         }
 
@@ -193,6 +194,9 @@ def canonical_json(spec: KernelSpec) -> str:
 def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
-    if isinstance(value, dict):
-        return dict(sorted(value.items()))
-    return value
+    return _members(value) if isinstance(value, (Activation, Problem)) else value
+
+
+def _members(value: KernelSpec | Activation | Problem) -> dict[str, Any]:
+    # Not `asdict`: it copies deeply, which thousands of specs would feel.
+    return {name: _json_value(getattr(value, name)) for name in sorted(type(value).__slots__)}

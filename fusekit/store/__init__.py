@@ -59,7 +59,13 @@ a mark may be seen late, and a kernel that somebody has just looked up can be ev
 **What digests are for:** bit rot, cut transfers, mixed-up files. They are no defence against someone who can write to
 the store: such a person can write digests too. Give a store read-only to those who only launch.
 
-docs/store.md says which test tries to break each of these promises, and how fast the store is.
+**Signatures** are that defence. A store that is told whom to trust takes an entry or a name, from any layer, only if
+one of those keys signed its exact bytes, and parses nothing before that is known. An entry holds its cubin's digest,
+so its signature covers the cubin. A signature is published before its document. It does not say that a document is
+the latest: who can write can put back an older one that was signed too. exchange.md, beside this file, says how
+kernels travel (bundles, remotes), and what each of both kinds of check is good for.
+
+store.md, beside this file, says which test tries to break each of these promises, and how fast the store is.
 """
 
 from fusekit.store.entries import Entry

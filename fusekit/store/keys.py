@@ -12,6 +12,7 @@ a time, an object's address, a pickle, the order of a dict.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -45,7 +46,14 @@ def canonical_json(value: object, what: str = "value") -> str:
     an infinity, a key that is no string, an object of any other type. A value without a fixed form has no identity,
     and guessing one (`repr`, pickle) would let two different kernels share a key.
     """
+    if value is None or type(value) in (str, int, bool):
+        return _scalar(value)
     _require_json(value, what)
+    return _ENCODER.encode(value)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _scalar(value: str | int | bool | None) -> str:
     return _ENCODER.encode(value)
 
 
@@ -111,9 +119,15 @@ def key_of(fields: Mapping[str, str]) -> str:
                 raise FusekitError(
                     f"key field {label!r} holds {text!r}; labels and payloads are strings; convert it first"
                 )
-            payload = text.encode("utf-8", "surrogatepass")  # every str has a form, each its own
-            parts += (len(payload).to_bytes(8, "little"), payload)
+            parts.append(_part(text))
     return sha256(b"".join(parts))
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(text: str) -> bytes:
+    # Of thousands of kernels that are looked up at once, most fields are the same.
+    payload = text.encode("utf-8", "surrogatepass")  # every str has a form, each its own
+    return len(payload).to_bytes(8, "little") + payload
 
 
 def _require_json(value: object, what: str) -> None:

@@ -44,6 +44,33 @@ def test_build_and_build_again(fusekit):
     assert fusekit("verify", "--full", "--json").json["bad"] == []
 
 
+def test_a_dry_run_says_why(fusekit, tmp_path):
+    spec = """schema = 1
+        [[kernel]]
+        name = "k"
+        op = "dense-gemm"
+        arch = "sm_90a"
+        dtype = "bf16"
+        tile = [128, 128]
+        problem = { E = 1, M = 256, N = 256, K = 256 }
+        """
+    (tmp_path / "own.toml").write_text(spec)
+    (row,) = fusekit("build", "own.toml", "--dry-run", "--json").json["would_build"]
+    assert (row["status"], row["reason"]) == ("miss", "the store has no kernel of this name")
+    fusekit("build", "own.toml")
+    (tmp_path / "own.toml").write_text(spec + "bias = true\n")
+    (row,) = fusekit("build", "own.toml", "--dry-run", "--json").json["would_build"]
+    assert row["reason"].endswith("what differs: spec.bias")
+    assert "what differs: spec.bias" in fusekit("build", "own.toml", "--dry-run").out
+    (tmp_path / "two.toml").write_text(spec)  # the same kernel under another name, and a new one
+    table = fusekit("build", "own.toml", "two.toml").out.splitlines()
+    assert [line.split()[:3] for line in table[1:3]] == [
+        ["own/k@128x128-c1x1", "sm_90a", "built"],
+        ["two/k@128x128-c1x1", "sm_90a", "hit"],
+    ]
+    assert table[3].startswith("1 built, 1 cached (")
+
+
 def test_a_hit_imports_no_compiler(fusekit):
     fusekit("build", "quickstart/moe-fc2")
     code = (

@@ -44,3 +44,9 @@ def tells_its_process(spec):
 
 def greedy(spec):
     return bytearray(4 << 30)
+
+
+def some_die(spec):
+    if spec.kernel == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tilecopy.plan(spec)

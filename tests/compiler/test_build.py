@@ -81,6 +81,25 @@ def test_a_failure_does_not_stop_the_others(build, store):
     assert [found.record.name for found in store.names()] == ["quickstart/fine@128x128-c2x1"]
 
 
+def test_a_process_that_dies_is_named_and_the_rest_goes_on(tilecopy, store):
+    import misbehaving
+
+    specs = [named("dies"), named("fine", dtype="fp16", out_dtype="fp16"), named("good", tile=(128, 192))]
+    report = execute(plan_build(specs, store), store, jobs=1, planner=misbehaving.some_die)
+    (failed,) = report.failed
+    assert failed.name == "quickstart/dies@128x128-c2x1"
+    assert "the compile process died of quickstart/dies@128x128-c2x1 (SIGKILL)" in failed.error
+    assert len(report.built) == 2
+    assert not store.verify(full=True).bad
+
+
+def test_kernels_are_published_as_they_come(build, store):
+    seen = []
+    specs = [named("one"), named("two", tile=(128, 192)), named("three", dtype="fp16", out_dtype="fp16")]
+    build(*specs, jobs=1, progress=lambda step: seen.append((step.done, len(store.names()))))
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
 def test_a_damaged_cubin_is_built_again(build, store):
     first = build(LINEAR).built[0]
     blob = store.layers[0].blob_path(first.cubin_sha256)
