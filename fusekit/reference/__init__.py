@@ -7,6 +7,8 @@ from fusekit.reference.formats import POISON, decode, encode, poisoned
 from fusekit.reference.gemm import check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.router import route
+from fusekit.reference.router_check import router_check, router_inputs, router_output_shapes
 from fusekit.reference.sampling import sample_rows, sample_weights
 
 __all__ = [
@@ -25,6 +27,10 @@ __all__ = [
     "offsets_of",
     "output_shapes",
     "poisoned",
+    "route",
+    "router_check",
+    "router_inputs",
+    "router_output_shapes",
     "sample_rows",
     "sample_weights",
 ]

@@ -3,8 +3,10 @@
 | module | its job |
 |---|---|
 | `model` | `KernelSpec`, `Activation`, `Problem`: the values, their names and canonical form |
-| `keys` | every key of a spec file: type, choices, default, meaning |
+| `keys` | every key of a GEMM's spec: type, choices, default, meaning |
 | `values` | one TOML value against one key |
+| `router` | the router's operations: `RouterSpec`, their keys and rules |
+| `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
 | `budget` | shared memory and register arithmetic |
 | `parse` | a file: defaults, sweeps, all problems in one error |
@@ -21,14 +23,19 @@ from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
 
 if TYPE_CHECKING:
     from fusekit.spec.catalog import find, packaged_files
+    from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
     from fusekit.spec.parse import parse_file, parse_text
+    from fusekit.spec.router import RouterProblem, RouterSpec
 
 __all__ = [
     "Activation",
     "Budget",
     "KernelSpec",
     "Problem",
+    "RouterProblem",
+    "RouterSpec",
+    "Spec",
     "canonical_json",
     "find",
     "packaged_files",
@@ -47,6 +54,14 @@ def __getattr__(name: str) -> Any:
         from fusekit.spec import parse
 
         return getattr(parse, name)
+    if name in ("RouterProblem", "RouterSpec"):
+        from fusekit.spec import router
+
+        return getattr(router, name)
+    if name == "Spec":
+        from fusekit.spec.family import Spec
+
+        return Spec
     if name == "schema":
         from fusekit.spec.json_schema import schema
 

@@ -1,1 +1,1 @@
-"""The MoE router's kernels: one warp a token, its row of experts in registers. See `select` for how the top K are found."""
+"""The MoE router's kernels: a warp takes a token, its row of experts in registers; `select` finds the top K."""

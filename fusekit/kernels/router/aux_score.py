@@ -6,14 +6,14 @@
 Backward, from y itself and the sum: dx = y (g - sum g y) for softmax; else dx_j = (g_j - sum g y) s'(x_j) / S, where
 s = y S and s' is a function of s. So y and, for the latter two, one float32 a token are all that is kept.
 
-Forward: a warp a token, the row in registers; bytes a token: X in, X scores and X bytes of map (or X / 8) out. Backward:
-one to four warps a token, two rows in registers.
+Forward: a warp a token, the row in registers; X logits in, X scores and X bytes of map (or X / 8) out. Backward: one to
+four warps a token, two rows in registers.
 """
 
 import cutlass
 import cutlass.memory
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
 
 from fusekit.kernels.ptx import reciprocal_approx
 from fusekit.kernels.router import lanes
@@ -34,6 +34,7 @@ class RouterAuxScore(RouterKernel):
         self.select = TopK(self.row, config.topk)
         self.map = MapWriter(config)
         self.warp_bytes = self.select.shared_bytes + self.map.shared_bytes
+        self.shared_bytes = config.warps * self.warp_bytes
 
     @cute.jit
     def __call__(self, logits: cute.Tensor, scores: cute.Tensor, score_sum, routing_map: cute.Tensor, stream: CUstream):
@@ -45,13 +46,19 @@ class RouterAuxScore(RouterKernel):
             score_sum.iterator if cutlass.const_expr(self.config.normalised) else None,
             routing_map.iterator,
             tokens,
-        ).launch(grid=[self.grid(tokens), 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=-1, stream=stream)
+        ).launch(
+            grid=[self.grid(tokens), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=-1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(self, logits: cute.Pointer, scores: cute.Pointer, score_sum, routing_map: cute.Pointer, tokens: Int32):
         """See the module's docstring."""
         allocator = cutlass.memory.SmemAllocator()
-        shared = allocator.allocate(self.config.warps * self.warp_bytes, 16).toint()
+        shared = allocator.allocate(self.shared_bytes, 16).toint()
         token, lane, place = self.token()
         if token < tokens:
             self.score((logits, scores, score_sum, routing_map), token, lane, shared + place * self.warp_bytes)
@@ -97,8 +104,9 @@ class RouterAuxScoreBackward(RouterKernel):
         row_lanes = WARP
         while config.experts * 2 > LANE_ELEMENTS * row_lanes and row_lanes < config.warps * WARP:
             row_lanes *= 2
-        super().__init__(config, row_lanes)
+        super().__init__(config, row_lanes, rows=2)
         self.row_warps = row_lanes // WARP
+        self.shared_bytes = config.warps * 4 if self.row_warps > 1 else 0
 
     @cute.jit
     def __call__(
@@ -112,7 +120,13 @@ class RouterAuxScoreBackward(RouterKernel):
             grad_scores.iterator,
             grad_logits.iterator,
             tokens,
-        ).launch(grid=[self.grid(tokens), 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=-1, stream=stream)
+        ).launch(
+            grid=[self.grid(tokens), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=-1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -122,7 +136,7 @@ class RouterAuxScoreBackward(RouterKernel):
         shared = Int32(0)
         if cutlass.const_expr(self.row_warps > 1):
             allocator = cutlass.memory.SmemAllocator()
-            shared = allocator.allocate(self.config.warps * 4, 16).toint()
+            shared = allocator.allocate(self.shared_bytes, 16).toint()
         token, lane, place = self.token()
         if token < tokens:
             self.differentiate((scores, score_sum, grad_scores, grad_logits), token, lane, place, shared)

@@ -15,9 +15,12 @@ SPARE_REGISTERS = 40  # of a thread, beside those that hold its share of a row
 
 
 class RouterKernel:
-    """Sizes, and a token's row in the tensors of one configuration."""
+    """Sizes, and a token's row in the tensors of one configuration.
 
-    def __init__(self, config: RouterConfig, row_lanes: int = WARP) -> None:
+    row_lanes: lanes, of one or more warps, that share a token; rows: how many of its rows they hold at a time.
+    """
+
+    def __init__(self, config: RouterConfig, row_lanes: int = WARP, rows: int = 1) -> None:
         self.config = config
         self.threads = config.warps * WARP
         self.row_lanes = row_lanes
@@ -25,7 +28,7 @@ class RouterKernel:
         self.row = Row(config.experts, vector_elements(config.experts, widest), row_lanes)
         self.tokens_per_block = self.threads // row_lanes
         # Left alone, the compiler spends registers on computing ahead what a long row needs; warps are worth more.
-        self.min_blocks = max(1, REGISTERS // (self.threads * (self.row.size + SPARE_REGISTERS)))
+        self.min_blocks = max(1, REGISTERS // (self.threads * (rows * self.row.size + SPARE_REGISTERS)))
 
     def grid(self, tokens: Int32) -> Int32:
         """Blocks: every warp, or set of warps, has one token."""
@@ -56,14 +59,14 @@ class RouterKernel:
     def load_keys(self, row: Int64, lane: Int32) -> list:
         """A lane's logits as keys."""
         fill = NEGATIVE_INFINITY[self.config.dtype]
-        return self.existing(
-            [key_of(x) for x in lanes.load_row(row, self.row, lane, self.config.dtype, fill)], lane
-        )
+        return self.existing([key_of(x) for x in lanes.load_row(row, self.row, lane, self.config.dtype, fill)], lane)
 
     def existing(self, keys: list, lane: Int32) -> list:
         """The keys, 0 for experts that do not exist."""
         valid = [self.row.valid(position // self.row.vector, lane) for position in range(len(keys))]
-        return [key if use is None else cutlass.select_(use, key, Uint32(0)) for key, use in zip(keys, valid, strict=True)]
+        return [
+            key if use is None else cutlass.select_(use, key, Uint32(0)) for key, use in zip(keys, valid, strict=True)
+        ]
 
     def values(self, keys: list, lane: Int32) -> list:
         """The logits of keys, minus infinity for experts that do not exist."""

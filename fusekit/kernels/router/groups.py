@@ -5,12 +5,12 @@ are laid out by group in shared memory; a few neighbouring lanes share a group a
 """
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, Uint64, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels.ptx import divide, modulo
 from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, Row, RouterConfig
-from fusekit.kernels.router.select import key_of, value_of
+from fusekit.kernels.router.config import WARP, RouterConfig, Row
+from fusekit.kernels.router.select import greatest, key_of, value_of
 
 
 class GroupLimit:
@@ -40,7 +40,7 @@ class GroupLimit:
         for step in cutlass.range_constexpr(self.passes):
             slot = lane + step * WARP
             group, part = divide(slot, self.share), modulo(slot, self.share)
-            score = self.score(group, part, shared)
+            score = self.score(group, part, shared, lane)
             if group < self.groups and part == 0:
                 lanes.shared_store_u32(shared + self.scores + group * 4, key_of(score))
         cute.arch.sync_warp()
@@ -76,26 +76,29 @@ class GroupLimit:
                 lanes.shared_store_u32_if(address, key, valid)
 
     @cute.jit
-    def score(self, group: Int32, part: Int32, shared: Int32) -> Float32:
+    def score(self, group: Int32, part: Int32, shared: Int32, lane: Int32):
         """The group's score, in each of its lanes."""
         start = shared + (cutlass.min(group, self.groups - 1) * self.stride + part) * 4
-        entries = cute.make_rmem_tensor((self.per_lane,), Uint64)
+        keys = cute.make_rmem_tensor((self.per_lane,), Uint32)
         for index in cutlass.range_constexpr(self.per_lane):
             # Past the group's end lie words that nobody wrote: they are read, and not used.
-            key = Uint64(lanes.shared_load_u32(start + index * self.share * 4)) << 32
-            entry = key | Uint64(Uint32(part + index * self.share))
-            entries[index] = cutlass.select_(part + index * self.share < self.size, entry, Uint64(0))
+            key = lanes.shared_load_u32(start + index * self.share * 4)
+            keys[index] = cutlass.select_(part + index * self.share < self.size, key, Uint32(0))
+        below = ((Int32(1) << (lane & (self.share - 1))) - 1) << (lane & -self.share)  # of the group's lanes
         total = Float32(0.0)
-        for _ in cutlass.range_constexpr(self.members):
-            best = Uint64(0)
-            for index in cutlass.range_constexpr(self.per_lane):
-                best = cutlass.max(best, entries[index])
+        for _ in cutlass.range(self.members):
+            own = greatest([keys[index] for index in range(self.per_lane)])
+            best = own
             for step in cutlass.range_constexpr(5):
                 if cutlass.const_expr(1 << step < self.share):
-                    best = cutlass.max(best, lanes.exchange_u64(best, 1 << step))
+                    best = lanes.extreme("max", best, cute.arch.shuffle_sync_bfly(best, 1 << step))
+            # One of several equal keys is taken: the first of the first lane that has it.
+            left = Int32(own == best) & Int32((cute.arch.vote_ballot_sync(own == best) & below) == 0)
             for index in cutlass.range_constexpr(self.per_lane):
-                entries[index] = cutlass.select_(entries[index] == best, Uint64(0), entries[index])
-            total += value_of(Uint32(best >> 32))
+                hit = left & Int32(keys[index] == best)
+                keys[index] = cutlass.select_(hit != 0, Uint32(0), keys[index])
+                left = left ^ hit
+            total += value_of(best)
         return total
 
     def masked(self, keys: list, shared: Int32, lane: Int32) -> list:

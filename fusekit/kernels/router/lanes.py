@@ -1,4 +1,4 @@
-"""What one warp does with memory and its lanes: vector loads and stores of a row, reductions, small shared-memory lists.
+"""What a warp does with memory and its lanes: vector loads and stores of a row, reductions, lists in shared memory.
 
 Addresses are plain integers: Int64 for global, Int32 for shared memory. Loads of tensors go past L1, since every byte
 is read once. Sources: PTX ISA, "ld.global.nc", "redux.sync", "shfl.sync".
@@ -104,6 +104,13 @@ def clear(address: Int64, nbytes: int, lane: Int32) -> None:
         store(start, zeros, width, lane + first < count if first + 32 > count else None, first * width)
 
 
+def extreme(operation: str, a: Uint32, b: Uint32) -> Uint32:
+    """min or max of unsigned values; the DSL's own compares with a constant as signed."""
+    return cute.arch.inline_ptx(
+        f"{operation}.u32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
+
+
 def redux(value: Uint32, operation: str) -> Uint32:
     """add, min or max of an unsigned value over the warp, in every lane."""
     return cute.arch.inline_ptx(
@@ -158,13 +165,6 @@ def shared_store_u32_if(address: Int32, value: Uint32, valid) -> None:
         "{ .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; @ok_ st.volatile.shared.b32 [{$r0}], {$r1}; }",
         read_only_args=[address, value, Int32(valid)],
     )
-
-
-def exchange_u64(value: Uint64, distance: int) -> Uint64:
-    """The value of the lane whose number differs in the bit `distance`."""
-    low = cute.arch.shuffle_sync_bfly(Uint32(value), distance)
-    high = cute.arch.shuffle_sync_bfly(Uint32(value >> 32), distance)
-    return Uint64(low) | (Uint64(high) << 32)
 
 
 def shared_store_u64(address: Int32, value: Uint64) -> None:

@@ -16,7 +16,7 @@ Steps 3 and 4 bound the work whatever the values are; nothing depends on the ord
 """
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32, Uint64, cute
+from cutlass import Boolean, Float32, Int32, Uint32, cute
 
 from fusekit.kernels.router import lanes
 from fusekit.kernels.router.config import WARP, Row
@@ -29,8 +29,7 @@ def key_of(x: Float32) -> Uint32:
     """The order-preserving key. Adding 0 turns -0 into 0 and every NaN into the canonical, positive one."""
     bits = lanes.bits_of(add(x, Float32(0.0)))
     return cute.arch.inline_ptx(
-        "{ .reg .b32 sign_; shr.s32 sign_, {$r0}, 31; or.b32 sign_, sign_, 0x80000000;"
-        " xor.b32 {$w0}, {$r0}, sign_; }",
+        "{ .reg .b32 sign_; shr.s32 sign_, {$r0}, 31; or.b32 sign_, sign_, 0x80000000; xor.b32 {$w0}, {$r0}, sign_; }",
         write_only_types=[Uint32],
         read_only_args=[bits],
     )
@@ -63,9 +62,7 @@ def greatest(keys: list) -> Uint32:
     """The largest of some keys."""
     largest = keys[0]
     for key in keys[1:]:
-        largest = cute.arch.inline_ptx(
-            "max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[largest, key]
-        )
+        largest = lanes.extreme("max", largest, key)
     return largest
 
 
@@ -121,8 +118,8 @@ class TopK:
         if cutlass.const_expr(len(maxima) * WARP >= self.topk):
             least = maxima[0]
             for other in maxima[1:]:
-                least = cutlass.min(least, other)
-            low = cutlass.max(lanes.redux(least, "min"), Uint32(1))
+                least = lanes.extreme("min", least, other)
+            low = lanes.extreme("max", lanes.redux(least, "min"), Uint32(1))
         top = high
         while low < top:
             middle = low + ((top - low + 1) >> 1)
@@ -198,7 +195,8 @@ class TopK:
         return cute.arch.inline_ptx(
             f"{{ .reg .pred p_, q_; .reg .b32 low_; sub.u32 low_, {{$r2}}, {offset}; {tests}"
             # Two stores: one of a pair would tie up the register beside every key, all the time.
-            " @p_ st.volatile.shared.b32 [{$r0}], low_; @p_ st.volatile.shared.b32 [{$r0} + 4], {$r1}; add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 8; }",
+            " @p_ st.volatile.shared.b32 [{$r0}], low_; @p_ st.volatile.shared.b32 [{$r0} + 4], {$r1};"
+            " add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 8; }",
             write_only_types=[Int32],
             read_only_args=arguments,
         )

@@ -32,6 +32,7 @@ class RouterTopK(RouterKernel):
         self.list_bytes = max(self.select.shared_bytes, self.limit.shared_bytes if self.limit else 0)
         self.map = MapWriter(config)
         self.warp_bytes = self.list_bytes + (self.map.shared_bytes if config.dense else 0)
+        self.shared_bytes = config.warps * self.warp_bytes
 
     @cute.jit
     def __call__(
@@ -58,7 +59,11 @@ class RouterTopK(RouterKernel):
             scaling_factor,
             tokens,
         ).launch(
-            grid=[self.grid(tokens), 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=-1, stream=stream
+            grid=[self.grid(tokens), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=-1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -67,7 +72,7 @@ class RouterTopK(RouterKernel):
     ):
         """See the module's docstring."""
         allocator = cutlass.memory.SmemAllocator()
-        shared = allocator.allocate(self.config.warps * self.warp_bytes, 16).toint()
+        shared = allocator.allocate(self.shared_bytes, 16).toint()
         token, lane, place = self.token()
         if token < tokens:
             self.route(

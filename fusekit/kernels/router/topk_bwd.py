@@ -30,6 +30,7 @@ class RouterTopKBackward(RouterKernel):
         super().__init__(config)
         self.choices = Choices(config.experts, config.topk, config.routing_map == "bits") if config.dense else None
         self.warp_bytes = self.choices.shared_bytes if config.dense else 0
+        self.shared_bytes = config.warps * self.warp_bytes
         self.slots = -(-config.topk // WARP)
 
     @cute.jit
@@ -56,7 +57,13 @@ class RouterTopKBackward(RouterKernel):
             grad_logits.iterator,
             scaling_factor,
             tokens,
-        ).launch(grid=[self.grid(tokens), 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=-1, stream=stream)
+        ).launch(
+            grid=[self.grid(tokens), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=-1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -74,18 +81,14 @@ class RouterTopKBackward(RouterKernel):
         shared = Int32(0)
         if cutlass.const_expr(self.config.dense):
             allocator = cutlass.memory.SmemAllocator()
-            shared = allocator.allocate(self.config.warps * self.warp_bytes, 16).toint()
+            shared = allocator.allocate(self.shared_bytes, 16).toint()
         token, lane, place = self.token()
         if token < tokens:
             gradients = (routing_map, grad_probs, indices, grad_weights)
-            self.differentiate(
-                logits, gradients, grad_logits, scaling, token, lane, shared + place * self.warp_bytes
-            )
+            self.differentiate(logits, gradients, grad_logits, scaling, token, lane, shared + place * self.warp_bytes)
 
     @cute.jit
-    def differentiate(
-        self, logits, gradients, grad_logits, scaling: Float32, token: Int32, lane: Int32, shared: Int32
-    ):
+    def differentiate(self, logits, gradients, grad_logits, scaling: Float32, token: Int32, lane: Int32, shared: Int32):
         """One token."""
         config = self.config
         size = dtype_bytes(config.dtype)
