@@ -19,23 +19,27 @@ from fusekit.abi import (
 from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, TracePlan
 from fusekit.spec import RouterSpec
-from fusekit.spec.router import AUX, AUX_BACKWARD, BACKWARD, FORWARD
+from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD
 
 WARP = 32
 VECTOR_BYTES = 16  # the widest access of a lane
-MOST_TOKENS = 2**31 - 16  # token numbers of the last block stay below 2**31
+MOST_TOKENS = 2**31 - 2**7  # token numbers of the last block stay below 2**31
 # Every tensor of an operation, in the order of its host function; a spec takes those that `_tensor` knows for it.
 OPERANDS = {
     FORWARD: ("logits", "expert_bias", "probs", "routing_map", "indices", "weights"),
     BACKWARD: ("logits", "routing_map", "grad_probs", "indices", "grad_weights", "grad_logits"),
     AUX: ("logits", "scores", "score_sum", "routing_map"),
     AUX_BACKWARD: ("scores", "score_sum", "grad_scores", "grad_logits"),
+    AUX_LOSS: ("scores", "counts", "loss"),
+    AUX_LOSS_BACKWARD: ("counts", "grad_loss", "grad_scores"),
 }
 OUTPUTS = {
     FORWARD: ("probs", "routing_map", "indices", "weights"),
     BACKWARD: ("grad_logits",),
     AUX: ("scores", "score_sum", "routing_map"),
     AUX_BACKWARD: ("grad_logits",),
+    AUX_LOSS: ("loss",),
+    AUX_LOSS_BACKWARD: ("grad_scores",),
 }
 
 
@@ -55,20 +59,31 @@ def record(spec: RouterSpec, function: Any) -> LaunchRecord:
     tensors = _tensors(spec)
     arguments: list[Argument] = list(tensors)
     parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
-    if spec.scaled:
-        arguments.append(ScalarArgument("scaling_factor", "f32"))
-        parameters.append(FloatParameter("scaling_factor_value", "scaling_factor"))
+    for name, dtype in _scalars(spec):
+        arguments.append(ScalarArgument(name, dtype))
+        parameters.append(
+            FloatParameter(f"{name}_value", name) if dtype == "f32" else IntegerParameter(f"{name}_value", "i32", name)
+        )
     parameters.append(IntegerParameter("tokens", "i32", "T"))
+    loss = spec.op == AUX_LOSS  # one cluster, whatever T is
     return LaunchRecord(
         arch=spec.arch,
         arguments=tuple(arguments),
         dims=(Dim("T", maximum=MOST_TOKENS),),
         parameters=tuple(parameters),
-        grid=(["ceildiv", "T", function.tokens_per_block], 1, 1),
-        block=(WARP * spec.warps, 1, 1),
+        grid=(function.blocks if loss else ["ceildiv", "T", function.tokens_per_block], 1, 1),
+        block=(function.threads, 1, 1),
+        cluster=(function.blocks if loss else 1, 1, 1),
         dynamic_shared=function.shared_bytes,
-        skip_if_zero=("T",),
+        skip_if_zero=() if loss else ("T",),
     )
+
+
+def _scalars(spec: RouterSpec) -> tuple[tuple[str, str], ...]:
+    """(name, dtype) of the numbers that a launch takes."""
+    if spec.op in (AUX_LOSS, AUX_LOSS_BACKWARD):
+        return ("coefficient", "f32"), ("total_tokens", "i32")
+    return (("scaling_factor", "f32"),) if spec.scaled else ()
 
 
 def _tensors(spec: RouterSpec) -> tuple[TensorArgument, ...]:
@@ -95,6 +110,9 @@ def _tensor(spec: RouterSpec, name: str) -> TensorArgument | None:
         dtype, columns = "f32", spec.experts if spec.expert_bias else None
     elif name == "score_sum":
         dtype, columns = "f32", 1 if spec.normalised else None
+    if name in ("counts", "loss", "grad_loss"):
+        size, dtype = (spec.experts, "i32") if name == "counts" else (1, "f32")
+        return TensorArgument(name, role, dtype, (size,), (1,), alignment=min(VECTOR_BYTES, 4 * size & -4 * size))
     if columns is None:
         return None
     if name == "score_sum":
@@ -106,6 +124,7 @@ def _tensor(spec: RouterSpec, name: str) -> TensorArgument | None:
 
 
 def _function(spec: RouterSpec) -> Any:
+    from fusekit.kernels.router.aux_loss import MoeAuxLoss, MoeAuxLossBackward
     from fusekit.kernels.router.aux_score import RouterAuxScore, RouterAuxScoreBackward
     from fusekit.kernels.router.config import RouterConfig
     from fusekit.kernels.router.topk import RouterTopK
@@ -116,6 +135,8 @@ def _function(spec: RouterSpec) -> Any:
         BACKWARD: RouterTopKBackward,
         AUX: RouterAuxScore,
         AUX_BACKWARD: RouterAuxScoreBackward,
+        AUX_LOSS: MoeAuxLoss,
+        AUX_LOSS_BACKWARD: MoeAuxLossBackward,
     }
     config = RouterConfig(
         experts=spec.experts,
@@ -150,11 +171,11 @@ def _fake_arguments(spec: RouterSpec) -> tuple[Any, ...]:
             continue
         shape = tuple(cute.sym_int() if extent == "T" else extent for extent in tensor.shape)
         arguments.append(make_fake_tensor(types[tensor.dtype], shape, tensor.strides, assumed_align=tensor.alignment))
-    if spec.scaled:
-        arguments.append(cutlass.Float32(1.0))
+    for _, dtype in _scalars(spec):
+        arguments.append(types[dtype](1))
     return (*arguments, CUstream(0))
 
 
 def _host_arguments(spec: RouterSpec) -> tuple[HostArgument, ...]:
-    scalars: list[HostArgument] = [HostScalar("scaling_factor")] if spec.scaled else []
+    scalars = (HostScalar(name) for name, _ in _scalars(spec))
     return (*(HostTensor(tensor.name) for tensor in _tensors(spec)), *scalars, HostStream())

@@ -38,7 +38,8 @@ def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> di
     """The outputs of a router operation, unrounded float64 except `routing_map` and `indices`.
 
     ``inputs`` by argument name: logits, scores, probs' and scores' gradients [T, X] as float32 or uint16 bf16 bits;
-    expert_bias, score_sum, grad_weights float32; routing_map uint8 [T, X] or int32 [T, ceil(X / 32)]; indices int32.
+    expert_bias, score_sum, grad_weights, grad_loss [1] float32; counts int32 [X]; total_tokens and, for
+    moe-aux-loss-bwd, tokens (T) are numbers; routing_map uint8 [T, X] or int32 [T, ceil(X / 32)]; indices int32.
     """
     keys = keys_of(spec)
     with np.errstate(all="ignore"):  # NaN and infinity are carried through, not reported
@@ -56,6 +57,12 @@ def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> di
                 return {"grad_logits": topk_gradient(keys, inputs)[0]}
             case "router-aux-score-bwd":
                 return {"grad_logits": aux_gradient(keys, inputs)[0]}
+            case "moe-aux-loss":
+                scores = values(inputs["scores"], keys["out_dtype"]).astype(np.float64)
+                return {"loss": loss_factor(keys, inputs) * (scores @ inputs["counts"]).sum(keepdims=True)}
+            case "moe-aux-loss-bwd":
+                gradient = loss_factor(keys, inputs) * float(inputs["grad_loss"][0]) * inputs["counts"]
+                return {"grad_scores": np.tile(gradient, (inputs["tokens"], 1))}
             case op:
                 raise ValueError(f"op {op!r}; this is the reference of the router's operations")
 
@@ -275,6 +282,12 @@ def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Fl
         # allowed in proportion.
         size += _score_gradient(made, made / 16, gradient, total, np.ones(y.shape, dtype=bool))[1]
     return result, size
+
+
+def loss_factor(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> float:
+    """What the sum of counts and scores is multiplied by: coefficient * experts / (topk * total_tokens^2)."""
+    coefficient = float(np.float32(inputs.get("coefficient", keys["coefficient"])))
+    return coefficient * float(keys["experts"]) / float(keys["topk"]) / float(inputs["total_tokens"]) ** 2
 
 
 def _softmax_gradient(made: Floats, gradient: Floats) -> tuple[Floats, Floats]:

@@ -36,6 +36,12 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
 
     op = keys["op"]
     inputs: dict[str, Any] = {}
+    if op in ("moe-aux-loss", "moe-aux-loss-bwd"):
+        counts = rng.integers(0, 2 * T * keys["topk"] // keys["experts"] + 2, keys["experts"], dtype=np.int32)
+        inputs = {"counts": counts, "total_tokens": max(1, T), "tokens": T}
+        if op == "moe-aux-loss":
+            return inputs | {"scores": encode(rng.random(shape, dtype=np.float32), keys["out_dtype"])}
+        return inputs | {"grad_loss": np.array([0.75], np.float32)}
     if op != "router-aux-score-bwd":
         inputs["logits"] = matrix(keys["dtype"], 2.0)
     if keys["expert_bias"]:
@@ -76,6 +82,10 @@ def router_output_shapes(spec: RouterSpec | Mapping[str, Any], *, T: int) -> dic
             assert mapped is not None
             sums: dict[str, tuple[tuple[int, ...], str]] = {"score_sum": ((T,), "f32")} if ref.normalised(keys) else {}
             return {"scores": ((T, experts), keys["out_dtype"]), **sums, "routing_map": mapped}
+        case "moe-aux-loss":
+            return {"loss": ((1,), "f32")}
+        case "moe-aux-loss-bwd":
+            return {"grad_scores": ((T, experts), keys["out_dtype"])}
         case _:
             return {"grad_logits": ((T, experts), keys["dtype"])}
 
@@ -86,6 +96,11 @@ def router_check(
     """Measures every output of floats, and says in words what is wrong with the choices. Rows are tokens."""
     keys = ref.keys_of(spec)
     with np.errstate(all="ignore"):
+        if keys["op"] in ("moe-aux-loss", "moe-aux-loss-bwd"):
+            ((name, want),) = ref.route(keys, inputs).items()
+            got = {name: np.atleast_2d(outputs[name])}
+            want = np.atleast_2d(want)
+            return [_measure(name, got, "f32" if name == "loss" else keys["out_dtype"], want, want)], []
         if keys["op"] in ("router-topk-bwd", "router-aux-score-bwd"):
             result, size = (ref.topk_gradient if keys["op"] == "router-topk-bwd" else ref.aux_gradient)(keys, inputs)
             if keys["op"] == "router-topk-bwd" and keys["score_function"] == "softmax":

@@ -11,7 +11,8 @@ that a small tile is chosen only where it saves much padding. A tile of grouped-
 rows are those of the weights, and no group wastes any. Equal costs: the larger tile, then the larger cluster,
 then the name, so that the choice is the same everywhere. Without a problem only the last factor counts.
 
-A router's variants differ in warps a block alone: the one nearest to 8 is taken, to 4 from 1024 experts on.
+Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
+taken, to 4 for a router of 1024 experts or more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
 def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None) -> NameRecord:
     """The variant to load; what `problem` has overrides the specs' own. `variants` must not be empty."""
     if "warps" in variants[0].spec:
-        best = 4 if variants[0].spec["experts"] >= 1024 else 8
+        best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec["experts"] >= 1024 else 8
         return min(variants, key=lambda record: (abs(record.spec["warps"] - best), record.name))
 
     def rank(record: NameRecord) -> tuple[float, int, int, str]:

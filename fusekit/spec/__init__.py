@@ -5,7 +5,9 @@
 | `model` | `KernelSpec`, `Activation`, `Problem`: the values, their names and canonical form |
 | `keys` | every key of a GEMM's spec: type, choices, default, meaning |
 | `values` | one TOML value against one key |
+| `token` | what specs of kernels that work token by token share |
 | `router` | the router's operations: `RouterSpec`, their keys and rules |
+| `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
 | `budget` | shared memory and register arithmetic |
@@ -26,16 +28,19 @@ if TYPE_CHECKING:
     from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
     from fusekit.spec.parse import parse_file, parse_text
-    from fusekit.spec.router import RouterProblem, RouterSpec
+    from fusekit.spec.permutation import PermutationSpec
+    from fusekit.spec.router import RouterSpec
+    from fusekit.spec.token import TokenProblem
 
 __all__ = [
     "Activation",
     "Budget",
     "KernelSpec",
+    "PermutationSpec",
     "Problem",
-    "RouterProblem",
     "RouterSpec",
     "Spec",
+    "TokenProblem",
     "canonical_json",
     "find",
     "packaged_files",
@@ -54,14 +59,10 @@ def __getattr__(name: str) -> Any:
         from fusekit.spec import parse
 
         return getattr(parse, name)
-    if name in ("RouterProblem", "RouterSpec"):
-        from fusekit.spec import router
+    if name in ("Spec", "RouterSpec", "PermutationSpec", "TokenProblem"):
+        from fusekit.spec import family
 
-        return getattr(router, name)
-    if name == "Spec":
-        from fusekit.spec.family import Spec
-
-        return Spec
+        return getattr(family, name)
     if name == "schema":
         from fusekit.spec.json_schema import schema
 

@@ -1,4 +1,4 @@
-"""Which keys an operation takes, and what makes a spec of them: GEMMs are one family, each router operation another."""
+"""Which keys an operation takes, and what makes a spec of them: GEMMs are one family, the others one each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,17 @@ from typing import Any
 from fusekit.spec.budget import default_mainloop
 from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
 from fusekit.spec.model import OPS, Activation, KernelSpec, Problem
+from fusekit.spec.permutation import PERMUTATION_KEYS, PERMUTATION_OPS, PermutationSpec, broken_permutation_rules
+from fusekit.spec.permutation import make as make_permutation
 from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS, ROUTER_SWEEP_KEYS, RouterSpec, broken_router_rules
 from fusekit.spec.router import make as make_router
 from fusekit.spec.rules import broken_rules
+from fusekit.spec.token import TokenProblem
 
-Spec = KernelSpec | RouterSpec
-ALL_OPS = (*OPS, *ROUTER_OPS)
+__all__ = ["Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
+
+Spec = KernelSpec | RouterSpec | PermutationSpec
+ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS)
 OP_DOC = "The operation."
 
 
@@ -43,7 +48,11 @@ def families() -> tuple[Family, ...]:
         Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_router, broken_router_rules)
         for op, keys in ROUTER_KEYS.items()
     )
-    return (gemm, *routers)
+    permutations = (
+        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_permutation, broken_permutation_rules)
+        for op, keys in PERMUTATION_KEYS.items()
+    )
+    return (gemm, *routers, *permutations)
 
 
 def family_of(op: Any) -> Family:

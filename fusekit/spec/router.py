@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from fusekit.errors import SpecError
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
+from fusekit.spec.token import TokenProblem, TokenSpec
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
-ROUTER_OPS = (FORWARD, BACKWARD, AUX, AUX_BACKWARD)
+AUX_LOSS, AUX_LOSS_BACKWARD = "moe-aux-loss", "moe-aux-loss-bwd"
+ROUTER_OPS = (FORWARD, BACKWARD, AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD)
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 ROUTER_DTYPES = ("f32", "bf16")
 MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 4096, 64, 64
@@ -43,12 +44,22 @@ _LIMITS = (
     Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
 )
 
+_LOSS = (
+    _NAME,
+    _SUMMARY,
+    *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
+    Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
+    Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
+)
+
 # What each operation can be told.
 ROUTER_KEYS = {
     FORWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
     BACKWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE),
     AUX: (_NAME, _SUMMARY, *_COMMON, _MAP),
     AUX_BACKWARD: (_NAME, _SUMMARY, *_COMMON),
+    AUX_LOSS: _LOSS,
+    AUX_LOSS_BACKWARD: _LOSS,
 }
 ROUTER_SWEEP_KEYS = ("arch", "warps")
 
@@ -56,14 +67,7 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)
-class RouterProblem:
-    """The shape that `run` and the benchmarks use unless told otherwise: T tokens."""
-
-    T: int
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
+class RouterSpec(TokenSpec):
     """One router kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
     A key that the operation lacks has its neutral value: `routing_map` "none", `outputs` "dense", no groups.
@@ -85,24 +89,12 @@ class RouterSpec:
     outputs: str
     routing_map: str
     scaling_factor: float
+    coefficient: float
     warps: int
-    problem: RouterProblem | None
+    problem: TokenProblem | None
     summary: str
 
-    @property
-    def name(self) -> str:
-        """`file/kernel`: every variant of the kernel."""
-        return f"{self.file}/{self.kernel}"
-
-    @property
-    def variant(self) -> str:
-        """The sweep's choice, such as `w4`."""
-        return f"w{self.warps}"
-
-    @property
-    def full_name(self) -> str:
-        """`file/kernel@variant`. Kernels of several architectures share it."""
-        return f"{self.name}@{self.variant}"
+    APART = (*TokenSpec.APART, "scaling_factor", "coefficient")
 
     @property
     def scaled(self) -> bool:
@@ -114,30 +106,10 @@ class RouterSpec:
         """Whether scores are divided by their sum: sigmoid and sqrtsoftplus with several experts a token."""
         return self.score_function != "softmax" and self.topk > 1
 
-    def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted."""
-        return dict(sorted(asdict(self).items()))
-
-    @classmethod
-    def from_canonical(cls, data: Mapping[str, Any]) -> "RouterSpec":
-        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
-        expected = {field.name for field in fields(cls)}
-        if set(data) != expected:
-            odd = ", ".join(sorted(expected ^ set(data)))
-            raise SpecError(
-                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
-            )
-        values = dict(data)
-        values["problem"] = None if values["problem"] is None else RouterProblem(**values["problem"])
-        return cls(**values)
-
-    def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem."""
-        apart = ("file", "kernel", "scaling_factor", "problem", "summary")
-        return {key: value for key, value in self.canonical().items() if key not in apart}
-
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out."""
+        if self.op in (AUX_LOSS, AUX_LOSS_BACKWARD):
+            return {"coefficient": self.coefficient}
         return {"scaling_factor": self.scaling_factor} if self.scaled else {}
 
 
@@ -145,7 +117,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
     op: str = values["op"]
     outputs: str = values.get("outputs", "dense")
-    mapped = op != AUX_BACKWARD and outputs == "dense"
+    mapped = op in (FORWARD, BACKWARD, AUX) and outputs == "dense"
     compact = outputs == "compact"
     return RouterSpec(
         file=file,
@@ -153,10 +125,10 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
         op=op,
         arch=choice["arch"],
         dtype=values["dtype"],
-        out_dtype=values["out_dtype"] or ("f32" if compact else values["dtype"]),
+        out_dtype=values.get("out_dtype") or ("f32" if compact else values["dtype"]),
         experts=values["experts"],
         topk=values["topk"],
-        score_function=values["score_function"],
+        score_function=values.get("score_function", "softmax"),
         pre_softmax=values.get("pre_softmax", False),
         expert_bias=values.get("expert_bias", False),
         num_groups=values.get("num_groups", 0),
@@ -164,8 +136,9 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
         outputs=outputs,
         routing_map=values.get("routing_map") or ("bytes" if mapped else "none"),
         scaling_factor=values.get("scaling_factor", 1.0),
+        coefficient=values.get("coefficient", 1.0),
         warps=choice["warps"] or (4 if values["experts"] >= LONG_ROW else 8),
-        problem=RouterProblem(**values["problem"]) if values["problem"] else None,
+        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
     )
 

@@ -24,7 +24,7 @@ KERNELS = {
         'op = "router-topk"\nexperts = 256\ntopk = 8\nscore_function = "sigmoid"\nexpert_bias = true\nnum_groups = 8\n'
         'group_topk = 4\noutputs = "compact"\ndtype = "bf16"',
         "logits expert_bias indices weights",
-        4 * (8 * 36 + 8) * 4,
+        8 * (8 * 36 + 8) * 4,
     ),
     "odd": (
         'op = "router-topk"\nexperts = 61\ntopk = 61\nrouting_map = "bits"\nwarps = 8',
@@ -41,9 +41,19 @@ KERNELS = {
     "aux": (
         'op = "router-aux-score"\nexperts = 127\ntopk = 8\nscore_function = "sqrtsoftplus"\ndtype = "bf16"',
         "logits scores score_sum routing_map",
-        4 * 32 * 8,
+        8 * 32 * 8,
     ),
-    "aux-softmax": ('op = "router-aux-score"\nexperts = 128\ntopk = 1', "logits scores routing_map", 4 * 32 * 8),
+    "aux-softmax": ('op = "router-aux-score"\nexperts = 128\ntopk = 1', "logits scores routing_map", 8 * 32 * 8),
+    "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
+    "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
+    "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
+    "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
+    "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
+    "unpermute-backward": (
+        'op = "moe-unpermute-bwd"\ntopk = 4',
+        "grad_y x inverse weights grad_x grad_weights",
+        0,
+    ),
     "aux-backward": (
         'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
         "scores score_sum grad_scores grad_logits",
@@ -52,12 +62,33 @@ KERNELS = {
 }
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """kernels(name) -> (spec, what it compiled to), once each; the proof has passed."""
+    made = {}
+
+    def kernel(name):
+        if name not in made:
+            (spec,) = parse_text(HEAD + KERNELS[name][0], "s")
+            made[name] = spec, compile_plan(plan(spec), Path(tmp_path_factory.mktemp("trace")))
+        return made[name]
+
+    return kernel
+
+
+def machine_code(compiled):
+    try:
+        return sass.instructions(compiled.cubin, compiled.launch["symbol"])
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module", params=KERNELS)
-def built(request, tmp_path_factory):
-    """(what the kernel should be, what it compiled to); the proof has passed."""
-    lines, tensors, shared = KERNELS[request.param]
-    (spec,) = parse_text(HEAD + lines, "s")
-    return spec, tensors, shared, compile_plan(plan(spec), Path(tmp_path_factory.mktemp("trace")))
+def built(request, kernels):
+    """(spec, tensors of its record, shared memory, what it compiled to)."""
+    _, tensors, shared = KERNELS[request.param]
+    spec, compiled = kernels(request.param)
+    return spec, tensors, shared, compiled
 
 
 def test_the_record(built):
@@ -66,8 +97,10 @@ def test_the_record(built):
     named = [argument["name"] for argument in launch["arguments"] if argument["kind"] == "tensor"]
     assert named == tensors.split()
     assert launch["dynamic_shared"] == shared
-    assert launch["block"] == [32 * spec.warps, 1, 1]
-    assert launch["skip_if_zero"] == ["T"]
+    cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
+    assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
+    assert launch["cluster"] == [8 if cluster else 1, 1, 1]
+    assert launch["skip_if_zero"] == ([] if cluster else ["T"])
     assert compiled.proof["launches"] >= 64
     assert {"smallest", "next to smallest", "largest T"} <= set(compiled.proof["edges"])
 
@@ -76,21 +109,13 @@ def test_the_row_stays_in_registers(built):
     _, _, _, compiled = built
     assert compiled.resources["spill_bytes"] == 0
     assert compiled.resources["registers"] <= 168  # three blocks of four warps on an SM
-    try:
-        counted = sass.counts(sass.instructions(compiled.cubin, compiled.launch["symbol"]))
-    except ToolchainError as error:
-        pytest.skip(str(error))
+    counted = sass.counts(machine_code(compiled))
     assert not counted["LDL"] and not counted["STL"]
     assert not counted["ATOMG"] and not counted["RED"]  # nothing depends on the order of blocks
 
 
-def test_rows_move_in_16_bytes():
-    (spec,) = parse_text(HEAD + KERNELS["dense"][0], "s")
-    compiled = _compiled(spec)
-    try:
-        code = sass.instructions(compiled.cubin, compiled.launch["symbol"])
-    except ToolchainError as error:
-        pytest.skip(str(error))
+def test_rows_move_in_16_bytes(kernels):
+    code = machine_code(kernels("dense")[1])
     loads = [each.opcode for each in code if each.base == "LDG"]
     assert len(loads) == 2304 * 4 // (16 * 32) and all(".128" in opcode for opcode in loads)
     # 18 stores clear the probabilities, 5 the map (the last for half a warp); two of each write what was chosen.
@@ -99,15 +124,9 @@ def test_rows_move_in_16_bytes():
     assert len(stores) == 18 + 5 + 2 * 2
 
 
-def test_a_sparse_backward_reads_no_row():
-    (spec,) = parse_text(HEAD + KERNELS["backward"][0], "s")
-    compiled = _compiled(spec)
-    try:
-        code = sass.instructions(compiled.cubin, compiled.launch["symbol"])
-    except ToolchainError as error:
-        pytest.skip(str(error))
-    wide = [each for each in code if each.base == "LDG" and ".128" in each.opcode]
-    assert len(wide) == 5  # the map
+def test_a_sparse_backward_reads_no_row(kernels):
+    code = machine_code(kernels("backward")[1])
+    assert len([each for each in code if each.base == "LDG" and ".128" in each.opcode]) == 5  # the map
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
@@ -121,10 +140,3 @@ def test_other_architectures_compile(arch, tmp_path, monkeypatch):
         traced = plan(spec)
         options = f"--gpu-arch={arch} --keep-cubin"
         assert cute.compile(traced.function, *traced.arguments, options=options).artifacts.CUBIN
-
-
-def _compiled(spec):
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        return compile_plan(plan(spec), Path(folder))

@@ -1,6 +1,6 @@
 """The router's kernels on the GPU against the float64 reference: random and adversarial logits, guards, repeatability.
 
-fusekit --store STORE build tests/gpu/router.toml          on any machine
+fusekit --store STORE build tests/gpu/router-matrix.toml          on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_router.py
 """
 
@@ -12,7 +12,7 @@ import pytest
 from fusekit.reference import encode, router_inputs
 from fusekit.spec import parse_file
 
-MATRIX = Path(__file__).with_name("router.toml")
+MATRIX = Path(__file__).with_name("router-matrix.toml")
 SPECS = {spec.kernel: spec for spec in parse_file(MATRIX)}
 FORWARD = [name for name, spec in SPECS.items() if spec.op in ("router-topk", "router-aux-score")]
 BACKWARD = [name for name in SPECS if name not in FORWARD]
@@ -102,14 +102,14 @@ ODD = (negative_infinities, infinities, nans)
 @pytest.fixture(scope="module")
 def trial(opened):
     """trial(kernel name, tokens, inputs) -> what is wrong; launched twice."""
-    from fusekit.bench.router import RouterTrial
+    from fusekit.bench.router import TokenTrial
 
-    if not opened.store.names("router/*"):
-        pytest.skip(f"no router kernels in {opened}; build tests/gpu/router.toml there and name the store")
+    if not opened.store.names("router-matrix/*"):
+        pytest.skip(f"no router kernels in {opened}; build tests/gpu/router-matrix.toml there and name the store")
 
     def run(name, tokens, inputs=None, seed=0):
         spec = SPECS[name]
-        made = RouterTrial(opened, opened.load(spec.full_name), tokens, seed, inputs)
+        made = TokenTrial(opened, opened.load(spec.full_name), tokens, seed, inputs)
         try:
             made.launch(None)
             first, _ = made.fetch()

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fusekit.errors import SpecError
-from fusekit.spec import RouterSpec, canonical_json, find, parse_text
+from fusekit.spec import PermutationSpec, canonical_json, find, parse_text
+from fusekit.spec.permutation import PERMUTATION_KEYS
 from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS
 
 HEAD = """
@@ -49,6 +50,12 @@ def test_a_key_that_the_operation_lacks_is_neutral():
     assert bwd.routing_map == aux.routing_map == "bytes"
     assert aux_bwd.routing_map == "none"
     assert aux.defaults() == aux_bwd.defaults() == {}
+    index, permute, backward, loss = specs(
+        'op = "moe-index"', 'op = "moe-permute"', 'op = "moe-unpermute-bwd"', 'op = "moe-aux-loss"\ncoefficient = 0.5'
+    )
+    assert (index.dtype, index.warps, permute.experts, permute.dtype) == ("none", 32, 0, "bf16")
+    assert not permute.weighted and backward.weighted
+    assert loss.defaults() == {"coefficient": 0.5}
 
 
 def test_defaults_are_shared_with_another_family():
@@ -101,10 +108,36 @@ def test_warps_are_swept():
         ('op = "router-topk-bwd"\nexpert_bias = true', "there is no such key"),
         ('op = "router-aux-score-bwd"\nrouting_map = "bits"', "there is no such key"),
         ('op = "router-topk"\nproblem = { T = -4 }', "must be from 0"),
+        ('op = "moe-aux-loss"\nscore_function = "sigmoid"', "there is no such key"),
+        ('op = "moe-index"\nwarps = 8', "warps = 8: must be 32"),
+        ('op = "moe-index"\nexperts = 5000', "at most 4096 experts are ordered"),
     ],
 )
 def test_refusals(lines, rule):
     assert rule in problem(lines)
+
+
+ROWS = """
+schema = 1
+[defaults]
+arch = "sm_90a"
+topk = 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ('op = "moe-permute"\ntopk = 65', "topk = 65: must be from 1 to 64"),
+        ('op = "moe-permute"\nproblem = { T = 1, H = 12 }', "a row has 24 bytes, which must be a multiple of 16"),
+        ('op = "moe-permute"\nproblem = { T = 1 }', "H is missing"),
+        ('op = "moe-permute"\nexperts = 8', "there is no such key"),
+        ('op = "moe-unpermute-bwd"\nweighted = true', "there is no such key"),
+        ('op = "moe-index"', "experts is missing"),
+    ],
+)
+def test_refusals_between_router_and_gemm(lines, rule):
+    assert rule in problem(lines, ROWS)
 
 
 @pytest.mark.parametrize("op", ROUTER_OPS)
@@ -119,12 +152,12 @@ def test_required_keys(op):
 
 
 def test_canonical_form_round_trips():
-    for spec in find(["router"]):
+    for spec in find(["router", "permutation"]):
         data = json.loads(canonical_json(spec))
-        assert RouterSpec.from_canonical(data) == spec
+        assert type(spec).from_canonical(data) == spec
         assert list(data) == sorted(data)
     with pytest.raises(SpecError, match="exactly the keys of this version"):
-        RouterSpec.from_canonical({**data, "tile": [1, 1]})
+        PermutationSpec.from_canonical({**data, "tile": [1, 1]})
 
 
 def test_names_and_scalars_are_not_part_of_the_device_spec():
@@ -134,5 +167,5 @@ def test_names_and_scalars_are_not_part_of_the_device_spec():
 
 
 def test_every_key_is_documented():
-    for keys in ROUTER_KEYS.values():
+    for keys in (ROUTER_KEYS | PERMUTATION_KEYS).values():
         assert all(key.doc.endswith(".") for key in keys)

@@ -4,7 +4,7 @@ Addresses are plain integers: Int64 for global, Int32 for shared memory. Loads o
 is read once. Sources: PTX ISA, "ld.global.nc", "redux.sync", "shfl.sync".
 """
 
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, cute
+from cutlass import Float32, Float64, Int32, Int64, Uint32, Uint64, cute
 
 _SUFFIX = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
 _STREAM = "ld.global.nc.L1::no_allocate"
@@ -175,3 +175,58 @@ def shared_store_u64(address: Int32, value: Uint64) -> None:
 def shared_or(address: Int32, value: Uint32) -> None:
     """Sets bits of a word in shared memory; the order of several lanes does not matter."""
     cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def shared_add_if(address: Int32, valid) -> None:
+    """Adds 1 to a word in shared memory where `valid`; the order of several lanes does not matter."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred ok_; setp.ne.b32 ok_, {$r1}, 0; @ok_ red.shared.add.u32 [{$r0}], 1; }",
+        read_only_args=[address, Int32(valid)],
+    )
+
+
+def cluster_store_u32(address: Int32, value: Uint32, block: Int32, valid) -> None:
+    """Four bytes to this address in the shared memory of one of the cluster's blocks, where `valid`."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred ok_; .reg .b32 there_; setp.ne.b32 ok_, {$r3}, 0;"
+        " @ok_ mapa.shared::cluster.u32 there_, {$r0}, {$r2}; @ok_ st.shared::cluster.b32 [there_], {$r1}; }",
+        read_only_args=[address, value, block, Int32(valid)],
+    )
+
+
+def match_any(value: Uint32) -> Uint32:
+    """The lanes of the warp that have this lane's value, as bits."""
+    return cute.arch.inline_ptx(
+        "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
+    )
+
+
+def exchange_f64(value: Float64, distance: int) -> Float64:
+    """The value of the lane whose number differs in the bit `distance`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 low_, high_; mov.b64 {low_, high_}, {$r0};"
+        f" shfl.sync.bfly.b32 low_, low_, {distance}, 31, 0xffffffff;"
+        f" shfl.sync.bfly.b32 high_, high_, {distance}, 31, 0xffffffff; mov.b64 {{$w0}}, {{low_, high_}}; }}",
+        write_only_types=[Float64],
+        read_only_args=[value],
+    )
+
+
+def shared_load_f64(address: Int32) -> Float64:
+    """A float64 of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.volatile.shared.f64 {$w0}, [{$r0}];", write_only_types=[Float64], read_only_args=[address]
+    )
+
+
+def shared_store_f64(address: Int32, value: Float64) -> None:
+    """A float64 to shared memory."""
+    cute.arch.inline_ptx("st.volatile.shared.f64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def first_block_store_f64(address: Int32, value: Float64) -> None:
+    """A float64 to this address in the shared memory of the cluster's first block."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 there_; mapa.shared::cluster.u32 there_, {$r0}, 0; st.shared::cluster.f64 [there_], {$r1}; }",
+        read_only_args=[address, value],
+    )

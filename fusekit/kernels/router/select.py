@@ -143,8 +143,7 @@ class TopK:
         address = shared + lanes.before(mine, lane) * ENTRY_BYTES
         inverted = Uint32(0xFFFFFFFF) - Uint32(lane * self.row.vector)
         if mine > 0:
-            for position in cutlass.range_constexpr(self.row.size):
-                address = self.put(address, keys[position], position, inverted, low)
+            self.put(address, keys, inverted, low)
 
     @cute.jit
     def list_with_ties(self, keys, low: Uint32, shared: Int32, lane: Int32):
@@ -163,8 +162,7 @@ class TopK:
         first = lane * self.row.vector
         inverted, room = Uint32(0xFFFFFFFF) - Uint32(first), last - first
         address = shared + lanes.before(mine, lane) * ENTRY_BYTES
-        for position in cutlass.range_constexpr(self.row.size):
-            address = self.put(address, keys[position], position, inverted, low, room)
+        self.put(address, keys, inverted, low, room)
 
     def ties(self, keys, low: Uint32, last: Int32, lane: Int32) -> Int32:
         """How many of a lane's keys equal `low` and belong to experts up to `last`."""
@@ -178,13 +176,17 @@ class TopK:
             )
         return count
 
-    def put(self, address: Int32, key: Uint32, position: int, inverted: Uint32, low: Uint32, room=None) -> Int32:
-        """Writes an entry if the key is at least `low`; gives the next address.
+    def put(self, address: Int32, keys: list, inverted: Uint32, low: Uint32, room=None) -> None:
+        """Writes the entries of a lane's keys from `low` up, from `address` on.
 
         inverted: the inverted number of the lane's first expert. With `room`, a key equal to `low` counts only if its
         expert lies no further than that from the lane's first.
         """
-        offset = self.offset(position)
+        for position, key in enumerate(keys):
+            address = self.put_one(address, key, self.offset(position), inverted, low, room)
+
+    def put_one(self, address: Int32, key: Uint32, offset: int, inverted: Uint32, low: Uint32, room) -> Int32:
+        """Writes one entry, or none; gives the next address."""
         tests, arguments = "setp.ge.u32 p_, {$r1}, {$r3};", [address, key, inverted, low]
         if room is not None:
             tests = (
