@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @click.command("run")
 @click.argument("name")
-@click.option("--rows", type=click.IntRange(min=0), help="M: rows of the token buffer (default: the spec's).")
+@click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or a router's tokens (default: the spec's).")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")
 @click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
@@ -50,11 +50,11 @@ def command(
             # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
             loading = _Background(partial(_load, library, each, arch, device, rows))
             try:
-                from fusekit.bench.trial import Trial
+                from fusekit.bench.trials import open_trial
             except ImportError as error:
                 loading.result()
                 raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
-            trial = Trial(library, loading.result(), rows, seed, guarded=check)
+            trial = open_trial(library, loading.result(), rows, seed, guarded=check)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
         waking.result()  # no process may end while the driver starts
@@ -103,8 +103,9 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
         if timed:
             timing = trial.time(margin)
             document.update(ms=timing.ms, host_us=timing.host_us)
-            if trial.work.flops:
-                document["tflops"], document["gbs"] = trial.work.rates(timing.ms)
+            if trial.work.bytes:
+                tflops, document["gbs"] = trial.work.rates(timing.ms)
+                document["tflops"] = tflops if trial.work.flops else None
                 peak = peak_of(trial.device.name)
                 document["peak_share"] = None if peak is None else trial.work.share(timing.ms, peak)
     finally:
@@ -125,7 +126,9 @@ def _print(documents: list[dict[str, Any]]) -> None:
         if document["ms"] is not None:
             line = f"  {document['ms']:.4g} ms"
             if document["tflops"] is not None:
-                line += f", {document['tflops']:.4g} TFLOP/s, {document['gbs']:.4g} GB/s"
+                line += f", {document['tflops']:.4g} TFLOP/s"
+            if document["gbs"] is not None:
+                line += f", {document['gbs']:.4g} GB/s"
             if document["peak_share"] is not None:
                 line += f", {document['peak_share']:.1%} of peak"
             click.echo(f"{line}, host {document['host_us']:.2f} us a launch")

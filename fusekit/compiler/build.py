@@ -16,7 +16,7 @@ from fusekit.compiler.sources import changed
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
 from fusekit.errors import BuildError, FusekitError, IntegrityError, StoreError, ToolchainError, UsageError
-from fusekit.spec import KernelSpec, find
+from fusekit.spec import Spec, find
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit.store.keys import sha256
 
@@ -34,7 +34,7 @@ class Task:
 
     key: str
     fields: dict[str, str]
-    specs: tuple[KernelSpec, ...]
+    specs: tuple[Spec, ...]
     summary: Mapping[str, Any] | None = None
     named: bool = False
 
@@ -55,7 +55,7 @@ class BuildPlan:
     misses: tuple[Task, ...]
 
     @property
-    def specs(self) -> tuple[KernelSpec, ...]:
+    def specs(self) -> tuple[Spec, ...]:
         """Every spec, hits first."""
         return tuple(spec for task in (*self.hits, *self.misses) for spec in task.specs)
 
@@ -144,7 +144,7 @@ def build(
 
 def select(
     targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (), arch: str | Sequence[str] | None = None
-) -> tuple[KernelSpec, ...]:
+) -> tuple[Spec, ...]:
     """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
     several = [targets] if isinstance(targets, str | os.PathLike) else list(targets)
     specs = find([os.fspath(target) for target in several])
@@ -157,10 +157,10 @@ def select(
     return tuple(spec for spec in specs if spec.arch in wanted)
 
 
-def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | None = None) -> BuildPlan:
+def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = None) -> BuildPlan:
     """Splits `specs` into what `store` has whole and what it lacks. Imports no compiler and writes nothing."""
     identity = identity or Identity()
-    grouped: dict[str, tuple[dict[str, str], list[KernelSpec]]] = {}
+    grouped: dict[str, tuple[dict[str, str], list[Spec]]] = {}
     for spec in specs:
         fields = identity.key_fields(spec)
         grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
@@ -171,7 +171,7 @@ def plan_build(specs: Sequence[KernelSpec], store: Store, identity: Identity | N
     )
 
 
-def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[KernelSpec, ...]) -> Task:
+def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[Spec, ...]) -> Task:
     summary = None
     for spec in specs:
         summary = store.settled(_record(key, spec))
@@ -188,7 +188,7 @@ def execute(
     store: Store,
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
-    planner: Callable[[KernelSpec], TracePlan] = plan,
+    planner: Callable[[Spec], TracePlan] = plan,
     executor: Executor | None = None,
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
@@ -214,7 +214,7 @@ def _build(
     store: Store,
     jobs: int | None,
     notify: Callable[[Progress], None],
-    planner: Callable[[KernelSpec], TracePlan],
+    planner: Callable[[Spec], TracePlan],
     executor: Executor | None,
     report: BuildReport,
 ) -> None:
@@ -243,9 +243,7 @@ def _build(
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
 
 
-def _make(
-    compiler: Compiler, task: Task, store: Store, planner: Callable[[KernelSpec], TracePlan]
-) -> tuple[Entry, bool]:
+def _make(compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan]) -> tuple[Entry, bool]:
     """The entry of `task`, and whether it was compiled now. Another process may have been faster."""
     from fusekit.compiler.worker import Job
 
@@ -280,7 +278,7 @@ def _unchanged(task: Task) -> None:
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
 
 
-def _record(key: str, spec: KernelSpec) -> NameRecord:
+def _record(key: str, spec: Spec) -> NameRecord:
     return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
 
 

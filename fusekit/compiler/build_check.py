@@ -17,7 +17,7 @@ from fusekit.store import Store
 from fusekit.store.manifest import Comparison, Locked, Manifest
 
 if TYPE_CHECKING:
-    from fusekit.spec import KernelSpec
+    from fusekit.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ def check_build(
     return Checked(manifest.compare(built, asked - failed), report)
 
 
-def chosen(manifest: Manifest, targets: Sequence[str] = ()) -> list[KernelSpec]:
+def chosen(manifest: Manifest, targets: Sequence[str] = ()) -> list[Spec]:
     """The specs of `targets` for the manifest's architecture; without targets those of the manifest that there are."""
     if targets:
         return list(select(targets, manifest.arch))
     return [spec for spec in find([]) if spec.arch == manifest.arch and spec.full_name in manifest.kernels]
 
 
-def locked_in(store: Store, specs: Iterable[KernelSpec], identity: Identity) -> dict[str, Locked]:
+def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> dict[str, Locked]:
     """Full name -> what `store` has whole of `specs`, under the keys that they have now."""
     found = {}
     for task in plan_build([*specs], store, identity).hits:

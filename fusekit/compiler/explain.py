@@ -10,7 +10,7 @@ from fusekit.errors import IntegrityError
 from fusekit.store import Entry, Store, key_of
 
 if TYPE_CHECKING:
-    from fusekit.spec import KernelSpec
+    from fusekit.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Explanation:
     differs: tuple[Difference, ...] = ()
 
 
-def explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> Explanation:
+def explain(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
     """What a build of `spec`, with the key fields that it has now, would meet in `store`."""
     key = key_of(fields)
 
@@ -58,7 +58,7 @@ def explain(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> Explan
     return say("miss", f"the store has this name under another key; what differs: {_labels(differs)}", differs)
 
 
-def explain_without_compiler(store: Store, spec: KernelSpec, fields: Mapping[str, str]) -> Explanation:
+def explain_without_compiler(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
     """What can be told where no compiler is installed: of the `fields` of now, the toolchain's mean nothing."""
 
     def say(reason: str, differs: tuple[Difference, ...] = ()) -> Explanation:

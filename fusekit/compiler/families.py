@@ -6,29 +6,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fusekit.errors import BuildError
+from fusekit.spec import KernelSpec
 
 if TYPE_CHECKING:
     from fusekit.compiler.plan import TracePlan
-    from fusekit.spec import KernelSpec
+    from fusekit.spec import Spec
 
 FAMILIES = {
     "dense-gemm": "fusekit.compiler.gemm",
     "grouped-gemm": "fusekit.compiler.gemm",
     "grouped-wgrad": "fusekit.compiler.wgrad",
+    "moe-aux-loss": "fusekit.compiler.router",
+    "moe-aux-loss-bwd": "fusekit.compiler.router",
+    "moe-index": "fusekit.compiler.permutation",
+    "moe-permute": "fusekit.compiler.permutation",
+    "moe-unpermute": "fusekit.compiler.permutation",
+    "moe-unpermute-bwd": "fusekit.compiler.permutation",
+    "router-topk": "fusekit.compiler.router",
+    "router-topk-bwd": "fusekit.compiler.router",
+    "router-aux-score": "fusekit.compiler.router",
+    "router-aux-score-bwd": "fusekit.compiler.router",
 }
 BACKWARD = "fusekit.compiler.backward"  # of a GEMM whose activation is a derivative
 
 
-def family(spec: KernelSpec) -> str:
+def family(spec: Spec) -> str:
     """The dotted name of the module that builds `spec`; importing it imports the compiler."""
     if spec.op not in FAMILIES:
         raise BuildError(f"op {spec.op!r} has no kernels; it must be one of {', '.join(sorted(FAMILIES))}")
-    return BACKWARD if spec.activation.backward else FAMILIES[spec.op]
+    derivative = isinstance(spec, KernelSpec) and spec.activation.backward
+    return BACKWARD if derivative else FAMILIES[spec.op]
 
 
-def plan(spec: KernelSpec) -> TracePlan:
+def plan(spec: Spec) -> TracePlan:
     """What to trace for `spec`. Imports the DSL. BuildError for sums of gradients, which no kernel makes yet."""
-    if spec.dprob or spec.dbias:
+    if isinstance(spec, KernelSpec) and (spec.dprob or spec.dbias):
         raise BuildError(f"{spec.full_name}: dprob and dbias have no kernels in this version; leave them out")
     result: TracePlan = import_module(family(spec)).plan(spec)
     return result

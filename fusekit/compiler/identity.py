@@ -12,7 +12,7 @@ from fusekit.compiler.trace import compile_options
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
-    from fusekit.spec import KernelSpec
+    from fusekit.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Identity:
     _sources: dict[str, dict[str, str]] = field(default_factory=dict)
     _common: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
-    def key_fields(self, spec: KernelSpec) -> dict[str, str]:
+    def key_fields(self, spec: Spec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
         module = family(spec)
         if module not in self._sources:
@@ -38,6 +38,6 @@ class Identity:
         return with_spec(self._common[module, spec.arch], spec.device_spec())
 
 
-def key_fields_for(spec: KernelSpec) -> dict[str, str]:
+def key_fields_for(spec: Spec) -> dict[str, str]:
     """The labelled key fields of one spec. Raises ToolchainError without the DSL, BuildError for an unknown op."""
     return Identity().key_fields(spec)

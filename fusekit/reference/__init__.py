@@ -7,6 +7,9 @@ from fusekit.reference.formats import POISON, decode, encode, poisoned
 from fusekit.reference.gemm import check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.permutation import permutation_check, permutation_inputs, permutation_output_shapes
+from fusekit.reference.router import route
+from fusekit.reference.router_check import router_check, router_inputs, router_output_shapes
 from fusekit.reference.sampling import sample_rows, sample_weights
 
 __all__ = [
@@ -24,7 +27,14 @@ __all__ = [
     "measure",
     "offsets_of",
     "output_shapes",
+    "permutation_check",
+    "permutation_inputs",
+    "permutation_output_shapes",
     "poisoned",
+    "route",
+    "router_check",
+    "router_inputs",
+    "router_output_shapes",
     "sample_rows",
     "sample_weights",
 ]

@@ -10,6 +10,9 @@ factor is the price of operand traffic: a tile fetches (tile_m + tile_n) element
 that a small tile is chosen only where it saves much padding. A tile of grouped-wgrad lies on a group's N x K weights:
 rows are those of the weights, and no group wastes any. Equal costs: the larger tile, then the larger cluster,
 then the name, so that the choice is the same everywhere. Without a problem only the last factor counts.
+
+Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
+taken, to 4 for a router of 1024 experts or more.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
 
 def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None) -> NameRecord:
     """The variant to load; what `problem` has overrides the specs' own. `variants` must not be empty."""
+    if "warps" in variants[0].spec:
+        best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec["experts"] >= 1024 else 8
+        return min(variants, key=lambda record: (abs(record.spec["warps"] - best), record.name))
 
     def rank(record: NameRecord) -> tuple[float, int, int, str]:
         spec = record.spec

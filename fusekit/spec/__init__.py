@@ -3,8 +3,12 @@
 | module | its job |
 |---|---|
 | `model` | `KernelSpec`, `Activation`, `Problem`: the values, their names and canonical form |
-| `keys` | every key of a spec file: type, choices, default, meaning |
+| `keys` | every key of a GEMM's spec: type, choices, default, meaning |
 | `values` | one TOML value against one key |
+| `token` | what specs of kernels that work token by token share |
+| `router` | the router's operations: `RouterSpec`, their keys and rules |
+| `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
+| `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
 | `budget` | shared memory and register arithmetic |
 | `parse` | a file: defaults, sweeps, all problems in one error |
@@ -21,14 +25,22 @@ from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
 
 if TYPE_CHECKING:
     from fusekit.spec.catalog import find, packaged_files
+    from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
     from fusekit.spec.parse import parse_file, parse_text
+    from fusekit.spec.permutation import PermutationSpec
+    from fusekit.spec.router import RouterSpec
+    from fusekit.spec.token import TokenProblem
 
 __all__ = [
     "Activation",
     "Budget",
     "KernelSpec",
+    "PermutationSpec",
     "Problem",
+    "RouterSpec",
+    "Spec",
+    "TokenProblem",
     "canonical_json",
     "find",
     "packaged_files",
@@ -47,6 +59,10 @@ def __getattr__(name: str) -> Any:
         from fusekit.spec import parse
 
         return getattr(parse, name)
+    if name in ("Spec", "RouterSpec", "PermutationSpec", "TokenProblem"):
+        from fusekit.spec import family
+
+        return getattr(family, name)
     if name == "schema":
         from fusekit.spec.json_schema import schema
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from fusekit.errors import UsageError
-from fusekit.spec.model import KernelSpec
+from fusekit.spec.family import Spec
 from fusekit.spec.parse import parse_file
 from fusekit.spec.values import nearest
 
@@ -23,7 +23,7 @@ def packaged_files() -> tuple[Path, ...]:
     return tuple(sorted(packaged_folder().glob("*.toml")))
 
 
-def find(patterns: Sequence[str] = ()) -> tuple[KernelSpec, ...]:
+def find(patterns: Sequence[str] = ()) -> tuple[Spec, ...]:
     """The kernels that the patterns name, in their order, each once; no pattern: every packaged one.
 
     A pattern is the path of a spec file (it ends in `.toml`), or a packaged file's stem, a kernel's name
@@ -31,7 +31,7 @@ def find(patterns: Sequence[str] = ()) -> tuple[KernelSpec, ...]:
     read. Raises UsageError for a pattern that names nothing, or for two files that give the same name to different
     kernels; SpecError for a bad file.
     """
-    found: dict[tuple[str, str], KernelSpec] = {}
+    found: dict[tuple[str, str], Spec] = {}
     for pattern in patterns or ("*",):
         for spec in _path(pattern) if pattern.endswith(".toml") else _match(pattern):
             earlier = found.setdefault((spec.full_name, spec.arch), spec)
@@ -43,14 +43,14 @@ def find(patterns: Sequence[str] = ()) -> tuple[KernelSpec, ...]:
     return tuple(found.values())
 
 
-def _path(pattern: str) -> tuple[KernelSpec, ...]:
+def _path(pattern: str) -> tuple[Spec, ...]:
     path = Path(pattern)
     if not path.exists() and path.name == pattern and (packaged := packaged_folder() / pattern).is_file():
         path = packaged
     return parse_file(path)
 
 
-def _match(pattern: str) -> list[KernelSpec]:
+def _match(pattern: str) -> list[Spec]:
     files = packaged_files()
     stem_pattern = pattern.partition("/")[0] if "/" in pattern else None
     candidates = [path for path in files if stem_pattern is None or fnmatchcase(path.stem, stem_pattern)]
@@ -61,11 +61,11 @@ def _match(pattern: str) -> list[KernelSpec]:
     return [spec for spec in specs if matches(spec)] or _nothing(pattern, specs)
 
 
-def _matches(pattern: str, spec: KernelSpec) -> bool:
+def _matches(pattern: str, spec: Spec) -> bool:
     return any(fnmatchcase(text, pattern) for text in (spec.file, spec.name, spec.full_name))
 
 
-def _nothing(pattern: str, specs: list[KernelSpec]) -> list[KernelSpec]:
+def _nothing(pattern: str, specs: list[Spec]) -> list[Spec]:
     stems = [path.stem for path in packaged_files()]
     if "@" in pattern:
         names = [spec.full_name for spec in specs]

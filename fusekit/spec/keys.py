@@ -97,14 +97,11 @@ KERNEL_KEYS = (
 )  # fmt: skip
 
 KERNEL_ONLY = ("name", "summary")
-DEFAULTS_KEYS = tuple(key for key in KERNEL_KEYS if key.name not in KERNEL_ONLY)
 SWEEP_KEYS = ("arch", "tile", "cluster", "mainloop", "schedule")
 
 FILE_KEYS = (
     Key("schema", "int", "Version of this format: 1.", required=True),
     Key("summary", "string", "One line about the file."),
-    Key(
-        "defaults", "table", "Any key of a kernel but name and summary; a kernel's own value wins.", keys=DEFAULTS_KEYS
-    ),
-    Key("kernel", "table", "The kernels, one [[kernel]] table each.", keys=KERNEL_KEYS, required=True),
+    Key("defaults", "table", "Any key of a kernel but name and summary; a kernel's own value wins."),
+    Key("kernel", "table", "The kernels, one [[kernel]] table each.", required=True),
 )

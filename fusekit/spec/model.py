@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from fusekit.errors import SpecError
 from fusekit.spec.budget import Budget, budget, default_mainloop
@@ -186,7 +186,14 @@ class KernelSpec:
         return scalars
 
 
-def canonical_json(spec: KernelSpec) -> str:
+class Canonical(Protocol):
+    """Any spec."""
+
+    def canonical(self) -> dict[str, Any]:
+        """The whole spec in JSON types, keys sorted."""
+
+
+def canonical_json(spec: Canonical) -> str:
     """One line of JSON, the same for equal specs on every machine."""
     return json.dumps(spec.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 

@@ -1,4 +1,4 @@
-"""TOML text -> expanded, validated `KernelSpec`s. All problems of a file are reported in one SpecError."""
+"""TOML text -> expanded, validated specs. All problems of a file are reported in one SpecError."""
 
 import itertools
 import os
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.spec.budget import default_mainloop
-from fusekit.spec.keys import DEFAULTS_KEYS, FILE_KEYS, KERNEL_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
-from fusekit.spec.model import Activation, KernelSpec, Problem
-from fusekit.spec.rules import broken_rules
+from fusekit.spec.family import Family, Spec, families, family_of
+from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
 from fusekit.spec.values import BAD, Reader, nearest, show, type_name
 
 SCHEMA_VERSION = 1
 MAX_KERNELS = 4096  # a sweep that makes more is a slip
 
 
-def parse_file(path: str | os.PathLike[str]) -> tuple[KernelSpec, ...]:
+def parse_file(path: str | os.PathLike[str]) -> tuple[Spec, ...]:
     """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError."""
     path = Path(path)
     try:
@@ -34,7 +32,7 @@ def parse_file(path: str | os.PathLike[str]) -> tuple[KernelSpec, ...]:
     return parse_text(text, path.stem, str(path))
 
 
-def parse_text(text: str, stem: str, source: str | None = None) -> tuple[KernelSpec, ...]:
+def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, ...]:
     """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
     source = source or f"{stem}.toml"
     if not re.fullmatch(NAME_PATTERN, stem):
@@ -65,14 +63,15 @@ class _File:
     def __init__(self, reader: Reader, document: dict[str, Any], stem: str) -> None:
         self.reader, self.document, self.stem = reader, document, stem
 
-    def expand(self) -> tuple[KernelSpec, ...]:
+    def expand(self) -> tuple[Spec, ...]:
         self._check_top()
         defaults = self._table("defaults")
-        shared = self.reader.table("[defaults]: ", defaults, DEFAULTS_KEYS, complete=False)
+        kernels = self._kernels()
+        shared = self._shared(defaults, [self._family(table, defaults) for table in kernels])
         summary = self.document.get("summary", "")
-        specs: list[KernelSpec] = []
+        specs: list[Spec] = []
         seen: dict[str, int] = {}
-        for number, table in enumerate(self._kernels(), start=1):
+        for number, table in enumerate(kernels, start=1):
             where = f"[[kernel]] {number}"
             name = table.get("name")
             where += f" ({name}): " if isinstance(name, str) else ": "
@@ -80,12 +79,30 @@ class _File:
                 self.reader.report(
                     where, "name", name, f"[[kernel]] {seen[name]} has this name already; name them apart"
                 )
-            own = self.reader.table(where, table, KERNEL_KEYS, complete=False)
-            for key in KERNEL_KEYS:
-                if key.required and key.name not in own and key.name not in shared:
+            family = self._family(table, defaults)
+            own, inherited = self.reader.table(where, table, family.keys, complete=False), shared[family.ops]
+            for key in family.keys:
+                if key.required and key.name not in own and key.name not in inherited:
                     self.reader.missing(where, key)
-            specs += self._variants(where, own, shared, summary)
+            specs += self._variants(where, family, own, inherited, summary)
         return tuple(specs)
+
+    def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
+        return family_of(table.get("op", defaults.get("op")))
+
+    def _shared(self, defaults: dict[str, Any], used: list[Family]) -> dict[tuple[str, ...], dict[str, Any]]:
+        """The values of [defaults] by the operations of each family that the file uses.
+
+        A family leaves aside what only another one in the file knows. What none knows is an error.
+        """
+        used = list({family.ops: family for family in used or [family_of(None)]}.values())
+        known = {key.name for family in used for key in family.keys}
+        shared = {}
+        for number, family in enumerate(used):
+            names = {key.name for key in family.keys} | (set(defaults) - known if number == 0 else set())
+            mine = {name: value for name, value in defaults.items() if name in names}
+            shared[family.ops] = self.reader.table("[defaults]: ", mine, family.defaults_keys, complete=False)
+        return shared
 
     def _check_top(self) -> None:
         known = {key.name: key for key in FILE_KEYS}
@@ -93,7 +110,7 @@ class _File:
             if name in known:
                 continue
             hint = nearest(name, known)
-            if not hint and any(key.name == name for key in KERNEL_KEYS):
+            if not hint and any(key.name == name for family in families() for key in family.keys):
                 hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
             hint = hint or f"; the top level has {', '.join(known)}"
             self.reader.problems.append(f"top level: {name} = {show(value)}: there is no such key{hint}")
@@ -128,64 +145,33 @@ class _File:
             return value
         return []
 
-    def _variants(self, where: str, own: dict[str, Any], shared: dict[str, Any], file_summary: str) -> list[KernelSpec]:
+    def _variants(
+        self, where: str, family: Family, own: dict[str, Any], shared: dict[str, Any], file_summary: str
+    ) -> list[Spec]:
         values = {
-            key.name: (key.default,) if key.sweep else key.default for key in KERNEL_KEYS if key.name not in KERNEL_ONLY
+            key.name: (key.default,) if key.sweep else key.default for key in family.keys if key.name not in KERNEL_ONLY
         }
-        values |= {"mainloop": (None,), "summary": file_summary} | shared | own
-        required = [key.name for key in KERNEL_KEYS if key.required]
+        values |= {"summary": file_summary} | shared | own
+        required = [key.name for key in family.keys if key.required]
         if any(values.get(name) in (None, (None,)) for name in required) or any(
             value is BAD for value in values.values()
         ):
             return []  # reported already
         count = 1
-        for key in SWEEP_KEYS:
+        for key in family.sweep_keys:
             count *= len(values[key])
         if count > MAX_KERNELS:
-            product = " x ".join(f"{len(values[key])} {key}" for key in SWEEP_KEYS if len(values[key]) > 1)
+            product = " x ".join(f"{len(values[key])} {key}" for key in family.sweep_keys if len(values[key]) > 1)
             self.reader.problems.append(
                 f"{where}{product} = {count} kernels; at most {MAX_KERNELS} are expanded; sweep less"
             )
             return []
         specs = []
-        for choice in itertools.product(*(values[key] for key in SWEEP_KEYS)):
-            spec = self._spec(values, dict(zip(SWEEP_KEYS, choice, strict=True)))
+        for choice in itertools.product(*(values[key] for key in family.sweep_keys)):
+            spec = family.make(self.stem, values, dict(zip(family.sweep_keys, choice, strict=True)))
             specs.append(spec)
-            for key, value, rule in broken_rules(spec):
+            for key, value, rule in family.broken(spec):
                 base = key.partition(".")[0]
                 origin = "from [defaults]: " if base in shared and base not in own else ""
                 self.reader.report(f"{where}{origin}", key, value, rule)
         return specs
-
-    def _spec(self, values: dict[str, Any], choice: dict[str, Any]) -> KernelSpec:
-        activation = Activation(**(values["activation"] or {}))
-        problem = Problem(**values["problem"]) if values["problem"] else None
-        tile = choice["tile"]
-        mainloop = choice["mainloop"] or default_mainloop(tile)
-        return KernelSpec(
-            file=self.stem,
-            kernel=values["name"],
-            op=values["op"],
-            arch=choice["arch"],
-            dtype=values["dtype"],
-            out_dtype=values["out_dtype"] or values["dtype"],
-            b_major=values["b_major"],
-            alpha=values["alpha"],
-            bias=values["bias"],
-            save_preactivation=values["save_preactivation"],
-            activation=activation,
-            glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
-            row_scale=values["row_scale"],
-            accumulate=values["accumulate"],
-            recompute=values["recompute"],
-            dprob=values["dprob"],
-            dbias=values["dbias"],
-            quant=values["quant"],
-            tile=tile,
-            cluster=choice["cluster"],
-            mainloop=mainloop,
-            schedule=choice["schedule"],
-            cluster_margin=values["cluster_margin"],
-            problem=problem,
-            summary=values["summary"],
-        )

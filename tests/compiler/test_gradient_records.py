@@ -12,11 +12,13 @@ from fusekit import reference
 from fusekit.abi import ScalarArgument, TensorMapParameter, evaluate
 from fusekit.compiler.families import family
 from fusekit.compiler.samples import expected_map
-from fusekit.spec import find, parse_file
+from fusekit.spec import KernelSpec, find, parse_file
 from fusekit.spec.budget import SM90A
 
 MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix_backward.toml")
-PACKAGED = [spec for spec in find() if spec.op == "grouped-wgrad" or spec.activation.backward]
+PACKAGED = [
+    spec for spec in find() if isinstance(spec, KernelSpec) and (spec.op == "grouped-wgrad" or spec.activation.backward)
+]
 DISTINCT = {str(spec.device_spec()): spec for spec in (*MATRIX, *PACKAGED) if not (spec.dprob or spec.dbias)}
 SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec.full_name)
 SMS = 132  # of an H100 or H200

@@ -26,13 +26,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def library():
-    """The library of the store, on a machine with a Hopper GPU."""
+def opened():
+    """The library of the store, whatever it holds, on a machine with a Hopper GPU."""
     from fusekit import open_library
 
     try:
-        opened = open_library()
-        device = opened.devices.get(0)
+        library = open_library()
+        device = library.devices.get(0)
     except ImportError as error:
         pytest.skip(f"launching needs a package that is missing: {error}")
     except DriverError as error:
@@ -41,6 +41,12 @@ def library():
         pytest.skip(f"no store: {error}")
     if device.arch != "sm_90a":
         pytest.skip(f"the kernels are for sm_90a; this is {device}")
+    return library
+
+
+@pytest.fixture(scope="session")
+def library(opened):
+    """The library, if its store holds the kernels of the GEMM tests."""
     for path in (MATRIX, BACKWARD):
         if not opened.store.names(f"{path.stem}/*"):
             pytest.skip(f"no kernels of {path.name} in {opened}; build it there and name the store: FUSEKIT_STORE")

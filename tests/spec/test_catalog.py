@@ -3,7 +3,7 @@
 import pytest
 
 from fusekit.errors import SpecError, UsageError
-from fusekit.spec import find, packaged_files, parse_file
+from fusekit.spec import KernelSpec, find, packaged_files, parse_file
 from fusekit.spec.catalog import packaged_folder
 
 MODELS = ("deepseek-v3", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-30b-a3b")
@@ -60,7 +60,7 @@ def test_models_have_their_shapes(model):
 
 def test_every_packaged_kernel_fits_and_has_a_shape():
     for spec in find():
-        assert spec.budget.stages >= 3
+        assert not isinstance(spec, KernelSpec) or spec.budget.stages >= 3
         assert spec.problem is not None
         assert spec.summary
 

@@ -1,0 +1,151 @@
+"""The permutation family: what `kernels.router.index` and `.permute` are traced with, and their launch records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.abi import (
+    Dim,
+    Expr,
+    IntegerParameter,
+    LaunchRecord,
+    Parameter,
+    PointerParameter,
+    TensorArgument,
+)
+from fusekit.abi.arguments import DTYPE_BYTES
+from fusekit.compiler.plan import HostStream, HostTensor, TracePlan
+from fusekit.spec import PermutationSpec
+from fusekit.spec.permutation import INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, VECTOR_BYTES
+
+WARP = 32
+MOST_ROWS = 2**31 - 2**16  # row, token and choice numbers of a last, partly empty block stay below 2**31
+MOST_COLUMNS = 2**28  # of a row's bytes, an int32 with room for the last piece
+LINES = {PERMUTE: 8, UNPERMUTE: 4, UNPERMUTE_BACKWARD: 4}  # of a piece; what a lane holds is in registers, K times
+
+# Operands in the order of the host functions, (name, role); rows are [M, H] or [T, H].
+OPERANDS = {
+    INDEX: (("indices", "input"), ("offsets", "output"), ("order", "output"), ("inverse", "output")),
+    PERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output"), ("row_scale", "output")),
+    UNPERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output")),
+    UNPERMUTE_BACKWARD: (
+        ("grad_y", "input"), ("x", "input"), ("inverse", "input"), ("weights", "input"), ("grad_x", "output"),
+        ("grad_weights", "output"),
+    ),
+}  # fmt: skip
+# Whose rows are tokens'; the others' are experts'.
+TOKEN_ROWS = {PERMUTE: ("x",), UNPERMUTE: ("y",), UNPERMUTE_BACKWARD: ("grad_y",)}
+
+
+def plan(spec: PermutationSpec) -> TracePlan:
+    """Trace plan of a permutation operation. Imports the DSL."""
+    tensors = _tensors(spec)
+    function = _function(spec)
+    return TracePlan(
+        function=function,
+        arguments=_fake_arguments(spec, tensors),
+        host_arguments=(*(HostTensor(tensor.name) for tensor in tensors), HostStream()),
+        record=_index_record(spec, tensors, function) if spec.op == INDEX else _rows_record(spec, tensors),
+    )
+
+
+def _tensors(spec: PermutationSpec) -> tuple[TensorArgument, ...]:
+    made = (_tensor(spec, name, role) for name, role in OPERANDS[spec.op])
+    return tuple(tensor for tensor in made if tensor is not None)
+
+
+def _tensor(spec: PermutationSpec, name: str, role: str) -> TensorArgument | None:
+    """The tensor called `name`; None where the spec has none."""
+    if name in ("weights", "row_scale") and not spec.weighted:
+        return None
+    if name in ("indices", "inverse", "weights", "grad_weights"):
+        dtype = "i32" if name in ("indices", "inverse") else "f32"
+        return TensorArgument(name, role, dtype, ("T", spec.topk), (spec.topk, 1), alignment=4)
+    if name == "offsets":
+        return TensorArgument(name, role, "i32", (spec.experts,), (1,), alignment=4)
+    if name == "order":
+        return TensorArgument(name, role, "i32", (["mul", spec.topk, "T"],), (1,), alignment=4)
+    if name == "row_scale":
+        return TensorArgument(name, role, "f32", ("M",), (1,), alignment=4)
+    rows = "T" if name in TOKEN_ROWS[spec.op] else "M"
+    divisor = VECTOR_BYTES // DTYPE_BYTES[spec.dtype]
+    return TensorArgument(name, role, spec.dtype, (rows, "H"), (f"{name}.stride0", 1), divisor)
+
+
+def _index_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...], function: Any) -> LaunchRecord:
+    parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
+    parameters.append(IntegerParameter("choices", "i32", ["mul", spec.topk, "T"]))
+    return LaunchRecord(
+        arch=spec.arch,
+        arguments=tensors,
+        dims=(Dim("T", maximum=MOST_ROWS // spec.topk),),
+        parameters=tuple(parameters),
+        grid=(function.blocks, 1, 1),
+        block=(function.threads, 1, 1),
+        cluster=(8, 1, 1),
+        dynamic_shared=function.shared_bytes,
+    )
+
+
+def _rows_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> LaunchRecord:
+    size = DTYPE_BYTES[spec.dtype]
+    row_bytes: Expr = ["mul", size, "H"]
+    parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
+    parameters += [IntegerParameter("tokens", "i32", "T"), IntegerParameter("row_bytes", "i32", row_bytes)]
+    for name in {PERMUTE: ("x", "y"), UNPERMUTE: ("x", "y"), UNPERMUTE_BACKWARD: ("grad_y", "x", "grad_x")}[spec.op]:
+        parameters.append(IntegerParameter(f"{name}_stride", "i64", ["mul", size, f"{name}.stride0"]))
+    pieces: Expr = ["ceildiv", row_bytes, LINES[spec.op] * WARP * VECTOR_BYTES]
+    tokens: Expr = ["ceildiv", "T", spec.warps]
+    divisor = VECTOR_BYTES // size
+    return LaunchRecord(
+        arch=spec.arch,
+        arguments=tensors,
+        dims=(
+            Dim("T", maximum=MOST_ROWS),
+            Dim("M", maximum=MOST_ROWS),
+            Dim("H", divisor, divisor, MOST_COLUMNS // size),
+        ),
+        parameters=tuple(parameters),
+        grid=(tokens if spec.op == UNPERMUTE_BACKWARD else ["mul", tokens, pieces], 1, 1),
+        block=(WARP * spec.warps, 1, 1),
+        skip_if_zero=("T",),
+    )
+
+
+def _function(spec: PermutationSpec) -> Any:
+    from fusekit.kernels.router.index import MoeIndex
+    from fusekit.kernels.router.permute import MoePermute, MoeUnpermute, MoeUnpermuteBackward
+
+    if spec.op == INDEX:
+        return MoeIndex(spec.experts, spec.topk)
+    made = {PERMUTE: MoePermute, UNPERMUTE: MoeUnpermute, UNPERMUTE_BACKWARD: MoeUnpermuteBackward}
+    return made[spec.op](spec.topk, spec.dtype, spec.weighted, spec.warps, LINES[spec.op])
+
+
+def _fake_arguments(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> tuple[Any, ...]:
+    """One entry for each parameter of the kernel's host function; None where the spec has no such operand."""
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    types = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32, "i32": cutlass.Int32}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    arguments: list[Any] = []
+    for name, _ in OPERANDS[spec.op]:
+        tensor = by_name.get(name)
+        if tensor is None:
+            arguments.append(None)
+            continue
+        shape = tuple(
+            extent
+            if isinstance(extent, int)
+            else cute.sym_int(divisibility=tensor.stride_divisor if extent == "H" else 1)
+            for extent in tensor.shape
+        )
+        strides = tuple(
+            stride if isinstance(stride, int) else cute.sym_int64(divisibility=tensor.stride_divisor)
+            for stride in tensor.strides
+        )
+        arguments.append(make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment))
+    return (*arguments, CUstream(0))

@@ -1,0 +1,76 @@
+"""What the router kernels are traced with."""
+
+from dataclasses import dataclass
+
+import cutlass
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The keys of a router spec that decide the device code; `fusekit.spec.router` says what each means."""
+
+    experts: int
+    topk: int
+    dtype: str
+    out_dtype: str
+    score_function: str
+    pre_softmax: bool
+    expert_bias: bool
+    num_groups: int
+    group_topk: int
+    outputs: str
+    routing_map: str
+    warps: int
+
+    @property
+    def normalised(self) -> bool:
+        """Whether chosen scores are divided by their sum: sigmoid and sqrtsoftplus with several experts a token."""
+        return self.score_function != "softmax" and self.topk > 1
+
+    @property
+    def dense(self) -> bool:
+        """Whether choices are a [T, experts] map and probabilities, not [T, topk] indices and weights."""
+        return self.outputs == "dense"
+
+    @property
+    def map_words(self) -> int:
+        """32-bit words of one token's bit-packed routing map."""
+        return -(-self.experts // 32)
+
+
+def dtype_of(name: str):
+    """The DSL's type for a spec's dtype."""
+    return {"f32": cutlass.Float32, "bf16": cutlass.BFloat16}[name]
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of an element."""
+    return {"f32": 4, "bf16": 2}[name]
+
+
+def vector_elements(experts: int, element_bytes: int) -> int:
+    """Neighbouring experts that a lane holds: 16 bytes of the widest tensor where rows stay aligned and lanes busy."""
+    vector = 16 // element_bytes
+    while experts % vector or (vector > 1 and vector * WARP > experts):
+        vector //= 2
+    return vector
+
+
+class Row:
+    """How a token's experts lie in its lanes: chunk c, lane l, place v hold expert (c * lanes + l) * vector + v."""
+
+    def __init__(self, experts: int, vector: int, lanes: int = WARP) -> None:
+        self.experts, self.vector, self.lanes = experts, vector, lanes
+        self.chunks = -(-experts // (lanes * vector))
+        self.size = self.chunks * vector  # experts of one lane, those past the end included
+
+    def first(self, chunk: int, lane):
+        """The first expert that a lane holds in the chunk."""
+        return (lane + chunk * self.lanes) * self.vector
+
+    def valid(self, chunk: int, lane):
+        """Whether the lane's experts in the chunk exist; None where all lanes' do."""
+        full = (chunk + 1) * self.lanes * self.vector <= self.experts
+        return None if full else self.first(chunk, lane) < self.experts

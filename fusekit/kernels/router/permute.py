@@ -1,0 +1,227 @@
+"""moe-permute, moe-unpermute and moe-unpermute-bwd: rows of tokens to rows of experts and back.
+
+    permute         y[inverse[t, k]] = x[t], and with weights row_scale[inverse[t, k]] = weights[t, k]
+    unpermute       y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k
+    unpermute-bwd   grad_x[inverse[t, k]] = weights[t, k] grad_y[t]; grad_weights[t, k] = grad_y[t] . x[inverse[t, k]]
+
+Without weights they are 1, permute is the backward of unpermute and the other way round. A choice with inverse -1 has
+no row: it is not written, adds nothing, and its weight's gradient is 0. Rows that no choice has are left alone.
+
+A warp takes a piece of a token's row, PIECE bytes, and all K rows of experts that belong to it: what is common to them
+is read once, and every access is 16 bytes a lane, a whole line a warp. The backward takes a row piece by piece, since
+its dot products run along it.
+"""
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from fusekit.kernels.ptx import divide
+from fusekit.kernels.router import lanes
+from fusekit.kernels.router.config import WARP, dtype_bytes
+from fusekit.kernels.router.scores import choose, fma
+
+LINE = WARP * 16  # bytes of a warp's access
+
+
+class Permutation:
+    """What the three kernels share. lines: accesses of a warp that make a piece."""
+
+    def __init__(self, topk: int, dtype: str, weighted: bool, warps: int, lines: int) -> None:
+        self.topk, self.dtype, self.weighted = topk, dtype, weighted
+        self.size = dtype_bytes(dtype)
+        self.warps, self.threads = warps, warps * WARP
+        self.lines, self.piece = lines, lines * LINE
+        self.slots = -(-topk // WARP)
+
+    def grid(self, tokens: Int32, columns: Int32) -> list:
+        """Blocks: a warp for each piece of each token; the pieces of a row are neighbours, and moved together."""
+        return [((tokens - 1) // self.warps + 1) * ((columns * self.size - 1) // self.piece + 1), 1, 1]
+
+    def place(self, row_bytes=None):
+        """(token, lane, first byte of the lane's share of the row's piece); without row_bytes, of the first piece."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        if row_bytes is None:
+            return block * self.warps + warp, lane, lane * 16
+        pieces = divide(row_bytes - 1, self.piece) + 1
+        tokens = divide(block, pieces)
+        return tokens * self.warps + warp, lane, (block - tokens * pieces) * self.piece + lane * 16
+
+    def per_choice(self, tensor: Int64, token: Int32, lane: Int32, fill: int) -> list:
+        """Four bytes of choice `lane`, `lane` + 32, ... of the token; `fill` from K on."""
+        row = tensor + Int64(token) * (self.topk * 4)
+        return [
+            lanes.load(row + (lane + slot * WARP) * 4, 4, lane + slot * WARP < self.topk, fill)[0]
+            for slot in range(self.slots)
+        ]
+
+    def of_choice(self, values: list, choice: int):
+        """Choice `choice`'s value in every lane."""
+        return cute.arch.shuffle_sync(values[choice // WARP], choice % WARP)
+
+    def load_piece(self, row: Int64, first: Int32, row_bytes: Int32, exists=None) -> list:
+        """The lane's share of a piece, as words; zeros past the row's end, or where there is no row."""
+        words: list = []
+        for line in range(self.lines):
+            valid = first + line * LINE < row_bytes
+            if exists is not None:
+                valid = valid & exists
+            words += lanes.load(row + Int64(first), 16, valid, 0, line * LINE)
+        return words
+
+    def store_piece(self, row: Int64, first: Int32, row_bytes: Int32, words: list, exists) -> None:
+        """The lane's share of a piece to a row that exists."""
+        for line in range(self.lines):
+            valid = (first + line * LINE < row_bytes) & exists
+            lanes.store(row + Int64(first), words[4 * line : 4 * line + 4], 16, valid, line * LINE)
+
+    def floats(self, words: list) -> list:
+        """The elements of words."""
+        return lanes.unpack(words, len(words) * 4 // self.size, self.dtype)
+
+    def row_of(self, tensor: Int64, row: Int32, stride: Int64) -> Int64:
+        """Where a row begins; stride in bytes; any place for row -1."""
+        return tensor + Int64(cutlass.max(row, 0)) * stride
+
+
+class MoePermute(Permutation):
+    """The kernel of moe-permute; calling it traces host function and kernel."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, row_scale, stream: CUstream):
+        """Launch; weights and row_scale are None together."""
+        self.kernel(
+            x.iterator,
+            inverse.iterator,
+            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            y.iterator,
+            row_scale.iterator if cutlass.const_expr(self.weighted) else None,
+            x.shape[0],
+            x.shape[1] * self.size,
+            Int64(x.stride[0]) * self.size,
+            Int64(y.stride[0]) * self.size,
+        ).launch(grid=self.grid(x.shape[0], x.shape[1]), block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, x: cute.Pointer, inverse: cute.Pointer, weights, y: cute.Pointer, row_scale, tokens: Int32,
+        row_bytes: Int32, x_stride: Int64, y_stride: Int64,
+    ):  # fmt: skip
+        """See the module's docstring."""
+        token, lane, first = self.place(row_bytes)
+        if token < tokens:
+            rows = self.per_choice(inverse.toint(), token, lane, -1)
+            words = self.load_piece(self.row_of(x.toint(), token, x_stride), first, row_bytes)
+            for choice in cutlass.range_constexpr(self.topk):
+                row = Int32(self.of_choice(rows, choice))
+                self.store_piece(self.row_of(y.toint(), row, y_stride), first, row_bytes, words, row >= 0)
+            if cutlass.const_expr(self.weighted):
+                given = self.per_choice(weights.toint(), token, lane, 0)
+                for slot in cutlass.range_constexpr(self.slots):
+                    use = (Int32(rows[slot]) >= 0) & (first < LINE)  # the first piece's warp writes them
+                    lanes.store(row_scale.toint() + Int64(rows[slot]) * 4, [given[slot]], 4, use)
+
+
+class MoeUnpermute(Permutation):
+    """The kernel of moe-unpermute; calling it traces host function and kernel."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, stream: CUstream):
+        """Launch; weights may be None."""
+        self.kernel(
+            x.iterator,
+            inverse.iterator,
+            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            y.iterator,
+            y.shape[0],
+            y.shape[1] * self.size,
+            Int64(x.stride[0]) * self.size,
+            Int64(y.stride[0]) * self.size,
+        ).launch(grid=self.grid(y.shape[0], y.shape[1]), block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, x: cute.Pointer, inverse: cute.Pointer, weights, y: cute.Pointer, tokens: Int32, row_bytes: Int32,
+        x_stride: Int64, y_stride: Int64,
+    ):  # fmt: skip
+        """See the module's docstring."""
+        token, lane, first = self.place(row_bytes)
+        if token < tokens:
+            rows = self.per_choice(inverse.toint(), token, lane, -1)
+            given = rows
+            if cutlass.const_expr(self.weighted):
+                given = self.per_choice(weights.toint(), token, lane, 0)
+            sums = [Float32(0.0)] * (self.piece // WARP // self.size)
+            for choice in cutlass.range_constexpr(self.topk):
+                row = Int32(self.of_choice(rows, choice))
+                words = self.load_piece(self.row_of(x.toint(), row, x_stride), first, row_bytes, row >= 0)
+                if cutlass.const_expr(self.weighted):
+                    weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                    weight = choose(row >= 0, weight, Float32(0.0))
+                    sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
+                else:
+                    sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+            result = lanes.pack(sums, self.dtype)
+            self.store_piece(self.row_of(y.toint(), token, y_stride), first, row_bytes, result, token < tokens)
+
+
+class MoeUnpermuteBackward(Permutation):
+    """The kernel of moe-unpermute-bwd, with weights; calling it traces host function and kernel."""
+
+    @cute.jit
+    def __call__(
+        self, grad_y: cute.Tensor, x: cute.Tensor, inverse: cute.Tensor, weights: cute.Tensor, grad_x: cute.Tensor,
+        grad_weights: cute.Tensor, stream: CUstream,
+    ):  # fmt: skip
+        """Launch."""
+        tokens = grad_y.shape[0]
+        self.kernel(
+            grad_y.iterator,
+            x.iterator,
+            inverse.iterator,
+            weights.iterator,
+            grad_x.iterator,
+            grad_weights.iterator,
+            tokens,
+            grad_y.shape[1] * self.size,
+            Int64(grad_y.stride[0]) * self.size,
+            Int64(x.stride[0]) * self.size,
+            Int64(grad_x.stride[0]) * self.size,
+        ).launch(grid=[(tokens - 1) // self.warps + 1, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, grad_y: cute.Pointer, x: cute.Pointer, inverse: cute.Pointer, weights: cute.Pointer,
+        grad_x: cute.Pointer, grad_weights: cute.Pointer, tokens: Int32, row_bytes: Int32, y_stride: Int64,
+        x_stride: Int64, grad_stride: Int64,
+    ):  # fmt: skip
+        """See the module's docstring."""
+        token, lane, start = self.place()
+        if token < tokens:
+            rows = self.per_choice(inverse.toint(), token, lane, -1)
+            given = self.per_choice(weights.toint(), token, lane, 0)
+            dots = cute.make_rmem_tensor((self.topk,), Float32)
+            dots.fill(0.0)
+            for piece in cutlass.range(0, row_bytes, self.piece):
+                first = start + piece
+                gradient = self.floats(self.load_piece(self.row_of(grad_y.toint(), token, y_stride), first, row_bytes))
+                for choice in cutlass.range_constexpr(self.topk):
+                    row = Int32(self.of_choice(rows, choice))
+                    weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                    words = self.load_piece(self.row_of(x.toint(), row, x_stride), first, row_bytes, row >= 0)
+                    dot = dots[choice]
+                    for value, other in zip(self.floats(words), gradient, strict=True):
+                        dot = fma(value, other, dot)
+                    dots[choice] = dot
+                    result = lanes.pack([value * weight for value in gradient], self.dtype)
+                    target = self.row_of(grad_x.toint(), row, grad_stride)
+                    self.store_piece(target, first, row_bytes, result, row >= 0)
+            target = grad_weights.toint() + Int64(token) * (self.topk * 4)
+            for choice in cutlass.range_constexpr(self.topk):
+                total = lanes.warp_sum(dots[choice])
+                row = Int32(self.of_choice(rows, choice))
+                total = choose(row >= 0, total, Float32(0.0))
+                lanes.store(target, [lanes.bits_of(total)], 4, lane == choice % WARP, choice * 4)

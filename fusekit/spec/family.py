@@ -1,0 +1,101 @@
+"""Which keys an operation takes, and what makes a spec of them: GEMMs are one family, the others one each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.spec.budget import default_mainloop
+from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
+from fusekit.spec.model import OPS, Activation, KernelSpec, Problem
+from fusekit.spec.permutation import PERMUTATION_KEYS, PERMUTATION_OPS, PermutationSpec, broken_permutation_rules
+from fusekit.spec.permutation import make as make_permutation
+from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS, ROUTER_SWEEP_KEYS, RouterSpec, broken_router_rules
+from fusekit.spec.router import make as make_router
+from fusekit.spec.rules import broken_rules
+from fusekit.spec.token import TokenProblem
+
+__all__ = ["Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
+
+Spec = KernelSpec | RouterSpec | PermutationSpec
+ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS)
+OP_DOC = "The operation."
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Operations that share a table of keys.
+
+    make: (file stem, values by key, one value of each sweep key) -> a spec. broken: the rules that a spec breaks, as
+    (key, value, rule).
+    """
+
+    ops: tuple[str, ...]
+    keys: tuple[Key, ...]
+    sweep_keys: tuple[str, ...]
+    make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
+    broken: Callable[[Any], list[tuple[str, Any, str]]]
+
+    @property
+    def defaults_keys(self) -> tuple[Key, ...]:
+        """The keys that [defaults] may give."""
+        return tuple(key for key in self.keys if key.name not in KERNEL_ONLY)
+
+
+def families() -> tuple[Family, ...]:
+    """Every family; the first is what an unknown operation is read as."""
+    gemm = Family(OPS, _with_op(KERNEL_KEYS), SWEEP_KEYS, _make_gemm, broken_rules)
+    routers = (
+        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_router, broken_router_rules)
+        for op, keys in ROUTER_KEYS.items()
+    )
+    permutations = (
+        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_permutation, broken_permutation_rules)
+        for op, keys in PERMUTATION_KEYS.items()
+    )
+    return (gemm, *routers, *permutations)
+
+
+def family_of(op: Any) -> Family:
+    """The family of an operation; the first for what is none, so that its error names every operation."""
+    every = families()
+    return next((family for family in every if isinstance(op, str) and op in family.ops), every[0])
+
+
+def _with_op(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    op = Key("op", "choice", OP_DOC, choices=ALL_OPS, required=True)
+    others = [key for key in keys if key.name != "op"]
+    return (*others[:2], op, *others[2:])
+
+
+def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> KernelSpec:
+    activation = Activation(**(values["activation"] or {}))
+    problem = Problem(**values["problem"]) if values["problem"] else None
+    tile = choice["tile"]
+    mainloop = choice["mainloop"] or default_mainloop(tile)
+    return KernelSpec(
+        file=stem,
+        kernel=values["name"],
+        op=values["op"],
+        arch=choice["arch"],
+        dtype=values["dtype"],
+        out_dtype=values["out_dtype"] or values["dtype"],
+        b_major=values["b_major"],
+        alpha=values["alpha"],
+        bias=values["bias"],
+        save_preactivation=values["save_preactivation"],
+        activation=activation,
+        glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
+        row_scale=values["row_scale"],
+        accumulate=values["accumulate"],
+        recompute=values["recompute"],
+        dprob=values["dprob"],
+        dbias=values["dbias"],
+        quant=values["quant"],
+        tile=tile,
+        cluster=choice["cluster"],
+        mainloop=mainloop,
+        schedule=choice["schedule"],
+        cluster_margin=values["cluster_margin"],
+        problem=problem,
+        summary=values["summary"],
+    )

@@ -1,0 +1,109 @@
+"""Specs of the operations between router and grouped GEMM: row order, rows to experts and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.spec.keys import Key
+from fusekit.spec.model import ARCHES
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
+from fusekit.spec.token import TokenProblem, TokenSpec
+
+INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD = "moe-index", "moe-permute", "moe-unpermute", "moe-unpermute-bwd"
+PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD)
+INDEX_WARPS = 32
+VECTOR_BYTES = 16
+ELEMENT_BYTES = {"f32": 4, "bf16": 2}
+
+_NAME = Key("name", "string", "The kernel's name in this file.", required=True)
+_SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
+_ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
+_TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
+_TOKENS = Key("T", "int", "Tokens.", required=True)
+_HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
+_ROWS = (
+    _NAME,
+    _SUMMARY,
+    _ARCH,
+    _TOPK,
+    Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
+        default="bf16"),
+    Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True),
+    Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS, _HIDDEN)),
+)  # fmt: skip
+_WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
+                default=False)  # fmt: skip
+PERMUTATION_KEYS = {
+    INDEX: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _TOPK,
+        Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+        Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
+        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+    ),
+    PERMUTE: (*_ROWS, _WEIGHTED),
+    UNPERMUTE: (*_ROWS, _WEIGHTED),
+    UNPERMUTE_BACKWARD: _ROWS,
+}
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(frozen=True, slots=True)
+class PermutationSpec(TokenSpec):
+    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
+
+    A key that the operation lacks has its neutral value: experts 0, dtype "none"; moe-unpermute-bwd is weighted.
+    """
+
+    file: str
+    kernel: str
+    op: str
+    arch: str
+    dtype: str
+    experts: int
+    topk: int
+    weighted: bool
+    warps: int
+    problem: TokenProblem | None
+    summary: str
+
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out: there are none."""
+        return {}
+
+
+def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
+    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    return PermutationSpec(
+        file=file,
+        kernel=values["name"],
+        op=values["op"],
+        arch=choice["arch"],
+        dtype=values.get("dtype", "none"),
+        experts=values.get("experts", 0),
+        topk=values["topk"],
+        weighted=values.get("weighted", values["op"] == UNPERMUTE_BACKWARD),
+        warps=choice["warps"],
+        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
+        summary=values["summary"],
+    )
+
+
+def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
+    """Every rule that an expanded spec breaks; empty when it can be built."""
+    found: list[Broken] = []
+    if spec.experts > MAX_EXPERTS:
+        found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} experts are ordered; say fewer"))
+    if spec.topk > MAX_TOPK:
+        found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
+    warps = (INDEX_WARPS,) if spec.op == INDEX else (1, 2, 4, 8)
+    if spec.warps not in warps:
+        found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
+    if spec.problem and spec.op != INDEX:
+        row = spec.problem.H * ELEMENT_BYTES[spec.dtype]
+        if row % VECTOR_BYTES:
+            found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
+    return found

@@ -1,0 +1,190 @@
+"""Specs of the MoE router's operations: their keys, the frozen value, and what cannot be built."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.spec.keys import Key
+from fusekit.spec.model import ARCHES
+from fusekit.spec.token import TokenProblem, TokenSpec
+
+FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
+AUX_LOSS, AUX_LOSS_BACKWARD = "moe-aux-loss", "moe-aux-loss-bwd"
+ROUTER_OPS = (FORWARD, BACKWARD, AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD)
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+ROUTER_DTYPES = ("f32", "bf16")
+MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 4096, 64, 64
+LONG_ROW = 1024  # experts from which on fewer warps a block are better: their registers are many
+
+ROUTER_PROBLEM_KEYS = (Key("T", "int", "Tokens.", required=True),)
+
+_NAME = Key("name", "string", "The kernel's name in this file.", required=True)
+_SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
+_COMMON = (
+    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    Key("dtype", "choice", "Type of logits and grad_logits.", choices=ROUTER_DTYPES, default="f32"),
+    Key("out_dtype", "choice", "Type of probs, scores and their gradients; default: dtype.", choices=ROUTER_DTYPES),
+    Key("experts", "int", f"Experts X, {MAX_EXPERTS} at most.", minimum=1, required=True),
+    Key("topk", "int", f"Experts chosen for a token, K, {MAX_TOPK} at most.", minimum=1, required=True),
+    Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
+    Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8; a token takes one; default: 8, from 1024 experts on 4.",
+        minimum=1, sweep=True),
+    Key("problem", "table", "The shape that run and benchmarks use.", keys=ROUTER_PROBLEM_KEYS),
+)  # fmt: skip
+_PRE_SOFTMAX = Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False)
+_OUTPUTS = Key("outputs", "choice", '"dense": probs[T, X] and routing_map; "compact": indices[T, K], weights[T, K].',
+               choices=("dense", "compact"), default="dense")  # fmt: skip
+_MAP = Key("routing_map", "choice", '"bytes": u8[T, X]; "bits": i32[T, ceil(X / 32)]; default: "bytes".',
+           choices=("bytes", "bits"))  # fmt: skip
+_SCALE = Key("scaling_factor", "float", "Factor of probabilities and weights; may be changed at launch.", default=1.0)
+_LIMITS = (
+    Key("expert_bias", "bool", "Selects by score + expert_bias[X]; sigmoid and sqrtsoftplus only.", default=False),
+    Key("num_groups", "int", f"Groups of neighbouring experts, {MAX_GROUPS} at most; 0: no groups.", default=0),
+    Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
+)
+
+_LOSS = (
+    _NAME,
+    _SUMMARY,
+    *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
+    Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
+    Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
+)
+
+# What each operation can be told.
+ROUTER_KEYS = {
+    FORWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
+    BACKWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE),
+    AUX: (_NAME, _SUMMARY, *_COMMON, _MAP),
+    AUX_BACKWARD: (_NAME, _SUMMARY, *_COMMON),
+    AUX_LOSS: _LOSS,
+    AUX_LOSS_BACKWARD: _LOSS,
+}
+ROUTER_SWEEP_KEYS = ("arch", "warps")
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec(TokenSpec):
+    """One router kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
+
+    A key that the operation lacks has its neutral value: `routing_map` "none", `outputs` "dense", no groups.
+    """
+
+    file: str
+    kernel: str
+    op: str
+    arch: str
+    dtype: str
+    out_dtype: str
+    experts: int
+    topk: int
+    score_function: str
+    pre_softmax: bool
+    expert_bias: bool
+    num_groups: int
+    group_topk: int
+    outputs: str
+    routing_map: str
+    scaling_factor: float
+    coefficient: float
+    warps: int
+    problem: TokenProblem | None
+    summary: str
+
+    APART = (*TokenSpec.APART, "scaling_factor", "coefficient")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the kernel takes a scaling factor."""
+        return self.op in (FORWARD, BACKWARD)
+
+    @property
+    def normalised(self) -> bool:
+        """Whether scores are divided by their sum: sigmoid and sqrtsoftplus with several experts a token."""
+        return self.score_function != "softmax" and self.topk > 1
+
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out."""
+        if self.op in (AUX_LOSS, AUX_LOSS_BACKWARD):
+            return {"coefficient": self.coefficient}
+        return {"scaling_factor": self.scaling_factor} if self.scaled else {}
+
+
+def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> RouterSpec:
+    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    op: str = values["op"]
+    outputs: str = values.get("outputs", "dense")
+    mapped = op in (FORWARD, BACKWARD, AUX) and outputs == "dense"
+    compact = outputs == "compact"
+    return RouterSpec(
+        file=file,
+        kernel=values["name"],
+        op=op,
+        arch=choice["arch"],
+        dtype=values["dtype"],
+        out_dtype=values.get("out_dtype") or ("f32" if compact else values["dtype"]),
+        experts=values["experts"],
+        topk=values["topk"],
+        score_function=values.get("score_function", "softmax"),
+        pre_softmax=values.get("pre_softmax", False),
+        expert_bias=values.get("expert_bias", False),
+        num_groups=values.get("num_groups", 0),
+        group_topk=values.get("group_topk", 0),
+        outputs=outputs,
+        routing_map=values.get("routing_map") or ("bytes" if mapped else "none"),
+        scaling_factor=values.get("scaling_factor", 1.0),
+        coefficient=values.get("coefficient", 1.0),
+        warps=choice["warps"] or (4 if values["experts"] >= LONG_ROW else 8),
+        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
+        summary=values["summary"],
+    )
+
+
+def broken_router_rules(spec: RouterSpec) -> list[Broken]:
+    """Every rule that an expanded spec breaks; empty when it can be built."""
+    found: list[Broken] = []
+    if spec.experts > MAX_EXPERTS:
+        found.append(("experts", spec.experts, f"a warp's registers hold {MAX_EXPERTS} experts at most; say fewer"))
+    if spec.topk > min(MAX_TOPK, spec.experts):
+        most = min(MAX_TOPK, spec.experts)
+        found.append(("topk", spec.topk, f"must be from 1 to {most}, the lesser of {MAX_TOPK} and the experts"))
+    if spec.warps not in (1, 2, 4, 8):
+        found.append(("warps", spec.warps, "must be 1, 2, 4 or 8"))
+    if spec.pre_softmax and spec.score_function != "softmax":
+        found.append(("pre_softmax", True, f"only softmax has it, not {spec.score_function}; leave it out"))
+    if spec.expert_bias and spec.score_function == "softmax":
+        found.append(("expert_bias", True, "only sigmoid and sqrtsoftplus have it, not softmax; leave it out"))
+    if spec.outputs == "compact" and spec.routing_map != "none":
+        found.append(("routing_map", spec.routing_map, 'outputs = "compact" has no map; leave it out'))
+    if spec.outputs == "compact" and spec.out_dtype != "f32":
+        found.append(("out_dtype", spec.out_dtype, "weights are float32, as a GEMM's row_scale; leave it out"))
+    return found + _groups(spec)
+
+
+def _groups(spec: RouterSpec) -> list[Broken]:
+    groups, keep = spec.num_groups, spec.group_topk
+    if not groups and not keep:
+        return []
+    if not groups or not keep:
+        missing, given = ("num_groups", "group_topk") if keep else ("group_topk", "num_groups")
+        return [(given, keep or groups, f"{missing} is missing; give both, or neither")]
+    if groups > MAX_GROUPS or spec.experts % groups:
+        rule = f"must be from 1 to {MAX_GROUPS} and divide the {spec.experts} experts"
+        return [("num_groups", groups, f"{rule}; {_divisors(spec.experts, MAX_GROUPS)} do")]
+    if keep > groups or spec.topk % keep:
+        rule = (
+            f"must be from 1 to {groups} and divide topk = {spec.topk}: every group's best topk / group_topk are summed"
+        )
+        return [("group_topk", keep, f"{rule}; {_divisors(spec.topk, groups)} do")]
+    size, members = spec.experts // groups, spec.topk // keep
+    if members > size:
+        rule = f"{spec.topk} / {keep} = {members} experts of a group are summed, and a group has {size}"
+        return [("group_topk", keep, f"{rule}; keep at least {math.ceil(spec.topk / size)} groups")]
+    return []
+
+
+def _divisors(value: int, most: int) -> str:
+    return ", ".join(str(each) for each in range(1, min(value, most) + 1) if value % each == 0)

@@ -1,0 +1,61 @@
+"""What specs of kernels that work token by token share: names, canonical form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Self
+
+from fusekit.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProblem:
+    """The shape that `run` and the benchmarks use unless told otherwise: T tokens, of H elements where rows move."""
+
+    T: int
+    H: int = 0
+
+
+class TokenSpec:
+    """Names and forms of a frozen dataclass with the fields file, kernel, arch, warps, problem and summary."""
+
+    __slots__ = ()
+    APART: ClassVar[tuple[str, ...]] = ("file", "kernel", "problem", "summary")  # fields that no cubin depends on
+
+    @property
+    def name(self) -> str:
+        """`file/kernel`: every variant of the kernel."""
+        return f"{self.file}/{self.kernel}"  # type: ignore[attr-defined]
+
+    @property
+    def variant(self) -> str:
+        """The sweep's choice, such as `w4`."""
+        return f"w{self.warps}"  # type: ignore[attr-defined]
+
+    @property
+    def full_name(self) -> str:
+        """`file/kernel@variant`. Kernels of several architectures share it."""
+        return f"{self.name}@{self.variant}"
+
+    def canonical(self) -> dict[str, Any]:
+        """The whole spec in JSON types, keys sorted."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        problem = values["problem"]
+        if is_dataclass(problem):
+            values["problem"] = {field.name: getattr(problem, field.name) for field in fields(problem)}
+        return dict(sorted(values.items()))
+
+    @classmethod
+    def from_canonical(cls, data: Mapping[str, Any]) -> Self:
+        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
+        expected = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if set(data) != expected:
+            odd = ", ".join(sorted(expected ^ set(data)))
+            raise SpecError(
+                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
+            )
+        problem = data["problem"]
+        return cls(**{**data, "problem": None if problem is None else TokenProblem(**problem)})
+
+    def device_spec(self) -> dict[str, Any]:
+        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem."""
+        return {key: value for key, value in self.canonical().items() if key not in self.APART}

@@ -1,0 +1,142 @@
+"""The router's kernels, compiled and proved without a GPU, and what their machine code says."""
+
+from pathlib import Path
+
+import pytest
+
+from fusekit.compiler import sass
+from fusekit.compiler.families import plan
+from fusekit.compiler.trace import compile_plan
+from fusekit.errors import ToolchainError
+from fusekit.spec import parse_text
+
+HEAD = """
+schema = 1
+[defaults]
+arch = "sm_90a"
+[[kernel]]
+name = "k"
+"""
+# (lines of a spec, tensors of the record in order, dynamic shared memory)
+KERNELS = {
+    "dense": ('op = "router-topk"\nexperts = 2304\ntopk = 36', "logits probs routing_map", 4 * 64 * 8),
+    "compact": (
+        'op = "router-topk"\nexperts = 256\ntopk = 8\nscore_function = "sigmoid"\nexpert_bias = true\nnum_groups = 8\n'
+        'group_topk = 4\noutputs = "compact"\ndtype = "bf16"',
+        "logits expert_bias indices weights",
+        8 * (8 * 36 + 8) * 4,
+    ),
+    "odd": (
+        'op = "router-topk"\nexperts = 61\ntopk = 61\nrouting_map = "bits"\nwarps = 8',
+        "logits probs routing_map",
+        8 * (128 * 8 + 8),
+    ),
+    "widest": ('op = "router-topk"\nexperts = 4096\ntopk = 64\npre_softmax = true', "logits probs routing_map", 4096),
+    "backward": ('op = "router-topk-bwd"\nexperts = 2304\ntopk = 36', "logits routing_map grad_probs grad_logits", 576),
+    "backward-compact": (
+        'op = "router-topk-bwd"\nexperts = 256\ntopk = 8\npre_softmax = true\noutputs = "compact"',
+        "logits indices grad_weights grad_logits",
+        0,
+    ),
+    "aux": (
+        'op = "router-aux-score"\nexperts = 127\ntopk = 8\nscore_function = "sqrtsoftplus"\ndtype = "bf16"',
+        "logits scores score_sum routing_map",
+        8 * 32 * 8,
+    ),
+    "aux-softmax": ('op = "router-aux-score"\nexperts = 128\ntopk = 1', "logits scores routing_map", 8 * 32 * 8),
+    "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
+    "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
+    "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
+    "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
+    "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
+    "unpermute-backward": (
+        'op = "moe-unpermute-bwd"\ntopk = 4',
+        "grad_y x inverse weights grad_x grad_weights",
+        0,
+    ),
+    "aux-backward": (
+        'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
+        "scores score_sum grad_scores grad_logits",
+        16,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """kernels(name) -> (spec, what it compiled to), once each; the proof has passed."""
+    made = {}
+
+    def kernel(name):
+        if name not in made:
+            (spec,) = parse_text(HEAD + KERNELS[name][0], "s")
+            made[name] = spec, compile_plan(plan(spec), Path(tmp_path_factory.mktemp("trace")))
+        return made[name]
+
+    return kernel
+
+
+def machine_code(compiled):
+    try:
+        return sass.instructions(compiled.cubin, compiled.launch["symbol"])
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def built(request, kernels):
+    """(spec, tensors of its record, shared memory, what it compiled to)."""
+    _, tensors, shared = KERNELS[request.param]
+    spec, compiled = kernels(request.param)
+    return spec, tensors, shared, compiled
+
+
+def test_the_record(built):
+    spec, tensors, shared, compiled = built
+    launch = compiled.launch
+    named = [argument["name"] for argument in launch["arguments"] if argument["kind"] == "tensor"]
+    assert named == tensors.split()
+    assert launch["dynamic_shared"] == shared
+    cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
+    assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
+    assert launch["cluster"] == [8 if cluster else 1, 1, 1]
+    assert launch["skip_if_zero"] == ([] if cluster else ["T"])
+    assert compiled.proof["launches"] >= 64
+    assert {"smallest", "next to smallest", "largest T"} <= set(compiled.proof["edges"])
+
+
+def test_the_row_stays_in_registers(built):
+    _, _, _, compiled = built
+    assert compiled.resources["spill_bytes"] == 0
+    assert compiled.resources["registers"] <= 168  # three blocks of four warps on an SM
+    counted = sass.counts(machine_code(compiled))
+    assert not counted["LDL"] and not counted["STL"]
+    assert not counted["ATOMG"] and not counted["RED"]  # nothing depends on the order of blocks
+
+
+def test_rows_move_in_16_bytes(kernels):
+    code = machine_code(kernels("dense")[1])
+    loads = [each.opcode for each in code if each.base == "LDG"]
+    assert len(loads) == 2304 * 4 // (16 * 32) and all(".128" in opcode for opcode in loads)
+    # 18 stores clear the probabilities, 5 the map (the last for half a warp); two of each write what was chosen.
+    stores = [each.opcode for each in code if each.base == "STG"]
+    assert sum(".128" in opcode for opcode in stores) == 18 + 5
+    assert len(stores) == 18 + 5 + 2 * 2
+
+
+def test_a_sparse_backward_reads_no_row(kernels):
+    code = machine_code(kernels("backward")[1])
+    assert len([each for each in code if each.base == "LDG" and ".128" in each.opcode]) == 5  # the map
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+def test_other_architectures_compile(arch, tmp_path, monkeypatch):
+    """Nothing here is Hopper's own."""
+    from cutlass import cute
+
+    monkeypatch.chdir(tmp_path)
+    for lines, _, _ in (KERNELS["odd"], KERNELS["backward"], KERNELS["aux"], KERNELS["aux-backward"]):
+        (spec,) = parse_text(HEAD + lines, "s")
+        traced = plan(spec)
+        options = f"--gpu-arch={arch} --keep-cubin"
+        assert cute.compile(traced.function, *traced.arguments, options=options).artifacts.CUBIN

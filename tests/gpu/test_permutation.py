@@ -1,0 +1,94 @@
+"""Row order, permutation and its inverse on the GPU against the reference: empty and full experts, dropped choices.
+
+fusekit --store STORE build tests/gpu/permutation-matrix.toml          on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_permutation.py
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusekit.reference import permutation_inputs
+from fusekit.spec import parse_file
+
+SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("permutation-matrix.toml"))}
+INDEX = [name for name, spec in SPECS.items() if spec.op == "moe-index"]
+ROWS = [name for name in SPECS if name not in INDEX]
+HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; float32 takes half of it
+
+
+@pytest.fixture(scope="module")
+def trial(opened):
+    """trial(kernel name, inputs, problem) -> what is wrong; launched twice."""
+    from fusekit.bench.router import TokenTrial
+
+    if not opened.store.names("permutation-matrix/*"):
+        pytest.skip(
+            f"no permutation kernels in {opened}; build tests/gpu/permutation-matrix.toml there and name the store"
+        )
+
+    def run(name, tokens, hidden=8, **made):
+        spec = SPECS[name]
+        inputs = permutation_inputs(spec, T=tokens, H=hidden, **made)
+        kernel = opened.load(spec.full_name)
+        kernel.spec["problem"] = {"T": tokens, "H": hidden}
+        one = TokenTrial(opened, kernel, tokens, 0, inputs)
+        try:
+            one.launch(None)
+            verdict = one.check()
+            first, _ = one.fetch()
+            for output in one.outputs:
+                one.arrays[output].fill(0xFF)
+            one.launch(None)
+            second, _ = one.fetch()
+            return verdict.problems + [
+                f"{output}: the same launch twice gave other bits"
+                for output in first
+                if first[output].tobytes() != second[output].tobytes()
+            ]
+        finally:
+            one.close()
+
+    return run
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_random_choices(trial, name):
+    for tokens in (0, 1, 5, 257, 3001):
+        assert trial(name, tokens) == [], tokens
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_uneven_choices(trial, name):
+    experts, topk = SPECS[name].experts, SPECS[name].topk
+    shape = (1021, topk)
+    cases = {
+        "first expert": np.zeros(shape, np.int32),
+        "last expert": np.full(shape, experts - 1, np.int32),
+        "nobody": np.full(shape, -1, np.int32),
+        "beyond": np.full(shape, experts, np.int32),
+        "least": np.full(shape, np.iinfo(np.int32).min, np.int32),
+        "greatest": np.full(shape, np.iinfo(np.int32).max, np.int32),
+        "every other": (np.arange(1021 * topk, dtype=np.int32) * 2 % experts).reshape(shape),
+        "descending": (experts - 1 - np.arange(1021 * topk, dtype=np.int32) % experts).reshape(shape),
+        "blocks": np.repeat(np.arange(1021, dtype=np.int32) * 7 % experts, topk).reshape(shape),
+    }
+    problems = {case: trial(name, 1021, indices=indices) for case, indices in cases.items()}
+    assert not {case: lines for case, lines in problems.items() if lines}
+
+
+def test_many_choices(trial):
+    assert trial("index-256x8", 400_000) == []
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(trial, name):
+    for hidden in HIDDEN:
+        for tokens in (0, 1, 131):
+            assert trial(name, tokens, hidden if SPECS[name].dtype == "bf16" else hidden // 2) == [], (hidden, tokens)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_nobody(trial, name):
+    assert trial(name, 19, 64, indices=np.full((19, SPECS[name].topk), -1, np.int32)) == []

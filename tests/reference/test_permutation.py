@@ -1,0 +1,82 @@
+"""Row order and moved rows: by hand, and the checks that judge a kernel."""
+
+import numpy as np
+import pytest
+
+from fusekit.reference import permutation, permutation_check, permutation_inputs, permutation_output_shapes
+from fusekit.spec import parse_text
+
+TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
+
+
+def spec_of(op, **keys):
+    keys = {"topk": 2} | keys
+    lines = "\n".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
+                      for key, value in keys.items())  # fmt: skip
+    (spec,) = parse_text(f'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\nop = "{op}"\n{lines}\n', "s")
+    return spec
+
+
+def test_rows_are_stable_and_nobodys_choices_have_none():
+    made = permutation.index(np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32), 3)
+    assert made["offsets"].tolist() == [3, 3, 6]
+    assert made["order"].tolist() == [1, 4, 7, 0, 3, 6]
+    assert made["inverse"].tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
+
+
+def test_permute_and_unpermute_are_transposed():
+    """<permute(x), y> = <x, unpermute(y)>: each is the other's backward."""
+    rng = np.random.default_rng(0)
+    inverse = permutation.index(rng.integers(-1, 4, (9, 3)), 4)["inverse"]
+    x, y = rng.standard_normal((9, 5)), rng.standard_normal((27, 5))
+    permuted = np.zeros_like(y)
+    tokens, places = np.nonzero(inverse >= 0)
+    permuted[inverse[tokens, places]] = x[tokens]
+    gathered, _ = permutation.unpermute(y, inverse, None)
+    assert np.isclose((permuted * y).sum(), (x * gathered).sum())
+
+
+def test_the_backward_is_the_derivative():
+    rng = np.random.default_rng(1)
+    inverse = permutation.index(rng.integers(-1, 4, (4, 2)), 4)["inverse"]
+    x, weights = rng.standard_normal((8, 3)), rng.standard_normal((4, 2))
+    gradient = rng.standard_normal((4, 3))
+    grad_x, grad_weights, _ = permutation.unpermute_gradient(gradient, x, inverse, weights)
+
+    def loss(rows, factors):
+        return float((permutation.unpermute(rows, inverse, factors)[0] * gradient).sum())
+
+    for index in np.ndindex(weights.shape):
+        step = np.zeros_like(weights)
+        step[index] = 1e-6
+        assert np.isclose((loss(x, weights + step) - loss(x, weights - step)) / 2e-6, grad_weights[index], atol=1e-8)
+        if (row := inverse[index]) >= 0:
+            step = np.zeros_like(x)
+            step[row] = 1e-6
+            assert np.isclose((loss(x + step, weights) - loss(x - step, weights)) / 2e-6, grad_x[index].sum())
+
+
+@pytest.mark.parametrize("op", ["moe-index", "moe-permute", "moe-unpermute", "moe-unpermute-bwd"])
+def test_poison_is_wrong(op):
+    """A kernel that writes nothing does not pass."""
+    spec = spec_of(op, **({"experts": 5} if op == "moe-index" else {}))
+    inputs = permutation_inputs(spec, T=11, H=8, seed=1)
+    outputs = {
+        name: np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize, TYPES[dtype]).reshape(
+            shape
+        )
+        for name, (shape, dtype) in permutation_output_shapes(spec, T=11, H=8).items()
+    }
+    measured, problems = permutation_check(spec, inputs, outputs)
+    assert problems or not all(each.ok for each in measured)
+
+
+def test_a_write_to_a_free_row_is_seen():
+    spec = spec_of("moe-permute")
+    inputs = permutation_inputs(spec, T=3, H=8, indices=np.array([[0, 1], [-1, 0], [1, -1]], np.int32))
+    inverse, y = inputs["inverse"], np.full((6, 8), 0xFFFF, np.uint16)
+    tokens, places = np.nonzero(inverse >= 0)
+    y[inverse[tokens, places]] = inputs["x"][tokens]
+    assert permutation_check(spec, inputs, {"y": y}) == ([], [])
+    y[5, 3] = 0
+    assert permutation_check(spec, inputs, {"y": y})[1] == ["y: rows that no choice has were written to"]
