@@ -243,16 +243,17 @@ class _Collection:
         return self.report.dry_run or self.publisher.give(file.path, self.layer.blob_path(digest))
 
     def _signatures(self) -> None:
-        """Signatures over what is no more. One is published before its document, so a young one may wait for that."""
+        """Signatures over what is no more. One is published before its document, with a new stamp if it was there
+        already: so a young one may be waiting for that, and one that changed since the scan is put back.
+        """
         if self.scan.unread:
             return
         for file in self.scan.signatures:
             digest = file.path.name[:64]
             old = self.began - file.stamp > STALE_SECONDS * _SECOND and (self.lease is None or file.stamp < self.lease)
-            if digest in self.gone or (digest not in self.scan.documents and old):
+            needed = digest not in self.gone and (digest in self.scan.documents or not old)
+            if not needed and (self.report.dry_run or self.remover.unchanged(file)):
                 self.report.freed_bytes += file.bytes
-                if not self.report.dry_run:
-                    self.remover.remove(file.path)
 
     def _leftovers(self) -> None:
         evicted = {each.key for each in self.report.evicted}

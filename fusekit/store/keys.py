@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from fusekit.errors import FusekitError
 
@@ -114,18 +115,17 @@ def key_of(fields: Mapping[str, str]) -> str:
     """The key of a set of labelled fields: 64 hexadecimal digits, whatever the order of the mapping."""
     parts = [_DOMAIN, len(fields).to_bytes(8, "little")]
     for label in sorted(fields):
-        for text in (label, fields[label]):
-            if not isinstance(text, str):
-                raise FusekitError(
-                    f"key field {label!r} holds {text!r}; labels and payloads are strings; convert it first"
-                )
-            parts.append(_part(text))
+        payload = fields[label]
+        if not (isinstance(label, str) and isinstance(payload, str)):
+            raise FusekitError(
+                f"key field {label!r} holds {payload!r}; labels and payloads are strings; convert it first"
+            )
+        parts += (_sized(label), _sized(payload))
     return sha256(b"".join(parts))
 
 
-@functools.lru_cache(maxsize=4096)
-def _part(text: str) -> bytes:
-    # Of thousands of kernels that are looked up at once, most fields are the same.
+@lru_cache(maxsize=4096)  # thousands of kernels share all but a few of their fields
+def _sized(text: str) -> bytes:
     payload = text.encode("utf-8", "surrogatepass")  # every str has a form, each its own
     return len(payload).to_bytes(8, "little") + payload
 

@@ -43,7 +43,7 @@ class Layer:
     trust: Trust | None = None
 
     def entry_path(self, key: str) -> Path:
-        return Path(self._entry(key))
+        return Path(self.entry_file(key))
 
     def blob_path(self, digest: str) -> Path:
         return Path(self._blob(digest))
@@ -72,7 +72,7 @@ class Layer:
         """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
         if not is_digest(key):
             raise IntegrityError(f"{key!r} is no key; a key is 64 lower-case hexadecimal digits")
-        path = self._entry(key)
+        path = self.entry_file(key)
         data = self._document("entry", path)
         return None if data is None else Entry.from_bytes(data, path, key)
 
@@ -130,7 +130,7 @@ class Layer:
         repair: it has to be read. A stamp can only ever cause a closer look, never spare the one at a wrong size.
         """
         try:
-            entry, cubin = os.lstat(self._entry(key)), os.lstat(self._blob(summary["cubin_sha256"]))
+            entry, cubin = os.lstat(self.entry_file(key)), os.lstat(self._blob(summary["cubin_sha256"]))
         except OSError:
             return False
         return (
@@ -142,7 +142,7 @@ class Layer:
 
     def size_of_entry(self, key: str) -> int | None:
         """Size in bytes of the file of `key`'s entry; None when there is none. Reads nothing."""
-        return size_of(self._entry(key))
+        return size_of(self.entry_file(key))
 
     def has_cubin(self, entry: Entry) -> bool:
         """Whether the cubin of `entry` is there with its size. Reads nothing."""
@@ -155,10 +155,6 @@ class Layer:
     def blob_files(self) -> Iterator[Path]:
         """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
         return _two_deep(self.root / "blobs" / "sha256")
-
-    def signature_files(self) -> Iterator[Path]:
-        """Paths of what lies under `signatures`, sorted, temporaries left out."""
-        return _two_deep(self.root / "signatures")
 
     def temporary_files(self) -> Iterator[Path]:
         """Temporaries that writers are using or have left behind."""
@@ -183,7 +179,8 @@ class Layer:
                 found[key.id] = data
         return found
 
-    def _entry(self, key: str) -> str:
+    def entry_file(self, key: str) -> str:
+        """As `entry_path`, but cheap: to make a `Path` costs as much as to look at a file."""
         return f"{self.root}/entries/{key[:2]}/{key}.json"
 
     def _blob(self, digest: str) -> str:

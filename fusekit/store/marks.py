@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from fusekit.store import process
-from fusekit.store.files import Disk
+from fusekit.store.files import AnyPath, Disk
 
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0
@@ -30,22 +30,26 @@ _MODE = 0o666  # whoever may write in the store may mark; the umask applies
 
 
 def mark_path(root: Path, key: str) -> Path:
-    return root / "used" / key[:2] / key
+    return Path(_mark(root, key))
 
 
-def mark(root: Path, key: str, entry: Path) -> bool:
+def _mark(root: Path, key: str) -> str:
+    return f"{root}/used/{key[:2]}/{key}"
+
+
+def mark(root: Path, key: str, entry: AnyPath) -> bool:
     """Say that the entry of `key`, at `entry`, is wanted now; whether there is a mark now.
 
     Does nothing where there is no entry or it cannot be said.
     """
-    path = mark_path(root, key)
+    path = _mark(root, key)
     with contextlib.suppress(OSError):
         try:
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
-            if not entry.exists():
+            if not Path(entry).exists():
                 return False
-            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE))
         return True
     return False

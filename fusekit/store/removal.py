@@ -12,7 +12,7 @@ from pathlib import Path
 from fusekit.store.files import Publisher, store_error
 from fusekit.store.layer import Layer
 from fusekit.store.marks import mark, mark_path
-from fusekit.store.scan import Item, Scan, State, digests_of, entry_states, state
+from fusekit.store.scan import File, Item, Scan, State, digests_of, entry_states, state
 
 Moved = dict[Path, Path]
 """Where a file was -> where it lies aside."""
@@ -76,6 +76,17 @@ class Remover:
             elif path in moved:
                 self.remove(moved[path])
         return back
+
+    def unchanged(self, file: File) -> bool:
+        """Remove `file`; False, with it as it is, if it changed since the scan or is gone."""
+        aside = self._aside(file.path)
+        if aside is None:
+            return False
+        if state(aside) != file.state:
+            self.publisher.give(aside, file.path)
+            return False
+        self.remove(aside)
+        return True
 
     def remove(self, path: Path) -> None:
         """Remove one file if it is there."""

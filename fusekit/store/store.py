@@ -22,7 +22,6 @@ from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
-from fusekit.store.signature_gc import collect_signatures
 from fusekit.store.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -333,10 +332,7 @@ class Store:
         """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
         what nobody needs: see fusekit.store.gc.
         """
-        own = self.layers[0]
-        report = collect(own, self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
-        report.freed_bytes += SIGNATURE_BYTES * collect_signatures(own, self._publisher, dry_run)
-        return report
+        return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     def publish_signatures(self, data: bytes, signatures: Mapping[str, bytes]) -> None:
         """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""
@@ -399,7 +395,7 @@ class Store:
     def _mark(self, key: str) -> bool:
         for lease in self._leases:
             lease.renew()
-        return marks.mark(self.root, key, self.layers[0].entry_path(key))
+        return marks.mark(self.root, key, self.layers[0].entry_file(key))
 
     def _patiently(self, key: str, look: Callable[[], T | None]) -> T | None:
         """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
