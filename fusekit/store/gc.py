@@ -29,6 +29,8 @@ was wrong: what has no other counts as used now, and is marked so.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -88,8 +90,10 @@ def collect(
 ) -> CollectReport:
     """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written."""
     report = CollectReport(dry_run)
-    if not layer.root.is_dir():
+    if not layer.root.exists():
         return report
+    if not layer.root.is_dir():
+        raise store_error(layer.root, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     clock = time.time_ns if dry_run else lambda: _now(layer.root, publisher)
     began = clock()
     found = scan(layer)

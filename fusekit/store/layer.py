@@ -115,7 +115,7 @@ class Layer:
         """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only
         what begins with `start`. Reads no record.
         """
-        for folder in [file] if file is not None else _listing(self.root / "names"):
+        for folder in [file] if file is not None else _listing(self.root / "names", top=True):
             for entry in _listing(self.root / "names" / folder, start=start):
                 yield folder, entry
 
@@ -123,11 +123,18 @@ class Layer:
         """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
         return bool(_listing(self.root / "names" / file, temporary=True, start=f".{start}"))
 
-    def is_settled(self, key: str, summary: Mapping[str, Any]) -> bool:
-        """Whether entry and cubin lie there in the sizes that `summary` states, the cubin not written after the entry.
+    def stamp_of_name(self, name: str, arch: str) -> int | None:
+        """When the record of `name` was written, in nanoseconds as its file system counts; None when there is none."""
+        with contextlib.suppress(OSError):
+            return os.lstat(f"{self.root}/names/{name}.{arch}.json").st_mtime_ns
+        return None
 
-        Reads neither. A published cubin is older than its entry, so one that is younger was tampered with, or is of a
-        repair: it has to be read. A stamp can only ever cause a closer look, never spare the one at a wrong size.
+    def is_settled(self, key: str, summary: Mapping[str, Any], named: int | None = None) -> bool:
+        """Whether entry and cubin lie there in the sizes that `summary` states, neither of them written after what is
+        published after it: the cubin after the entry, the entry after its name (`named`: that one's stamp, if known).
+
+        Reads neither. What is younger than it can be was tampered with, or is of a repair: it has to be read. A stamp
+        can only ever cause a closer look, never spare the one at a wrong size.
         """
         try:
             entry, cubin = os.lstat(self.entry_file(key)), os.lstat(self._blob(summary["cubin_sha256"]))
@@ -138,6 +145,7 @@ class Layer:
             and stat.S_ISREG(cubin.st_mode)
             and (entry.st_size, cubin.st_size) == (summary["entry_bytes"], summary["bytes"])
             and cubin.st_mtime_ns <= entry.st_mtime_ns
+            and (named is None or entry.st_mtime_ns <= named)
         )
 
     def size_of_entry(self, key: str) -> int | None:
@@ -188,16 +196,19 @@ class Layer:
 
 
 def _two_deep(top: Path) -> Iterator[Path]:
-    for folder in _listing(top):
+    for folder in _listing(top, top=True):
         for name in _listing(top / folder):
             yield top / folder / name
 
 
-def _listing(directory: Path, temporary: bool = False, start: str = "") -> list[str]:
+def _listing(directory: Path, temporary: bool = False, start: str = "", top: bool = False) -> list[str]:
+    """Names in `directory`, none where there is none. A file in its place is a stray one, but at the `top` an error."""
     try:
         found = os.listdir(directory)  # noqa: PTH208 - names only; thousands of Path objects would cost more than the reads
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     except OSError as error:
+        if isinstance(error, NotADirectoryError) and not top:
+            return []
         raise store_error(directory, "list", error) from error
     return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)

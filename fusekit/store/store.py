@@ -153,7 +153,10 @@ class Store:
             return None
         if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
             return None
-        return brief.summary if any(each.is_settled(record.key, brief.summary) for each in self.layers) else None
+        # Stamps of two layers are of two clocks.
+        named = layer.stamp_of_name(record.name, record.arch)
+        settled = (each.is_settled(record.key, brief.summary, named if each is layer else None) for each in self.layers)
+        return brief.summary if any(settled) else None
 
     def signatures(self, data: bytes) -> dict[str, bytes]:
         """Key id -> signature, of every signature that a layer has over the document `data`; unchecked."""
@@ -294,6 +297,8 @@ class Store:
             there = self._first_good(lambda layer: layer.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
+                with contextlib.suppress(OSError):  # younger than an entry that was mended: see `settled`
+                    os.utime(own.name_path(record.name, record.arch), follow_symlinks=False)
                 return
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
         self._publisher.put(own.name_path(record.name, record.arch), data)

@@ -14,6 +14,7 @@ from fusekit.store.entries import Entry
 from fusekit.store.files import size_of
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
+from fusekit.store.scan import digests_of
 
 _PAUSES = (0.01, 0.05)  # seconds
 
@@ -95,6 +96,8 @@ class _Check:
 
     def entries_of(self, layer: Layer) -> None:
         cubins: dict[str, Entry] = {}
+        spoken_for: set[str] = set()  # what damaged entries may need, as far as they can be read
+        told: set[Path] = set()
         try:
             for path in layer.entry_files():
                 self.entries += 1
@@ -114,21 +117,25 @@ class _Check:
                         if layer.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                             raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
                     elif size != entry.cubin_bytes:
+                        told.add(blob)
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
+                    spoken_for |= digests_of(path) or frozenset()
                     self._add(layer, path, error, key if is_digest(key) else "")
-            self._blobs_of(layer, cubins)
+            self._blobs_of(layer, cubins, spoken_for, told)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
 
-    def _blobs_of(self, layer: Layer, cubins: dict[str, Entry]) -> None:
+    def _blobs_of(self, layer: Layer, cubins: dict[str, Entry], spoken_for: set[str], told: set[Path]) -> None:
         for path in layer.blob_files():
             self.blobs += 1
             owner = cubins.get(path.name)
-            self.orphans += owner is None
+            self.orphans += owner is None and path.name not in spoken_for
+            if path in told:
+                continue
             try:
                 if not is_digest(path.name) or path != layer.blob_path(path.name):
                     raise damaged(path, "is no blob; it does not have a blob's name and place")

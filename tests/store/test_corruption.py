@@ -139,8 +139,15 @@ def test_the_quick_check_compares_sizes_and_the_full_one_hashes(store):
     (problem,) = store.verify(full=True).bad
     assert problem.key == build_entry()[0].key
     cut(path, None)
-    (problem,) = store.verify().bad
-    assert problem.key == build_entry()[0].key
+    for full in (False, True):  # and says it once
+        (problem,) = store.verify(full=full).bad
+        assert problem.key == build_entry()[0].key
+
+
+def test_the_cubin_of_a_damaged_entry_is_not_called_unused(store):
+    flip(files(store)["entry"], None)
+    report = store.verify(full=True)
+    assert (len(report.bad), report.orphans) == (1, 0)
 
 
 def test_an_entry_under_another_key(store):

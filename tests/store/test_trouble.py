@@ -120,6 +120,23 @@ def test_a_store_that_vanishes(store, tmp_path):
     assert store.load(entry.key) == (entry, cubin)
 
 
+@pytest.mark.parametrize("place", ["", "names", "entries"])
+def test_a_file_in_the_place_of_a_store_is_no_empty_store(tmp_path, place):
+    root = tmp_path / "store"
+    file = root / place
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    store = Store(root)
+    problems = [problem.problem for problem in store.verify().bad]
+    assert any("a part of the path is a file" in problem for problem in problems)
+    if not place:
+        with pytest.raises(StoreError, match="a part of the path is a file"):
+            store.collect()
+    if place != "entries":
+        (problem,) = store.listing().problems
+        assert f"cannot list {root / 'names'}" in problem
+
+
 def test_a_store_that_vanishes_while_it_is_written(store):
     class Pulled(Disk):
         """Every directory is gone again before a file can be made in it."""
@@ -254,12 +271,18 @@ class TestSettled:
                 path.symlink_to("/dev/null")
             elif damage == "directory":
                 path.mkdir()
+        assert self.look(store) is None
         if (kind, damage) == ("entry", "flip"):
-            # Of the same size and younger than its cubin, as any entry: only reading it tells. Who reads it refuses it.
             with pytest.raises(IntegrityError):
                 store.load(entry.key)
-        else:
-            assert self.look(store) is None
+
+    def test_a_mended_entry_is_looked_at_closely_once(self, store):
+        entry, cubin = build_entry()
+        path = store.layers[0].entry_path(entry.key)
+        path.write_bytes(path.read_bytes()[:-2] + b"!\n")
+        assert self.look(store) is None
+        store.publish_name(build_record(entry), store.publish(entry, cubin))
+        assert self.look(store) == entry.summary()
 
     def test_a_lower_layer_settles_it_without_a_copy(self, store, tmp_path):
         upper = Store(tmp_path / "upper", [store.root])

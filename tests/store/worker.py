@@ -1,14 +1,18 @@
 """Processes for tests that let them run together: `worker.py ROLE ROOT COUNT SEED`, until killed or told to stop.
 
 builder: publishes kernels 0 to COUNT in a random order, again and again, and must find what it published under its
-lease. reader: loads whatever is listed. collector: evicts a random part. Each says on stdout, as JSON, what it did
-when its stdin is closed, and fails with a traceback when something was not as promised.
+lease. reader: loads a random part of what is listed. collector: evicts a random part. Each says on stdout, as JSON,
+what it did when its stdin is closed, and fails with a traceback when something was not as promised.
+
+Builders and readers rest between their rounds, at most for `REST` seconds: what is asked for without a pause is never
+evicted, and then nobody would meet an eviction.
 """
 
 import json
 import random
 import select
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from samples import build_entry, build_record
 
 from fusekit.store import Store
+
+REST = {"builder": 0.25, "reader": 0.25, "collector": 0.0}
 
 
 def build(store: Store, count: int, rng: random.Random, did: Counter) -> None:
@@ -33,7 +39,7 @@ def build(store: Store, count: int, rng: random.Random, did: Counter) -> None:
 
 
 def read(store: Store, count: int, rng: random.Random, did: Counter) -> None:
-    for listed in store.names():
+    for listed in rng.sample(names := list(store.names()), len(names) // 2):
         found = store.load(listed.record.key)  # wrong bytes and half entries raise
         did["loaded" if found is not None else "missed"] += 1
 
@@ -53,6 +59,7 @@ def main(role: str, root: str, count: int, seed: int) -> None:
     while not select.select([sys.stdin], [], [], 0)[0]:
         act(Store(Path(root)), count, rng, did)
         did["rounds"] += 1
+        time.sleep(rng.uniform(0, REST[role]))
     sys.stdout.write(json.dumps(did))
 
 
