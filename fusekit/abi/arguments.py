@@ -17,7 +17,7 @@ DTYPE_BYTES = {
 SCALAR_DTYPES = ("f32", "i32")
 ROLES = ("input", "output", "inout")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED = frozenset({"sm_count", "cluster_margin", "workspace", "stream"})
+RESERVED = frozenset({"sm_count", "cluster_margin", "workspace", "scratch", "stream"})
 
 
 def check_name(name: str, where: str) -> None:

@@ -25,6 +25,9 @@ class Reader:
     def path(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._left
+
     def take(self, key: str) -> Any:
         try:
             return self._left.pop(key)

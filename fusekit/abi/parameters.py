@@ -128,7 +128,7 @@ class TensorMapParameter:
 
 @dataclass(frozen=True, slots=True)
 class PointerParameter:
-    """The 64-bit device address of a tensor argument, or of the workspace (argument ``"workspace"``)."""
+    """The 64-bit device address of a tensor argument, of the workspace or of the scratch (arguments of that name)."""
 
     name: str
     argument: str

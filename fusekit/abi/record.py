@@ -75,9 +75,10 @@ class Constraint:
 class LaunchRecord:
     """How to launch one kernel.
 
-    `grid` is in blocks and a multiple of `cluster`; `block` in threads; `dynamic_shared` and `workspace` in bytes. The
-    workspace expression may read only sm_count, so that it can be allocated at load. A launch in which a dim of
-    `skip_if_zero` is 0 does nothing and succeeds.
+    `grid` is in blocks and a multiple of `cluster`; `block` in threads; `dynamic_shared`, `workspace` and `scratch` in
+    bytes. The workspace is what a kernel keeps from launch to launch; its expression may read only sm_count, so that it
+    can be allocated at load. The scratch is memory for one launch, of any content before and after; its expression
+    reads dims. A launch in which a dim of `skip_if_zero` is 0 does nothing and succeeds.
     """
 
     arch: str
@@ -93,6 +94,7 @@ class LaunchRecord:
     attributes: Mapping[str, int] = field(default_factory=dict)
     workspace: Expr = 0
     workspace_zeroed: bool = False
+    scratch: Expr = 0
     skip_if_zero: tuple[str, ...] = ()
     schema: int = SCHEMA
 
@@ -101,6 +103,7 @@ class LaunchRecord:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "grid", tuple(freeze(item) for item in self.grid))
         object.__setattr__(self, "workspace", freeze(self.workspace))
+        object.__setattr__(self, "scratch", freeze(self.scratch))
         object.__setattr__(self, "attributes", dict(self.attributes))
         _check(self)
 
@@ -131,6 +134,7 @@ class LaunchRecord:
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
+        scratch = {} if self.scratch == 0 else {"scratch": {"bytes": thaw(self.scratch)}}
         return {
             "schema": self.schema,
             "symbol": self.symbol,
@@ -145,6 +149,7 @@ class LaunchRecord:
             "dynamic_shared": self.dynamic_shared,
             "attributes": dict(sorted(self.attributes.items())),
             "workspace": {"bytes": thaw(self.workspace), "zeroed": self.workspace_zeroed},
+            **scratch,
             "skip_if_zero": list(self.skip_if_zero),
         }
 
@@ -159,6 +164,7 @@ class LaunchRecord:
                 " version or use the fusekit that wrote it"
             )
         workspace = Reader(reader.take("workspace"), "workspace")
+        scratch = Reader(reader.take("scratch"), "scratch") if "scratch" in reader else None
         record = cls(
             symbol=reader.string("symbol"),
             arch=reader.string("arch"),
@@ -173,9 +179,12 @@ class LaunchRecord:
             attributes=reader.mapping("attributes", integer),
             workspace=workspace.expr("bytes"),
             workspace_zeroed=workspace.boolean("zeroed"),
+            scratch=0 if scratch is None else scratch.expr("bytes"),
             skip_if_zero=reader.array("skip_if_zero", string),
         )
         workspace.end()
+        if scratch is not None:
+            scratch.end()
         reader.end()
         record.check_complete()
         return record
@@ -219,6 +228,7 @@ def _check(record: LaunchRecord) -> None:
             raise RecordError(f"attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")
         integer(value, f"attributes.{name}")
     validate(record.workspace, "workspace.bytes", frozenset({"sm_count"}))
+    validate(record.scratch, "scratch.bytes", dims | {"sm_count"})
     for index, name in enumerate(record.skip_if_zero):
         if name not in dims:
             raise RecordError(f"skip_if_zero[{index}]: {name!r} is no dim; dims are {', '.join(sorted(dims))}")
@@ -259,8 +269,8 @@ def _check_parameters(record: LaunchRecord, values: frozenset[str]) -> None:
         allowed = set(tensors)
         if isinstance(parameter, FloatParameter):
             allowed = floats
-        elif isinstance(parameter, PointerParameter) and record.workspace != 0:
-            allowed = tensors | {"workspace"}
+        elif isinstance(parameter, PointerParameter):
+            allowed |= {name for name in ("workspace", "scratch") if getattr(record, name) != 0}
         if parameter.argument not in allowed:
             known = ", ".join(sorted(allowed)) or "none"
             raise RecordError(f"{where}.argument: {parameter.argument!r}; this kind of parameter may name {known}")

@@ -100,6 +100,10 @@ class Tables:
 
     def _check(self) -> None:
         record = self.record
+        if record.scratch != 0:
+            raise UsageError(
+                f"{self._name} needs scratch memory, which the C launcher does not give; leave out dprob and dbias"
+            )
         maps = sum(isinstance(item, TensorMapParameter) for item in record.parameters)
         for what, count, most in (
             ("variables", len(self._variables), MOST_VARIABLES), ("tensor maps", maps, MOST_MAPS),

@@ -18,9 +18,11 @@ from fusekit.abi import (
 )
 from fusekit.compiler.hopper import (
     BIG,
+    BOX_ROWS,
     COUNTER_BYTES,
     GLU_SCALARS,
     MOST_GROUPS,
+    SUM_BYTES,
     VECTOR,
     box_columns,
     fake_arguments,
@@ -35,7 +37,10 @@ from fusekit.compiler.hopper import (
 from fusekit.compiler.plan import TracePlan
 from fusekit.spec import KernelSpec
 
-OPERANDS = ("x", "w", "preactivation", "dz", "y", "offsets", "row_scale", *GLU_SCALARS)
+OPERANDS = (
+    *("x", "w", "preactivation", "dz", "y", "offsets", "row_scale", *GLU_SCALARS),
+    *("dprob", "dbias", "workspace", "scratch"),
+)
 Z_BOXES, GATED_UNIT, WARPS = 3, 32, 8  # as in kernels/backward_sm90.py
 
 
@@ -48,6 +53,7 @@ def plan(spec: KernelSpec) -> TracePlan:
 def record(spec: KernelSpec) -> LaunchRecord:
     """The launch record of `spec`, symbol and offsets still open."""
     grouped, gated, dynamic = spec.op == "grouped-gemm", spec.activation.gated, spec.schedule == "dynamic"
+    sums = spec.dprob or spec.dbias
     n = "I" if gated else "N"
     divisor = 32 if spec.glu_layout == "interleaved-32" else VECTOR
     dims = [Dim("M", maximum=BIG), *([Dim("E", minimum=1, maximum=MOST_GROUPS)] if grouped else [])]
@@ -61,10 +67,25 @@ def record(spec: KernelSpec) -> LaunchRecord:
         block=(spec.budget.threads, 1, 1),
         cluster=(spec.cluster[0] * spec.cluster[1], 1, 1),
         dynamic_shared=shared_bytes(spec, slot_bytes=16, barriers=WARPS * Z_BOXES),
-        workspace=COUNTER_BYTES if dynamic else 0,
-        workspace_zeroed=dynamic,
-        skip_if_zero=("M",),
+        workspace=SUM_BYTES if sums else COUNTER_BYTES if dynamic else 0,
+        workspace_zeroed=sums or dynamic,
+        scratch=_scratch(spec, n) if sums else 0,
+        skip_if_zero=() if spec.dbias else ("M",),
     )
+
+
+def _scratch(spec: KernelSpec, n: Expr) -> Expr:
+    """Bytes of counters and partial sums: see kernels/sums.py."""
+    groups: Expr = "E" if spec.op == "grouped-gemm" else 1
+    columns: Expr = ["mul", 2, n] if spec.activation.gated else n
+    tiles: Expr = ["mul", ["ceildiv", n, spec.tile[1] * spec.cluster[1]], spec.cluster[1]]
+    piece = spec.tile[0] if spec.mainloop == "pingpong" else spec.tile[0] // 2
+    words: list[Expr] = []
+    if spec.dprob:
+        words += [["floordiv", "M", BOX_ROWS], groups, 1, ["mul", tiles, "M"]]
+    if spec.dbias:
+        words += [["mul", 4, groups, tiles], ["mul", ["add", ["floordiv", "M", piece], groups, 1], columns]]
+    return ["mul", 4, ["add", *words]]
 
 
 def _arguments(spec: KernelSpec, n: str) -> list[Argument]:
@@ -86,6 +107,12 @@ def _arguments(spec: KernelSpec, n: str) -> list[Argument]:
         arguments.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
     if spec.row_scale:
         arguments.append(TensorArgument("row_scale", "input", "f32", ("M",), (1,), alignment=4))
+    if spec.dprob:
+        arguments.append(TensorArgument("dprob", "output", "f32", ("M",), (1,), alignment=4))
+    if spec.dbias and grouped:
+        arguments.append(TensorArgument("dbias", "output", "f32", ("E", z_width), (z_width, 1), alignment=4))
+    elif spec.dbias:
+        arguments.append(TensorArgument("dbias", "output", "f32", (z_width,), (1,), alignment=4))
     if gated:
         arguments += [ScalarArgument(name, "f32") for name in GLU_SCALARS]
     return arguments
@@ -97,7 +124,8 @@ def _parameters(spec: KernelSpec, n: str) -> list[Parameter]:
     concat = spec.glu_layout == "concat"
     columns: tuple[Expr, ...] = (n, 2) if concat else (["mul", 2, n],) if gated else (n,)
     box = unit if concat or not gated else 2 * unit
-    parameters: list[Parameter] = operand_maps(spec, n)
+    # dbias is written without rows too, and a tensor map cannot be empty.
+    parameters: list[Parameter] = operand_maps(spec, n, ["max", 1, "M"] if spec.dbias else "M")
     if spec.recompute:
         parameters.append(ragged_map("map_y", "y", spec.out_dtype, (n,), unit))
     depth = 2 if concat else 1
@@ -109,8 +137,11 @@ def _parameters(spec: KernelSpec, n: str) -> list[Parameter]:
         parameters.append(PointerParameter("row_scale_pointer", "row_scale"))
     if gated:
         parameters += [FloatParameter(f"{name}_value", name) for name in GLU_SCALARS]
-    if spec.schedule == "dynamic":
+    parameters += [PointerParameter(f"{name}_pointer", name) for name in ("dprob", "dbias") if getattr(spec, name)]
+    if spec.schedule == "dynamic" or spec.dprob or spec.dbias:
         parameters.append(PointerParameter("counters", "workspace"))
+    if spec.dprob or spec.dbias:
+        parameters.append(PointerParameter("scratch", "scratch"))
     integers: list[tuple[str, Expr]] = [("groups", "E")] if grouped else []
     integers += [("rows", "M"), ("columns", n), ("depth", "K")]
     return parameters + [IntegerParameter(name, "i32", value) for name, value in integers]
@@ -141,5 +172,7 @@ def _function(spec: KernelSpec) -> Any:
             dynamic=spec.schedule == "dynamic",
             z_layout=spec.glu_layout,
             recompute=spec.recompute,
+            dprob=spec.dprob,
+            dbias=spec.dbias,
         )
     )

@@ -40,7 +40,7 @@ from fusekit.compiler.hopper import (
 from fusekit.compiler.plan import TracePlan
 from fusekit.spec import KernelSpec
 
-OPERANDS = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS)
+OPERANDS = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS, "workspace")
 
 
 def plan(spec: KernelSpec) -> TracePlan:

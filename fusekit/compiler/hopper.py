@@ -15,6 +15,7 @@ VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
 BIG, LARGEST, WRAP = 2**30, 2**31 - 1, 2**34  # the clipping dims of a ragged map; see kernels/epilogue.py
 MOST_GROUPS = 2**16
 COUNTER_BYTES = 8  # two int32 of the dynamic schedule
+SUM_BYTES = 20  # the same, and three int32 of the sums of gradients
 L2_PROMOTION = "128B"  # what the DSL asks for
 BOX_ROWS = 16  # of an epilogue box: a warp's rows
 GLU_SCALARS = ("act_alpha", "act_limit", "act_up_offset")
@@ -61,8 +62,8 @@ def weights(spec: KernelSpec, n: Expr) -> TensorArgument:
     return TensorArgument("w", "input", spec.dtype, shape, ("w.stride0", 1), VECTOR)
 
 
-def operand_maps(spec: KernelSpec, n: Expr) -> list[Parameter]:
-    """The maps of x and w."""
+def operand_maps(spec: KernelSpec, n: Expr, rows: Expr = "M") -> list[Parameter]:
+    """The maps of x, of `rows` rows, and of w."""
     grouped = spec.op == "grouped-gemm"
     tile_m, tile_n = spec.tile
     gated_product = spec.glu_layout == "concat" and not spec.activation.backward
@@ -72,7 +73,7 @@ def operand_maps(spec: KernelSpec, n: Expr) -> list[Parameter]:
     w_box = (64, tile_n // 2 if halves else tile_n) if spec.b_major == "k" else (64, 64)
     return [
         TensorMapParameter(
-            "map_x", "x", dtype=spec.dtype, dims=("K", "M"), strides=(in_bytes("x.stride0"),),
+            "map_x", "x", dtype=spec.dtype, dims=("K", rows), strides=(in_bytes("x.stride0"),),
             box=(64, tile_m // spec.cluster[1]), swizzle="128B", l2_promotion=L2_PROMOTION,
         ),
         TensorMapParameter(
@@ -123,8 +124,8 @@ def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
 
 
 def fake_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[Any, ...]:
-    """What the kernel's host function is traced with: its operands (None where the record has none), the dynamic
-    schedule's counters, SM count, cluster margin, stream. Imports the DSL."""
+    """What the kernel's host function is traced with: its operands (None where the record has none; `workspace` and
+    `scratch` are operands too), SM count, cluster margin, stream. Imports the DSL."""
     import cutlass
     from cuda.bindings.driver import CUstream
     from cutlass import cute
@@ -138,6 +139,8 @@ def fake_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[Any, 
     def fake(name: str) -> Any:
         if name in scalars:
             return cutlass.Float32(1.0)
+        if name in ("workspace", "scratch") and getattr(record, name) != 0:
+            return make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=16)  # its address is all that is taken
         if name not in tensors:
             return None
         tensor = tensors[name]
@@ -153,8 +156,7 @@ def fake_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[Any, 
         )
         return make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment)
 
-    counters = make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=8) if record.workspace else None
-    return (*(fake(name) for name in operands), counters, cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
+    return (*(fake(name) for name in operands), cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
 
 
 def host_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[HostArgument, ...]:
@@ -167,6 +169,6 @@ def host_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[HostA
             arguments.append(HostTensor(name))
         elif name in scalars:
             arguments.append(HostScalar(name))
-    if record.workspace:
-        arguments.append(HostPointer("workspace"))
+        elif name in ("workspace", "scratch") and getattr(record, name) != 0:
+            arguments.append(HostPointer(name))
     return (*arguments, HostInteger("sm_count"), HostInteger("cluster_margin"), HostStream())

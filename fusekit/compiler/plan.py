@@ -25,7 +25,7 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True)
 class HostPointer:
-    """The host function takes the address of the record's tensor `argument`, or of the ``"workspace"``."""
+    """The host function takes the address of the record's tensor `argument`, of its workspace or of its scratch."""
 
     argument: str
 

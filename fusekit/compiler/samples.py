@@ -89,7 +89,8 @@ def _attempt(
     for tensor in record.tensors:
         if not _place(tensor, values, source, padding):
             return None
-    values["workspace.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
+    for memory in ("workspace", "scratch"):
+        values[f"{memory}.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
     values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, 264)))
     values["cluster_margin"] = source.choice((0, 0, source.randrange(values["sm_count"] + 8)))
     floats: dict[str, float] = {}

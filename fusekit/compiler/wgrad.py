@@ -34,7 +34,7 @@ from fusekit.compiler.hopper import (
 from fusekit.compiler.plan import TracePlan
 from fusekit.spec import KernelSpec
 
-OPERANDS = ("dy", "x", "dw", "offsets")
+OPERANDS = ("dy", "x", "dw", "offsets", "workspace")
 
 
 def plan(spec: KernelSpec) -> TracePlan:

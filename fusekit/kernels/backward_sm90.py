@@ -20,6 +20,7 @@ from fusekit.kernels.epilogue import BIG, BOXES, WARP_ROWS, Epilogue, StagingBox
 from fusekit.kernels.gemm_sm90 import GemmSm90
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
 from fusekit.kernels.scheduler import Scheduler
+from fusekit.kernels.sums import GradientSums
 
 Z_BOXES = 3  # of a warp: one being worked on, the others on their way
 GATED_UNIT = 32  # columns of da
@@ -45,6 +46,7 @@ class BackwardEpilogue(Epilogue):
         table = activations.GATED_DERIVATIVES if self.gated else activations.PLAIN_DERIVATIVES
         kind, _, approximate = config.activation.partition(":")
         self.derivative = table[kind, approximate or "none"]
+        self.sums = GradientSums(config, self.unit)
 
     # -- z ------------------------------------------------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class BackwardEpilogue(Epilogue):
     @cute.jit
     def fetch(self, tile, context, number: cutlass.Constexpr, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
-        (_, map_z, _), (staging, arrivals, warp_of_cta), _, _, _ = context
+        (_, map_z, _), (staging, arrivals, warp_of_cta), *_ = context
         slot = ptx.modulo(seen + number, Z_BOXES)
         barrier = arrivals + (warp_of_cta * Z_BOXES + slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.z_bytes)
@@ -77,7 +79,7 @@ class BackwardEpilogue(Epilogue):
     @cute.jit
     def prepare(self, tile, context, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
-        _, (_, _, warp_of_cta), _, _, _ = context
+        _, (_, _, warp_of_cta), *_ = context
         total = self.count(tile, warp_of_cta & 3)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
@@ -86,6 +88,20 @@ class BackwardEpilogue(Epilogue):
                 if number < total:
                     self.fetch(tile, context, number, seen)
 
+    @cute.jit
+    def assist(self, gradients, warp: Int32):
+        """The idle warps' part of the sums."""
+        if warp == 2:
+            self.sums.clear(gradients)
+        if warp == 3:
+            self.sums.zero_empty(gradients)
+
+    @cute.jit
+    def finish(self, context):
+        """The consumer warps' last step of the sums."""
+        *_, gradients = context
+        self.sums.finish(gradients[3], cute.arch.lane_idx())
+
     # -- a tile -------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -93,15 +109,19 @@ class BackwardEpilogue(Epilogue):
         """Finish the accumulators of one tile; arguments as in `Epilogue.run`. Returns the units seen so far."""
         config = self.config
         tile_row, end, n_tile, _ = tile
-        (map_y, _, map_dz), (staging, arrivals, warp_of_cta), _, operands, _ = context
+        (map_y, _, map_dz), (staging, arrivals, warp_of_cta), _, operands, _, gradients = context
         _, row_scale, act_alpha, act_limit, act_up_offset = operands
         scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
         total = self.count(tile, warp)
         blocks = config.warpgroup_rows // 64
+        if cutlass.const_expr(config.sums):
+            self.sums.wait(gradients, seen)
+        sums = self.sums.registers()
         for block in cutlass.range_constexpr(blocks):
             row = tile_row + block * 64 + warp * WARP_ROWS
             if row < end:
+                shares = self.sums.shares(row, end, lane)
                 scale = self.row_scales(row_scale, row, end, lane)
                 for unit in cutlass.range_constexpr(self.units):
                     number = block * self.units + unit
@@ -110,7 +130,9 @@ class BackwardEpilogue(Epilogue):
                     box = staging + slot * self.z_bytes
                     cute.arch.mbarrier_wait(arrivals + (warp_of_cta * Z_BOXES + slot), phase)
                     base = block * (config.tile[1] // 2) + unit * (self.unit // 2)
-                    outputs = self.work(acc, base, box.toint(), lane, scalars, scale)
+                    outputs = self.work(acc, base, box.toint(), lane, scalars, scale, shares)
+                    if cutlass.const_expr(config.dbias):
+                        self.sums.collect(sums, block, unit, shares)
                     if cutlass.const_expr(config.recompute):
                         y_box = staging + (Z_BOXES * self.z_bytes + (number % BOXES) * self.boxes.bytes)
                         self.boxes.write(y_box, self.unit, outputs, lane)
@@ -127,28 +149,45 @@ class BackwardEpilogue(Epilogue):
                         if ahead < total and cutlass.const_expr(0 < number <= blocks * self.units - Z_BOXES):
                             self.fetch(tile, context, ahead, seen)
                     cute.arch.sync_warp()
+                if cutlass.const_expr(config.dprob):
+                    self.sums.add_rows(shares.dots, tile, row, gradients, lane)
+            else:
+                if cutlass.const_expr(config.dbias and block == 0):
+                    self.sums.clear_columns(sums)
+        if cutlass.const_expr(config.dbias):
+            self.sums.add_columns(sums, tile, staging, self.warp_bytes, gradients, warp_of_cta)
         return seen + total
 
-    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, scale):
-        """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where they are asked for."""
+    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, scale, shares):
+        """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where they are asked for.
+
+        shares: takes down what goes into sums, None where nothing does.
+        """
         outputs = []
         if self.gated and not self.concat and self.config.z_layout == "interleaved":
             for chunk in range(self.unit // 8):
-                outputs += self.work_adjacent(acc, base, box, chunk, lane, scalars, scale)
+                outputs += self.work_adjacent(acc, base, box, chunk, lane, scalars, scale, shares)
             return outputs
         for pair in range(self.unit // 16):
             addresses = self.matrix_addresses(box, pair, lane)
             parts = [ptx.load_matrix_x4(address) for address in addresses]  # of z; or of gate and of up
-            results = [[] for _ in parts]
+            results, rows = [[] for _ in parts], []
             for index in range(4):  # (chunk, r) of the pair of chunks
                 first = base + pair * 8 + index * 2
                 values, gradients = [], []
                 halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
                 for c in range(2):
                     value, *slopes = self.slopes([half[c] for half in halves], scalars)
-                    gradient = acc[first + c] * scale[index % 2] if self.config.row_scale else acc[first + c]
-                    values.append(value * scale[index % 2] if self.config.row_scale else value)
+                    gradient = acc[first + c] if shares is None else shares.take(acc[first + c], value, index % 2)
+                    if self.config.row_scale:
+                        gradient, value = gradient * scale[index % 2], value * scale[index % 2]
+                    values.append(value)
                     gradients.append([gradient * slope for slope in slopes])
+                if shares is not None:
+                    rows.append([each for pair_of_sides in gradients for each in pair_of_sides])
+                    if index % 2:
+                        shares.take_columns(*rows)
+                        rows = []
                 for side, result in enumerate(results):
                     result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
                 if self.config.recompute:
@@ -157,25 +196,32 @@ class BackwardEpilogue(Epilogue):
                 ptx.store_matrix_x4(address, result)
         return outputs
 
-    def work_adjacent(self, acc, base: int, box: Int32, chunk: int, lane: Int32, scalars, scale):
+    def work_adjacent(self, acc, base: int, box: Int32, chunk: int, lane: Int32, scalars, scale, shares):
         """`work` of one chunk where gate and up stand side by side: a lane's two columns are eight bytes."""
-        outputs = []
+        outputs, rows = [], []
         for r in range(2):
             row = (lane >> 2) + 8 * r
             place = (chunk * 32 + (lane & 3) * 8) ^ ((row & 7) * 16)
             address = box + row * (2 * self.z_columns) + place
             packed = ptx.load_shared_b32x2(address)
-            values, results = [], []
+            values, results, gradients = [], [], []
             for c in range(2):
                 gate, up = ptx.unpack_pair(packed[c], self.dtype)
                 value, by_gate, by_up = self.slopes([gate, up], scalars)
                 gradient = acc[base + chunk * 4 + r * 2 + c]
-                gradient = gradient * scale[r] if self.config.row_scale else gradient
-                values.append(value * scale[r] if self.config.row_scale else value)
-                results.append(ptx.pack_pair(gradient * by_gate, gradient * by_up, self.dtype))
+                if shares is not None:
+                    gradient = shares.take(gradient, value, r)
+                if self.config.row_scale:
+                    gradient, value = gradient * scale[r], value * scale[r]
+                values.append(value)
+                gradients += [gradient * by_gate, gradient * by_up]
+                results.append(ptx.pack_pair(*gradients[-2:], self.dtype))
+            rows.append(gradients)
             ptx.store_shared_b32x2(address, *results)
             if self.config.recompute:
                 outputs.append(ptx.pack_pair(*values, self.out_dtype))
+        if shares is not None:
+            shares.take_columns(*rows)
         return outputs
 
     def slopes(self, z, scalars):
@@ -220,14 +266,21 @@ class BackwardSm90(GemmSm90):
         act_alpha,
         act_limit,
         act_up_offset,
+        dprob,
+        dbias,
         counters,
+        scratch,
         sm_count: Int32,
         cluster_margin: Int32,
         stream: CUstream,
     ):
         """Make the tensor maps and the grid, launch. Absent operands are None; a dense w has no E."""
         config = self.config
+        rows = x.shape[0]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        if cutlass.const_expr(config.dbias):  # which is written without rows too, and a tensor map cannot be empty
+            shape = (cutlass.max(x.shape[0], 1), x.shape[1])
+            x = cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride))
         map_x = self.load_map(x, (self.main_loop.x_box, TILE_K), swizzled(self.dtype, 64))
         w_nk, n = self.weights_as_nke(w)
         w_box = (self.main_loop.w_box, TILE_K, *([1] if config.grouped else []))
@@ -252,13 +305,16 @@ class BackwardSm90(GemmSm90):
             act_alpha,
             act_limit,
             act_up_offset,
-            counters.iterator if cutlass.const_expr(config.dynamic) else None,
+            dprob.iterator if cutlass.const_expr(config.dprob) else None,
+            dbias.iterator if cutlass.const_expr(config.dbias) else None,
+            counters.iterator if cutlass.const_expr(counters is not None) else None,
+            scratch.iterator if cutlass.const_expr(scratch is not None) else None,
             groups,
-            x.shape[0],
+            rows,
             n,
             x.shape[1],
         ).launch(
-            grid=[self.clusters(x.shape[0], n, groups, sm_count, cluster_margin) * config.cluster_size, 1, 1],
+            grid=[self.clusters(rows, n, groups, sm_count, cluster_margin) * config.cluster_size, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[config.cluster_size, 1, 1],
             min_blocks_per_mp=1,

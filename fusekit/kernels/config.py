@@ -18,7 +18,8 @@ class GemmConfig:
     "concat", "interleaved", "interleaved-32"; `stages` the depth of the shared-memory pipeline; `epilogue_box` the most
     columns of an epilogue staging box; `dynamic` the schedule. `wgrad`: the weight gradient dw[e] = dy^T x, whose
     `out_dtype` may be "f32", and with `accumulate` is added to what is there. `z_layout` is "" but in a backward
-    epilogue, where it says how z lies: "none" (a plain activation), or as `glu_layout`; `recompute`: also the output.
+    epilogue, where it says how z lies: "none" (a plain activation), or as `glu_layout`; `recompute`: also the
+    output; `dprob`, `dbias`: sums.py.
     """
 
     grouped: bool
@@ -41,6 +42,8 @@ class GemmConfig:
     accumulate: bool = False
     z_layout: str = ""
     recompute: bool = False
+    dprob: bool = False
+    dbias: bool = False
 
     @property
     def gated(self) -> bool:
@@ -61,7 +64,12 @@ class GemmConfig:
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
         accumulators = self.warpgroup_rows * self.tile[1] // WARPGROUP
-        return (24, 240) if accumulators > 160 else (40, 232)
+        return (24, 240) if accumulators > (128 if self.sums else 160) else (40, 232)
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed over rows or columns."""
+        return self.dprob or self.dbias
 
     @property
     def ring_slots(self) -> int:

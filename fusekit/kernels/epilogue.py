@@ -159,7 +159,7 @@ class Epilogue:
         """Before a tile's main loop: its bias as float32 into shared memory, zero beyond N; a warpgroup's threads."""
         if cutlass.const_expr(self.config.bias):
             _, _, n_tile, group = tile
-            _, _, (bias, shared, n, half_n), _, (thread, warpgroup) = context
+            _, _, (bias, shared, n, half_n), _, (thread, warpgroup), _ = context
             cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
             for step in cutlass.range_constexpr((self.config.tile[1] + WARPGROUP - 1) // WARPGROUP):
                 column = thread + step * WARPGROUP
@@ -219,7 +219,7 @@ class Epilogue:
         """
         config = self.config
         tile_row, end, n_tile, group = tile
-        (map_y, map_z, _), (staging, _, warp_of_cta), (_, shared_bias, _, _), operands, _ = context
+        (map_y, map_z, _), (staging, _, warp_of_cta), (_, shared_bias, _, _), operands, *_ = context
         alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
         scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()

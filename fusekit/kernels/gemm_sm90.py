@@ -6,7 +6,7 @@ Warps of a CTA (384 threads, one CTA an SM):
 
     warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
     warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
-    warps 2-3    idle
+    warps 2-3    idle, or at work for sums of gradients (sums.py)
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py)
     warps 8-11   consumer warpgroup 1
 
@@ -97,7 +97,10 @@ class GemmSm90:
             act_alpha,
             act_limit,
             act_up_offset,
+            None,
+            None,
             counters.iterator if cutlass.const_expr(config.dynamic) else None,
+            None,
             groups,
             rows,
             n,
@@ -168,7 +171,10 @@ class GemmSm90:
         act_alpha,
         act_limit,
         act_up_offset,
+        dprob,
+        dbias,
         counters,
+        scratch,
         groups,
         rows: Int32,
         n: Int32,
@@ -219,6 +225,8 @@ class GemmSm90:
             cute.arch.sync_threads()
 
         half_n = ptx.divide(n, 2)
+        groups_ = groups if cutlass.const_expr(config.grouped) else Int32(1)
+        gradients = (dprob, dbias, scratch, counters, offsets, groups_, rows, n)
         if warp < 4:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp == 0 and lane == 0:
@@ -227,20 +235,21 @@ class GemmSm90:
             if warp == 1:
                 cluster_n = tile_n * config.cluster[1]
                 n_clusters = ptx.divide(n + (cluster_n - 1), cluster_n)
-                groups_ = groups if cutlass.const_expr(config.grouped) else Int32(1)
                 self.scheduler.run(ring, (offsets, groups_, rows, k, n_clusters), counters, rank)
+            if cutlass.const_expr(config.sums):
+                self.epilogue.assist(gradients, warp)
         else:
             cute.arch.setmaxregister_increase(config.registers[1])
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
             pipeline = (smem_x, smem_w, full, empty, ring)
             outputs = ((map_y, map_z, map_dz), staging, arrivals)
-            self.consume(pipeline, outputs, (bias, shared_bias), operands, n, half_n, k)
+            self.consume(pipeline, outputs, (bias, shared_bias), operands, gradients, n, half_n, k)
         if cutlass.const_expr(config.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def consume(self, pipeline, outputs, biases, operands, n: Int32, half_n: Int32, k: Int32):
+    def consume(self, pipeline, outputs, biases, operands, gradients, n: Int32, half_n: Int32, k: Int32):
         """A consumer warpgroup: its tiles' main loops and epilogues."""
         config = self.config
         smem_x, smem_w, full, empty, ring = pipeline
@@ -260,7 +269,8 @@ class GemmSm90:
         maps = tuple(ptx.descriptor_address(copy) if copy is not None else None for copy in maps)
         warp_of_cta = consumer * 4 + warp
         memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, warp_of_cta)
-        context = (maps, memory, (bias, shared_bias, n, half_n), operands, (ptx.modulo(thread, WARPGROUP), consumer))
+        biases, threads = (bias, shared_bias, n, half_n), (ptx.modulo(thread, WARPGROUP), consumer)
+        context = (maps, memory, biases, operands, threads, gradients)
 
         count = Int32(0)
         step = 1
@@ -289,6 +299,8 @@ class GemmSm90:
             row, end, n_tile, group = ring.get(count)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)
+        if cutlass.const_expr(config.sums):
+            self.epilogue.finish(context)
 
 
 def box_map(op, tensor, box: tuple[int, ...]):

@@ -101,6 +101,9 @@ class MainLoop:
     def run_tile(self, most, fragments, pipeline, rows_left: Int32, consumer: Int32, lane: Int32):
         """Accumulate a tile of which `rows_left` rows exist; a block of 64 rows without any costs no tensor work."""
         x_fragments, w_fragment = fragments
+        if cutlass.const_expr(self.config.sums):
+            # What a block without rows would keep from tile to tile cannot be used by the epilogue in between.
+            most.fill(0.0)
         if rows_left > 64 and cutlass.const_expr(self.config.warpgroup_rows > 64):
             self.accumulate(most, (x_fragments[-1], w_fragment), pipeline, consumer, lane)
         elif rows_left > 0:

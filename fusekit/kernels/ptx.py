@@ -108,6 +108,25 @@ def where_at_most(a: Float32, b: Float32, value: Float32) -> Float32:
     )
 
 
+def load_part(address: cutlass.Int64, there: Int32) -> Float32:
+    """A float32 that another SM may have written, or 0 where `there` is 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000;"
+        " @p ld.relaxed.gpu.global.f32 {$w0}, [{$r0}]; }",
+        write_only_types=[Float32],
+        read_only_args=[address, there],
+    )
+
+
+def choose(flag: Int32, a: Float32, b: Float32) -> Float32:
+    """`a` where `flag` is not zero, else `b`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Float32],
+        read_only_args=[flag, a, b],
+    )
+
+
 def pack_pair(low: Float32, high: Float32, dtype) -> Uint32:
     """Two float32 rounded to nearest even into one register of bf16x2 or fp16x2, `low` in the low half."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
@@ -162,6 +181,18 @@ def store_shared_v4(address: Int32, values) -> None:
 def store_shared_f32x2(address: Int32, low: Float32, high: Float32) -> None:
     """Two float32 to shared memory, 8-byte aligned."""
     cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
+
+
+def store_shared_f32(address: Int32, value: Float32) -> None:
+    """One float32 to shared memory."""
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_shared_f32(address: Int32) -> Float32:
+    """One float32 from shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
 
 
 def load_shared_f32x2(address: Int32):

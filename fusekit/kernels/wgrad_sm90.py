@@ -162,7 +162,10 @@ class WgradSm90(GemmSm90):
             None,
             None,
             None,
+            None,
+            None,
             counters.iterator if cutlass.const_expr(config.dynamic) else None,
+            None,
             groups,
             dy.shape[0],
             n,
@@ -176,7 +179,7 @@ class WgradSm90(GemmSm90):
         )
 
     @cute.jit
-    def consume(self, pipeline, outputs, biases, operands, n: Int32, half_n: Int32, m: Int32):
+    def consume(self, pipeline, outputs, biases, operands, gradients, n: Int32, half_n: Int32, m: Int32):
         """A consumer warpgroup: its tiles' main loops and epilogues; `m` rows of dw."""
         config = self.config
         smem_dy, smem_x, full, empty, ring = pipeline

@@ -13,7 +13,7 @@ launch     `Launch`, a kernel bound to its arguments; the one driver call
 arguments  checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
 plan       a launch worked out for one signature; parameter blocks
 maps       tensor maps of a plan
-workspace  device memory of kernels that need some, for each stream
+workspace  device memory of kernels that need some beside their arguments, for each stream
 tensors    address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
 streams    streams of any owner as handles
 wake       the driver started in a thread while Python is busy

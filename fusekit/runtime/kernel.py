@@ -20,7 +20,7 @@ from fusekit.runtime.launch import Launch, launch
 from fusekit.runtime.plan import Loaded, Plan, Settings
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
-from fusekit.runtime.workspace import Workspaces
+from fusekit.runtime.workspace import Scratch, Workspaces
 
 # Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
 _PLANS_KEPT = 256
@@ -102,14 +102,15 @@ class Kernel:
         return self._devices.current()
 
     def unload(self) -> None:
-        """Gives the kernel's code and workspaces back to the driver. Launches afterwards raise ArgumentError."""
+        """Gives the kernel's code and memory back to the driver. Launches afterwards raise ArgumentError."""
         api, check = self._driver.api, self._driver.check
         self._plans.clear()
         while self._loaded:
             _, loaded = self._loaded.popitem()
             loaded.function = None
-            if loaded.workspaces is not None:
-                loaded.workspaces.close()
+            for memory in (loaded.workspaces, loaded.scratch):
+                if memory is not None:
+                    memory.close()
         if self._library is not None:
             library, self._library = self._library, None
             with self._devices.apart():
@@ -203,7 +204,8 @@ class Kernel:
                     f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
                 )
             function = check(api.cuKernelGetFunction(self._kernel), f"{self.name}: cuKernelGetFunction on {device}")
-            loaded = Loaded(device, function, self._workspaces(device))
+            scratch = Scratch(self._devices, device, self.name) if self.record.scratch != 0 else None
+            loaded = Loaded(device, function, self._workspaces(device), scratch)
         kept = self._loaded.setdefault(device.ordinal, loaded)
         if kept is not loaded and loaded.workspaces is not None:  # another thread was first
             loaded.workspaces.close()

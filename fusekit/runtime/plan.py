@@ -27,7 +27,7 @@ from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.maps import MapSlot
 from fusekit.runtime.streams import PER_THREAD
-from fusekit.runtime.workspace import Workspaces
+from fusekit.runtime.workspace import Scratch, Workspaces
 
 _INTEGER_FORMATS = {"i32": "<i", "i64": "<q"}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -53,6 +53,7 @@ class Loaded:
     device: Device
     function: Any
     workspaces: Workspaces | None = None
+    scratch: Scratch | None = None
 
 
 class Plan:
@@ -91,7 +92,9 @@ class Plan:
         self.maps: list[MapSlot] = []
         self.pointers: list[tuple[int, int]] = []
         self.floats: list[tuple[int, int]] = []
-        self.scratch: list[int] = []  # where the workspace's address stands
+        self.workspace_at: list[int] = []  # where the workspace's address stands
+        self.scratch_at: list[int] = []
+        self.scratch_bytes = evaluate(record.scratch, env)
         for parameter in record.parameters:
             if isinstance(parameter, TensorMapParameter):
                 self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
@@ -101,7 +104,9 @@ class Plan:
                 self._put_integer(parameter, {**env, **integers})
             elif isinstance(parameter, PointerParameter):
                 if parameter.argument == "workspace":
-                    self.scratch.append(parameter.offset)
+                    self.workspace_at.append(parameter.offset)
+                elif parameter.argument == "scratch":
+                    self.scratch_at.append(parameter.offset)
                 else:
                     self.pointers.append((parameter.offset, index[parameter.argument]))
         masks = dict(self._aligned)
@@ -191,15 +196,20 @@ class Plan:
             raise
 
     def aim(self, block: Block, handle: int) -> None:
-        """Turns a block to another stream, whose workspace it then uses."""
-        if self.scratch:
+        """Turns a block to another stream, whose workspace and scratch it then uses."""
+        if self.workspace_at:
             assert self.loaded.workspaces is not None
             address = self.loaded.workspaces.of(handle)
-            for offset in self.scratch:
+            for offset in self.workspace_at:
+                _POINTER.pack_into(block.memory, offset, address)
+        if self.scratch_at:
+            assert self.loaded.scratch is not None
+            address = self.loaded.scratch.of(handle, self.scratch_bytes)
+            for offset in self.scratch_at:
                 _POINTER.pack_into(block.memory, offset, address)
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
-        block.stream = -1 if handle == PER_THREAD and self.scratch else handle
+        block.stream = -1 if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
 
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""

@@ -1,8 +1,7 @@
-"""Workspaces: device memory that a kernel keeps its scheduler's counters in.
+"""Device memory that a kernel needs beside its arguments: a workspace for its counters, scratch for partial results.
 
-A launch leaves its workspace as the next one needs it, so launches that share one must not overlap in time. Those of
-one stream do not; so every stream has a workspace of its own, given out without asking the driver until a stock is used
-up.
+A launch leaves its workspace as the next one needs it, so launches that share one must not overlap in time, and no more
+may those that share scratch. Those of one stream do not; so every stream has memory of its own.
 """
 
 from __future__ import annotations
@@ -15,26 +14,34 @@ from fusekit.runtime.streams import LEGACY, PER_THREAD
 _ALIGNMENT = 256
 # So much is allocated at once: for a kernel's few counters, many streams' worth.
 _STOCK_BYTES, _STOCK_MOST = 1 << 16, 64
+_SCRATCH_GRANULE = 1 << 21  # what the driver allocates at least
+
+_Stream = int | tuple[str, int]
+
+
+def _owner(stream: int) -> _Stream:
+    """What tells streams apart: every thread has a per-thread default stream of its own behind the one handle."""
+    return ("thread", threading.get_ident()) if stream == PER_THREAD else stream or LEGACY
 
 
 class Workspaces:
-    """The workspaces of one kernel on one device, `size` bytes each. Safe from many threads; `close` gives all back."""
+    """The workspaces of one kernel on one device, `size` bytes each, given out without asking the driver until a stock
+    is used up. Safe from many threads; `close` gives all back.
+    """
 
     def __init__(self, devices: Devices, device: Device, size: int, zeroed: bool, name: str) -> None:
         self._devices, self._device, self._name, self._zeroed = devices, device, name, zeroed
         self._size = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._count = min(max(_STOCK_BYTES // self._size, 1), _STOCK_MOST)
         self._free: list[int] = []
-        self._given: dict[int | tuple[str, int], int] = {}
+        self._given: dict[_Stream, int] = {}
         self._allocations: list[int] = []
         self._closed = False
         self._stock()
 
     def of(self, stream: int) -> int:
         """The address of the workspace for launches in `stream`; 0 when closed."""
-        key: int | tuple[str, int] = stream or LEGACY
-        if key == PER_THREAD:
-            key = "thread", threading.get_ident()
+        key = _owner(stream)
         address = self._given.get(key)
         if address is not None or self._closed:
             return address or 0
@@ -69,6 +76,46 @@ class Workspaces:
         self._closed = True
         self._given.clear()
         self._free.clear()
+        with self._devices.active(self._device), self._devices.apart():
+            while self._allocations:
+                self._devices.driver.check(self._devices.driver.api.cuMemFree(self._allocations.pop()), "cuMemFree")
+
+
+class Scratch:
+    """The scratch memory of one kernel on one device. Safe from many threads; `close` gives all back.
+
+    A stream's grows with the largest launch there was. What it had before stays until `close`: bound launches and
+    graphs may still use it.
+    """
+
+    def __init__(self, devices: Devices, device: Device, name: str) -> None:
+        self._devices, self._device, self._name = devices, device, name
+        self._given: dict[_Stream, tuple[int, int]] = {}  # address, bytes
+        self._allocations: list[int] = []
+        self._growing = threading.Lock()
+        self._closed = False
+
+    def of(self, stream: int, size: int) -> int:
+        """The address of `size` bytes at least for launches in `stream`; 0 when closed."""
+        key = _owner(stream)
+        address, there = self._given.get(key, (0, 0))
+        if there >= size or self._closed:
+            return address
+        with self._growing:
+            # Half as much again as before: a slowly growing batch takes few allocations, three times its size at most.
+            wanted = max(size, there * 3 // 2)
+            wanted = -(-wanted // _SCRATCH_GRANULE) * _SCRATCH_GRANULE
+            what = f"{self._name}: {wanted} bytes of scratch on {self._device}"
+            with self._devices.active(self._device), self._devices.apart():
+                address = int(self._devices.driver.check(self._devices.driver.api.cuMemAlloc(wanted), what))
+            self._allocations.append(address)
+            self._given[key] = address, wanted
+        return address
+
+    def close(self) -> None:
+        """Gives the memory back; no launch that uses it may be pending."""
+        self._closed = True
+        self._given.clear()
         with self._devices.active(self._device), self._devices.apart():
             while self._allocations:
                 self._devices.driver.check(self._devices.driver.api.cuMemFree(self._allocations.pop()), "cuMemFree")

@@ -88,6 +88,7 @@ def records(draw: st.DrawFn) -> LaunchRecord:
         attributes=draw(st.dictionaries(st.sampled_from(["cooperative"]), st.integers(0, 1))),
         workspace=draw(st.sampled_from([0, 4096, ("mul", "sm_count", 16)])),
         workspace_zeroed=draw(st.booleans()),
+        scratch=draw(st.sampled_from([0, ("mul", "M", 4), ("add", "K", "sm_count")])),
         skip_if_zero=draw(st.sampled_from([(), ("M",)])),
     )
 
@@ -161,6 +162,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "attribute": ({"attributes": {"priority": 1}}, "attributes.priority: unknown"),
     "skip rule": ({"skip_if_zero": ["Q"]}, r"skip_if_zero\[0\]: 'Q' is no dim"),
     "workspace": ({"workspace": {"bytes": "M", "zeroed": False}}, "workspace.bytes: unknown variable 'M'"),
+    "scratch": ({"scratch": {"bytes": "x.stride0"}}, "scratch.bytes: unknown variable 'x.stride0'"),
+    "scratch of more": ({"scratch": {"bytes": 4, "zeroed": True}}, "scratch.zeroed: unknown"),
     "no symbol": ({"symbol": ""}, "symbol: empty; a record is complete only after compilation"),
 }
 
@@ -212,7 +215,7 @@ def test_every_dim_can_be_read_off_a_shape() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["sm_count", "cluster_margin", "workspace", "stream"])
+@pytest.mark.parametrize("name", ["sm_count", "cluster_margin", "workspace", "scratch", "stream"])
 def test_reserved_names(name: str) -> None:
     with pytest.raises(RecordError, match=f"arguments\\[0\\].name: '{name}' is reserved"):
         LaunchRecord("sm_90a", (TensorArgument(name, "input", "bf16", (), ()),), (), (), (1, 1, 1), (32, 1, 1))

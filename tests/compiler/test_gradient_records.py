@@ -19,7 +19,7 @@ MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix_backward.toml")
 PACKAGED = [
     spec for spec in find() if isinstance(spec, KernelSpec) and (spec.op == "grouped-wgrad" or spec.activation.backward)
 ]
-DISTINCT = {str(spec.device_spec()): spec for spec in (*MATRIX, *PACKAGED) if not (spec.dprob or spec.dbias)}
+DISTINCT = {str(spec.device_spec()): spec for spec in (*MATRIX, *PACKAGED)}
 SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec.full_name)
 SMS = 132  # of an H100 or H200
 
@@ -41,7 +41,8 @@ def dims_of(spec):
 def variables(spec, launch):
     """What the record's expressions read when compact tensors are passed."""
     dims = dims_of(spec)
-    env = {**dims, "I": dims["N"], "sm_count": SMS, "cluster_margin": 0, "workspace.address": 1 << 39}
+    env = {**dims, "I": dims["N"], "sm_count": SMS, "cluster_margin": 0}
+    env |= {"workspace.address": 1 << 39, "scratch.address": 1 << 38}
     for number, tensor in enumerate(launch.tensors, start=1):
         step = 1
         env[f"{tensor.name}.address"] = number << 40

@@ -18,7 +18,11 @@ from fusekit.errors import ProofError, ToolchainError
 from fusekit.spec import find, parse_file
 from fusekit.store import Store
 
-MATRIX = {spec.full_name: spec for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")}
+MATRIX = {
+    spec.full_name: spec
+    for name in ("matrix.toml", "matrix_backward.toml")
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
+}
 # Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
 SAMPLE = (
     "swiglu-concat@128x160-c1x1", "swiglu-interleaved-32@128x192-c1x2", "geglu-interleaved@64x128-c1x1",
@@ -36,6 +40,7 @@ SPECS = (
         ]
     ),
     *(MATRIX[f"matrix/{name}"] for name in SAMPLE),
+    *(MATRIX[f"matrix_backward/dswiglu-{name}"] for name in ("dbias@128x192-c1x2-dynamic", "whole@128x160-c1x1")),
 )
 
 

@@ -13,8 +13,8 @@ from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepa
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
-    for name in ("../gpu/matrix.toml", "../gpu/matrix_backward.toml", "sums.toml")
-    for spec in parse_file(Path(__file__).parent / name)
+    for name in ("matrix.toml", "matrix_backward.toml")
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
 CASE = Case("hard", (70, 0, 33, 64), 48, 72, spare=5, pad=24)

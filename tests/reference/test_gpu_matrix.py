@@ -109,6 +109,15 @@ def test_derivatives_with_everything_on_and_off():
     assert {(128, 160), (128, 192), (256, 128)} <= {spec.tile for spec in DERIVATIVES}
 
 
+def test_sums_over_rows_and_columns():
+    assert {(False, True), (True, False), (True, True)} <= {(spec.dprob, spec.dbias) for spec in DERIVATIVES}
+    for gated in (True, False):
+        assert [spec for spec in DERIVATIVES if spec.dprob and spec.dbias and spec.activation.gated == gated]
+    for key in ("op", "schedule", "mainloop"):
+        assert len({getattr(spec, key) for spec in DERIVATIVES if spec.dbias}) == 2
+    assert {spec.cluster for spec in DERIVATIVES if spec.dbias} == {(1, 1), (2, 1), (1, 2)}
+
+
 @pytest.mark.parametrize("spec", WGRAD, ids=lambda spec: spec.full_name)
 def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     cases = cases_of(spec)

@@ -246,6 +246,51 @@ def test_threads_on_the_per_thread_default_stream_do_not_share_a_workspace() -> 
     assert first != second
 
 
+def with_scratch() -> Any:
+    base = record()
+    parameters = (*base.parameters, PointerParameter("parts", "scratch", 296))
+    return record(parameters=parameters, scratch=("mul", "M", 65536))
+
+
+def test_scratch_is_a_streams_own_and_grows_with_its_launches() -> None:
+    kernel, fake = load(with_scratch())
+    assert "cuMemAlloc" not in fake.calls
+    for stream in (9, 10, 9, 0, 1):
+        kernel(**tensors(), stream=stream)
+    nine, ten, again, legacy, one = (struct.unpack("<Q", launched.parameters[8])[0] for launched in fake.launches)
+    assert (nine, legacy) == (again, one)
+    assert len({nine, ten, legacy}) == 3
+    assert {len(memory) >> 20 for memory in fake.memory.values()} == {6}  # MiB: 96 rows of 64 KiB
+    bound = kernel.bind(**tensors())
+    bound(9)
+    assert fake.calls.count("cuMemAlloc") == 3
+    more = {"x": Torchlike((97, 128)), "y": Torchlike((97, 160), address=0x5000_0000)}
+    kernel(**(tensors() | more), stream=9)
+    assert fake.calls.count("cuMemAlloc") == 4
+    assert max(len(memory) >> 20 for memory in fake.memory.values()) == 10  # half as much again, in steps of 2 MiB
+    bound(9)  # what was bound before still has its own
+    kernel(**tensors(), stream=9)
+    before, larger, bound_again, smaller = (
+        struct.unpack("<Q", launched.parameters[8])[0] for launched in fake.launches[-4:]
+    )
+    assert before == bound_again == nine
+    assert larger not in (nine, ten, legacy)
+    assert smaller in (nine, larger)
+    kernel.unload()
+    assert not fake.memory
+
+
+def test_threads_on_the_per_thread_default_stream_do_not_share_scratch() -> None:
+    kernel, fake = load(with_scratch())
+    bound = kernel.bind(**tensors())
+    bound(2)
+    thread = threading.Thread(target=lambda: bound(2))
+    thread.start()
+    thread.join()
+    first, second = (launched.parameters[8] for launched in fake.launches)
+    assert first != second
+
+
 def test_unloading_gives_everything_back_and_is_noticed() -> None:
     kernel, fake = load()
     launch = kernel.bind(**tensors())

@@ -1,0 +1,156 @@
+"""The sums of gradients as a warp makes them, with 32 lanes of NumPy in the place of a warp's registers.
+
+What can be tried without a GPU: which lane ends with which column, that no row or column is lost or counted twice, and
+that pieces, counters and parts have places of their own within the scratch that the launch record asks for.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from cutlass import cute
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusekit.abi import evaluate
+from fusekit.compiler import backward
+from fusekit.kernels import ptx
+from fusekit.kernels.config import GemmConfig
+from fusekit.kernels.sums import GradientSums, Shares
+from fusekit.spec import parse_text
+
+LANES = np.arange(32)
+
+
+@pytest.fixture
+def warp(monkeypatch):
+    """Instructions that the sums use, on arrays with an element for each lane."""
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, offset: value[LANES ^ offset])
+    monkeypatch.setattr(ptx, "choose", lambda flag, a, b: np.where(flag != 0, a, b))
+    monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
+
+
+def config(tile=(128, 192), cluster=(1, 1), layout="interleaved", pingpong=True):
+    return GemmConfig(
+        grouped=True, dtype="bf16", out_dtype="bf16", b_major="k", alpha="none", bias=False, save_preactivation=False,
+        activation="dswiglu", glu_layout="none", row_scale=False, tile=tile, cluster=cluster, pingpong=pingpong,
+        stages=4, epilogue_box=32, dynamic=False, z_layout=layout, dprob=True, dbias=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "tile_n", "unit"),
+    [*itertools.product(["interleaved", "interleaved-32", "concat"], [128, 192], [32]),
+     ("none", 128, 64), ("none", 160, 32), ("none", 176, 16)],
+)  # fmt: skip
+def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
+    sums = GradientSums(config((128, tile_n), layout=layout), unit)
+    sides = 1 if layout == "none" else 2
+    rng = np.random.default_rng(0)
+    gradients = rng.integers(-1000, 1000, (16, tile_n, sides)).astype(float)  # of (row, column of da, side)
+    kept = {}
+    for number in range(tile_n // unit):
+        shares = Shares(sums.config, [1, 1], None, LANES)
+        for chunk in range(unit // 8):  # as the epilogue does: two rows and two columns of a chunk of eight a lane
+            column = number * unit + chunk * 8 + 2 * (LANES % 4)
+            rows = [
+                [gradients[LANES // 4 + 8 * r, column + c, side] for c in range(2) for side in range(sides)]
+                for r in range(2)
+            ]
+            shares.take_columns(*rows)
+        columns = shares.unit_ends()
+        assert len(columns) == sums.kept
+        for index, value in enumerate(columns):
+            for where, each in zip(sums.column(number, index, LANES), value, strict=True):
+                assert kept.setdefault(where, each) == each  # several lanes may end with one column
+    expected = gradients.sum(axis=0)  # (column of da, side), which the layout brings into the order of dz
+    if layout == "interleaved-32":
+        expected = expected.reshape(-1, 32, 2).swapaxes(1, 2)
+    elif layout == "concat":
+        expected = expected.T
+    assert [kept[where] for where in range(sums.tile_columns)] == expected.ravel().tolist()
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "interleaved-32", "concat", "none"])
+@pytest.mark.parametrize("n", [2880, 2888, 64])
+def test_every_column_of_dbias_has_one_place(layout, n, monkeypatch):
+    monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
+    sums = GradientSums(config(layout=layout, cluster=(1, 2)), 32)
+    seen = [
+        where
+        for tile in range(sums.tiles_n(n))
+        for where, there in (sums.place(column, tile, n) for column in range(sums.tile_columns))
+        if there
+    ]
+    assert sorted(seen) == list(range(n * sums.sides))
+
+
+SPEC = """
+schema = 1
+[defaults]
+arch = "sm_90a"
+[[kernel]]
+name = "k"
+op = "grouped-gemm"
+activation = {{ kind = "dswiglu" }}
+glu_layout = "interleaved"
+row_scale = true
+dprob = {dprob}
+dbias = {dbias}
+tile = [{tile}, 128]
+cluster = [{cluster}]
+"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 300]), min_size=1, max_size=9),
+    spare=st.integers(0, 40),
+    n=st.integers(1, 40).map(lambda units: 8 * units),
+    tile=st.sampled_from([128, 256]),
+    cluster=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, cluster, wanted):
+    """Walks over all that the warps of a launch write, as the kernel numbers it."""
+    dprob, dbias = wanted
+    text = SPEC.format(
+        tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(dbias).lower()
+    )
+    (spec,) = parse_text(text, "t", "t.toml")
+    record = backward.record(spec)
+    rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
+    words = evaluate(record.scratch, {"M": rows, "E": groups, "I": n}) // 4
+    tiles_n = -(-n // (128 * cluster[1])) * cluster[1]
+    piece = 128  # both main loops: a warpgroup's rows
+    row_counters = rows // 16 + groups + 1 if dprob else 0
+    column_counters = groups * tiles_n * 4 if dbias else 0
+    row_parts = row_counters + column_counters
+    column_parts = row_parts + (tiles_n * rows if dprob else 0)
+    written, arrivals = set(), {}
+
+    def write(word):
+        assert word not in written
+        written.add(word)
+
+    ends = np.cumsum(sizes)
+    for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        for n_tile in range(tiles_n):
+            for first in range(begin, end, piece):
+                for row in range(first, min(first + piece, end), 16) if dprob else ():
+                    for mine in range(row, min(row + 16, end)):
+                        write(row_parts + n_tile * rows + mine)
+                    arrivals.setdefault(row // 16 + group, []).append(tiles_n)
+                for warp in range(4) if dbias else ():
+                    counter = row_counters + (group * tiles_n + n_tile) * 4 + warp
+                    arrivals.setdefault(counter, []).append(-(-(end - begin) // piece))
+                if dbias:
+                    start = column_parts + (first // piece + group) * columns
+                    for column in range(n_tile * 256, min(n_tile * 256 + 256, columns)):
+                        write(start + column)
+                    # Those of a group follow each other from the first one's on.
+                    assert first // piece == begin // piece + (first - begin) // piece
+    for counter, expected in arrivals.items():
+        assert 0 <= counter < row_parts
+        assert set(expected) == {len(expected)}  # as many arrive as are waited for
+    assert not written or row_parts <= min(written) <= max(written) < words
