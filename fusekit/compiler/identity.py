@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusekit.compiler.families import family
 from fusekit.compiler.sources import closure
-from fusekit.compiler.toolchain import distributions
-from fusekit.compiler.trace import compile_options
+from fusekit.compiler.toolchain import compile_options, distributions
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which compiler is installed, read from the package metadata; imports none of it."""
+"""Which compiler is installed, read from the package metadata, and how it is called; imports none of it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def distributions() -> dict[str, str]:
     if _FAMILY not in found:
         raise ToolchainError(f"{_FAMILY} is not installed; a build needs the CuTe DSL; pip install 'fusekit[build]'")
     return dict(sorted(found.items()))
+
+
+def compile_options(arch: str) -> str:
+    """The DSL's option string: what of it decides the cubin, and is part of the key."""
+    return f"--gpu-arch={arch} --keep-cubin"
 
 
 def describe(versions: dict[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fusekit.compiler import cubin as cubins
 from fusekit.compiler.plan import TracePlan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
+from fusekit.compiler.toolchain import compile_options
 from fusekit.errors import BuildError, ToolchainError
 
 _PREFIX = "fusekit"
@@ -29,11 +30,6 @@ class Compiled:
     launch: dict[str, Any]
     resources: dict[str, Any]
     proof: dict[str, Any]
-
-
-def compile_options(arch: str) -> str:
-    """The DSL's option string: what of it decides the cubin, and is part of the key."""
-    return f"--gpu-arch={arch} --keep-cubin"
 
 
 def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:

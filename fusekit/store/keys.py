@@ -28,6 +28,7 @@ SCHEMA = 1
 _KEY = re.compile(r"[0-9a-f]{64}")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 _DOMAIN = b"fusekit-store-key\0"
+_EXACT = frozenset({str, int, bool, type(None)})  # types whose JSON form is exact
 
 
 def is_digest(text: object) -> bool:
@@ -47,8 +48,8 @@ def canonical_json(value: object, what: str = "value") -> str:
     an infinity, a key that is no string, an object of any other type. A value without a fixed form has no identity,
     and guessing one (`repr`, pickle) would let two different kernels share a key.
     """
-    if value is None or type(value) in (str, int, bool):
-        return _scalar(value)
+    if type(value) in _EXACT:
+        return _scalar(value)  # type: ignore[arg-type]
     _require_json(value, what)
     return _ENCODER.encode(value)
 
@@ -131,8 +132,8 @@ def _sized(text: str) -> bytes:
 
 
 def _require_json(value: object, what: str) -> None:
-    # bool before int is not needed: both have one JSON form. Subclasses (IntEnum, numpy scalars) are refused.
-    if value is None or type(value) in (str, int, bool):
+    # Subclasses (IntEnum, numpy scalars) are refused. Members of these types need no call: there are very many.
+    if type(value) in _EXACT:
         return
     if type(value) is float:
         if not math.isfinite(value):
@@ -140,13 +141,15 @@ def _require_json(value: object, what: str) -> None:
         return
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _require_json(item, f"{what}[{index}]")
+            if type(item) not in _EXACT:
+                _require_json(item, f"{what}[{index}]")
         return
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) is not str:
                 raise FusekitError(f"{what} has the key {key!r}; JSON keys are strings; convert it first")
-            _require_json(item, f"{what}.{key}")
+            if type(item) not in _EXACT:
+                _require_json(item, f"{what}.{key}")
         return
     raise FusekitError(
         f"{what} is a {type(value).__name__}; only str, int, float, bool, None, list and dict have a fixed form; "
