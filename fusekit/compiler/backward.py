@@ -25,6 +25,7 @@ from fusekit.compiler.hopper import (
     SUM_BYTES,
     VECTOR,
     box_columns,
+    config,
     fake_arguments,
     gemm_tiles,
     grid,
@@ -149,30 +150,7 @@ def _parameters(spec: KernelSpec, n: str) -> list[Parameter]:
 
 def _function(spec: KernelSpec) -> Any:
     from fusekit.kernels.backward_sm90 import BackwardSm90
-    from fusekit.kernels.config import GemmConfig
 
-    kind, approximate = spec.activation.kind, spec.activation.approximate
     return BackwardSm90(
-        GemmConfig(
-            grouped=spec.op == "grouped-gemm",
-            dtype=spec.dtype,
-            out_dtype=spec.out_dtype,
-            b_major=spec.b_major,
-            alpha="none",
-            bias=False,
-            save_preactivation=False,
-            activation=kind if approximate == "none" else f"{kind}:{approximate}",
-            glu_layout="none",
-            row_scale=spec.row_scale,
-            tile=spec.tile,
-            cluster=spec.cluster,
-            pingpong=spec.mainloop == "pingpong",
-            stages=spec.budget.stages,
-            epilogue_box=spec.budget.epilogue_box,
-            dynamic=spec.schedule == "dynamic",
-            z_layout=spec.glu_layout,
-            recompute=spec.recompute,
-            dprob=spec.dprob,
-            dbias=spec.dbias,
-        )
+        config(spec, z_layout=spec.glu_layout, recompute=spec.recompute, dprob=spec.dprob, dbias=spec.dbias)
     )

@@ -28,6 +28,7 @@ from fusekit.compiler.hopper import (
     MOST_GROUPS,
     VECTOR,
     box_columns,
+    config,
     fake_arguments,
     gemm_tiles,
     grid,
@@ -139,27 +140,14 @@ def _parameters(spec: KernelSpec, n: Expr) -> list[Parameter]:
 
 
 def _function(spec: KernelSpec) -> Any:
-    from fusekit.kernels.config import GemmConfig
     from fusekit.kernels.gemm_sm90 import GemmSm90
 
-    kind, approximate = spec.activation.kind, spec.activation.approximate
     return GemmSm90(
-        GemmConfig(
-            grouped=spec.op == "grouped-gemm",
-            dtype=spec.dtype,
-            out_dtype=spec.out_dtype,
-            b_major=spec.b_major,
+        config(
+            spec,
             alpha=spec.alpha,
             bias=spec.bias,
             save_preactivation=spec.save_preactivation,
-            activation=kind if approximate == "none" else f"{kind}:{approximate}",
             glu_layout=spec.glu_layout,
-            row_scale=spec.row_scale,
-            tile=spec.tile,
-            cluster=spec.cluster,
-            pingpong=spec.mainloop == "pingpong",
-            stages=spec.budget.stages,
-            epilogue_box=spec.budget.epilogue_box,
-            dynamic=spec.schedule == "dynamic",
         )
     )

@@ -123,6 +123,30 @@ def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
     return end
 
 
+def config(spec: KernelSpec, **own: Any) -> Any:
+    """What the kernel is traced for: a `GemmConfig` of what all families have, and of a family's `own` fields. Imports
+    the DSL.
+    """
+    from fusekit.kernels.config import GemmConfig
+
+    kind, approximate = spec.activation.kind, spec.activation.approximate
+    fields: dict[str, Any] = {
+        "grouped": spec.op == "grouped-gemm",
+        "dtype": spec.dtype,
+        "out_dtype": spec.out_dtype,
+        "b_major": spec.b_major,
+        "activation": kind if approximate == "none" else f"{kind}:{approximate}",
+        "row_scale": spec.row_scale,
+        "tile": spec.tile,
+        "cluster": spec.cluster,
+        "pingpong": spec.mainloop == "pingpong",
+        "stages": spec.budget.stages,
+        "epilogue_box": spec.budget.epilogue_box,
+        "dynamic": spec.schedule == "dynamic",
+    }
+    return GemmConfig(**(fields | own))
+
+
 def fake_arguments(record: LaunchRecord, operands: Sequence[str]) -> tuple[Any, ...]:
     """What the kernel's host function is traced with: its operands (None where the record has none; `workspace` and
     `scratch` are operands too), SM count, cluster margin, stream. Imports the DSL."""

@@ -24,6 +24,7 @@ from fusekit.compiler.hopper import (
     SWIZZLES,
     VECTOR,
     box_columns,
+    config,
     fake_arguments,
     grid,
     host_arguments,
@@ -108,28 +109,6 @@ def _parameters(spec: KernelSpec) -> tuple[Parameter, ...]:
 
 
 def _function(spec: KernelSpec) -> Any:
-    from fusekit.kernels.config import GemmConfig
     from fusekit.kernels.wgrad_sm90 import WgradSm90
 
-    return WgradSm90(
-        GemmConfig(
-            grouped=True,
-            dtype=spec.dtype,
-            out_dtype=spec.out_dtype,
-            b_major="n",
-            alpha="none",
-            bias=False,
-            save_preactivation=False,
-            activation="identity",
-            glu_layout="none",
-            row_scale=False,
-            tile=spec.tile,
-            cluster=spec.cluster,
-            pingpong=spec.mainloop == "pingpong",
-            stages=spec.budget.stages,
-            epilogue_box=spec.budget.epilogue_box,
-            dynamic=spec.schedule == "dynamic",
-            wgrad=True,
-            accumulate=spec.accumulate,
-        )
-    )
+    return WgradSm90(config(spec, grouped=True, b_major="n", wgrad=True, accumulate=spec.accumulate))

@@ -26,11 +26,7 @@ class GemmConfig:
     dtype: str
     out_dtype: str
     b_major: str
-    alpha: str
-    bias: bool
-    save_preactivation: bool
     activation: str
-    glu_layout: str
     row_scale: bool
     tile: tuple[int, int]
     cluster: tuple[int, int]
@@ -38,6 +34,10 @@ class GemmConfig:
     stages: int
     epilogue_box: int
     dynamic: bool
+    alpha: str = "none"
+    bias: bool = False
+    save_preactivation: bool = False
+    glu_layout: str = "none"
     wgrad: bool = False
     accumulate: bool = False
     z_layout: str = ""

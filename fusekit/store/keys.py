@@ -49,7 +49,7 @@ def canonical_json(value: object, what: str = "value") -> str:
     and guessing one (`repr`, pickle) would let two different kernels share a key.
     """
     if type(value) in _EXACT:
-        return _scalar(value)  # type: ignore[arg-type]
+        return _scalar(value)
     _require_json(value, what)
     return _ENCODER.encode(value)
 

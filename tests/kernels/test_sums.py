@@ -32,9 +32,9 @@ def warp(monkeypatch):
 
 def config(tile=(128, 192), cluster=(1, 1), layout="interleaved", pingpong=True):
     return GemmConfig(
-        grouped=True, dtype="bf16", out_dtype="bf16", b_major="k", alpha="none", bias=False, save_preactivation=False,
-        activation="dswiglu", glu_layout="none", row_scale=False, tile=tile, cluster=cluster, pingpong=pingpong,
-        stages=4, epilogue_box=32, dynamic=False, z_layout=layout, dprob=True, dbias=True,
+        grouped=True, dtype="bf16", out_dtype="bf16", b_major="k", activation="dswiglu", row_scale=False, tile=tile,
+        cluster=cluster, pingpong=pingpong, stages=4, epilogue_box=32, dynamic=False, z_layout=layout, dprob=True,
+        dbias=True,
     )  # fmt: skip
 
 
