@@ -127,6 +127,15 @@ def choose(flag: Int32, a: Float32, b: Float32) -> Float32:
     )
 
 
+def where_above(a: Int32, bound: int, value: Float32) -> Float32:
+    """`value` where a > bound, else zero, whatever `value` is."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.gt.s32 p, {{$r0}}, {bound}; selp.f32 {{$w0}}, {{$r1}}, 0f00000000, p; }}",
+        write_only_types=[Float32],
+        read_only_args=[a, value],
+    )
+
+
 def pack_pair(low: Float32, high: Float32, dtype) -> Uint32:
     """Two float32 rounded to nearest even into one register of bf16x2 or fp16x2, `low` in the low half."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"

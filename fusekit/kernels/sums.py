@@ -43,9 +43,9 @@ class Shares:
     lowest first, as its i // 8 -th. Of fewer than eight columns, several lanes end with the same one.
     """
 
-    def __init__(self, config: GemmConfig, live, dots, lane: Int32) -> None:
-        """live: for both rows, not 0 where the row is the group's. dots: both rows' da * y so far."""
-        self.config, self.live, self.dots, self.lane = config, live, dots, lane
+    def __init__(self, config: GemmConfig, left: Int32, dots, lane: Int32) -> None:
+        """left: rows of the group from the lane's first one on. dots: both rows' da * y so far."""
+        self.config, self.left, self.dots, self.lane = config, left, dots, lane
         self.waiting: list = [None] * len(ROW_BITS)
         self.columns: list = []
 
@@ -56,7 +56,7 @@ class Shares:
         """
         if self.config.dprob:
             self.dots[r] = self.dots[r] + da * value
-        return ptx.choose(self.live[r], da, Float32(0.0)) if self.config.dbias else da
+        return ptx.where_above(self.left, 8 * r, da) if self.config.dbias else da
 
     def take_columns(self, first, second) -> None:
         """The dz of the lane's two rows in the next columns: those of the one row, and of the other."""
@@ -198,11 +198,9 @@ class GradientSums:
         """For 16 rows from `row` on; None where nothing is summed."""
         if not self.config.sums:
             return None
-        mine = row + ptx.divide(lane, 4)
-        live = [Int32(mine + 8 * r < end) for r in range(2)]
         dots = cute.make_rmem_tensor((2,), Float32)
         dots.fill(0.0)
-        return Shares(self.config, live, dots, lane)
+        return Shares(self.config, end - row - ptx.divide(lane, 4), dots, lane)
 
     def registers(self):
         """Where a warp keeps its sums over rows; they are set in the first of its blocks."""
