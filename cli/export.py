@@ -19,19 +19,39 @@ from fusekit_cli.options import Session, common, signing
 @click.option(
     "--prefix", default="fusekit", show_default=True, help="What every public name in the source begins with."
 )
+@click.option("--loader", is_flag=True, help="With --lang c: source that loads kernels from bundles; it holds none.")
 @signing
 @common
 def command(
-    session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str
+    session: Session,
+    file: str,
+    patterns: tuple[str, ...],
+    arch: str | None,
+    lang: str | None,
+    prefix: str,
+    loader: bool,
 ) -> None:
     """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes.
 
     With --lang c FILE is a folder, which gets PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
     whose cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver at run time.
-    """
-    if lang == "c":
-        from fusekit_cli.export_c import run
 
+    With --lang c --loader it holds no kernel, but functions that load those of a bundle, by name, at run time; it
+    takes no NAME, reads no store, and is the same for every bundle.
+    """
+    if loader and lang != "c":
+        raise UsageError("export --loader writes source; give --lang c with it")
+    if lang == "c":
+        from fusekit_cli.export_c import run, run_loader
+
+        if loader:
+            if patterns or arch:
+                raise UsageError(
+                    "export --lang c --loader takes no NAME and no --arch: the loader is the same for every kernel; put"
+                    " kernels into a bundle with: fusekit export kernels.tar NAME"
+                )
+            run_loader(session, Path(file), prefix)
+            return
         if not patterns:
             raise UsageError("export --lang c names the kernels that the source holds; give at least one NAME")
         run(session, Path(file), patterns, prefix, arch)
@@ -45,6 +65,7 @@ def command(
         "entries": done.entries,
         "names": done.names,
         "bytes": done.bytes,
+        "digest": done.digest,
         "signed_by": None if store.signer is None else store.signer.public.id,
     }
 

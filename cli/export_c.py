@@ -1,7 +1,8 @@
-"""`fusekit export --lang c`: stored kernels as C source, for programs without Python."""
+"""`fusekit export --lang c`: stored kernels as C source, or a loader of bundles, for programs without Python."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -35,7 +36,22 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             if record.name in kernels and kernels[record.name].record != launch:
                 raise FusekitError(f"{record.name} is stored for several architectures; choose one with --arch")
             kernels[record.name] = Exported(record.name, launch, cubin, dict(record.defaults))
-    texts = generate(list(kernels.values()), prefix)
+    written = _write(out, generate(list(kernels.values()), prefix))
+    document = {"files": written, "kernels": sorted(kernels), "prefix": prefix}
+    output.answer(session, document, lambda: click.echo("\n".join(written)))
+
+
+def run_loader(session: Session, out: Path, prefix: str) -> None:
+    """Writes the loader of bundles and answers with the paths of its files."""
+    from fusekit.cabi import generate_loader
+
+    written = _write(out, generate_loader(prefix))
+    document = {"files": written, "kernels": [], "prefix": prefix}
+    output.answer(session, document, lambda: click.echo("\n".join(written)))
+
+
+def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
+    """Each file's text into the folder `out`; their paths."""
     written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -44,5 +60,4 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             written.append(str(out / file))
     except OSError as error:
         raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error
-    document = {"files": written, "kernels": sorted(kernels), "prefix": prefix}
-    output.answer(session, document, lambda: click.echo("\n".join(written)))
+    return written

@@ -7,14 +7,14 @@ functions over them. Nothing of fusekit is needed to compile or run the result.
 ==========  ==================================================================
 module      its job
 ==========  ==================================================================
-generate    puts the two files together; checks prefix and names
+generate    puts the two files together, with kernels in them or the loader of bundles; checks prefix and names
 tables      a launch record as C constants
 wrappers    the typed face of one kernel
 identifiers C names for kernels and arguments
-*.h, *.c    the launcher, in the order of `generate.PARTS`
+*.h, *.c    the launcher, in the order of `generate.PARTS`; the loader of bundles, in that of `LOADER_PARTS`
 ==========  ==================================================================
 """
 
-from fusekit.cabi.generate import Exported, generate
+from fusekit.cabi.generate import Exported, generate, generate_loader
 
-__all__ = ["Exported", "generate"]
+__all__ = ["Exported", "generate", "generate_loader"]

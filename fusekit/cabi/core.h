@@ -1,8 +1,9 @@
 /* Kernels compiled ahead of time, launched through the CUDA driver API, which is found by dlopen.
  *
  * No global state, no exit(), nothing printed. Every function that can fail returns a status and, where `error` is not
- * NULL, explains it there; nothing has been launched or kept then. Handles may be used from many threads at once, as long
- * as none of them is being freed. Streams are CUstream or cudaStream_t; NULL is the legacy default stream.
+ * NULL, explains it there; nothing has been launched or kept then. Handles may be used from many threads and in many
+ * streams at once, as long as none of them is being freed. Streams are CUstream or cudaStream_t; NULL is the legacy default
+ * stream. A stream may be destroyed once its launches are done.
  *
  *     fusekit_driver *driver;
  *     fusekit_driver_open(&driver, &error)              once
@@ -21,11 +22,15 @@ extern "C" {
 typedef enum fusekit_status {
     FUSEKIT_OK = 0,
     FUSEKIT_INVALID_ARGUMENT = 1, /* an argument breaks a rule of the kernel */
-    FUSEKIT_NO_DRIVER = 2,        /* no libcuda.so.1, or one that lacks a function: CUDA 12.4 is needed */
+    FUSEKIT_NO_DRIVER = 2,        /* no libcuda.so.1, or one that is too old: CUDA 12.4, for some cubins CUDA 13 */
     FUSEKIT_WRONG_ARCH = 3,       /* the device is not of the architecture that the kernel was built for */
     FUSEKIT_MISMATCH = 4,         /* the driver sees other parameters in the cubin than the launch record */
     FUSEKIT_OUT_OF_MEMORY = 5,    /* host memory */
-    FUSEKIT_CUDA_ERROR = 6        /* the driver refused; fusekit_error.cuda is its CUresult */
+    FUSEKIT_CUDA_ERROR = 6,       /* the driver refused; fusekit_error.cuda is its CUresult */
+    /* Of bundles: */
+    FUSEKIT_FILE_ERROR = 7, /* the file cannot be opened or read */
+    FUSEKIT_BAD_BUNDLE = 8, /* it is damaged, cut, made up, or of another version */
+    FUSEKIT_NOT_FOUND = 9   /* it has no kernel of that name */
 } fusekit_status;
 
 typedef struct fusekit_error {

@@ -21,6 +21,10 @@ enum {
     FK_LAUNCH_CLUSTER = 4,
     FK_LAUNCH_SERIALIZATION = 6,
     FK_LAUNCH_PRIORITY = 8,
+    FK_LEGACY = 1, /* handles that name no stream of their own: the driver takes the current context for them */
+    FK_PER_THREAD = 2,
+    FK_ELF_ABI = 8, /* where a cubin has EI_ABIVERSION; from 8 on, only drivers for CUDA 13 read it */
+    FK_CUDA_13 = 13000,
     FK_MINIMUM_DRIVER = 12040 /* cuKernelGetParamInfo */
 };
 
@@ -70,10 +74,16 @@ typedef struct { /* CUlaunchConfig */
     X(fill, "cuMemsetD8Async", (unsigned long long, unsigned char, size_t, void *))                                    \
     X(stream_create, "cuStreamCreate", (void **, unsigned))                                                            \
     X(stream_wait, "cuStreamSynchronize", (void *))                                                                    \
-    X(stream_destroy, "cuStreamDestroy_v2", (void *))
+    X(stream_destroy, "cuStreamDestroy_v2", (void *))                                                                  \
+    X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *))                                                      \
+    X(stream_capturing, "cuStreamIsCapturing", (void *, int *))                                                        \
+    X(event_create, "cuEventCreate", (void **, unsigned))                                                              \
+    X(event_query, "cuEventQuery", (void *))                                                                           \
+    X(event_destroy, "cuEventDestroy_v2", (void *))
 
 struct fusekit_driver {
     void *handle; /* of dlopen; NULL where the caller looked the functions up */
+    int cuda;     /* 13000 for CUDA 13.0 */
 #define FK_MEMBER(name, symbol, arguments) int(*name) arguments;
     FK_API(FK_MEMBER)
 #undef FK_MEMBER

@@ -9,6 +9,9 @@ const char *fusekit_status_text(fusekit_status status) {
     case FUSEKIT_MISMATCH: return "the cubin and its launch record are of two builds";
     case FUSEKIT_OUT_OF_MEMORY: return "out of host memory";
     case FUSEKIT_CUDA_ERROR: return "the CUDA driver refused";
+    case FUSEKIT_FILE_ERROR: return "the file cannot be read";
+    case FUSEKIT_BAD_BUNDLE: return "the bundle is damaged, or of another version";
+    case FUSEKIT_NOT_FOUND: return "the bundle has no such kernel";
     }
     return "unknown status";
 }

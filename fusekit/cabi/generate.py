@@ -16,8 +16,12 @@ from fusekit.cabi.tables import Tables
 from fusekit.cabi.wrappers import Wrapper
 from fusekit.errors import UsageError
 
-# The launcher, in the order in which its parts build on each other.
-PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "launch.c", "load.c")
+# The launcher, in the order in which its parts build on each other; then the loader of bundles.
+PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "workspace.c", "launch.c", "load.c")
+LOADER_PARTS = (
+    "json.c", "sha256.c", "reader.c", "parameters.c", "parse.c", "tar.c", "bundle.c", "entry.c", "named.c",
+)  # fmt: skip
+_ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _OWN = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
 
@@ -51,31 +55,45 @@ def generate(kernels: Sequence[Exported], prefix: str = "fusekit") -> dict[str, 
         wrapper = Wrapper(prefix, identifier, number, kernel.name, kernel.record, kernel.defaults)
         declarations.append(wrapper.declarations())
         definitions.append(f"/* ---- {kernel.name} */\n\n{tables.text()}\n{wrapper.definitions()}")
-    guard = f"{prefix.upper()}_H"
-    about = "/* Written by fusekit from its store; changes are lost when it is written again. */\n"
-    header = "\n".join(
-        [about, f"#ifndef {guard}\n#define {guard}\n", _renamed(_part("core.h"), prefix), *declarations,
-         "#ifdef __cplusplus\n}\n#endif\n\n#endif"]
-    )  # fmt: skip
-    source = "\n".join(
+    header = _header(prefix, [_part("core.h", prefix), *declarations])
+    source = _source(
+        prefix,
         [
-            about,
-            f'#include "{prefix}.h"\n\n#include <math.h>',
-            *(_renamed(_part(part), prefix) for part in PARTS),
+            *(_part(part, prefix) for part in PARTS),
             "/* ---- Cubins, as little-endian words. */\n",
             *(_embedded(label, cubin) for cubin, label in cubins.items()),
             *definitions,
-        ]
+        ],
     )
-    return {f"{prefix}.h": header + "\n", f"{prefix}.c": source}
+    return {f"{prefix}.h": header, f"{prefix}.c": source}
 
 
-def _part(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def generate_loader(prefix: str = "fusekit") -> dict[str, str]:
+    """File name -> text of ``<prefix>.h`` and ``<prefix>.c`` without a kernel: they load those of a bundle at run time.
+
+    prefix, errors: as for `generate`. The text depends on nothing else.
+    """
+    check_prefix(prefix)
+    header = _header(prefix, [_part("core.h", prefix), _part("loader.h", prefix)])
+    source = _source(prefix, [_part(part, prefix) for part in (*PARTS, *LOADER_PARTS)])
+    # pread and fstat, which C11 alone does not declare; before the first header of the system.
+    posix = "#ifndef _POSIX_C_SOURCE\n#define _POSIX_C_SOURCE 200809L\n#endif\n"
+    return {f"{prefix}.h": header, f"{prefix}.c": source.replace("#include", f"{posix}#include", 1)}
 
 
-def _renamed(text: str, prefix: str) -> str:
-    """The launcher's public names under another prefix."""
+def _header(prefix: str, parts: Sequence[str]) -> str:
+    guard = f"{prefix.upper()}_H"
+    closing = "#ifdef __cplusplus\n}\n#endif\n\n#endif\n"
+    return "\n".join([_ABOUT, f"#ifndef {guard}\n#define {guard}\n", *parts, closing])
+
+
+def _source(prefix: str, parts: Sequence[str]) -> str:
+    return "\n".join([_ABOUT, f'#include "{prefix}.h"\n\n#include <math.h>', *parts])
+
+
+def _part(name: str, prefix: str) -> str:
+    """A file of this folder with the launcher's public names under `prefix`."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     if prefix == "fusekit":
         return text
     return _OWN.sub(lambda found: f"{prefix if found[1].islower() else prefix.upper()}_", text)

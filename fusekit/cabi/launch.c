@@ -74,7 +74,7 @@ static fusekit_status fk_parameters(fusekit_launch *launch, const fk_call *call,
             map += FK_MAP_BYTES;
             break;
         case FK_POINTER: *place = call->addresses[parameter->argument]; break;
-        case FK_WORKSPACE: *place = launch->kernel->workspace; break;
+        case FK_WORKSPACE: break; /* the stream's, which is known when it is launched */
         case FK_INT32:
         case FK_INT64: status = fk_integer(record, parameter, variables, place, error); break;
         case FK_FLOAT: memcpy(place, &call->floats[parameter->argument], sizeof(float)); break;
@@ -167,10 +167,18 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     const fk_kernel *kernel = launch->kernel;
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
-    void *current = kernel->context, *before;
+    void *current = kernel->context, *before, *pointers[FK_MOST_PARAMETERS], **parameters = (void **)launch->pointers;
+    unsigned long long workspace;
     fk_config config;
-    int result = 0;
+    int result = 0, index;
     if (launch->skip) return fk_ok(error);
+    if (kernel->workspaces != NULL) { /* a launch may run in two streams at once, so it stays as it is */
+        fusekit_status status = fk_workspace(kernel->workspaces, stream, &workspace, error);
+        if (status != FUSEKIT_OK) return status;
+        parameters = pointers;
+        for (index = 0; index < record->parameter_count; ++index)
+            pointers[index] = record->parameters[index].kind == FK_WORKSPACE ? &workspace : launch->pointers[index];
+    }
     memset(&config, 0, sizeof config);
     memcpy(config.grid, launch->grid, sizeof config.grid);
     memcpy(config.block, record->block, sizeof config.block);
@@ -179,15 +187,15 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     config.attributes = (fk_attribute *)launch->attributes; /* the driver only reads them */
     config.count = launch->attribute_count;
     /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
-    if ((uintptr_t)stream <= 2) result = driver->current(&current);
+    if ((uintptr_t)stream <= FK_PER_THREAD) result = driver->current(&current);
     if (result == 0 && current != kernel->context) {
         result = driver->push(kernel->context);
         if (result == 0) {
-            result = driver->launch(&config, kernel->function, (void **)launch->pointers, NULL);
+            result = driver->launch(&config, kernel->function, parameters, NULL);
             driver->pop(&before);
         }
     } else if (result == 0) {
-        result = driver->launch(&config, kernel->function, (void **)launch->pointers, NULL);
+        result = driver->launch(&config, kernel->function, parameters, NULL);
     }
     return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, record->name, "cuLaunchKernelEx");
 }

@@ -24,6 +24,7 @@ fusekit_status fusekit_driver_open_with(fusekit_lookup lookup, void *user, fusek
         return fk_fail(error, FUSEKIT_NO_DRIVER, "the CUDA driver supports CUDA %d.%d; 12.4 or newer is needed",
                        version / 1000, version % 1000 / 10);
     }
+    driver->cuda = version;
     if (result == 0) result = driver->init(0);
     if (result != 0) {
         fk_cuda(driver, error, result, "the driver", "cuInit");
@@ -64,6 +65,32 @@ static int fk_attribute_of(const fusekit_driver *driver, int attribute, int devi
     return value;
 }
 
+/* Why nothing may be loaded now, or 0: this thread captures a stream, or a blocking stream of the device is captured.
+ * Whether an event is done is what the driver refuses to say while this thread captures, unless as relaxed. */
+static int fk_capturing(const fusekit_driver *driver) {
+    void *event;
+    int capturing, result = driver->stream_capturing((void *)(uintptr_t)FK_LEGACY, &capturing);
+    if (result == 0) result = driver->event_create(&event, 0);
+    if (result == 0) {
+        result = driver->event_query(event);
+        driver->event_destroy(event);
+    }
+    return result;
+}
+
+static fusekit_status fk_open_cubin(fk_kernel *kernel, fusekit_error *error) {
+    const fusekit_driver *driver = kernel->driver;
+    const fk_record *record = kernel->record;
+    int result;
+    if (record->cubin_size > FK_ELF_ABI && record->cubin[FK_ELF_ABI] >= 8 && driver->cuda < FK_CUDA_13)
+        return fk_fail(error, FUSEKIT_NO_DRIVER,
+                       "%s: the CUDA driver supports CUDA %d.%d; the cubin is of CUDA 13's format; update the driver",
+                       record->name, driver->cuda / 1000, driver->cuda % 1000 / 10);
+    result = driver->library_load(&kernel->library, record->cubin, NULL, NULL, 0, NULL, NULL, 0);
+    if (result == 0) result = driver->library_kernel(&kernel->kernel, kernel->library, record->symbol);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "loading the cubin");
+}
+
 /* The driver's own account of the parameters against the record's. */
 static fusekit_status fk_check_cubin(const fk_kernel *kernel, fusekit_error *error) {
     const fk_record *record = kernel->record;
@@ -88,17 +115,6 @@ static fusekit_status fk_check_cubin(const fk_kernel *kernel, fusekit_error *err
     return FUSEKIT_OK;
 }
 
-/* On a stream of its own, and finished on return: whichever stream launches next finds zeros. */
-static int fk_zero(const fusekit_driver *driver, unsigned long long address, size_t size) {
-    void *stream;
-    int result = driver->stream_create(&stream, 1), other;
-    if (result != 0) return result;
-    result = driver->fill(address, 0, size, stream);
-    if (result == 0) result = driver->stream_wait(stream);
-    other = driver->stream_destroy(stream);
-    return result != 0 ? result : other;
-}
-
 static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
@@ -118,25 +134,23 @@ static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
     result = fk_evaluate(&record->workspace, variables, 0, &workspace);
     free(variables);
     if (!result || workspace <= 0) return FUSEKIT_OK;
-    result = driver->allocate(&kernel->workspace, (size_t)workspace);
-    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuMemAlloc (workspace)");
-    if (record->workspace_zeroed) result = fk_zero(driver, kernel->workspace, (size_t)workspace);
-    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "cuMemsetD8Async");
+    return fk_make_workspaces(driver, record->name, kernel->context, workspace, record->workspace_zeroed,
+                              &kernel->workspaces, error);
 }
 
 static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver;
     const char *name;
-    void *before;
-    int result = 0, other;
+    int result = 0, other, mode;
     if (kernel == NULL) return fk_ok(error);
     driver = kernel->driver;
     name = kernel->record->name;
-    if (kernel->workspace != 0 && (result = driver->push(kernel->context)) == 0) {
-        result = driver->free_memory(kernel->workspace);
-        driver->pop(&before);
+    if (kernel->workspaces != NULL) result = fk_free_workspaces(kernel->workspaces);
+    if (kernel->library != NULL) {
+        other = fk_apart(driver, &mode);
+        if (other != 0 || (other = driver->library_unload(kernel->library)) != 0) result = other;
+        driver->capture_mode(&mode);
     }
-    if (kernel->library != NULL && (other = driver->library_unload(kernel->library)) != 0) result = other;
     if (kernel->context != NULL && (other = driver->release(kernel->device)) != 0) result = other;
     free(kernel);
     return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, name, "unloading");
@@ -145,7 +159,7 @@ static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
 static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *record, int ordinal, fk_kernel **made,
                               fusekit_error *error) {
     fk_kernel *kernel = (fk_kernel *)calloc(1, sizeof *kernel);
-    int result = 0, major, minor;
+    int result = 0, major, minor, mode;
     fusekit_status status = FUSEKIT_OK;
     void *before;
     *made = NULL;
@@ -173,11 +187,18 @@ static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *rec
         fk_unload(kernel, NULL);
         return FUSEKIT_CUDA_ERROR;
     }
-    result = driver->library_load(&kernel->library, record->cubin, NULL, NULL, 0, NULL, NULL, 0);
-    if (result == 0) result = driver->library_kernel(&kernel->kernel, kernel->library, record->symbol);
-    if (result != 0) status = fk_cuda(driver, error, result, record->name, "loading the cubin");
-    if (status == FUSEKIT_OK) status = fk_check_cubin(kernel, error);
-    if (status == FUSEKIT_OK) status = fk_configure(kernel, error);
+    result = fk_apart(driver, &mode);
+    if (result == 0) {
+        result = fk_capturing(driver);
+        if (result != 0)
+            status = fk_cuda(driver, error, result, record->name, "loading before the end of a stream's capture");
+        if (status == FUSEKIT_OK) status = fk_open_cubin(kernel, error);
+        if (status == FUSEKIT_OK) status = fk_check_cubin(kernel, error);
+        if (status == FUSEKIT_OK) status = fk_configure(kernel, error);
+        driver->capture_mode(&mode);
+    } else {
+        status = fk_cuda(driver, error, result, record->name, "cuThreadExchangeStreamCaptureMode");
+    }
     driver->pop(&before);
     if (status != FUSEKIT_OK) {
         fk_unload(kernel, NULL);

@@ -86,12 +86,14 @@ typedef struct { /* a call: everything that the typed structures hold, by index 
     int has_priority, priority;
 } fk_call;
 
+typedef struct fk_workspaces fk_workspaces;
+
 typedef struct {
     const fusekit_driver *driver;
     const fk_record *record;
     int device, sm_count, major;
     void *context, *library, *kernel, *function;
-    unsigned long long workspace;
+    fk_workspaces *workspaces; /* NULL: it has none */
 } fk_kernel;
 
 enum { FK_MAP_BYTES = 128, FK_MAP_ALIGNMENT = 64, FK_MOST_MAPS = 16, FK_MOST_PARAMETERS = 96, FK_MOST_TENSORS = 32 };

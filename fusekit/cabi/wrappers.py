@@ -72,7 +72,9 @@ class Wrapper:
         p, k = self._names["p"], self._names["k"]
         lines = [f"/* ---- {self._title} ({self._record.arch}) */", ""]
         if self._record.workspace != 0:
-            lines.append("/* It has a workspace: launches from one handle must not overlap in time. */")
+            lines.append(
+                "/* It has a workspace for each stream; a graph keeps that of the stream that was captured. */"
+            )
         lines += [f"typedef struct {p}_{k} {p}_{k};", ""]
         lines += [f"typedef struct {p}_{k}_args {{"]
         lines += [f"    int64_t {self._dim(dim.name)}; /* {_limits(dim)} */" for dim in self._record.dims]

@@ -64,13 +64,14 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """What went into or out of a store. entries, names: in all; bytes: of the cubins that moved, or of the bundle;
-    skipped: entries that were there already.
+    skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything in it.
     """
 
     entries: int
     names: int
     bytes: int
     skipped: int = 0
+    digest: str | None = None
 
 
 def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
@@ -99,7 +100,7 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
         file.write(END)
 
     size = _replace(path, write)
-    return Transfer(entries=len(selection.entries), names=len(selection.records), bytes=size)
+    return Transfer(len(selection.entries), len(selection.records), bytes=size, digest=sha256(index))
 
 
 # -- the form ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,11 @@ from .recorder import Recorder
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wpedantic", "-Wshadow", "-Wconversion", "-Wno-sign-conversion")
 LANGUAGES = {"c11": ("gcc", "-std=c11"), "c++17": ("g++", "-x", "c++", "-std=c++17")}
-OK, INVALID_ARGUMENT, NO_DRIVER, WRONG_ARCH, MISMATCH, OUT_OF_MEMORY, CUDA_ERROR = range(7)
-CUBIN = b"\x7fELF" + bytes(range(200)) + b"odd"
+(
+    OK, INVALID_ARGUMENT, NO_DRIVER, WRONG_ARCH, MISMATCH, OUT_OF_MEMORY, CUDA_ERROR, FILE_ERROR, BAD_BUNDLE, NOT_FOUND,
+) = range(10)  # fmt: skip
+# An ELF file without sections or segments.
+CUBIN = b"\x7fELF\x02\x01" + bytes(58) + bytes(range(200)) + b"odd"
 
 
 class Error(ctypes.Structure):
@@ -35,13 +38,22 @@ class Error(ctypes.Structure):
 
 def compile_shared(folder: Path, kernels: Sequence[Exported], prefix: str = "fusekit", language: str = "c11") -> Path:
     """The shared object of an export; skips where there is no compiler."""
-    compiler, *options = LANGUAGES[language]
+    return build(folder, generate(kernels, prefix), prefix, language)
+
+
+def build(
+    folder: Path, texts: Mapping[str, str], prefix: str, language: str = "c11", options: Sequence[str] = ("-O1",)
+) -> Path:
+    """The shared object of ``<prefix>.c`` and its header."""
+    compiler, *standard = LANGUAGES[language]
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    for name, text in generate(kernels, prefix).items():
+    for name, text in texts.items():
         (folder / name).write_text(text)
     shared = folder / f"{prefix}-{language}.so"
-    command = [compiler, *options, *WARNINGS, "-O1", "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl"]
+    command = [
+        compiler, *standard, *WARNINGS, *options, "-fPIC", "-shared", "-o", shared, folder / f"{prefix}.c", "-ldl",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return shared

@@ -16,6 +16,8 @@ from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZL
 from fusekit.abi.tensormap import TensorMap, encode
 
 DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
+# Where the first stock of workspaces begins, and how far behind it the next.
+WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
 
 
@@ -61,6 +63,8 @@ class Recorder:
     retained: int = 0
     loaded: int = 0
     allocated: int = 0
+    capture_mode: int = 0  # global, as a thread begins
+    filled: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._places = sorted((item.offset, item.size) for item in self.record.parameters)
@@ -212,7 +216,7 @@ class Recorder:
     def cuMemAlloc_v2(self) -> Any:  # noqa: N802
         def allocate(out: Any, size: int) -> None:
             self.allocated += 1
-            _set(out, 0xABC000)
+            _set(out, WORKSPACE + STOCK_STEP * (self.calls.count("cuMemAlloc_v2") - 1))
 
         return (POINTER(c_ulonglong), c_size_t), allocate
 
@@ -223,13 +227,35 @@ class Recorder:
         return (c_ulonglong,), free
 
     def cuMemsetD8Async(self) -> Any:  # noqa: N802
-        return (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p), lambda address, value, count, stream: 0
+        def fill(address: int, value: int, count: int, stream: int) -> None:
+            assert (value, stream) == (0, 0x5000)
+            self.filled.append((address, count))
+
+        return (c_ulonglong, ctypes.c_ubyte, c_size_t, c_void_p), fill
 
     def cuStreamCreate(self) -> Any:  # noqa: N802
         return (POINTER(c_void_p), c_uint), lambda out, flags: _set(out, 0x5000)
 
     def cuStreamSynchronize(self) -> Any:  # noqa: N802
         return (c_void_p,), lambda stream: 0
+
+    def cuThreadExchangeStreamCaptureMode(self) -> Any:  # noqa: N802
+        def exchange(mode: Any) -> None:
+            self.capture_mode, mode[0] = mode[0], self.capture_mode
+
+        return (POINTER(c_int),), exchange
+
+    def cuStreamIsCapturing(self) -> Any:  # noqa: N802
+        return (c_void_p, POINTER(c_int)), lambda stream, out: _set(out, 0)
+
+    def cuEventCreate(self) -> Any:  # noqa: N802
+        return (POINTER(c_void_p), c_uint), lambda out, flags: _set(out, 0x6000)
+
+    def cuEventQuery(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda event: 0
+
+    def cuEventDestroy_v2(self) -> Any:  # noqa: N802
+        return (c_void_p,), lambda event: 0
 
     def cuStreamDestroy_v2(self) -> Any:  # noqa: N802
         return (c_void_p,), lambda stream: 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.cabi import Exported, generate
+from fusekit.cabi import Exported, generate, generate_loader
 from fusekit.compiler.gemm import record
 from fusekit.spec import find
 
@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "c"
 COMMANDS = {
     "fc1.c": ("gcc", "-std=c11"),
     "fc1.cpp": ("g++", "-std=c++17"),
+    "bundle.c": ("gcc", "-std=c11"),
 }
 
 
@@ -27,7 +28,9 @@ def test_it_compiles(example, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     spec = find(["gpt-oss-20b/fc1-fwd"])[0]
-    for name, text in generate([Exported(spec.full_name, complete(record(spec)), CUBIN)], "moe").items():
+    kernels = [Exported(spec.full_name, complete(record(spec)), CUBIN)]
+    texts = generate_loader("moe") if example == "bundle.c" else generate(kernels, "moe")
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     language = ["-x", "c++"] if compiler == "g++" else []
     command = [compiler, standard, "-Wall", "-Wextra", "-Werror", "-Wpedantic", f"-I{tmp_path}", EXAMPLES / example,

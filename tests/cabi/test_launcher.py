@@ -1,35 +1,16 @@
-"""The C launcher against the Python runtime: the same launches, byte for byte, and the same refusals."""
+"""The exported launcher against the Python runtime: the same launches, byte for byte, and the same refusals."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fusekit.abi import (
-    IntegerParameter,
-    LaunchRecord,
-    PointerParameter,
-    ScalarArgument,
-    TensorArgument,
-    evaluate,
-)
-from fusekit.abi.tensormap import TensorMap, encode
-from fusekit.cabi import Exported
-from fusekit.compiler.gemm import record as gemm_record
-from fusekit.compiler.samples import ArgumentSet, argument_sets
-from fusekit.errors import ArgumentError
-from fusekit.runtime import Devices, Driver, Kernel
-from fusekit.spec import find
-from tests.runtime.fake import CUtensorMap, FakeDriver
-from tests.runtime.samples import CUBIN as FAKE_CUBIN
-from tests.runtime.samples import Torchlike, record
+from fusekit.abi import IntegerParameter
 
 from .launcher import (
-    CUBIN,
     CUDA_ERROR,
     INVALID_ARGUMENT,
     LANGUAGES,
@@ -39,37 +20,9 @@ from .launcher import (
     WRONG_ARCH,
     Launcher,
     compile_shared,
-    complete,
 )
+from .proof import prove, prove_refusals, samples
 from .recorder import Recorder
-
-SETS = 48
-TORCH = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
-ENUMS = {
-    "dtype": {"BFLOAT16": "bf16", "FLOAT16": "fp16", "FLOAT32": "f32"},
-    "swizzle": {"NONE": "none", "32B": "32B", "64B": "64B", "128B": "128B"},
-    "promotion": {"NONE": "none", "64B": "64B", "128B": "128B", "256B": "256B"},
-}
-
-
-def samples() -> list[Exported]:
-    """Records of every shape there is: GEMMs as they are built, and one with whatever a record may hold."""
-    model = [find([f"gpt-oss-20b/{name}"])[0] for name in ("fc1-fwd", "fc2-fwd")]
-    specs = [*find(["quickstart"]), *model]
-    exported = [Exported(spec.full_name, complete(gemm_record(spec)), CUBIN, spec.defaults()) for spec in specs]
-    base = record()
-    everything = record(
-        arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
-        parameters=(
-            *base.parameters, PointerParameter("scratch", "workspace", 296), IntegerParameter("shifted", "i64",
-            ("add", "shift", ("mod", ("sub", "M", "shift"), 7)), 304),
-        ),
-        constraints=(*base.constraints,),
-        workspace=("mul", "sm_count", 64), workspace_zeroed=True,
-        attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
-                    "non_portable_cluster_size_allowed": 1},
-    )  # fmt: skip
-    return [*exported, Exported("sample/every-field@1", complete(everything), CUBIN, {"cluster_margin": 4})]
 
 
 @pytest.fixture(scope="module", params=sorted(LANGUAGES))
@@ -78,130 +31,14 @@ def exported(request, tmp_path_factory):
     return compile_shared(tmp_path_factory.mktemp("c"), kernels, "demo", request.param), kernels
 
 
-class EncodingDriver(FakeDriver):
-    """A fake driver for the Python runtime whose tensor maps are real descriptors."""
-
-    def cuTensorMapEncodeTiled(self, *fields: Any) -> Any:  # noqa: N802
-        result = super().cuTensorMapEncodeTiled(*fields)
-        if result[0]:
-            return result
-        dtype, _, address, dims, strides, box, steps, _, swizzle, promotion, _ = fields
-        made = TensorMap(
-            address, ENUMS["dtype"][dtype.rpartition("_")[2]], tuple(dims), tuple(strides), tuple(box), tuple(steps),
-            swizzle=ENUMS["swizzle"][swizzle.rpartition("_")[2]],
-            l2_promotion=ENUMS["promotion"][promotion.rpartition("_")[2]],
-        )  # fmt: skip
-        return result[0], CUtensorMap(encode(made))
-
-
-def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
-    """What the runtime hands the driver, or None where it refuses."""
-    made, values = kernel.record, arguments.values
-    fake = EncodingDriver([(item.offset, item.size) for item in made.parameters], sm_count=values["sm_count"])
-    loaded = Kernel(Devices(Driver(fake)), kernel.name, made, FAKE_CUBIN, kernel.defaults, 0)
-    given: dict[str, Any] = dict(arguments.floats)
-    for argument in made.arguments:
-        if isinstance(argument, TensorArgument):
-            shape = tuple(evaluate(extent, values) for extent in argument.shape)
-            strides = tuple(values[argument.stride_variable(index)] for index in range(argument.rank))
-            given[argument.name] = Torchlike(
-                shape, f"torch.{TORCH[argument.dtype]}", values[f"{argument.name}.address"], strides
-            )
-        elif argument.name in values:
-            given[argument.name] = values[argument.name]
-    try:
-        loaded(**given, stream=arguments.stream, cluster_margin=values["cluster_margin"])
-    except ArgumentError:
-        return None
-    if not fake.launches:
-        return "skipped"
-    (launch,) = fake.launches
-    parameters = list(launch.parameters)
-    if made.workspace != 0:  # each driver allocates where it likes
-        (base,) = fake.memory
-        address = next(base + at for at in range(0, 1 << 17, 256) if (base + at).to_bytes(8, "little") in parameters)
-        parameters = [
-            data.replace(address.to_bytes(8, "little"), (0xABC000).to_bytes(8, "little")) for data in parameters
-        ]
-    names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative"}
-    attributes = {
-        names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
-        for key, value in launch.attributes.items()
-    }
-    return launch.grid, launch.block, launch.shared, launch.stream, attributes, parameters
-
-
-def launched_by_c(launcher: Launcher, arguments: ArgumentSet) -> Any:
-    launcher.recorder.launches.clear()
-    status = launcher.launch(launcher.arguments(arguments.values, arguments.floats), arguments.stream)
-    if status == INVALID_ARGUMENT:
-        return None
-    assert status == OK, str(launcher.error)
-    if not launcher.recorder.launches:
-        return "skipped"
-    (launch,) = launcher.recorder.launches
-    return launch.grid, launch.block, launch.shared, launch.stream, launch.attributes, launch.parameters
-
-
 def test_the_c_launcher_and_the_runtime_launch_the_same(exported):
     shared, kernels = exported
-    launches = 0
-    for index, kernel in enumerate(kernels):
-        for arguments in argument_sets(kernel.record, f"{kernel.name} in C", SETS):
-            recorder = Recorder(kernel.record, sm_count=arguments.values["sm_count"])
-            launcher = Launcher(shared, kernels, index, "demo", recorder)
-            assert launcher.load() == OK, str(launcher.error)
-            by_c, by_python = launched_by_c(launcher, arguments), launched_by_python(kernel, arguments)
-            assert by_c == by_python, f"{kernel.name}: {arguments}: {launcher.error}"
-            launches += by_c is not None
-            assert launcher.unload() == OK
-            assert (recorder.loaded, recorder.retained, recorder.allocated) == (0, 0, 0)
-    assert launches > 0.8 * SETS * len(kernels)
-
-
-def damaged(record: LaunchRecord, arguments: ArgumentSet, source: random.Random) -> ArgumentSet:
-    """An argument set with one value off: most are refused, by both or by none."""
-    values = dict(arguments.values)
-    names = [name for name in values if name not in ("sm_count", "workspace.address") and "." not in name]
-    names += [tensor.stride_variable(i) for tensor in record.tensors for i in range(tensor.rank)
-              if tensor.reads_stride(i)]  # fmt: skip
-    names += [f"{tensor.name}.address" for tensor in record.tensors]
-    scalars = {scalar.name for scalar in record.scalars}
-    name = source.choice([name for name in names if name not in scalars])
-    if name.endswith(".address"):
-        other = values[f"{source.choice(record.tensors).name}.address"]
-        values[name] = source.choice([0, values[name] + 1, values[name] + 8, other, other + 64])
-    elif "." in name:
-        values[name] = source.choice([1, 8, 16, values[name] + 1, values[name] + 8, -8, 2**41, 2**54])
-    elif name == "cluster_margin":
-        values[name] = source.choice([-1, 0, 2**31 - 1])
-    else:
-        values[name] = source.choice([0, 1, 7, values[name] + 1, values[name] + 4, 2**31, -8])
-        # Compact strides follow the dims; the typed structure has no others.
-        for tensor in record.tensors:
-            for index in range(tensor.rank):
-                if not tensor.reads_stride(index):
-                    values[tensor.stride_variable(index)] = evaluate(tensor.strides[index], values)
-    return replace(arguments, values=values)
+    prove(kernels, lambda index, recorder: Launcher(shared, kernels, index, "demo", recorder))
 
 
 def test_the_c_launcher_refuses_what_the_runtime_refuses(exported):
     shared, kernels = exported
-    source = random.Random(11)
-    refused = 0
-    for index, kernel in enumerate(kernels):
-        launcher = Launcher(shared, kernels, index, "demo", Recorder(kernel.record, sm_count=132))
-        assert launcher.load() == OK
-        for arguments in argument_sets(kernel.record, f"{kernel.name} damaged", 40):
-            arguments.values["sm_count"] = 132
-            case = damaged(kernel.record, arguments, source)
-            if any(case.values[dim.name] < 0 for dim in kernel.record.dims):
-                assert launched_by_c(launcher, case) is None  # no tensor has such a shape
-                continue
-            by_c = launched_by_c(launcher, case)
-            assert by_c == launched_by_python(kernel, case), f"{kernel.name}: {case}: {launcher.error}"
-            refused += by_c is None
-    assert refused > 30
+    prove_refusals(kernels, lambda index, recorder: Launcher(shared, kernels, index, "demo", recorder))
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """fusekit export, import, push, pull, key: kernels on their way from one store to another, through the command line."""
 
+import hashlib
 import stat
+import tarfile
 
 import pytest
 
@@ -18,12 +20,18 @@ def other(fusekit, tmp_path):
     return run
 
 
+def digest_of_index(path):
+    with tarfile.open(path) as file:
+        return hashlib.sha256(file.extractfile("bundle.json").read()).hexdigest()
+
+
 def test_export_and_import(fusekit, store, other, tmp_path):
     done = fusekit("export", "kernels.tar", "--json").json
     assert done == {
         "entries": 3,
         "names": 3,
         "bytes": (tmp_path / "kernels.tar").stat().st_size,
+        "digest": digest_of_index(tmp_path / "kernels.tar"),
         "signed_by": None,
     }
     first = (tmp_path / "kernels.tar").read_bytes()

@@ -36,3 +36,24 @@ def test_a_prefix_that_is_none(stocked):
 def test_a_folder_that_cannot_be_made(stocked, tmp_path):
     (tmp_path / "out").write_text("")
     stocked("export", "--lang", "c", "out/c", "sample/fc1", code=1)
+
+
+def test_the_loader_is_the_same_for_every_kernel(fusekit, stocked, tmp_path):
+    result = stocked("export", "--lang", "c", "--loader", "out", "--prefix", "moe", "--json")
+    assert result.json == {"files": ["out/moe.h", "out/moe.c"], "kernels": [], "prefix": "moe"}
+    assert "moe_status moe_bundle_open(" in (tmp_path / "out" / "moe.h").read_text()
+    first = (tmp_path / "out" / "moe.c").read_bytes()
+    fusekit("--store", str(tmp_path / "none"), "export", "--lang", "c", "--loader", "out", "--prefix", "moe")
+    assert (tmp_path / "out" / "moe.c").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--loader", "out"), "give --lang c"),
+        (("--lang", "c", "--loader", "out", "sample/fc1"), "fusekit export kernels.tar NAME"),
+        (("--lang", "c", "--loader", "out", "--arch", "sm_90a"), "takes no NAME"),
+    ],
+)
+def test_a_loader_that_makes_no_sense(stocked, arguments, text):
+    assert text in stocked("export", *arguments, code=2).err

@@ -80,29 +80,54 @@ def problem(gpu, tmp_path_factory):
     return folder, wanted, kernel.name
 
 
-@pytest.mark.parametrize(("file", "compiler", "standard"), [("fc1.c", "gcc", "c11"), ("fc1.cpp", "g++", "c++17")])
-def test_c_programs_give_the_bits_that_python_gives(gpu, problem, tmp_path, file, compiler, standard):
+def compiled(folder, file, compiler, standard):
+    """The example over moe.c, which lies in the folder."""
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
+    language = ["-x", "c++"] if compiler == "g++" else []
+    command = [compiler, f"-std={standard}", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{folder}",
+               EXAMPLES / "c" / file, *language, folder / "moe.c", "-ldl", "-o", folder / "program"]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder / "program"
+
+
+def compare(problem, program, *arguments):
+    """Runs the program on the problem's folder; its outputs are those of Python, bit for bit."""
+    folder, wanted, _ = problem
+    for output in wanted:
+        (folder / f"{output}.bin").unlink(missing_ok=True)
+    sizes = [str(size) for size in (GROUPS, ROWS, H, I)]
+    done = subprocess.run(
+        [program, *arguments, folder, *sizes], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for output, data in wanted.items():
+        assert (folder / f"{output}.bin").read_bytes() == data, f"{output} differs"
+
+
+@pytest.mark.parametrize(("file", "compiler", "standard"), [("fc1.c", "gcc", "c11"), ("fc1.cpp", "g++", "c++17")])
+def test_c_programs_give_the_bits_that_python_gives(gpu, problem, tmp_path, file, compiler, standard):
     from fusekit.abi import LaunchRecord
     from fusekit.cabi import Exported, generate
 
-    folder, wanted, name = problem
-    record = gpu.library.find(name)
+    record = gpu.library.find(problem[2])
     entry, cubin = gpu.library.store.load(record.key)
     exported = Exported(FC1, LaunchRecord.from_json(dict(entry.launch)), cubin, record.defaults)
     for target, text in generate([exported], "moe").items():
         (tmp_path / target).write_text(text)
-    program = tmp_path / "fc1"
-    language = ["-x", "c++"] if compiler == "g++" else []
-    command = [compiler, f"-std={standard}", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{tmp_path}",
-               EXAMPLES / "c" / file, *language, tmp_path / "moe.c", "-ldl", "-o", program]  # fmt: skip
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    for output in wanted:
-        (folder / f"{output}.bin").unlink(missing_ok=True)
-    sizes = [str(size) for size in (GROUPS, ROWS, H, I)]
-    done = subprocess.run([program, folder, *sizes], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for output, data in wanted.items():
-        assert (folder / f"{output}.bin").read_bytes() == data, f"{output} differs"
+    compare(problem, compiled(tmp_path, file, compiler, standard))
+
+
+@pytest.mark.parametrize(("compiler", "standard"), [("gcc", "c11"), ("g++", "c++17")])
+def test_a_c_program_that_reads_a_bundle_gives_them_too(gpu, problem, tmp_path, compiler, standard):
+    from fusekit.cabi import generate_loader
+    from fusekit.store.bundle import export_bundle
+    from fusekit.store.selection import select
+
+    store = gpu.library.store
+    export_bundle(store, select(store, [problem[2]]), tmp_path / "kernels.tar")
+    for target, text in generate_loader("moe").items():
+        (tmp_path / target).write_text(text)
+    program = compiled(tmp_path, "bundle.c", compiler, standard)
+    compare(problem, program, tmp_path / "kernels.tar", problem[2])

@@ -1,0 +1,104 @@
+/* ---- Kernels of a bundle, the file that `fusekit export FILE NAME...` writes, read at run time.
+ *
+ *     fusekit_bundle_open("kernels.tar", &bundle, &error)          reads the index and every header
+ *     fusekit_kernel_load(driver, bundle, "moe/fc1", device, ...)   reads one kernel; the bundle may be closed afterwards
+ *     fusekit_kernel_launch(kernel, &arguments, stream, ...)        tensors by name, as the launch record has them
+ *
+ * Nothing is used before its SHA-256 is what the index says, and nothing is believed: a file that is cut, changed or
+ * made up is refused with FUSEKIT_BAD_BUNDLE. Signatures in it are not checked: `fusekit import` does that, or compare
+ * fusekit_bundle_digest with one that your program holds.
+ */
+
+typedef struct fusekit_bundle fusekit_bundle;
+
+/* Opens a file and keeps it open. It may be used from many threads. */
+fusekit_status fusekit_bundle_open(const char *path, fusekit_bundle **bundle, fusekit_error *error);
+
+/* The same over memory, which must stay as it is until the bundle is closed. */
+fusekit_status fusekit_bundle_open_bytes(const void *data, size_t size, fusekit_bundle **bundle, fusekit_error *error);
+
+/* Reads and checks all of it, every byte: for an installation or a test; loading checks what it loads. */
+fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error *error);
+
+/* SHA-256 of the index in hexadecimal. The index holds the digest of everything that can be loaded, so a program that
+ * compares this with a constant of its own runs these kernels or none. */
+const char *fusekit_bundle_digest(const fusekit_bundle *bundle);
+
+/* The kernels in it, sorted: full name and architecture. NULL from `count` on. */
+size_t fusekit_bundle_count(const fusekit_bundle *bundle);
+const char *fusekit_bundle_name(const fusekit_bundle *bundle, size_t index);
+const char *fusekit_bundle_arch(const fusekit_bundle *bundle, size_t index);
+
+/* Kernels loaded from it stay. NULL is allowed. */
+void fusekit_bundle_close(fusekit_bundle *bundle);
+
+typedef struct fusekit_kernel fusekit_kernel;
+
+/* Loads a kernel on a device (an ordinal), whose primary context it retains; not while a stream is captured.
+ * name: "file/kernel@variant", or "file/kernel" where the bundle has one variant of it for the device. */
+fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_bundle *bundle, const char *name,
+                                   int device, fusekit_kernel **kernel, fusekit_error *error);
+
+/* The values are CUtensorMapDataType's. */
+typedef enum fusekit_dtype {
+    FUSEKIT_U8 = 0,
+    FUSEKIT_U16 = 1,
+    FUSEKIT_U32 = 2,
+    FUSEKIT_I32 = 3,
+    FUSEKIT_U64 = 4,
+    FUSEKIT_I64 = 5,
+    FUSEKIT_FP16 = 6,
+    FUSEKIT_F32 = 7,
+    FUSEKIT_F64 = 8,
+    FUSEKIT_BF16 = 9
+} fusekit_dtype;
+
+/* What a kernel takes. Of a tensor: rank, whether it is written, alignment of its first element in bytes. Of a scalar
+ * (rank -1; F32 or I32): the spec's default, if it has one. */
+typedef struct fusekit_argument {
+    const char *name;
+    fusekit_dtype dtype;
+    int rank, written, alignment;
+    int has_default;
+    double default_value;
+} fusekit_argument;
+
+/* The full name; an argument by its index, NULL past the last. */
+const char *fusekit_kernel_name(const fusekit_kernel *kernel);
+const fusekit_argument *fusekit_kernel_argument(const fusekit_kernel *kernel, int index);
+
+/* A tensor in device memory. strides: elements; NULL means row-major without padding. */
+typedef struct fusekit_tensor {
+    const char *name;
+    void *data;
+    const int64_t *shape, *strides;
+    int rank;
+    fusekit_dtype dtype;
+} fusekit_tensor;
+
+typedef struct fusekit_scalar {
+    const char *name;
+    double value;
+} fusekit_scalar;
+
+/* All zero but the tensors is a good start: scalars, margin and priority are then the spec's and the stream's. */
+typedef struct fusekit_arguments {
+    const fusekit_tensor *tensors; /* every tensor of the kernel, in any order */
+    const fusekit_scalar *scalars; /* those that differ from their defaults */
+    int tensor_count, scalar_count;
+    int32_t has_cluster_margin; /* 1: `cluster_margin` counts, 0: the spec's does */
+    int32_t cluster_margin;     /* clusters held back for other kernels, from 0 */
+    int32_t has_priority;       /* 1: `priority` counts for this launch, 0: the stream's does */
+    int32_t priority;           /* lower is sooner */
+} fusekit_arguments;
+
+/* Checks, packs and launches. */
+fusekit_status fusekit_kernel_launch(const fusekit_kernel *kernel, const fusekit_arguments *arguments, void *stream,
+                                     fusekit_error *error);
+
+/* Checks and packs once, for fusekit_launch_run; free with fusekit_launch_free before unloading the kernel. */
+fusekit_status fusekit_kernel_bind(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
+                                   fusekit_launch **launch, fusekit_error *error);
+
+/* NULL is allowed. */
+fusekit_status fusekit_kernel_unload(fusekit_kernel *kernel, fusekit_error *error);

@@ -1,0 +1,204 @@
+/* ---- Calls by name: a tensor's shape says what the dims are, as everywhere but in the typed structures. */
+
+typedef struct {
+    int64_t dims[FK_MOST_VARIABLES], strides[FK_MOST_TENSORS * FK_MOST_RANK], integers[FK_MOST_SCALARS];
+    uint64_t addresses[FK_MOST_TENSORS];
+    float floats[FK_MOST_SCALARS];
+    const fusekit_tensor *tensors[FK_MOST_TENSORS]; /* in the record's order */
+} fk_named;
+
+static const char *const fk_number_names[] = {"f32 number", "i32 integer"};
+
+/* The argument of that name, or NULL with the error said. `tensor`: which kind is looked for. */
+static const fusekit_argument *fk_argument(const fusekit_kernel *kernel, const char *name, int tensor,
+                                           fusekit_error *error) {
+    char known[200];
+    size_t length = 0;
+    int index;
+    known[0] = 0;
+    for (index = 0; index < kernel->argument_count; ++index) {
+        const fusekit_argument *argument = &kernel->arguments[index];
+        if ((argument->rank >= 0) != tensor) continue;
+        if (name != NULL && strcmp(name, argument->name) == 0) return argument;
+        if (length < sizeof known)
+            length += (size_t)snprintf(known + length, sizeof known - length, "%s%s", length ? ", " : "", argument->name);
+    }
+    fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %.40s is no %s of it; it takes %s", kernel->name,
+            name == NULL ? "NULL" : name, tensor ? "tensor" : "scalar", known[0] ? known : "none");
+    return NULL;
+}
+
+static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
+                                      fk_named *values, fusekit_error *error) {
+    const fk_record *record = &kernel->record;
+    int index, at;
+    for (index = 0; index < arguments->tensor_count; ++index) {
+        const fusekit_tensor *given = &arguments->tensors[index];
+        const fusekit_argument *argument = fk_argument(kernel, given->name, 1, error);
+        if (argument == NULL) return FUSEKIT_INVALID_ARGUMENT;
+        at = fk_find_tensor(record, given->name, strlen(given->name));
+        if (values->tensors[at] != NULL)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", kernel->name,
+                           given->name);
+        if (given->dtype != argument->dtype)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %s; it must be %s", kernel->name, given->name,
+                           (unsigned)given->dtype < FK_DTYPES ? fk_dtype_names[given->dtype] : "of no known type",
+                           fk_dtype_names[argument->dtype]);
+        if (given->rank != argument->rank || (given->rank > 0 && given->shape == NULL))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has rank %d; it must have rank %d, and a shape",
+                           kernel->name, given->name, given->rank, argument->rank);
+        values->tensors[at] = given;
+        values->addresses[at] = (uint64_t)(uintptr_t)given->data;
+    }
+    for (at = 0; at < record->tensor_count; ++at)
+        if (values->tensors[at] == NULL)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is missing; it is a tensor of rank %d",
+                           kernel->name, record->tensors[at].name, record->tensors[at].rank);
+    return FUSEKIT_OK;
+}
+
+/* Each dim off the first shape that has it by its bare name, inputs before outputs: an output is what gets blamed. */
+static void fk_take_dims(const fk_record *record, fk_named *values) {
+    unsigned char known[FK_MOST_VARIABLES];
+    int written, tensor, index;
+    memset(known, 0, sizeof known);
+    for (written = 0; written < 2; ++written)
+        for (tensor = 0; tensor < record->tensor_count; ++tensor) {
+            if (record->tensors[tensor].written != written) continue;
+            for (index = 0; index < record->tensors[tensor].rank; ++index) {
+                int dim = fk_bare_dim(&record->tensors[tensor].shape[index]);
+                if (dim < 0 || known[dim]) continue;
+                known[dim] = 1;
+                values->dims[dim] = values->tensors[tensor]->shape[index];
+            }
+        }
+}
+
+/* A shape and strides against the record's; what is left to the caller goes into `strides`, 0 being the compact one. */
+static fusekit_status fk_take_shape(const fk_record *record, const fk_tensor *tensor, const fusekit_tensor *given,
+                                    const int64_t *variables, int64_t *strides, fusekit_error *error) {
+    int64_t expected, compact = 1;
+    int index, empty = 0;
+    for (index = 0; index < tensor->rank; ++index) {
+        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name, &expected, error);
+        if (status != FUSEKIT_OK) return status;
+        if (given->shape[index] != expected || expected < 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %lld at dim %d; it must have %lld there",
+                           record->name, tensor->name, (long long)given->shape[index], index, (long long)expected);
+        empty |= expected == 0;
+    }
+    for (index = tensor->rank - 1; index >= 0 && !empty; --index) {
+        int64_t extent = given->shape[index], stride = given->strides == NULL ? compact : given->strides[index];
+        int own = tensor->free_strides >> index & 1;
+        strides[index] = 0;
+        if (extent == 1) continue;
+        if (fk_overflows(FK_MUL, compact, extent))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
+                           tensor->name);
+        compact *= extent;
+        if (own && stride <= 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                           "%s: %s has stride %lld at dim %d (elements); it must be a positive multiple of %lld",
+                           record->name, tensor->name, (long long)stride, index, (long long)tensor->stride_divisor);
+        if (own) {
+            strides[index] = stride;
+        } else {
+            fusekit_status status = fk_value(record, &tensor->strides[index], variables, tensor->name, &expected, error);
+            if (status != FUSEKIT_OK) return status;
+            if (stride != expected)
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                               "%s: %s has stride %lld at dim %d (elements); it must be %lld", record->name,
+                               tensor->name, (long long)stride, index, (long long)expected);
+        }
+    }
+    return FUSEKIT_OK;
+}
+
+static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
+                                      fk_named *values, fusekit_error *error) {
+    int index, given, floats = 0, integers = 0;
+    for (given = 0; given < arguments->scalar_count; ++given) {
+        if (fk_argument(kernel, arguments->scalars[given].name, 0, error) == NULL) return FUSEKIT_INVALID_ARGUMENT;
+        for (index = 0; index < given; ++index)
+            if (strcmp(arguments->scalars[index].name, arguments->scalars[given].name) == 0)
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", kernel->name,
+                               arguments->scalars[given].name);
+    }
+    for (index = 0; index < kernel->argument_count; ++index) {
+        const fusekit_argument *argument = &kernel->arguments[index];
+        double value = argument->default_value;
+        int found = argument->has_default;
+        if (argument->rank >= 0) continue;
+        for (given = 0; given < arguments->scalar_count; ++given)
+            if (strcmp(arguments->scalars[given].name, argument->name) == 0) {
+                value = arguments->scalars[given].value;
+                found = 1;
+            }
+        if (!found)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set", kernel->name, argument->name);
+        if (!fk_fits(argument->dtype, value))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %g; it must be an %s", kernel->name,
+                           argument->name, value, fk_number_names[argument->dtype == FUSEKIT_I32]);
+        if (argument->dtype == FUSEKIT_I32)
+            values->integers[integers++] = (int64_t)value;
+        else
+            values->floats[floats++] = (float)value;
+    }
+    return FUSEKIT_OK;
+}
+
+/* A call by name as a call by index. */
+static fusekit_status fk_by_index(const fusekit_kernel *kernel, const fusekit_arguments *arguments, fk_named *values,
+                                  fk_call *call, fusekit_error *error) {
+    int64_t variables[FK_MOST_VARIABLES], *strides = values->strides;
+    const fk_record *record;
+    fusekit_status status;
+    int index;
+    if (kernel == NULL || arguments == NULL || (arguments->tensor_count > 0 && arguments->tensors == NULL) ||
+        (arguments->scalar_count > 0 && arguments->scalars == NULL))
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "kernel or arguments are NULL; load the kernel, and give both");
+    record = &kernel->record;
+    memset(values, 0, sizeof *values);
+    memset(call, 0, sizeof *call);
+    call->dims = values->dims;
+    call->strides = values->strides;
+    call->addresses = values->addresses;
+    call->integers = values->integers;
+    call->floats = values->floats;
+    call->integer_count = record->sm_count - record->first_integer;
+    call->margin = arguments->has_cluster_margin ? arguments->cluster_margin : kernel->margin;
+    call->has_priority = arguments->has_priority;
+    call->priority = arguments->priority;
+    status = fk_take_tensors(kernel, arguments, values, error);
+    if (status != FUSEKIT_OK) return status;
+    fk_take_dims(record, values);
+    status = fk_check_dims(record, call, variables, error);
+    for (index = 0; index < record->tensor_count && status == FUSEKIT_OK; ++index) {
+        status = fk_take_shape(record, &record->tensors[index], values->tensors[index], variables, strides, error);
+        strides += record->tensors[index].rank;
+    }
+    return status == FUSEKIT_OK ? fk_take_scalars(kernel, arguments, values, error) : status;
+}
+
+fusekit_status fusekit_kernel_launch(const fusekit_kernel *kernel, const fusekit_arguments *arguments, void *stream,
+                                     fusekit_error *error) {
+    fk_named values;
+    fk_call call;
+    fusekit_status status = fk_by_index(kernel, arguments, &values, &call, error);
+    return status == FUSEKIT_OK ? fk_launch(kernel->loaded, &call, stream, error) : status;
+}
+
+fusekit_status fusekit_kernel_bind(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
+                                   fusekit_launch **launch, fusekit_error *error) {
+    fk_named values;
+    fk_call call;
+    fusekit_status status = fk_by_index(kernel, arguments, &values, &call, error);
+    *launch = NULL;
+    return status == FUSEKIT_OK ? fk_bind(kernel->loaded, &call, launch, error) : status;
+}
+
+const char *fusekit_kernel_name(const fusekit_kernel *kernel) { return kernel->name; }
+
+const fusekit_argument *fusekit_kernel_argument(const fusekit_kernel *kernel, int index) {
+    return index >= 0 && index < kernel->argument_count ? &kernel->arguments[index] : NULL;
+}

@@ -1,0 +1,280 @@
+/* ---- Reading a launch record: each field by name and type, every one of them, and none beside them. */
+
+enum { FK_MOST_EXPRESSION = 32, FK_MOST_SCALARS = 64, FK_DTYPES = 10 };
+
+/* By CUtensorMapDataType. */
+static const char *const fk_dtype_names[] = {"u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16", NULL};
+static const int fk_dtype_bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
+
+/* Kinds of variables, and what an expression of each place may read. */
+enum {
+    FK_OF_DIMS = 1,
+    FK_OF_STRIDES = 2,
+    FK_OF_ADDRESSES = 4,
+    FK_OF_SCALARS = 8,
+    FK_OF_DEVICE = 16,
+    FK_OF_MARGIN = 32,
+    FK_OF_HOST = FK_OF_DIMS | FK_OF_STRIDES,
+    FK_OF_LAUNCH = FK_OF_HOST | FK_OF_DEVICE | FK_OF_MARGIN
+};
+
+typedef struct {
+    fk_arena *arena;
+    fusekit_error *error;
+    fusekit_status status;
+    const char *title; /* the kernel's name */
+    char where[64];    /* the field that is being read, such as parameters[2] */
+    fk_record *record;
+    fusekit_argument *arguments; /* in the record's order */
+    int argument_count;
+} fk_reader;
+
+/* Returns 0, the failure of every function here. `what`: what is wrong, and what it must be. */
+static int fk_refuse(fk_reader *reader, const char *key, const char *what) {
+    reader->status = fk_fail(reader->error, FUSEKIT_BAD_BUNDLE,
+                             "%s: launch record: %s%s%s %s; write loader and bundle with one version of fusekit",
+                             reader->title, reader->where, *reader->where && *key ? "." : "", key, what);
+    return 0;
+}
+
+static int fk_no_memory(fk_reader *reader) {
+    reader->status = fk_fail(reader->error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to read its launch record", reader->title);
+    return 0;
+}
+
+static int fk_get(fk_reader *reader, fk_json object, const char *key, fk_json *value) {
+    return fk_json_member(object, key, value) || fk_refuse(reader, key, "is missing");
+}
+
+/* An object of exactly `count` members; that each is there is seen when it is read. */
+static int fk_get_object(fk_reader *reader, fk_json value, int count) {
+    if (!fk_json_is(value, '{')) return fk_refuse(reader, "", "must be an object");
+    return fk_json_count(value) == count || fk_refuse(reader, "", "lacks a field, or has one that is not known");
+}
+
+static int fk_get_array(fk_reader *reader, fk_json object, const char *key, fk_json *value) {
+    if (!fk_get(reader, object, key, value)) return 0;
+    return fk_json_is(*value, '[') || fk_refuse(reader, key, "must be an array");
+}
+
+static int fk_get_integer(fk_reader *reader, fk_json object, const char *key, int64_t low, int64_t high,
+                          int64_t *result) {
+    fk_json value;
+    if (!fk_get(reader, object, key, &value)) return 0;
+    if (fk_json_integer(value, result) && *result >= low && *result <= high) return 1;
+    return fk_refuse(reader, key, "is out of its range, or no integer");
+}
+
+static int fk_get_flag(fk_reader *reader, fk_json object, const char *key, int *result) {
+    fk_json value;
+    if (!fk_get(reader, object, key, &value)) return 0;
+    *result = fk_json_says(value, "true");
+    return *result || fk_json_says(value, "false") || fk_refuse(reader, key, "must be true or false");
+}
+
+static int fk_get_text(fk_reader *reader, fk_json object, const char *key, const char **result) {
+    fk_json value;
+    size_t length;
+    if (!fk_get(reader, object, key, &value)) return 0;
+    if (!fk_json_is(value, '"')) return fk_refuse(reader, key, "must be a string");
+    *result = fk_json_string(reader->arena, value, &length);
+    if (*result == NULL) return fk_no_memory(reader);
+    return strlen(*result) == length || fk_refuse(reader, key, "holds a 0 byte");
+}
+
+/* Letters, digits and _, beginning with no digit. */
+static int fk_get_name(fk_reader *reader, fk_json object, const char **result) {
+    const char *at;
+    if (!fk_get_text(reader, object, "name", result)) return 0;
+    for (at = *result; *at; ++at)
+        if (!((*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z') || *at == '_' ||
+              (at > *result && fk_is_digit(*at))))
+            return fk_refuse(reader, "name", "must be letters, digits and _, and begin with no digit");
+    return at > *result || fk_refuse(reader, "name", "is empty");
+}
+
+/* A dim's or an argument's: not one of those that the launcher itself provides. */
+static int fk_get_own_name(fk_reader *reader, fk_json object, const char **result) {
+    static const char *const reserved[] = {"sm_count", "cluster_margin", "workspace", "stream"};
+    int index;
+    if (!fk_get_name(reader, object, result)) return 0;
+    for (index = 0; index < 4; ++index)
+        if (strcmp(*result, reserved[index]) == 0) return fk_refuse(reader, "name", "is reserved");
+    return 1;
+}
+
+/* One of `choices`, which NULL ends; its index. */
+static int fk_get_choice(fk_reader *reader, fk_json object, const char *key, const char *const *choices, int *result) {
+    const char *text;
+    if (!fk_get_text(reader, object, key, &text)) return 0;
+    for (*result = 0; choices[*result] != NULL; ++*result)
+        if (strcmp(text, choices[*result]) == 0) return 1;
+    return fk_refuse(reader, key, "is none of the values that it may have");
+}
+
+/* Three integers from 1, of a product up to `most`. */
+static int fk_get_triple(fk_reader *reader, fk_json object, const char *key, int64_t most, unsigned result[3]) {
+    fk_json value, rest, item;
+    int64_t product = 1;
+    int index = 0;
+    if (!fk_get_array(reader, object, key, &value)) return 0;
+    for (rest = fk_json_inside(value); fk_json_next(&rest, NULL, &item); ++index) {
+        int64_t extent;
+        if (index == 3 || !fk_json_integer(item, &extent) || extent < 1 || extent > most)
+            return fk_refuse(reader, key, "must be three integers from 1, whose product the device allows");
+        result[index] = (unsigned)extent;
+        product *= extent;
+    }
+    return (index == 3 && product <= most) ||
+           fk_refuse(reader, key, "must be three integers from 1, whose product the device allows");
+}
+
+/* Whether a scalar of the type takes the number: a whole one of 32 bits; a float that is finite after rounding, or was
+ * not finite before. */
+static int fk_fits(fusekit_dtype dtype, double number) {
+    const double most = 3.4028235677973366e38; /* half a step beyond FLT_MAX */
+    if (dtype == FUSEKIT_I32)
+        return number >= INT32_MIN && number <= INT32_MAX && number == (double)(int32_t)number;
+    return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
+}
+
+static int fk_names_differ(fk_reader *reader, const char *name, const char *other) {
+    return strcmp(name, other) != 0 || fk_refuse(reader, "name", "stands twice");
+}
+
+/* Memory for the items of the array `key`, of which there may be `most`. */
+static int fk_get_items(fk_reader *reader, fk_json object, const char *key, int most, size_t size, fk_json *rest,
+                        void **items) {
+    fk_json value;
+    int count;
+    *reader->where = 0;
+    if (!fk_get_array(reader, object, key, &value)) return 0;
+    count = fk_json_count(value);
+    if (count > most) return fk_refuse(reader, key, "has more entries than the launcher takes");
+    *items = fk_take(reader->arena, (size_t)count, size);
+    if (*items == NULL) return fk_no_memory(reader);
+    *rest = fk_json_inside(value);
+    return 1;
+}
+
+/* ---- Expressions. */
+
+static int fk_find_tensor(const fk_record *record, const char *name, size_t length) {
+    int index;
+    for (index = 0; index < record->tensor_count; ++index)
+        if (strlen(record->tensors[index].name) == length && memcmp(record->tensors[index].name, name, length) == 0)
+            return index;
+    return -1;
+}
+
+/* The kind of the variable `text`, of those in `allowed`, and its index; 0 where there is none. */
+static unsigned fk_find_variable(const fk_reader *reader, fk_json text, unsigned allowed, int *index) {
+    const fk_record *record = reader->record;
+    fk_json name = fk_json_inside(text);
+    const char *dot = (const char *)memchr(name.at, '.', (size_t)(name.end - name.at));
+    int at, integers = 0;
+    if (dot != NULL) {
+        int tensor = fk_find_tensor(record, name.at, (size_t)(dot - name.at));
+        fk_json part;
+        part.at = dot + 1;
+        part.end = name.end;
+        if (tensor < 0) return 0;
+        if (fk_json_says(part, "address")) {
+            *index = record->first_address + tensor;
+            return allowed & FK_OF_ADDRESSES;
+        }
+        if (part.end - part.at != 7 || memcmp(part.at, "stride", 6) != 0 || !fk_is_digit(part.at[6])) return 0;
+        at = part.at[6] - '0';
+        *index = record->tensors[tensor].first_stride + at;
+        return at < record->tensors[tensor].rank ? allowed & FK_OF_STRIDES : 0;
+    }
+    if (allowed & FK_OF_SCALARS)
+        for (at = 0; at < reader->argument_count; ++at) {
+            const fusekit_argument *argument = &reader->arguments[at];
+            if (argument->rank >= 0 || argument->dtype != FUSEKIT_I32) continue;
+            *index = record->first_integer + integers++;
+            if (fk_json_says(name, argument->name)) return FK_OF_SCALARS;
+        }
+    for (*index = 0; *index < record->dim_count; ++*index)
+        if (fk_json_says(name, record->dims[*index].name)) return allowed & FK_OF_DIMS;
+    *index = record->sm_count;
+    if (fk_json_says(name, "sm_count")) return allowed & FK_OF_DEVICE;
+    *index = record->margin;
+    return fk_json_says(name, "cluster_margin") ? allowed & FK_OF_MARGIN : 0;
+}
+
+/* Writes the steps of an expression in postfix order, or counts them where `steps` is NULL. `kinds` gets those of its
+ * variables. */
+static int fk_steps(fk_reader *reader, const char *key, fk_json value, unsigned allowed, int depth, fk_step *steps,
+                    int *count, unsigned *kinds) {
+    static const char *const operators[] = {"\"add\"", "\"sub\"", "\"mul\"", "\"floordiv\"",
+                                            "\"ceildiv\"", "\"mod\"", "\"min\"", "\"max\""};
+    fk_json rest, item;
+    fk_step step;
+    int operands = 0, which = 0, at;
+    memset(&step, 0, sizeof step);
+    if (!fk_json_is(value, '[')) {
+        if (fk_json_is(value, '"')) {
+            unsigned kind = fk_find_variable(reader, value, allowed, &at);
+            if (kind == 0) return fk_refuse(reader, key, "reads a variable that it may not");
+            *kinds |= kind;
+            step.operation = FK_VARIABLE;
+            step.value = at;
+        } else if (!fk_json_integer(value, &step.value)) {
+            return fk_refuse(reader, key, "holds what is no expression: an integer of 64 bits, a variable, an array");
+        }
+        if (steps != NULL) steps[*count] = step;
+        ++*count;
+        return 1;
+    }
+    if (depth == FK_MOST_EXPRESSION) return fk_refuse(reader, key, "is nested deeper than 32 levels");
+    rest = fk_json_inside(value);
+    if (!fk_json_next(&rest, NULL, &item)) return fk_refuse(reader, key, "holds an array without operator");
+    while (which < 8 && !fk_json_says(item, operators[which])) ++which;
+    if (which == 8) return fk_refuse(reader, key, "has an operator that is not known");
+    step.operation = (fk_operator)(FK_ADD + which);
+    for (; fk_json_next(&rest, NULL, &item); ++operands) {
+        unsigned inner = 0;
+        if (!fk_steps(reader, key, item, allowed, depth + 1, steps, count, &inner)) return 0;
+        if ((inner & FK_OF_ADDRESSES) && step.operation > FK_MUL)
+            return fk_refuse(reader, key, "takes an address by more than add, sub and mul");
+        *kinds |= inner;
+        if (operands == 0) continue;
+        if (steps != NULL) steps[*count] = step;
+        ++*count;
+    }
+    at = step.operation == FK_ADD || step.operation == FK_MUL || step.operation >= FK_MIN;
+    return operands == 2 || (operands > 2 && at) || fk_refuse(reader, key, "has an operator of too few or many operands");
+}
+
+static int fk_compile(fk_reader *reader, const char *key, fk_json value, unsigned allowed, fk_expression *expression) {
+    unsigned kinds = 0;
+    int count = 0;
+    fk_step *steps;
+    if (!fk_steps(reader, key, value, allowed, 0, NULL, &count, &kinds)) return 0;
+    steps = (fk_step *)fk_take(reader->arena, (size_t)count, sizeof *steps);
+    if (steps == NULL) return fk_no_memory(reader);
+    expression->steps = steps;
+    expression->count = 0;
+    return fk_steps(reader, key, value, allowed, 0, steps, &expression->count, &kinds);
+}
+
+static int fk_get_expression(fk_reader *reader, fk_json object, const char *key, unsigned allowed,
+                             fk_expression *expression) {
+    fk_json value;
+    return fk_get(reader, object, key, &value) && fk_compile(reader, key, value, allowed, expression);
+}
+
+/* An array of `count` expressions; -1: of up to FK_MOST_RANK, whose number `found` gets. */
+static int fk_get_expressions(fk_reader *reader, fk_json object, const char *key, unsigned allowed, int count,
+                              fk_expression *expressions, int *found) {
+    fk_json value, rest, item;
+    int most = count < 0 ? FK_MOST_RANK : count, number = 0;
+    if (!fk_get_array(reader, object, key, &value)) return 0;
+    for (rest = fk_json_inside(value); fk_json_next(&rest, NULL, &item); ++number) {
+        if (number == most) return fk_refuse(reader, key, "has too many entries");
+        if (!fk_compile(reader, key, item, allowed, &expressions[number])) return 0;
+    }
+    if (found != NULL) *found = number;
+    return number == count || count < 0 || fk_refuse(reader, key, "has too few entries");
+}

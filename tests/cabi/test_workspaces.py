@@ -1,0 +1,174 @@
+"""Workspaces of the C launcher: one for each stream, from whichever thread, zeroed before anybody sees it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from fusekit.abi import PointerParameter
+from fusekit.cabi import Exported
+
+from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
+from .proof import samples
+from .recorder import WORKSPACE, Recorder
+from .test_launcher import usual
+
+STOCK = 64
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Kernels with workspaces of 132 * 64 bytes, of 1 KiB, and of 1 MiB."""
+    base = samples()[-1]
+    sizes = {"middle": ("mul", "sm_count", 64), "small": 1000, "large": 1 << 20}
+    kernels = [
+        Exported(f"sample/{name}@1", replace(base.record, workspace=size), CUBIN, {}) for name, size in sizes.items()
+    ]
+    return compile_shared(tmp_path_factory.mktemp("c"), kernels, "demo"), kernels
+
+
+def load(made, index, **changes):
+    shared, kernels = made
+    launcher = Launcher(shared, kernels, index, "demo", Recorder(kernels[index].record, **changes))
+    assert launcher.load() == OK, str(launcher.error)
+    return launcher
+
+
+def workspace(launcher, launch):
+    """Its address in a launch."""
+    order = sorted(launcher.record.parameters, key=lambda parameter: parameter.offset)
+    at = next(
+        index for index, item in enumerate(order) if isinstance(item, PointerParameter) and item.argument == "workspace"
+    )
+    return int.from_bytes(launch.parameters[at], "little")
+
+
+def test_each_stream_has_its_own(made):
+    launcher = load(made, 0)
+    args = usual(launcher)
+    streams = [77, 78, 0, 77, 1, 78, 99]
+    for stream in streams:
+        assert launcher.launch(args, stream) == OK, str(launcher.error)
+    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    by_stream = dict(zip(streams, found, strict=True))
+    assert [by_stream[stream] for stream in streams] == found
+    assert by_stream[0] == by_stream[1]  # two handles of the legacy default stream
+    assert len({by_stream[stream] for stream in (0, 77, 78, 99)}) == 4
+    size = -(-132 * 64 // 256) * 256
+    assert all((address - WORKSPACE) % size == 0 for address in found)
+    assert launcher.recorder.filled == [(WORKSPACE, (1 << 16) // size * size)]
+    assert launcher.unload() == OK
+    assert launcher.recorder.allocated == 0
+
+
+def test_a_bound_launch_takes_that_of_the_stream(made):
+    launcher = load(made, 0)
+    status, bound = launcher.bind(usual(launcher))
+    assert status == OK
+    launcher.recorder.calls.clear()
+    for stream in (77, 78, 77):
+        assert launcher.run(bound, stream) == OK
+    assert launcher.recorder.calls == ["cuLaunchKernelEx"] * 3  # no question, no allocation
+    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    assert found[0] == found[2] != found[1]
+    launcher.free(bound)
+    assert launcher.unload() == OK
+
+
+def test_a_stock_that_is_used_up_is_followed_by_another(made):
+    launcher = load(made, 1)
+    args = usual(launcher)
+    for stream in range(100, 100 + STOCK):
+        assert launcher.launch(args, stream) == OK
+    assert launcher.recorder.calls.count("cuMemAlloc_v2") == 1
+    assert launcher.launch(args, 999) == OK
+    assert launcher.recorder.calls.count("cuMemAlloc_v2") == 2
+    assert launcher.launch(args, 100) == OK
+    found = [workspace(launcher, launch) for launch in launcher.recorder.launches]
+    assert len(set(found)) == STOCK + 1
+    assert found[-1] == found[0]
+    assert launcher.recorder.capture_mode == 0
+    assert launcher.unload() == OK
+    assert launcher.recorder.allocated == 0
+
+
+def test_a_large_one_is_made_alone(made):
+    launcher = load(made, 2)
+    for stream in (100, 101):
+        assert launcher.launch(usual(launcher), stream) == OK
+    assert [size for _, size in launcher.recorder.filled] == [1 << 20] * 2
+    launcher.recorder.fail["cuMemAlloc_v2"] = 2
+    assert launcher.launch(usual(launcher), 102) == CUDA_ERROR
+    assert "allocating a workspace failed" in str(launcher.error)
+    assert len(launcher.recorder.launches) == 2
+    del launcher.recorder.fail["cuMemAlloc_v2"]
+    assert launcher.launch(usual(launcher), 102) == OK
+    assert launcher.unload() == OK
+    assert launcher.recorder.allocated == 0
+
+
+def test_threads_have_default_streams_of_their_own(made):
+    """And many threads that meet in one stream find one workspace."""
+    launcher = load(made, 1)
+    args, barrier = usual(launcher), threading.Barrier(12)
+    found: list[dict[int, int]] = []
+
+    def work(number: int) -> None:
+        mine = {}
+        barrier.wait()
+        for stream in (2, 500, 600 + number, 2):
+            status, bound = launcher.bind(args)
+            assert status == OK and launcher.run(bound, stream) == OK
+            # The launches of other threads come in between; the address tells them apart.
+            mine[stream] = number
+            launcher.free(bound)
+        found.append(mine)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    by_stream: dict[int, set[int]] = {}
+    for launch in launcher.recorder.launches:
+        by_stream.setdefault(launch.stream, set()).add(workspace(launcher, launch))
+    assert len(by_stream[500]) == 1
+    assert len(by_stream[2]) == 12
+    assert all(len(by_stream[600 + number]) == 1 for number in range(12))
+    every = [address for addresses in by_stream.values() for address in addresses]
+    assert len(every) == len(set(every)) == 25
+    assert launcher.unload() == OK
+
+
+def test_what_loads_leaves_the_captures_of_other_threads_alone(made):
+    launcher = load(made, 0)
+    calls = launcher.recorder.calls
+    first, last = (calls.index(name) for name in ("cuThreadExchangeStreamCaptureMode", "cuMemsetD8Async"))
+    assert first < calls.index("cuLibraryLoadData") < calls.index("cuMemAlloc_v2") < last
+    assert launcher.recorder.capture_mode == 0
+    assert launcher.unload() == OK
+    assert launcher.recorder.capture_mode == 0
+
+
+@pytest.mark.parametrize("call", ["cuEventQuery", "cuStreamIsCapturing"])
+def test_nothing_is_loaded_while_a_stream_is_captured(made, call):
+    shared, kernels = made
+    launcher = Launcher(shared, kernels, 0, "demo", Recorder(kernels[0].record, fail={call: 906}))
+    assert launcher.load() == CUDA_ERROR
+    assert "loading before the end of a stream's capture failed" in str(launcher.error)
+    assert (launcher.error.cuda, launcher.recorder.loaded, launcher.recorder.retained) == (906, 0, 0)
+    assert (launcher.recorder.capture_mode, launcher.recorder.contexts) == (0, [])
+
+
+def test_a_cubin_of_cuda_13_needs_its_driver(tmp_path):
+    base = samples()[-1]
+    cubin = bytearray(CUBIN)
+    cubin[8] = 8
+    kernels = [Exported("sample/new@1", complete(base.record), bytes(cubin), {})]
+    shared = compile_shared(tmp_path, kernels, "demo")
+    launcher = Launcher(shared, kernels, 0, "demo", Recorder(kernels[0].record, version=12080))
+    assert launcher.load() == 2  # NO_DRIVER
+    assert "supports CUDA 12.8; the cubin is of CUDA 13's format" in str(launcher.error)
