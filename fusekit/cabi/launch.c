@@ -30,9 +30,9 @@ static fusekit_status fk_encode(const fk_kernel *kernel, const fk_parameter *par
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has no address", record->name, parameter->name);
     address = (void *)(uintptr_t)(uint64_t)value;
     result = FK_INVALID_CONTEXT;
-    for (attempt = 0; attempt < 2 && result == FK_INVALID_CONTEXT; ++attempt) {
-        /* Any context will do, but there must be one: this thread's, else the kernel's. */
-        if (attempt == 1 && (result = driver->push(kernel->context)) != 0) break;
+    for (attempt = 0; attempt < 2 && result != 0; ++attempt) {
+        /* It takes a context, and one of a device that has tensor maps: this thread's may do, the kernel's does. */
+        if (attempt == 1 && driver->push(kernel->context) != 0) break;
         result = driver->encode(place, map->dtype, (unsigned)map->rank, address, dims, strides, map->box,
                                 map->element_strides, map->interleave, map->swizzle, map->promotion, map->fill);
         if (attempt == 1) driver->pop(&before);
@@ -163,14 +163,24 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     return fk_ok(error);
 }
 
+/* One driver call; `inside`: with the kernel's context current. */
+static int fk_launch_once(const fk_kernel *kernel, const fk_config *config, void **parameters, int inside) {
+    void *before;
+    int result = inside ? kernel->driver->push(kernel->context) : 0;
+    if (result != 0) return result;
+    result = kernel->driver->launch(config, kernel->function, parameters, NULL);
+    if (inside) kernel->driver->pop(&before);
+    return result;
+}
+
 fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fusekit_error *error) {
     const fk_kernel *kernel = launch->kernel;
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
-    void *current = kernel->context, *before, *pointers[FK_MOST_PARAMETERS], **parameters = (void **)launch->pointers;
+    void *current = kernel->context, *pointers[FK_MOST_PARAMETERS], **parameters = (void **)launch->pointers;
     unsigned long long workspace;
     fk_config config;
-    int result = 0, index;
+    int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, index;
     if (launch->skip) return fk_ok(error);
     if (kernel->workspaces != NULL) { /* a launch may run in two streams at once, so it stays as it is */
         fusekit_status status = fk_workspace(kernel->workspaces, stream, &workspace, error);
@@ -187,16 +197,12 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     config.attributes = (fk_attribute *)launch->attributes; /* the driver only reads them */
     config.count = launch->attribute_count;
     /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
-    if ((uintptr_t)stream <= FK_PER_THREAD) result = driver->current(&current);
-    if (result == 0 && current != kernel->context) {
-        result = driver->push(kernel->context);
-        if (result == 0) {
-            result = driver->launch(&config, kernel->function, parameters, NULL);
-            driver->pop(&before);
-        }
-    } else if (result == 0) {
-        result = driver->launch(&config, kernel->function, parameters, NULL);
-    }
+    if (!own) result = driver->current(&current);
+    if (result == 0) result = fk_launch_once(kernel, &config, parameters, current != kernel->context);
+    /* Another device's context may be current, and be why the driver refused. */
+    if (own && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
+        current != kernel->context)
+        result = fk_launch_once(kernel, &config, parameters, 1);
     return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, record->name, "cuLaunchKernelEx");
 }
 

@@ -61,7 +61,7 @@ class Launch:
             self._plan.aim(block, handle)
         status = self._driver.api.cuLaunchKernelEx(block.config, self._plan.loaded.function, block.parameters, 0)[0]
         if status:
-            raise _failure(self._plan, status, handle)
+            _relaunch(self._plan, block, status, handle)
 
     def update(self, **changed: Any) -> Launch:
         """Binds other tensors or scalars in the place of those named; the rest stays. Returns itself.
@@ -107,7 +107,7 @@ def launch(plan: Plan, block: Block, handle: int) -> None:
     else:
         status = _launch_in_context(plan.driver.api, plan, block)
     if status:
-        raise _failure(plan, status, handle)
+        _relaunch(plan, block, status, handle)
 
 
 def _launch_in_context(api: Any, plan: Plan, block: Block) -> Any:
@@ -120,6 +120,22 @@ def _launch_in_context(api: Any, plan: Plan, block: Block) -> Any:
         return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
     finally:
         plan.driver.check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
+def _relaunch(plan: Plan, block: Block, status: Any, handle: int) -> None:
+    """A failed launch once more, with the device's context current, where another one is and that may be why the driver
+    refused. Raises what the failure means.
+    """
+    api, context = plan.driver.api, plan.loaded.device.context
+    if (
+        status in (api.CUresult.CUDA_ERROR_INVALID_CONTEXT, api.CUresult.CUDA_ERROR_INVALID_HANDLE)
+        and handle > PER_THREAD
+        and plan.loaded.function is not None
+        and int(plan.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) != int(context)
+    ):
+        status = _launch_in_context(api, plan, block)
+    if status:
+        raise _failure(plan, status, handle)
 
 
 def _failure(plan: Plan, status: Any, handle: int) -> DriverError | ArgumentError:

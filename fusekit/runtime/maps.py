@@ -82,7 +82,8 @@ class MapSlot:
     def _call(self, function: Any, *arguments: Any) -> Any:
         api, check = self._driver.api, self._driver.check
         result = function(*arguments)
-        if result[0] == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # any context will do, but there must be one
+        # It takes a context, and one of a device that has tensor maps: another one may be current, or none.
+        if result[0] and int(check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) != int(self._context):
             check(api.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
             try:
                 result = function(*arguments)

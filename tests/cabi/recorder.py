@@ -16,6 +16,8 @@ from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZL
 from fusekit.abi.tensormap import TensorMap, encode
 
 DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
+# The context of a device that knows no tensor maps.
+NO_TENSOR_MAPS = 0x7777
 # Where the first stock of workspaces begins, and how far behind it the next.
 WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
@@ -44,6 +46,7 @@ class Launched:
     stream: int
     attributes: dict[str, Any]
     parameters: list[bytes]
+    context: int  # the current one, or 0
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Recorder:
     retained: int = 0
     loaded: int = 0
     allocated: int = 0
+    sm_counts: dict[int, int] = field(default_factory=dict)  # of devices that differ from the rest
+    strict: bool = False  # a launch wants the kernel's context to be current, whatever the stream
     capture_mode: int = 0  # global, as a thread begins
     filled: list[tuple[int, int]] = field(default_factory=list)
 
@@ -106,8 +111,11 @@ class Recorder:
         return (POINTER(c_int), c_int), lambda out, ordinal: _set(out, ordinal)
 
     def cuDeviceGetAttribute(self) -> Any:  # noqa: N802
-        values = {16: self.sm_count, 75: self.capability[0], 76: self.capability[1]}
-        return (POINTER(c_int), c_int, c_int), lambda out, kind, device: _set(out, values[kind])
+        def attribute(out: Any, kind: int, device: int) -> int:
+            count = self.sm_counts.get(device, self.sm_count)
+            return _set(out, {16: count, 75: self.capability[0], 76: self.capability[1]}[kind])
+
+        return (POINTER(c_int), c_int, c_int), attribute
 
     def cuDevicePrimaryCtxRetain(self) -> Any:  # noqa: N802
         def retain(out: Any, device: int) -> None:
@@ -177,6 +185,8 @@ class Recorder:
         ) -> int:  # fmt: skip
             if not self.contexts:
                 return 201
+            if self.contexts[-1] == NO_TENSOR_MAPS:
+                return 801
             made = TensorMap(
                 address or 0, DTYPES[dtype], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
                 tuple(steps[:rank]), INTERLEAVES[interleave], tuple(SWIZZLE_BYTES)[swizzle], L2_PROMOTIONS[promotion],
@@ -192,7 +202,9 @@ class Recorder:
         return (c_void_p, c_int, c_uint, c_void_p, *sizes, c_int, c_int, c_int, c_int), tiled
 
     def cuLaunchKernelEx(self) -> Any:  # noqa: N802
-        def launch(config: Any, function: int, parameters: Any, extra: int) -> None:
+        def launch(config: Any, function: int, parameters: Any, extra: int) -> int:
+            if self.strict and self.contexts[-1:] != [0x1000]:
+                return 201
             given = config.contents
             attributes: dict[str, Any] = {}
             for attribute in given.attributes[: given.count]:
@@ -207,9 +219,11 @@ class Recorder:
                     given.stream or 0,
                     attributes,
                     values,
+                    self.contexts[-1] if self.contexts else 0,
                 )
             )
             assert function == 0x4000
+            return 0
 
         return (POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p), launch
 

@@ -22,7 +22,7 @@ from .launcher import (
     compile_shared,
 )
 from .proof import prove, prove_refusals, samples
-from .recorder import Recorder
+from .recorder import NO_TENSOR_MAPS, Recorder
 
 
 @pytest.fixture(scope="module", params=sorted(LANGUAGES))
@@ -93,6 +93,15 @@ def test_the_default_stream_gets_the_kernels_context(loaded):
     assert loaded.launch(usual(loaded), 0) == OK
     assert loaded.recorder.contexts == [0x9999]
     assert "cuCtxPushCurrent_v2" in loaded.recorder.calls[loaded.recorder.calls.index("cuTensorMapEncodeTiled") :]
+
+
+@pytest.mark.parametrize("stream", [0, 77])
+def test_another_devices_context_may_be_current(loaded, stream):
+    loaded.recorder.contexts.append(NO_TENSOR_MAPS)
+    loaded.recorder.strict = True
+    assert loaded.launch(usual(loaded), stream) == OK, str(loaded.error)
+    assert loaded.recorder.contexts == [NO_TENSOR_MAPS]
+    assert len(loaded.recorder.launches) == 1
 
 
 def test_a_priority_of_the_launchs_own(loaded):

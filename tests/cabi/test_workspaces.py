@@ -12,7 +12,7 @@ from fusekit.cabi import Exported
 
 from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
 from .proof import samples
-from .recorder import WORKSPACE, Recorder
+from .recorder import STOCK_STEP, WORKSPACE, Recorder
 from .test_launcher import usual
 
 STOCK = 64
@@ -141,6 +141,28 @@ def test_threads_have_default_streams_of_their_own(made):
     every = [address for addresses in by_stream.values() for address in addresses]
     assert len(every) == len(set(every)) == 25
     assert launcher.unload() == OK
+
+
+def test_a_handle_for_each_device(made):
+    """Grid, workspace and context are the device's; another one's context may be current."""
+    shared, kernels = made
+    recorder = Recorder(kernels[0].record, sm_counts={1: 100})
+    handles = [Launcher(shared, kernels, 0, "demo", recorder) for _ in range(2)]
+    for device, launcher in enumerate(handles):
+        assert launcher.load(device) == OK, str(launcher.error)
+    assert recorder.retained == 2
+    recorder.contexts.append(0x1000)
+    for launcher in handles:
+        assert launcher.launch(usual(launcher), 0) == OK, str(launcher.error)
+    assert recorder.contexts == [0x1000]
+    assert [launch.grid[0] for launch in recorder.launches] == [132, 100]
+    assert [launch.context for launch in recorder.launches] == [0x1000, 0x1001]
+    # Seven of 8448 bytes fit into a stock, and ten of 6400.
+    assert [size for _, size in recorder.filled] == [7 * 8448, 10 * 6400]
+    assert [workspace(handles[0], launch) for launch in recorder.launches] == [WORKSPACE, WORKSPACE + STOCK_STEP]
+    recorder.contexts.pop()
+    assert [launcher.unload() for launcher in handles] == [OK, OK]
+    assert (recorder.retained, recorder.allocated, recorder.loaded) == (0, 0, 0)
 
 
 def test_what_loads_leaves_the_captures_of_other_threads_alone(made):

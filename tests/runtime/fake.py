@@ -25,6 +25,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
     CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
@@ -75,6 +76,12 @@ class FakeDriver:
     launches: list[Launched] = field(default_factory=list)
     encoded: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[tuple[str, int], int] = field(default_factory=dict)
+    # Of devices that differ from the rest, by ordinal.
+    capabilities: dict[int, tuple[int, int]] = field(default_factory=dict)
+    sm_counts: dict[int, int] = field(default_factory=dict)
+    # Whether a launch in a stream of its own wants that stream's context to be current as well.
+    strict: bool = False
+    retained: dict[int, int] = field(default_factory=dict)
     stream_contexts: dict[int, int] = field(default_factory=dict)
     fail: dict[str, CUresult] = field(default_factory=dict)
     loaded: int = 0
@@ -135,8 +142,9 @@ class FakeDriver:
         return OK, b"FAKE H200" + bytes(length - 9)
 
     def cuDeviceGetAttribute(self, kind: str, device: int) -> Any:  # noqa: N802
-        major, minor = self.capability
-        values = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": self.sm_count}
+        major, minor = self.capabilities.get(device, self.capability)
+        count = self.sm_counts.get(device, self.sm_count)
+        values = {"CAPABILITY_MAJOR": major, "CAPABILITY_MINOR": minor, "MULTIPROCESSOR_COUNT": count}
         return OK, next((value for key, value in values.items() if kind.endswith(key)), 0)
 
     # -- contexts
@@ -148,9 +156,11 @@ class FakeDriver:
         return self._local.stack
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:  # noqa: N802
+        self.retained[device] = self.retained.get(device, 0) + 1
         return OK, 1000 + device
 
     def cuDevicePrimaryCtxRelease(self, device: int) -> Any:  # noqa: N802
+        self.retained[device] -= 1
         return (OK,)
 
     def cuCtxGetCurrent(self) -> Any:  # noqa: N802
@@ -206,6 +216,8 @@ class FakeDriver:
         )  # fmt: skip
         if not self.stack:
             return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
+        if self.capabilities.get(self.stack[-1] - 1000, self.capability) < (9, 0):
+            return CUresult.CUDA_ERROR_NOT_SUPPORTED, None
         self.encoded.append(dict(zip(names, fields, strict=True)))
         return OK, CUtensorMap(struct.pack("<QQ", fields[2], len(self.encoded)))
 
@@ -219,7 +231,7 @@ class FakeDriver:
         if function is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         context = self.stream_contexts.get(config.hStream, 1000) if config.hStream > 2 else (self.stack or [0])[-1]
-        if function != ("function", context):
+        if function != ("function", context) or (self.strict and self.stack[-1:] != [context]):
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         sizes = [size for _, size in sorted(self.parameters)]
         pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(parameters) if sizes else []
