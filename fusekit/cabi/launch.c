@@ -37,7 +37,11 @@ static fusekit_status fk_encode(const fk_kernel *kernel, const fk_parameter *par
                                 map->element_strides, map->interleave, map->swizzle, map->promotion, map->fill);
         if (attempt == 1) driver->pop(&before);
     }
-    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "cuTensorMapEncodeTiled");
+    if (result == 0) return FUSEKIT_OK;
+    fk_cuda(driver, error, result, record->name, "cuTensorMapEncodeTiled");
+    if (result != FK_INVALID_VALUE) return FUSEKIT_CUDA_ERROR;
+    if (error != NULL) error->status = FUSEKIT_INVALID_ARGUMENT; /* extents, strides or address are none of a map's */
+    return FUSEKIT_INVALID_ARGUMENT;
 }
 
 static fusekit_status fk_integer(const fk_record *record, const fk_parameter *parameter, const int64_t *variables,
@@ -74,7 +78,8 @@ static fusekit_status fk_parameters(fusekit_launch *launch, const fk_call *call,
             map += FK_MAP_BYTES;
             break;
         case FK_POINTER: *place = call->addresses[parameter->argument]; break;
-        case FK_WORKSPACE: break; /* the stream's, which is known when it is launched */
+        case FK_WORKSPACE:
+        case FK_SCRATCH: break; /* the stream's, which is known when it is launched */
         case FK_INT32:
         case FK_INT64: status = fk_integer(record, parameter, variables, place, error); break;
         case FK_FLOAT: memcpy(place, &call->floats[parameter->argument], sizeof(float)); break;
@@ -157,6 +162,12 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     variables[record->sm_count] = kernel->sm_count;
     variables[record->margin] = call->margin;
     status = fk_grid(launch, variables, error);
+    launch->scratch = 0;
+    if (status == FUSEKIT_OK && record->scratch.count > 0)
+        status = fk_value(record, &record->scratch, variables, "its scratch", &launch->scratch, error);
+    if (status == FUSEKIT_OK && launch->scratch > (int64_t)1 << 57)
+        status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: it needs %lld bytes of scratch; no device has so many",
+                         record->name, (long long)launch->scratch);
     if (status == FUSEKIT_OK) status = fk_parameters(launch, call, variables, error);
     if (status != FUSEKIT_OK) return status;
     fk_attributes(launch, call);
@@ -178,16 +189,21 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
     void *current = kernel->context, *pointers[FK_MOST_PARAMETERS], **parameters = (void **)launch->pointers;
-    unsigned long long workspace;
+    unsigned long long workspace = 0, scratch = 0;
     fk_config config;
     int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, index;
     if (launch->skip) return fk_ok(error);
     if (kernel->workspaces != NULL) { /* a launch may run in two streams at once, so it stays as it is */
-        fusekit_status status = fk_workspace(kernel->workspaces, stream, &workspace, error);
+        fusekit_status status = FUSEKIT_OK;
+        if (kernel->workspaces->stocks != NULL) status = fk_workspace(kernel->workspaces, stream, &workspace, error);
+        if (status == FUSEKIT_OK && record->scratch.count > 0)
+            status = fk_scratch(kernel->workspaces, stream, launch->scratch, &scratch, error);
         if (status != FUSEKIT_OK) return status;
         parameters = pointers;
-        for (index = 0; index < record->parameter_count; ++index)
-            pointers[index] = record->parameters[index].kind == FK_WORKSPACE ? &workspace : launch->pointers[index];
+        for (index = 0; index < record->parameter_count; ++index) {
+            fk_kind kind = record->parameters[index].kind;
+            pointers[index] = kind == FK_WORKSPACE ? &workspace : kind == FK_SCRATCH ? &scratch : launch->pointers[index];
+        }
     }
     memset(&config, 0, sizeof config);
     memcpy(config.grid, launch->grid, sizeof config.grid);

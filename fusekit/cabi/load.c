@@ -133,7 +133,8 @@ static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
     variables[record->sm_count] = kernel->sm_count;
     result = fk_evaluate(&record->workspace, variables, 0, &workspace);
     free(variables);
-    if (!result || workspace <= 0) return FUSEKIT_OK;
+    if (!result || workspace < 0) workspace = 0;
+    if (workspace == 0 && record->scratch.count == 0) return FUSEKIT_OK;
     return fk_make_workspaces(driver, record->name, kernel->context, workspace, record->workspace_zeroed,
                               &kernel->workspaces, error);
 }

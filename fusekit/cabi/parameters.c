@@ -42,17 +42,26 @@ static int fk_read_map(fk_reader *reader, fk_json item, fk_parameter *parameter)
     return 1;
 }
 
-/* The tensor or the float that a parameter is of; FK_WORKSPACE where it is the workspace. */
-static int fk_read_source(fk_reader *reader, fk_json item, fk_parameter *parameter, int workspace) {
+static int fk_is_zero(const fk_expression *expression) {
+    return expression->count == 1 && expression->steps->operation == FK_PUSH && expression->steps->value == 0;
+}
+
+/* The tensor or the float that a parameter is of, or that it is the workspace or the scratch, where there is one. */
+static int fk_read_source(fk_reader *reader, fk_json item, fk_parameter *parameter) {
+    const fk_record *record = reader->record;
     const char *name;
     int index, floats = 0;
     if (!fk_get_text(reader, item, "argument", &name)) return 0;
-    if (parameter->kind == FK_POINTER && workspace && strcmp(name, "workspace") == 0) {
+    if (parameter->kind == FK_POINTER && !fk_is_zero(&record->workspace) && strcmp(name, "workspace") == 0) {
         parameter->kind = FK_WORKSPACE;
         return 1;
     }
+    if (parameter->kind == FK_POINTER && record->scratch.count > 0 && strcmp(name, "scratch") == 0) {
+        parameter->kind = FK_SCRATCH;
+        return 1;
+    }
     if (parameter->kind != FK_FLOAT) {
-        parameter->argument = fk_find_tensor(reader->record, name, strlen(name));
+        parameter->argument = fk_find_tensor(record, name, strlen(name));
         return parameter->argument >= 0 || fk_refuse(reader, "argument", "names no tensor");
     }
     for (index = 0; index < reader->argument_count; ++index)
@@ -63,7 +72,7 @@ static int fk_read_source(fk_reader *reader, fk_json item, fk_parameter *paramet
     return fk_refuse(reader, "argument", "names no f32 scalar");
 }
 
-static int fk_read_parameter(fk_reader *reader, fk_json item, fk_parameter *parameter, int workspace) {
+static int fk_read_parameter(fk_reader *reader, fk_json item, fk_parameter *parameter) {
     static const char *const kinds[] = {"tensor_map", "pointer", "integer", "float", NULL};
     static const char *const integers[] = {"i32", "i64", NULL};
     int64_t offset, size, expected = 8;
@@ -88,7 +97,7 @@ static int fk_read_parameter(fk_reader *reader, fk_json item, fk_parameter *para
         parameter->kind = kind == 1 ? FK_POINTER : FK_FLOAT;
         if (!fk_get_object(reader, item, 5)) return 0;
     }
-    if (kind != 2 && !fk_read_source(reader, item, parameter, workspace)) return 0;
+    if (kind != 2 && !fk_read_source(reader, item, parameter)) return 0;
     if (size != expected || offset % (kind == 0 ? 16 : expected) != 0)
         return fk_refuse(reader, "offset", "and size are not those of such a parameter");
     parameter->offset = (unsigned)offset;
@@ -96,7 +105,7 @@ static int fk_read_parameter(fk_reader *reader, fk_json item, fk_parameter *para
     return 1;
 }
 
-static int fk_read_parameters(fk_reader *reader, fk_json launch, int workspace) {
+static int fk_read_parameters(fk_reader *reader, fk_json launch) {
     fk_record *record = reader->record;
     fk_json rest, item;
     fk_parameter *parameters;
@@ -108,7 +117,7 @@ static int fk_read_parameters(fk_reader *reader, fk_json launch, int workspace) 
         fk_parameter made;
         memset(&made, 0, sizeof made);
         snprintf(reader->where, sizeof reader->where, "parameters[%d]", index);
-        if (!fk_read_parameter(reader, item, &made, workspace)) return 0;
+        if (!fk_read_parameter(reader, item, &made)) return 0;
         for (other = 0; other < index; ++other)
             if (!fk_names_differ(reader, made.name, parameters[other].name)) return 0;
         record->map_count += made.kind == FK_TENSOR_MAP;

@@ -226,15 +226,17 @@ static int fk_read_arch(const char *arch, int *major, int *minor, int *exact) {
 /* Reads `launch` into `reader->record`, which is all zero, and the arguments beside it. */
 static int fk_read_record(fk_reader *reader, fk_json launch) {
     fk_record *record = reader->record;
-    fk_json workspace;
+    fk_json workspace, scratch;
     const char *arch;
     int64_t schema, shared;
+    int scratches; /* the one field that may be left out */
     *reader->where = 0;
     record->name = reader->title;
     if (!fk_json_is(launch, '{')) return fk_refuse(reader, "", "must be an object");
     if (!fk_get_integer(reader, launch, "schema", 0, INT64_MAX, &schema)) return 0;
     if (schema != 1) return fk_refuse(reader, "schema", "is not 1, the one that this loader reads");
-    if (!fk_get_object(reader, launch, 14) || !fk_get_text(reader, launch, "symbol", &record->symbol) ||
+    scratches = fk_json_member(launch, "scratch", &scratch);
+    if (!fk_get_object(reader, launch, 14 + scratches) || !fk_get_text(reader, launch, "symbol", &record->symbol) ||
         !fk_get_text(reader, launch, "arch", &arch))
         return 0;
     if (*record->symbol == 0) return fk_refuse(reader, "symbol", "is empty");
@@ -254,6 +256,10 @@ static int fk_read_record(fk_reader *reader, fk_json launch) {
         !fk_get_expression(reader, workspace, "bytes", FK_OF_DEVICE, &record->workspace) ||
         !fk_get_flag(reader, workspace, "zeroed", &record->workspace_zeroed))
         return 0;
-    return fk_read_parameters(reader, launch, !(record->workspace.count == 1 &&
-                              record->workspace.steps->operation == FK_PUSH && record->workspace.steps->value == 0));
+    snprintf(reader->where, sizeof reader->where, "scratch");
+    if (scratches && (!fk_get_object(reader, scratch, 1) ||
+                      !fk_get_expression(reader, scratch, "bytes", FK_OF_DIMS | FK_OF_DEVICE, &record->scratch)))
+        return 0;
+    if (scratches && fk_is_zero(&record->scratch)) record->scratch.count = 0;
+    return fk_read_parameters(reader, launch);
 }

@@ -95,10 +95,10 @@ static int fk_get_name(fk_reader *reader, fk_json object, const char **result) {
 
 /* A dim's or an argument's: not one of those that the launcher itself provides. */
 static int fk_get_own_name(fk_reader *reader, fk_json object, const char **result) {
-    static const char *const reserved[] = {"sm_count", "cluster_margin", "workspace", "stream"};
+    static const char *const reserved[] = {"sm_count", "cluster_margin", "workspace", "scratch", "stream"};
     int index;
     if (!fk_get_name(reader, object, result)) return 0;
-    for (index = 0; index < 4; ++index)
+    for (index = 0; index < 5; ++index)
         if (strcmp(*result, reserved[index]) == 0) return fk_refuse(reader, "name", "is reserved");
     return 1;
 }

@@ -30,7 +30,7 @@ typedef struct {
     int first_stride;      /* index of its first stride among the variables */
 } fk_tensor;
 
-typedef enum { FK_TENSOR_MAP, FK_POINTER, FK_WORKSPACE, FK_INT32, FK_INT64, FK_FLOAT } fk_kind;
+typedef enum { FK_TENSOR_MAP, FK_POINTER, FK_WORKSPACE, FK_SCRATCH, FK_INT32, FK_INT64, FK_FLOAT } fk_kind;
 
 typedef struct {
     int dtype, rank; /* CUtensorMapDataType */
@@ -72,6 +72,7 @@ typedef struct {
     int cooperative, serialization, non_portable_cluster, carveout; /* carveout: -1 leaves the driver's */
     fk_expression workspace;
     int workspace_zeroed;
+    fk_expression scratch; /* without steps: none */
     const int *skip; /* dims */
     int skip_count;
 } fk_record;
@@ -93,7 +94,7 @@ typedef struct {
     const fk_record *record;
     int device, sm_count, major;
     void *context, *library, *kernel, *function;
-    fk_workspaces *workspaces; /* NULL: it has none */
+    fk_workspaces *workspaces; /* and scratch; NULL: it has neither */
 } fk_kernel;
 
 enum { FK_MAP_BYTES = 128, FK_MAP_ALIGNMENT = 64, FK_MOST_MAPS = 16, FK_MOST_PARAMETERS = 96, FK_MOST_TENSORS = 32 };
@@ -101,6 +102,7 @@ enum { FK_MAP_BYTES = 128, FK_MAP_ALIGNMENT = 64, FK_MOST_MAPS = 16, FK_MOST_PAR
 struct fusekit_launch {
     const fk_kernel *kernel;
     int skip;
+    int64_t scratch; /* bytes */
     unsigned grid[3], attribute_count;
     fk_attribute attributes[4];
     void *pointers[FK_MOST_PARAMETERS];

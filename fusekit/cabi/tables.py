@@ -27,6 +27,7 @@ _OPERATORS = {
 _DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
+_BESIDE = {"workspace": "FK_WORKSPACE", "scratch": "FK_SCRATCH"}
 _NO_EXPRESSION = "{NULL, 0}"
 
 
@@ -93,6 +94,7 @@ class Tables:
             f" {int(bool(settings.get('non_portable_cluster_size_allowed')))},"
             f" {settings.get('preferred_shared_memory_carveout', -1)}",
             f"{self._expression(record.workspace)}, {int(record.workspace_zeroed)}",
+            _NO_EXPRESSION if record.scratch == 0 else self._expression(record.scratch),
             skips,
         ]
         body = ",\n    ".join(members)
@@ -100,10 +102,6 @@ class Tables:
 
     def _check(self) -> None:
         record = self.record
-        if record.scratch != 0:
-            raise UsageError(
-                f"{self._name} needs scratch memory, which the C launcher does not give; leave out dprob and dbias"
-            )
         maps = sum(isinstance(item, TensorMapParameter) for item in record.parameters)
         for what, count, most in (
             ("variables", len(self._variables), MOST_VARIABLES), ("tensor maps", maps, MOST_MAPS),
@@ -178,8 +176,8 @@ class Tables:
         elif isinstance(parameter, FloatParameter):
             kind, argument = "FK_FLOAT", floats.index(parameter.argument)
         elif isinstance(parameter, PointerParameter):
-            if parameter.argument == "workspace":
-                kind = "FK_WORKSPACE"
+            if parameter.argument in _BESIDE:
+                kind = _BESIDE[parameter.argument]
             else:
                 argument = tensors.index(parameter.argument)
         return (

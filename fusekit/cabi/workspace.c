@@ -1,19 +1,29 @@
-/* ---- Workspaces: device memory that a kernel keeps its scheduler's counters in. A launch leaves its workspace as the
- * next one needs it, so those that may overlap in time, of two streams, have one each. They are made in stocks, the
- * first at load: a launch in a stream not seen before takes one from it, and only where it is used up asks the driver. */
+/* ---- Device memory that a kernel needs beside its arguments, for each stream: launches that may overlap in time must not
+ * share it. A launch leaves its workspace (a scheduler's counters) as the next one needs it. Workspaces are made in stocks,
+ * the first at load: a launch in a stream not seen before takes one from it, and only where it is used up asks the driver.
+ * Scratch (partial sums) is of any content, and grows with the largest launch there was in the stream. */
 #include <pthread.h>
 
 enum { FK_WORKSPACE_ALIGNMENT = 256, FK_STOCK_BYTES = 1 << 16, FK_MOST_STOCK = 64 };
+
+typedef struct {
+    uintptr_t stream;
+    pthread_t thread; /* of a per-thread default stream, of which every thread has one behind the same handle */
+} fk_owner;
 
 typedef struct fk_stock { /* memory for some workspaces; the stocks form a list, the newest first */
     struct fk_stock *next;
     unsigned long long base;
     int used;
-    struct {
-        uintptr_t stream;
-        pthread_t thread;
-    } owners[FK_MOST_STOCK];
+    fk_owner owners[FK_MOST_STOCK];
 } fk_stock;
+
+typedef struct fk_piece { /* scratch of a stream; pieces form a list, the newest first, and stay: graphs may use them */
+    struct fk_piece *next;
+    unsigned long long address;
+    int64_t size;
+    fk_owner owner;
+} fk_piece;
 
 struct fk_workspaces {
     const fusekit_driver *driver;
@@ -21,9 +31,21 @@ struct fk_workspaces {
     void *context;
     size_t size; /* bytes of each, aligned */
     int zeroed, count; /* of each stock */
-    pthread_mutex_t lock; /* of whoever adds one; nobody waits for it to find his own */
+    pthread_mutex_t lock; /* of whoever adds to the lists; nobody waits for it to find his own */
     fk_stock *stocks;
+    fk_piece *pieces;
 };
+
+static fk_owner fk_owner_of(void *handle) {
+    fk_owner owner;
+    owner.stream = handle == NULL ? (uintptr_t)FK_LEGACY : (uintptr_t)handle;
+    owner.thread = pthread_self();
+    return owner;
+}
+
+static int fk_owns(const fk_owner *one, const fk_owner *other) {
+    return one->stream == other->stream && (one->stream != FK_PER_THREAD || pthread_equal(one->thread, other->thread));
+}
 
 /* On a stream of its own, and finished on return: whichever stream launches next finds zeros. */
 static int fk_zero(const fusekit_driver *driver, unsigned long long address, size_t size) {
@@ -42,27 +64,31 @@ static int fk_apart(const fusekit_driver *driver, int *mode) {
     return driver->capture_mode(mode);
 }
 
-static fusekit_status fk_add_stock(fk_workspaces *own, fusekit_error *error) {
+static fusekit_status fk_allocate(const fk_workspaces *own, size_t size, int zeroed, unsigned long long *address,
+                                  fusekit_error *error) {
     const fusekit_driver *driver = own->driver;
-    size_t total = own->size * (size_t)own->count;
-    fk_stock *stock = (fk_stock *)calloc(1, sizeof *stock);
     void *before;
-    int mode, result;
-    if (stock == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for workspaces", own->name);
-    result = driver->push(own->context);
+    int mode, result = driver->push(own->context);
     if (result == 0) {
         result = fk_apart(driver, &mode);
         if (result == 0) {
-            result = driver->allocate(&stock->base, total);
-            if (result == 0 && own->zeroed && (result = fk_zero(driver, stock->base, total)) != 0)
-                driver->free_memory(stock->base);
+            result = driver->allocate(address, size);
+            if (result == 0 && zeroed && (result = fk_zero(driver, *address, size)) != 0) driver->free_memory(*address);
             driver->capture_mode(&mode);
         }
         driver->pop(&before);
     }
-    if (result != 0) {
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, own->name, "allocating a workspace");
+}
+
+static fusekit_status fk_add_stock(fk_workspaces *own, fusekit_error *error) {
+    fk_stock *stock = (fk_stock *)calloc(1, sizeof *stock);
+    fusekit_status status;
+    if (stock == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for workspaces", own->name);
+    status = fk_allocate(own, own->size * (size_t)own->count, own->zeroed, &stock->base, error);
+    if (status != FUSEKIT_OK) {
         free(stock);
-        return fk_cuda(driver, error, result, own->name, "allocating a workspace");
+        return status;
     }
     stock->next = own->stocks;
     __atomic_store_n(&own->stocks, stock, __ATOMIC_RELEASE);
@@ -70,37 +96,76 @@ static fusekit_status fk_add_stock(fk_workspaces *own, fusekit_error *error) {
 }
 
 /* The workspace of a stream, or 0. A stock only ever grows, and says so last. */
-static unsigned long long fk_find_workspace(const fk_workspaces *own, uintptr_t stream, pthread_t thread) {
+static unsigned long long fk_find_workspace(const fk_workspaces *own, const fk_owner *owner) {
     const fk_stock *stock = __atomic_load_n(&own->stocks, __ATOMIC_ACQUIRE);
     for (; stock != NULL; stock = stock->next) {
         int used = __atomic_load_n(&stock->used, __ATOMIC_ACQUIRE), index;
         for (index = 0; index < used; ++index)
-            if (stock->owners[index].stream == stream &&
-                (stream != FK_PER_THREAD || pthread_equal(stock->owners[index].thread, thread)))
-                return stock->base + (size_t)index * own->size;
+            if (fk_owns(&stock->owners[index], owner)) return stock->base + (size_t)index * own->size;
     }
     return 0;
 }
 
-/* The workspace for launches in `stream`. Every thread has a per-thread default stream of its own. */
-static fusekit_status fk_workspace(fk_workspaces *own, void *handle, unsigned long long *address,
-                                   fusekit_error *error) {
-    uintptr_t stream = handle == NULL ? (uintptr_t)FK_LEGACY : (uintptr_t)handle;
-    pthread_t thread = pthread_self();
+/* The workspace for launches in a stream. */
+static fusekit_status fk_workspace(fk_workspaces *own, void *stream, unsigned long long *address, fusekit_error *error) {
+    fk_owner owner = fk_owner_of(stream);
     fusekit_status status = FUSEKIT_OK;
-    *address = fk_find_workspace(own, stream, thread);
+    *address = fk_find_workspace(own, &owner);
     if (*address != 0) return FUSEKIT_OK;
     pthread_mutex_lock(&own->lock);
-    *address = fk_find_workspace(own, stream, thread);
+    *address = fk_find_workspace(own, &owner);
     if (*address == 0 && own->stocks->used == own->count) status = fk_add_stock(own, error);
     if (*address == 0 && status == FUSEKIT_OK) {
         fk_stock *stock = own->stocks;
-        stock->owners[stock->used].stream = stream;
-        stock->owners[stock->used].thread = thread;
+        stock->owners[stock->used] = owner;
         *address = stock->base + (size_t)stock->used * own->size;
         __atomic_store_n(&stock->used, stock->used + 1, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&own->lock);
+    return status;
+}
+
+/* The newest piece of a stream, which is its largest; NULL where it has none. */
+static const fk_piece *fk_find_piece(const fk_workspaces *own, const fk_owner *owner) {
+    const fk_piece *piece = __atomic_load_n(&own->pieces, __ATOMIC_ACQUIRE);
+    while (piece != NULL && !fk_owns(&piece->owner, owner)) piece = piece->next;
+    return piece;
+}
+
+/* Half as much again as before: a slowly growing batch takes few allocations, three times its size at most. */
+static fusekit_status fk_add_piece(fk_workspaces *own, const fk_owner *owner, const fk_piece *before, int64_t size,
+                                   fusekit_error *error) {
+    const int64_t granule = 1 << 21; /* what the driver allocates at least */
+    fk_piece *piece = (fk_piece *)calloc(1, sizeof *piece);
+    fusekit_status status;
+    if (piece == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for scratch", own->name);
+    if (before != NULL && before->size / 2 * 3 > size) size = before->size / 2 * 3;
+    piece->owner = *owner;
+    piece->size = (size + granule - 1) / granule * granule;
+    status = fk_allocate(own, (size_t)piece->size, 0, &piece->address, error);
+    if (status != FUSEKIT_OK) {
+        free(piece);
+        return status;
+    }
+    piece->next = own->pieces;
+    __atomic_store_n(&own->pieces, piece, __ATOMIC_RELEASE);
+    return FUSEKIT_OK;
+}
+
+/* `size` bytes at least for a launch in a stream. */
+static fusekit_status fk_scratch(fk_workspaces *own, void *stream, int64_t size, unsigned long long *address,
+                                 fusekit_error *error) {
+    fk_owner owner = fk_owner_of(stream);
+    const fk_piece *piece = fk_find_piece(own, &owner);
+    fusekit_status status = FUSEKIT_OK;
+    if (size > 0 && (piece == NULL || piece->size < size)) {
+        pthread_mutex_lock(&own->lock);
+        piece = fk_find_piece(own, &owner);
+        if (piece == NULL || piece->size < size) status = fk_add_piece(own, &owner, piece, size, error);
+        piece = fk_find_piece(own, &owner);
+        pthread_mutex_unlock(&own->lock);
+    }
+    *address = piece == NULL ? 0 : piece->address;
     return status;
 }
 
@@ -109,13 +174,19 @@ static int fk_free_workspaces(fk_workspaces *own) {
     const fusekit_driver *driver = own->driver;
     void *before;
     int result = 0, other, mode;
-    if (own->stocks != NULL && (result = driver->push(own->context)) == 0) {
+    if ((own->stocks != NULL || own->pieces != NULL) && (result = driver->push(own->context)) == 0) {
         result = fk_apart(driver, &mode);
         while (own->stocks != NULL) {
             fk_stock *stock = own->stocks;
             own->stocks = stock->next;
             if ((other = driver->free_memory(stock->base)) != 0) result = other;
             free(stock);
+        }
+        while (own->pieces != NULL) {
+            fk_piece *piece = own->pieces;
+            own->pieces = piece->next;
+            if ((other = driver->free_memory(piece->address)) != 0) result = other;
+            free(piece);
         }
         driver->capture_mode(&mode);
         driver->pop(&before);
@@ -125,6 +196,7 @@ static int fk_free_workspaces(fk_workspaces *own) {
     return result;
 }
 
+/* bytes: of each workspace; 0 where the kernel has none. */
 static fusekit_status fk_make_workspaces(const fusekit_driver *driver, const char *name, void *context, int64_t bytes,
                                          int zeroed, fk_workspaces **made, fusekit_error *error) {
     fk_workspaces *own = (fk_workspaces *)calloc(1, sizeof *own);
@@ -143,7 +215,7 @@ static fusekit_status fk_make_workspaces(const fusekit_driver *driver, const cha
     own->size = ((size_t)bytes + FK_WORKSPACE_ALIGNMENT - 1) / FK_WORKSPACE_ALIGNMENT * FK_WORKSPACE_ALIGNMENT;
     own->count = own->size > FK_STOCK_BYTES / FK_MOST_STOCK ? (int)(FK_STOCK_BYTES / own->size) : FK_MOST_STOCK;
     if (own->count == 0) own->count = 1;
-    status = fk_add_stock(own, error);
+    status = bytes > 0 ? fk_add_stock(own, error) : FUSEKIT_OK;
     if (status == FUSEKIT_OK)
         *made = own;
     else

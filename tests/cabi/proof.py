@@ -7,24 +7,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fusekit.abi import (
     IntegerParameter,
     LaunchRecord,
     PointerParameter,
+    RecordError,
     ScalarArgument,
     TensorArgument,
     evaluate,
 )
 from fusekit.abi.tensormap import TensorMap, encode
 from fusekit.cabi import Exported
+from fusekit.compiler.backward import record as backward_record
 from fusekit.compiler.gemm import record as gemm_record
 from fusekit.compiler.samples import ArgumentSet, argument_sets
 from fusekit.errors import ArgumentError
 from fusekit.runtime import Devices, Driver, Kernel
-from fusekit.spec import find
-from tests.runtime.fake import CUtensorMap, FakeDriver
+from fusekit.spec import find, parse_file
+from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
 from tests.runtime.samples import CUBIN as FAKE_CUBIN
 from tests.runtime.samples import Torchlike, record
 
@@ -32,6 +35,7 @@ from .launcher import CUBIN, INVALID_ARGUMENT, OK, complete
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
 
 SETS = 48
+BACKWARD = Path(__file__).parents[1] / "gpu" / "matrix_backward.toml"
 TORCH = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
 ENUMS = {
     "dtype": {"BFLOAT16": "bf16", "FLOAT16": "fp16", "FLOAT32": "f32"},
@@ -45,15 +49,18 @@ def samples() -> list[Exported]:
     model = [find([f"gpt-oss-20b/{name}"])[0] for name in ("fc1-fwd", "fc2-fwd")]
     specs = [*find(["quickstart"]), *model]
     exported = [Exported(spec.full_name, complete(gemm_record(spec)), CUBIN, spec.defaults()) for spec in specs]
+    sums = next(spec for spec in parse_file(BACKWARD) if spec.dprob and spec.dbias)  # with scratch
+    exported.append(Exported(sums.full_name, complete(backward_record(sums)), CUBIN, sums.defaults()))
     base = record()
     everything = record(
         arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
         parameters=(
-            *base.parameters, PointerParameter("scratch", "workspace", 296), IntegerParameter("shifted", "i64",
-            ("add", "shift", ("mod", ("sub", "M", "shift"), 7)), 304),
+            *base.parameters, PointerParameter("counters", "workspace", 296), IntegerParameter("shifted", "i64",
+            ("add", "shift", ("mod", ("sub", "M", "shift"), 7)), 304), PointerParameter("partial", "scratch", 312),
         ),
         constraints=(*base.constraints,),
         workspace=("mul", "sm_count", 64), workspace_zeroed=True,
+        scratch=("mul", 4, ("mul", "M", ("min", "sm_count", "I"))),
         attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
                     "non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
@@ -73,7 +80,26 @@ class EncodingDriver(FakeDriver):
             swizzle=ENUMS["swizzle"][swizzle.rpartition("_")[2]],
             l2_promotion=ENUMS["promotion"][promotion.rpartition("_")[2]],
         )  # fmt: skip
-        return result[0], CUtensorMap(encode(made))
+        try:
+            return result[0], CUtensorMap(encode(made))
+        except RecordError:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+
+    def cuMemAlloc(self, size: int) -> Any:  # noqa: N802
+        return super().cuMemAlloc(min(size, 1 << 16))  # nothing is computed, and scratch may be of any size
+
+
+def without_own(made: LaunchRecord, parameters: Sequence[bytes], theirs: Callable[[int], bool]) -> list[bytes]:
+    """The parameters with a word in place of each address of a workspace or of scratch: each driver allocates where it
+    likes. theirs: whether it did so.
+    """
+    found = list(parameters)
+    for index, item in enumerate(sorted(made.parameters, key=lambda parameter: parameter.offset)):
+        if isinstance(item, PointerParameter) and item.argument in ("workspace", "scratch"):
+            address = int.from_bytes(found[index], "little")
+            assert address % 256 == 0 and theirs(address), hex(address)
+            found[index] = item.argument.encode()
+    return found
 
 
 def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
@@ -98,13 +124,7 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
     if not fake.launches:
         return "skipped"
     (launch,) = fake.launches
-    parameters = list(launch.parameters)
-    if made.workspace != 0:  # each driver allocates where it likes
-        (base,) = fake.memory
-        address = next(base + at for at in range(0, 1 << 17, 256) if (base + at).to_bytes(8, "little") in parameters)
-        parameters = [
-            data.replace(address.to_bytes(8, "little"), WORKSPACE.to_bytes(8, "little")) for data in parameters
-        ]
+    parameters = without_own(made, launch.parameters, lambda address: any(address >= base for base in fake.memory))
     names = {"CLUSTER_DIMENSION": "cluster", "COOPERATIVE": "cooperative"}
     attributes = {
         names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
@@ -122,12 +142,9 @@ def launched_by_c(launcher: Any, arguments: ArgumentSet) -> Any:
     if not launcher.recorder.launches:
         return "skipped"
     (launch,) = launcher.recorder.launches
-    parameters = list(launch.parameters)
-    order = sorted(launcher.record.parameters, key=lambda parameter: parameter.offset)
-    for index, item in enumerate(order):
-        if isinstance(item, PointerParameter) and item.argument == "workspace":  # each stream has one of its own
-            assert (int.from_bytes(parameters[index], "little") - WORKSPACE) % STOCK_STEP < 1 << 16
-            parameters[index] = WORKSPACE.to_bytes(8, "little")
+    parameters = without_own(
+        launcher.record, launch.parameters, lambda address: (address - WORKSPACE) % STOCK_STEP < 1 << 16
+    )
     return launch.grid, launch.block, launch.shared, launch.stream, launch.attributes, parameters
 
 

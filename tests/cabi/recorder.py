@@ -69,6 +69,7 @@ class Recorder:
     sm_counts: dict[int, int] = field(default_factory=dict)  # of devices that differ from the rest
     strict: bool = False  # a launch wants the kernel's context to be current, whatever the stream
     capture_mode: int = 0  # global, as a thread begins
+    sizes: list[int] = field(default_factory=list)  # of allocations
     filled: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -230,6 +231,7 @@ class Recorder:
     def cuMemAlloc_v2(self) -> Any:  # noqa: N802
         def allocate(out: Any, size: int) -> None:
             self.allocated += 1
+            self.sizes.append(size)
             _set(out, WORKSPACE + STOCK_STEP * (self.calls.count("cuMemAlloc_v2") - 1))
 
         return (POINTER(c_ulonglong), c_size_t), allocate

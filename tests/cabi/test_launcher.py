@@ -80,6 +80,8 @@ def test_a_bound_launch_is_one_driver_call_and_keeps_its_arguments(loaded):
     status, bound = loaded.bind(args)
     assert status == OK
     args.y += 4096
+    assert loaded.run(bound, 77) == loaded.run(bound, 78) == OK  # which get scratch of their own
+    loaded.recorder.launches.clear()
     loaded.recorder.calls.clear()
     assert loaded.run(bound, 77) == loaded.run(bound, 78) == OK
     assert loaded.recorder.calls == ["cuLaunchKernelEx"] * 2
@@ -156,9 +158,9 @@ def test_a_cubin_of_another_build_is_refused(exported):
     last = made.parameters[-1]
     extra = IntegerParameter("extra", "i64", 0, last.offset + last.size)
     for parameters, text in (
-        (made.parameters[:-1], "has 9 parameters, the record 10"),
-        ((*made.parameters, extra), "more than the record's 10 parameters"),
-        ((*made.parameters[:-1], replace(last, offset=last.offset + 8)), "is 304+8 in the record and 312+8"),
+        (made.parameters[:-1], "has 10 parameters, the record 11"),
+        ((*made.parameters, extra), "more than the record's 11 parameters"),
+        ((*made.parameters[:-1], replace(last, offset=last.offset + 8)), "is 312+8 in the record and 320+8"),
     ):
         recorder = Recorder(replace(made, parameters=parameters))
         launcher = Launcher(shared, kernels, len(kernels) - 1, "demo", recorder)

@@ -110,6 +110,8 @@ def test_a_call_with_nothing_but_what_is_needed(loaded):
 def test_a_bound_launch_is_one_driver_call(loaded):
     status, bound = loaded.bind(arguments(usual(), {"act_alpha": 1.5}, has_priority=1, priority=-3))
     assert status == OK
+    assert loaded.run(bound, 77) == loaded.run(bound, 78) == OK  # which get scratch of their own
+    loaded.recorder.launches.clear()
     loaded.recorder.calls.clear()
     assert loaded.run(bound, 77) == loaded.run(bound, 78) == OK
     assert loaded.recorder.calls == ["cuLaunchKernelEx"] * 2
@@ -219,7 +221,7 @@ def test_a_cubin_of_another_build_is_refused(shared, kernels, bundle):
     recorder = Recorder(replace(made, parameters=made.parameters[:-1]))
     launcher = BundleLauncher(shared, bundle, kernels[-1], recorder=recorder)
     assert launcher.load() == MISMATCH
-    assert "has 9 parameters, the record 10" in str(launcher.error)
+    assert "has 10 parameters, the record 11" in str(launcher.error)
 
 
 def test_files_that_are_none(shared, tmp_path):

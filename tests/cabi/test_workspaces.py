@@ -1,4 +1,4 @@
-"""Workspaces of the C launcher: one for each stream, from whichever thread, zeroed before anybody sees it."""
+"""Workspaces and scratch of the C launcher: for each stream its own, from whichever thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ STOCK = 64
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Kernels with workspaces of 132 * 64 bytes, of 1 KiB, and of 1 MiB."""
-    base = samples()[-1]
+    """Kernels with workspaces of 132 * 64 bytes, of 1 KiB, and of 1 MiB; and one with scratch of M * 1 KiB alone."""
+    whole = samples()[-1].record
+    base = replace(whole, scratch=0, parameters=tuple(item for item in whole.parameters if item.name != "partial"))
     sizes = {"middle": ("mul", "sm_count", 64), "small": 1000, "large": 1 << 20}
-    kernels = [
-        Exported(f"sample/{name}@1", replace(base.record, workspace=size), CUBIN, {}) for name, size in sizes.items()
-    ]
+    records = {name: replace(base, workspace=size) for name, size in sizes.items()}
+    records["scratch"] = replace(
+        whole, workspace=0, workspace_zeroed=False, scratch=("mul", 1024, "M"),
+        parameters=tuple(item for item in whole.parameters if item.name != "counters"),
+    )  # fmt: skip
+    kernels = [Exported(f"sample/{name}@1", record, CUBIN, {}) for name, record in records.items()]
     return compile_shared(tmp_path_factory.mktemp("c"), kernels, "demo"), kernels
 
 
@@ -36,12 +40,10 @@ def load(made, index, **changes):
     return launcher
 
 
-def workspace(launcher, launch):
-    """Its address in a launch."""
+def workspace(launcher, launch, what="workspace"):
+    """Its address in a launch, or that of the scratch."""
     order = sorted(launcher.record.parameters, key=lambda parameter: parameter.offset)
-    at = next(
-        index for index, item in enumerate(order) if isinstance(item, PointerParameter) and item.argument == "workspace"
-    )
+    at = next(index for index, item in enumerate(order) if isinstance(item, PointerParameter) and item.argument == what)
     return int.from_bytes(launch.parameters[at], "little")
 
 
@@ -105,6 +107,45 @@ def test_a_large_one_is_made_alone(made):
     assert len(launcher.recorder.launches) == 2
     del launcher.recorder.fail["cuMemAlloc_v2"]
     assert launcher.launch(usual(launcher), 102) == OK
+    assert launcher.unload() == OK
+    assert launcher.recorder.allocated == 0
+
+
+def rows(launcher, count):
+    """Arguments of `count` rows."""
+    args = usual(launcher)
+    args.m = count
+    return args
+
+
+def test_scratch_grows_with_the_largest_launch_of_a_stream(made):
+    launcher = load(made, 3)
+    allocated = []
+    for stream, count in ((77, 96), (77, 4), (78, 96), (77, 3000), (77, 96), (77, 4000), (2, 8), (77, 5000)):
+        assert launcher.launch(rows(launcher, count), stream) == OK, str(launcher.error)
+        allocated.append(launcher.recorder.allocated)
+    assert allocated == [1, 1, 2, 3, 3, 3, 4, 5]
+    assert launcher.recorder.sizes == [2 << 20, 2 << 20, 4 << 20, 2 << 20, 6 << 20]  # the last half as much again
+    found = [workspace(launcher, launch, "scratch") for launch in launcher.recorder.launches]
+    assert found[0] == found[1] != found[2]
+    assert found[3] == found[4] == found[5] != found[0]
+    assert launcher.recorder.filled == []
+    assert launcher.recorder.capture_mode == 0
+    assert launcher.unload() == OK
+    assert launcher.recorder.allocated == 0
+
+
+def test_a_bound_launch_keeps_its_need_of_scratch(made):
+    launcher = load(made, 3)
+    status, bound = launcher.bind(rows(launcher, 3000))
+    assert status == OK
+    for stream in (77, 78, 77):
+        assert launcher.run(bound, stream) == OK
+    assert launcher.recorder.sizes == [4 << 20] * 2
+    launcher.free(bound)
+    launcher.recorder.fail["cuMemAlloc_v2"] = 2
+    assert launcher.launch(rows(launcher, 3000), 99) == CUDA_ERROR
+    assert "allocating a workspace failed" in str(launcher.error)
     assert launcher.unload() == OK
     assert launcher.recorder.allocated == 0
 
