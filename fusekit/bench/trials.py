@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.trial import Trial
+from fusekit.errors import UsageError
 from fusekit.runtime import Kernel, Library
 
 
 def open_trial(library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> Trial:
     """Made-up inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's."""
+    if kernel.spec["op"] == "moe-check":
+        raise UsageError(
+            f"{kernel.name} launches beside other kernels and has no trial; open_library(checked=True) uses it"
+        )
     if kernel.spec["op"].startswith(("router-", "moe-")):
         return TokenTrial(library, kernel, rows, seed)
     return Trial(library, kernel, rows, seed, guarded=guarded)

@@ -18,6 +18,7 @@ FAMILIES = {
     "grouped-wgrad": "fusekit.compiler.wgrad",
     "moe-aux-loss": "fusekit.compiler.router",
     "moe-aux-loss-bwd": "fusekit.compiler.router",
+    "moe-check": "fusekit.compiler.check",
     "moe-index": "fusekit.compiler.permutation",
     "moe-permute": "fusekit.compiler.permutation",
     "moe-unpermute": "fusekit.compiler.permutation",

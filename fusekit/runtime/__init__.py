@@ -13,6 +13,7 @@ launch     `Launch`, a kernel bound to its arguments; the one driver call
 arguments  checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
 plan       a launch worked out for one signature; parameter blocks
 maps       tensor maps of a plan
+checked    a library that checks `offsets` on the device
 workspace  device memory of kernels that need some beside their arguments, for each stream
 tensors    address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
 streams    streams of any owner as handles
@@ -26,6 +27,7 @@ memory     `DeviceArray`, device memory of our own
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusekit.runtime.checked import OffsetsProblem
     from fusekit.runtime.devices import Device, Devices
     from fusekit.runtime.driver import Driver
     from fusekit.runtime.kernel import Kernel
@@ -33,11 +35,21 @@ if TYPE_CHECKING:
     from fusekit.runtime.library import Library, open_library
     from fusekit.runtime.memory import DeviceArray
 
-__all__ = ["Device", "DeviceArray", "Devices", "Driver", "Kernel", "Launch", "Library", "open_library"]
+__all__ = [
+    "Device",
+    "DeviceArray",
+    "Devices",
+    "Driver",
+    "Kernel",
+    "Launch",
+    "Library",
+    "OffsetsProblem",
+    "open_library",
+]
 
 _HOMES = {
     "Device": "devices", "DeviceArray": "memory", "Devices": "devices", "Driver": "driver", "Kernel": "kernel",
-    "Launch": "launch", "Library": "library", "open_library": "library",
+    "Launch": "launch", "Library": "library", "OffsetsProblem": "checked", "open_library": "library",
 }  # fmt: skip
 
 

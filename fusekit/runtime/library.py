@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import Config
-from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError
+from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError
 from fusekit.runtime.devices import Devices, archs_of
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.select import choose
@@ -14,6 +14,7 @@ from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
+    from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
     from fusekit.store import NameRecord, Store
 
@@ -23,13 +24,16 @@ class Library:
     driver.
 
     store: a Store, or the configuration of one, which is opened at first use. driver: for tests; None takes
-    cuda.bindings at first use.
+    cuda.bindings at first use. checked: kernels check on the device that their `offsets` rise and lie within the rows;
+    see `problems`.
     """
 
-    def __init__(self, store: Store | Config, driver: Driver | None = None) -> None:
+    def __init__(self, store: Store | Config, driver: Driver | None = None, *, checked: bool = False) -> None:
         self._source = store
         self._driver = driver
         self._devices: Devices | None = None
+        self._checked = checked
+        self._checks: Checks | None = None
 
     @property
     def store(self) -> Store:
@@ -56,7 +60,8 @@ class Library:
         (E, M, N, K; default: the spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that
         of the current context, else 0.
 
-        Raises NotBuiltError (with the build command), ArchMismatchError, IntegrityError or DriverError.
+        Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
+        ArchMismatchError, IntegrityError or DriverError.
         """
         waking = Waking(device) if self._devices is None and self._driver is None else None
         try:
@@ -64,12 +69,35 @@ class Library:
             guess = self._read_ahead(name, arch, problem)
             found, ordinal = self._find(name, arch, device, problem)
             record, cubin = guess[1:] if guess is not None and guess[0] == found else self._read(found)
-            from fusekit.runtime.kernel import Kernel
-
-            return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+            return self._open(found, record, cubin, ordinal)
         finally:
             if waking is not None:
                 waking.wait()
+
+    def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
+        from fusekit.runtime.kernel import Kernel
+
+        if self._checked:
+            from fusekit.runtime.checked import CHECK, CheckedKernel, Checks, checkable
+
+            if checkable(record):
+                if self._checks is None:
+                    plain = Library(self.store, self.devices.driver)
+                    plain._devices = self.devices
+                    self._checks = Checks(self.devices, lambda device: plain.load(CHECK, device=device))
+                made = (self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+                return CheckedKernel(*made, self._checks)
+        return Kernel(self.devices, found.name, record, cubin, found.defaults, ordinal, found.spec)
+
+    def problems(self) -> list[OffsetsProblem]:
+        """What was found wrong in the `offsets` of launches since the last look, one for each kernel and stream.
+
+        Waits for nothing: a launch that is still to come shows in a later look. Raises UsageError for a library that is
+        not checked.
+        """
+        if not self._checked:
+            raise UsageError("this library checks nothing; open it with open_library(checked=True)")
+        return [] if self._checks is None else self._checks.problems()
 
     def _read_ahead(
         self, name: str, arch: str | None, problem: Mapping[str, int] | None
@@ -148,6 +176,9 @@ class Library:
 
     def close(self) -> None:
         """Gives the primary contexts back; kernels of this library must have been unloaded or be left alone."""
+        if self._checks is not None:
+            self._checks.close()
+            self._checks = None
         if self._devices is not None:
             self._devices.close()
             self._devices = None
@@ -156,9 +187,9 @@ class Library:
         return f"<Library over {', '.join(str(layer.root) for layer in self.store.layers)}>"
 
 
-def open_library(config: Config | None = None, *, driver: Any = None) -> Library:
+def open_library(config: Config | None = None, *, driver: Any = None, checked: bool = False) -> Library:
     """The library over the stores of `config`; None reads the environment (FUSEKIT_STORE, FUSEKIT_STORES).
 
-    driver: a Driver that is started already; None starts one at the first `load`.
+    driver: a Driver that is started already; None starts one at the first `load`. checked: as for `Library`.
     """
-    return Library(Config.from_environment() if config is None else config, driver)
+    return Library(Config.from_environment() if config is None else config, driver, checked=checked)

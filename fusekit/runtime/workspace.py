@@ -19,7 +19,7 @@ _SCRATCH_GRANULE = 1 << 21  # what the driver allocates at least
 _Stream = int | tuple[str, int]
 
 
-def _owner(stream: int) -> _Stream:
+def owner_of(stream: int) -> _Stream:
     """What tells streams apart: every thread has a per-thread default stream of its own behind the one handle."""
     return ("thread", threading.get_ident()) if stream == PER_THREAD else stream or LEGACY
 
@@ -41,7 +41,7 @@ class Workspaces:
 
     def of(self, stream: int) -> int:
         """The address of the workspace for launches in `stream`; 0 when closed."""
-        key = _owner(stream)
+        key = owner_of(stream)
         address = self._given.get(key)
         if address is not None or self._closed:
             return address or 0
@@ -97,7 +97,7 @@ class Scratch:
 
     def of(self, stream: int, size: int) -> int:
         """The address of `size` bytes at least for launches in `stream`; 0 when closed."""
-        key = _owner(stream)
+        key = owner_of(stream)
         address, there = self._given.get(key, (0, 0))
         if there >= size or self._closed:
             return address

@@ -10,7 +10,8 @@ from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import TokenProblem, TokenSpec
 
 INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD = "moe-index", "moe-permute", "moe-unpermute", "moe-unpermute-bwd"
-PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD)
+CHECK = "moe-check"
+PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, CHECK)
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 ELEMENT_BYTES = {"f32": 4, "bf16": 2}
@@ -46,6 +47,13 @@ PERMUTATION_KEYS = {
     PERMUTE: (*_ROWS, _WEIGHTED),
     UNPERMUTE: (*_ROWS, _WEIGHTED),
     UNPERMUTE_BACKWARD: _ROWS,
+    CHECK: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True),
+        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+    ),
 }
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
@@ -55,7 +63,8 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its neutral value: experts 0, dtype "none"; moe-unpermute-bwd is weighted.
+    A key that the operation lacks has its neutral value: experts and topk 0, dtype "none". moe-unpermute-bwd is
+    weighted.
     """
 
     file: str
@@ -84,7 +93,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Per
         arch=choice["arch"],
         dtype=values.get("dtype", "none"),
         experts=values.get("experts", 0),
-        topk=values["topk"],
+        topk=values.get("topk", 0),
         weighted=values.get("weighted", values["op"] == UNPERMUTE_BACKWARD),
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
@@ -99,10 +108,10 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} experts are ordered; say fewer"))
     if spec.topk > MAX_TOPK:
         found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
-    warps = (INDEX_WARPS,) if spec.op == INDEX else (1, 2, 4, 8)
+    warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
-    if spec.problem and spec.op != INDEX:
+    if spec.problem and spec.op not in (INDEX, CHECK):
         row = spec.problem.H * ELEMENT_BYTES[spec.dtype]
         if row % VECTOR_BYTES:
             found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))

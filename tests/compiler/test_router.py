@@ -47,6 +47,7 @@ KERNELS = {
     "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
     "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
+    "check": ('op = "moe-check"', "offsets report", 0),
     "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
     "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
     "unpermute-backward": (
@@ -100,9 +101,10 @@ def test_the_record(built):
     cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
     assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
     assert launch["cluster"] == [8 if cluster else 1, 1, 1]
-    assert launch["skip_if_zero"] == ([] if cluster else ["T"])
+    assert launch["skip_if_zero"] == ([] if cluster or spec.op == "moe-check" else ["T"])
     assert compiled.proof["launches"] >= 64
-    assert {"smallest", "next to smallest", "largest T"} <= set(compiled.proof["edges"])
+    largest = "largest E" if spec.op == "moe-check" else "largest T"
+    assert {"smallest", "next to smallest", largest} <= set(compiled.proof["edges"])
 
 
 def test_the_row_stays_in_registers(built):

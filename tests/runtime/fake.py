@@ -64,10 +64,13 @@ class Launched:
 
 @dataclass
 class FakeDriver:
-    """`parameters` are the (offset, size) pairs of the one kernel that every cubin contains, under `symbol`."""
+    """`parameters` are the (offset, size) pairs of the one kernel that every cubin contains, under `symbol`; `others`
+    those of further ones, by symbol.
+    """
 
     parameters: list[tuple[int, int]] = field(default_factory=list)
     symbol: str = "kernel"
+    others: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     version: int = 13000
     devices: int = 1
     capability: tuple[int, int] = (9, 0)
@@ -88,6 +91,7 @@ class FakeDriver:
 
     def __post_init__(self) -> None:
         self.memory: dict[int, Any] = {}
+        self.host_memory: dict[int, Any] = {}
         self.owner: dict[int, int] = {}
         self._local = threading.local()
         self._numbers = itertools.count(1)
@@ -193,21 +197,27 @@ class FakeDriver:
         return (OK,)
 
     def cuLibraryGetKernel(self, library: Any, name: bytes) -> Any:  # noqa: N802
-        return (OK, "kernel") if name.decode() == self.symbol else (CUresult.CUDA_ERROR_NOT_FOUND, None)
+        symbol = name.decode()
+        known = symbol == self.symbol or symbol in self.others
+        return (OK, symbol) if known else (CUresult.CUDA_ERROR_NOT_FOUND, None)
+
+    def parameters_of(self, symbol: str) -> list[tuple[int, int]]:
+        return sorted(self.parameters if symbol == self.symbol else self.others[symbol])
 
     def cuKernelGetParamInfo(self, kernel: Any, index: int) -> Any:  # noqa: N802
         if not self.stack:
             return CUresult.CUDA_ERROR_INVALID_CONTEXT, None, None
-        if index >= len(self.parameters):
+        places = self.parameters_of(kernel)
+        if index >= len(places):
             return CUresult.CUDA_ERROR_INVALID_VALUE, None, None
-        return (OK, *sorted(self.parameters)[index])
+        return (OK, *places[index])
 
     def cuKernelSetAttribute(self, kind: str, value: int, kernel: Any, device: int) -> Any:  # noqa: N802
         self.settings[kind, device] = value
         return (OK,)
 
     def cuKernelGetFunction(self, kernel: Any) -> Any:  # noqa: N802
-        return OK, ("function", self.stack[-1])
+        return OK, (kernel, self.stack[-1])
 
     def cuTensorMapEncodeTiled(self, *fields: Any) -> Any:  # noqa: N802
         names = (
@@ -231,9 +241,9 @@ class FakeDriver:
         if function is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         context = self.stream_contexts.get(config.hStream, 1000) if config.hStream > 2 else (self.stack or [0])[-1]
-        if function != ("function", context) or (self.strict and self.stack[-1:] != [context]):
+        if function[1] != context or (self.strict and self.stack[-1:] != [context]):
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
-        sizes = [size for _, size in sorted(self.parameters)]
+        sizes = [size for _, size in self.parameters_of(function[0])]
         pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(parameters) if sizes else []
         values = {
             "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION": lambda value: (
@@ -303,6 +313,19 @@ class FakeDriver:
         self.memory[address] = buffer
         self.owner[address] = self.stack[-1] - 1000
         return OK, address
+
+    def cuMemHostAlloc(self, size: int, flags: int) -> Any:  # noqa: N802
+        buffer = ctypes.create_string_buffer(b"\xff" * (size + 64))
+        address = -(-ctypes.addressof(buffer) // 64) * 64
+        self.host_memory[address] = buffer
+        return OK, address
+
+    def cuMemHostGetDevicePointer(self, host: int, flags: int) -> Any:  # noqa: N802
+        return (OK, host) if host in self.host_memory else (CUresult.CUDA_ERROR_INVALID_VALUE, None)
+
+    def cuMemFreeHost(self, host: int) -> Any:  # noqa: N802
+        del self.host_memory[host]
+        return (OK,)
 
     def cuMemFree(self, address: int) -> Any:  # noqa: N802
         del self.memory[address]

@@ -102,9 +102,9 @@ def test_each_kernel_once_in_the_order_of_the_patterns():
         ("quickstrt", r"'quickstrt' names no packaged kernel; did you mean \"quickstart\"\?"),
         ("quickstart/moe-fc3", r"did you mean \"quickstart/moe-fc2\"\?"),
         ("quickstart/moe-fc1@128x12-c2x1", r"did you mean \"quickstart/moe-fc1@128x192-c2x1\"\?"),
-        ("zz*", "there are deepseek-v3, gpt-oss-120b"),
+        ("zz*", "there are checks, deepseek-v3, gpt-oss-120b"),
         ("", "names no packaged kernel"),
-        ("zz/fc1", "there are deepseek-v3"),
+        ("zz/fc1", "there are checks, deepseek-v3"),
     ],
 )
 def test_unknown_name(pattern, message):

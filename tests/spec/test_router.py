@@ -66,6 +66,14 @@ def test_defaults_are_shared_with_another_family():
     assert gemm.dtype == topk.dtype == aux.dtype == "bf16"
 
 
+def test_the_check_of_group_ends_takes_no_shape():
+    head = 'schema = 1\n[defaults]\narch = "sm_90a"\n'
+    (spec,) = specs('op = "moe-check"', head=head)
+    assert (spec.variant, spec.experts, spec.topk, spec.dtype) == ("w1", 0, 0, "none")
+    assert "must be 1" in problem('op = "moe-check"\nwarps = 2', head)
+    assert "there is no such key" in problem('op = "moe-check"\ntopk = 2', head)
+
+
 def test_a_default_that_nothing_in_the_file_knows():
     assert "there is no such key" in problem('op = "router-topk"', HEAD + "tile = [128, 128]\n")
 

@@ -1,0 +1,52 @@
+"""The check of group ends: what `kernels.router.check` is traced with, and its launch record."""
+
+from __future__ import annotations
+
+from fusekit.abi import Dim, IntegerParameter, LaunchRecord, PointerParameter, ScalarArgument, TensorArgument
+from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, TracePlan
+from fusekit.spec import PermutationSpec
+
+REPORT_WORDS = 8
+MOST_GROUPS = 65536
+THREADS = 32
+
+
+def plan(spec: PermutationSpec) -> TracePlan:
+    """Trace plan of moe-check. Imports the DSL."""
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from fusekit.kernels.router.check import MoeCheck
+
+    function = MoeCheck()
+    offsets = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4)
+    report = make_fake_tensor(cutlass.Int32, (REPORT_WORDS,), (1,), assumed_align=4)
+    return TracePlan(
+        function=function,
+        arguments=(offsets, report, cutlass.Int32(0), CUstream(0)),
+        host_arguments=(HostTensor("offsets"), HostTensor("report"), HostScalar("rows"), HostStream()),
+        record=record(spec.arch),
+    )
+
+
+def record(arch: str) -> LaunchRecord:
+    """The launch record, without symbol and offsets."""
+    return LaunchRecord(
+        arch=arch,
+        arguments=(
+            TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+            TensorArgument("report", "inout", "i32", (REPORT_WORDS,), (1,), alignment=4),
+            ScalarArgument("rows", "i32"),
+        ),
+        dims=(Dim("E", minimum=1, maximum=MOST_GROUPS),),
+        parameters=(
+            PointerParameter("offsets_pointer", "offsets"),
+            PointerParameter("report_pointer", "report"),
+            IntegerParameter("groups", "i32", "E"),
+            IntegerParameter("rows", "i32", "rows"),
+        ),
+        grid=(1, 1, 1),
+        block=(THREADS, 1, 1),
+    )
