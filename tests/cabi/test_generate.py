@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusekit import cabi
 from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument
 from fusekit.cabi import Exported, generate
 from fusekit.errors import UsageError
@@ -132,3 +133,11 @@ def test_nothing_to_export():
 def test_names_that_would_collide():
     with pytest.raises(UsageError, match=r"sample/fc-1@1 and sample/fc_1@1 would both be called sample_fc_1_1"):
         generate([one("sample/fc_1@1"), one("sample/fc-1@1")])
+
+
+def test_the_page_for_other_languages_names_every_function_of_the_driver():
+    source = (Path(cabi.__file__).parent / "driver.c").read_text()
+    page = (Path(cabi.__file__).parents[1] / "abi" / "launch-record.md").read_text()
+    names = re.findall(r'X\(\w+, "(cu\w+)"', source)
+    assert len(names) > 25
+    assert [name for name in names if f"{name}(" not in page] == []
