@@ -92,7 +92,8 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     if not problem or not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
         return (tile_m * tile_n * dearer + traffic) / (tile_m * tile_n) * static
     if wgrad:
-        tiles, rows = problem["E"] * -(-problem["N"] // (tile_m * cluster_m)), float(tile_m)
+        tiles: float = problem["E"] * -(-problem["N"] // (tile_m * cluster_m))
+        rows = float(tile_m)
         across = problem["K"]
     else:
         dense = spec["op"] == "dense-gemm"
@@ -118,7 +119,7 @@ def choose(
     if tuning is not None:
         spec = variants[0].spec
         by_variant = {record.name.partition("@")[2]: record for record in variants}
-        for variant in tuning.best(spec, {**(spec.get("problem") or {}), **(problem or {})}, device):
+        for variant in tuning.best(spec, _whole(spec, problem), device):
             if variant in by_variant:
                 return by_variant[variant]
     if "warps" in variants[0].spec:
@@ -128,7 +129,14 @@ def choose(
     def rank(record: NameRecord) -> tuple[float, int, int, str]:
         spec = record.spec
         tile, cluster = spec["tile"], spec["cluster"]
-        priced = cost(spec, {**(spec.get("problem") or {}), **(problem or {})})
-        return priced, -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
+        return cost(spec, _whole(spec, problem)), -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
 
     return min(variants, key=rank)
+
+
+def _whole(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> dict[str, int]:
+    """The spec's problem with what `problem` says otherwise; rows M of a kernel that works token by token are T."""
+    whole = {**(spec.get("problem") or {}), **(problem or {})}
+    if "warps" in spec and "M" in whole:
+        whole["T"] = whole.pop("M")
+    return whole

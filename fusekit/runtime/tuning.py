@@ -25,10 +25,10 @@ is there is taken. No row near enough: the heuristic of fusekit.runtime.select.
 
 Where tables lie: `tuning/<arch>.json` in each layer of the store, because what is fastest belongs to the kernels that
 were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` beside this module,
-which comes with fusekit and names packaged variants only. A table decides how fast a launch is and never what is launched
-under a name's variant, so it is not part of any key, has no digest, and may be edited; where only signed kernels are
-loaded, those of the store are left alone, for nobody signed them. A table that cannot be read is left out when a
-kernel is loaded, and an error where one is to be written.
+which comes with fusekit and names packaged variants only. A table decides how fast a launch is and never what is
+launched under a name's variant, so it is not part of any key, has no digest, and may be edited; where only signed
+kernels are loaded, those of the store are left alone, for nobody signed them. A table that cannot be read is left out
+when a kernel is loaded, and an error where one is to be written.
 """
 
 from __future__ import annotations
