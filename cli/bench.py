@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import UsageError
+from fusekit.errors import DriverError, UsageError
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
+    from fusekit.bench.gemms import Options
+    from fusekit.bench.shape import Shape
     from fusekit.runtime import Device, Library
     from fusekit.runtime.tuning import Row
 
@@ -86,12 +89,10 @@ def command(
     if alone and peers:
         raise UsageError("--alone with --peer; the one says no peers; leave one of them out")
     try:
-        from fusekit.bench.gemms import GemmBench, Options, roles
+        from fusekit.bench.gemms import Options
         from fusekit.bench.shape import Shape
-        from fusekit.bench.tokens import TokenBench
     except ImportError as error:
         raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
-    from fusekit.bench.timing import own_stream
     from fusekit.runtime import open_library
 
     library = open_library(session.config)
@@ -104,30 +105,15 @@ def command(
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "models": [], "tokens": [],
         "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
-    measured: list[Row] = []
-    with library.devices.active(target), own_stream(library.devices, target) as stream:
-        for model, names in _by_file(roles(gemms)):
-            options = Options(
-                groups, every or sweep, tuple(peer for peer in beside if peer != "te"), seconds * 1e3, seed
-            )
-            bench = GemmBench(library, target, names, arch, options)
-            for each in rows or (None,):
-                session.note(f"timing {', '.join(names)}{'' if each is None else f' at {each} rows'}")
-                found = bench.measure(Shape(experts, hidden, intermediate, each), stream)
-                document["models"].append({"model": model, **found})
-                measured += bench.rows
-            _add_notes(document, bench.notes)
-        beside_tokens = [peer for peer in beside if peer in ("torch", "te")]
-        token_bench = TokenBench(
-            library, target, arch, every=every or sweep, peers=beside_tokens if tokens else (), check=check,
-            target_ms=seconds * 1e3 / 4, seed=seed,
+    try:
+        measured = _measure(
+            session, library, target, document, gemms, tokens, Shape(experts, hidden, intermediate), rows,
+            Options(groups, every or sweep, beside, seconds * 1e3, seed), check=check,
         )  # fmt: skip
-        for name in tokens:
-            for each in rows or (None,):
-                session.note(f"timing {name}{'' if each is None else f' at {each} tokens'}")
-                document["tokens"].append(token_bench.measure(name, each, hidden, stream))
-        measured += token_bench.rows
-        _add_notes(document, token_bench.notes)
+    except DriverError as error:
+        if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        raise UsageError(f"{error}; a model's tensors must fit together; take fewer --rows or -E") from error
     document["ok"] = all(each["ok"] for each in (*document["models"], *document["tokens"]))
     if before is not None:
         document["tuning"] = _write(
@@ -135,6 +121,36 @@ def command(
         )
     output.answer(session, document, lambda: _print(session, document, target))
     return 0 if document["ok"] else 1
+
+
+def _measure(
+    session: Session, library: Library, device: Device, document: dict[str, Any], gemms: Sequence[str],
+    tokens: Sequence[str], shape: Shape, rows: Sequence[int], options: Options, *, check: bool,
+) -> list[Row]:  # fmt: skip
+    """Fills in the document; the rows of a tuning table."""
+    from fusekit.bench.gemms import PEERS as GEMM_PEERS
+    from fusekit.bench.gemms import GemmBench, roles
+    from fusekit.bench.timing import own_stream
+    from fusekit.bench.tokens import TokenBench
+
+    arch, measured = document["arch"], []
+    with library.devices.active(device), own_stream(library.devices, device) as stream:
+        of_gemms = replace(options, peers=tuple(peer for peer in options.peers if peer in GEMM_PEERS))
+        for model, names in _by_file(roles(gemms)):
+            bench = GemmBench(library, device, names, arch, of_gemms)
+            for each in rows or (None,):
+                session.note(f"timing {', '.join(names)}{'' if each is None else f' at {each} rows'}")
+                found = bench.measure(replace(shape, M=each), stream)
+                document["models"].append({"model": model, **found})
+                measured += bench.rows
+            _add_notes(document, bench.notes)
+        token_bench = TokenBench(library, device, arch, options, check=check)
+        for name in tokens:
+            for each in rows or (None,):
+                session.note(f"timing {name}{'' if each is None else f' at {each} tokens'}")
+                document["tokens"].append(token_bench.measure(name, each, shape.H, stream))
+        _add_notes(document, token_bench.notes)
+    return measured + token_bench.rows
 
 
 def _kernels(library: Library, targets: Sequence[str]) -> tuple[list[str], list[str]]:

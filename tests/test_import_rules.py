@@ -12,7 +12,7 @@
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi |
 | reference | numpy, spec, errors |
-| bench | runtime, reference, interop, what these may import; PyTorch in the modules that run it beside, which are loaded last |
+| bench | runtime, reference, interop, what these may import; PyTorch in `torch_*`, loaded when asked for |
 """
 
 import ast

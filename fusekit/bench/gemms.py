@@ -156,6 +156,7 @@ class GemmBench:
         except RuntimeError as error:
             self.notes.append(f"no yardstick: {_first_line(error)}")
             return None
+        self._settle()
         size = 2 * (problem["M"] * (n + k) + n * k)
         return Line("dense", self._torch.on_stream(work, self.device.ordinal), None, Work(work.flops, size))
 
@@ -201,6 +202,7 @@ class GemmBench:
             kept: dict[str, Any] = {}
             try:
                 twin = module.Unfused(subject.spec, views, scalars, sizes, _HOWS[peer])
+                self._settle()
                 first = module.on_stream(_keeping(twin, kept if want is None else {}), self.device.ordinal)
                 first(stream)
                 self._wait(stream)
@@ -273,6 +275,11 @@ class GemmBench:
             "problem": subject.problem,
             "lines": [line.document(self.peak, dense, peer) for line in subject.lines],
         }
+
+    def _settle(self) -> None:
+        """Until all streams are empty: what was made in PyTorch's own is used in another that does not wait for it."""
+        driver = self.library.devices.driver
+        driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
 
     def _wait(self, stream: int) -> None:
         driver = self.library.devices.driver

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusekit.bench.gemms import Options
 from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
 from fusekit.bench.router import TokenTrial
@@ -20,6 +21,7 @@ from fusekit.runtime.tuning import Row, features
 
 PEERS = ("torch", "te")
 _LEAST_ROUNDS = 7
+_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -34,27 +36,26 @@ class Line:
 
 
 class TokenBench:
-    """The benchmark of token kernels on one device. every: all stored variants, not only the one that loading takes.
+    """The benchmark of token kernels on one device.
 
-    check: compare what the first set of buffers holds with the NumPy reference, too.
+    options: as for GEMMs; peers of `PEERS`, a quarter of the time. check: compare what the first set of buffers holds
+    with the NumPy reference, too.
     """
 
-    def __init__(
-        self, library: Library, device: Device, arch: str, *, every: bool, peers: Sequence[str], check: bool,
-        target_ms: float, seed: int,
-    ) -> None:  # fmt: skip
-        self.library, self.device, self.arch = library, device, arch
-        self.every, self.check, self.target_ms, self.seed = every, check, target_ms, seed
+    def __init__(self, library: Library, device: Device, arch: str, options: Options, *, check: bool) -> None:
+        self.library, self.device, self.arch, self.options, self.check = library, device, arch, options, check
         self.notes: list[str] = []
         self.rows: list[Row] = []
-        self._peers = tuple(peer for peer in peers if peer in PEERS)
-        self._torch: Any = self._import_torch() if self._peers else None
+        self._peers = tuple(peer for peer in options.peers if peer in PEERS)
+        self._torch: Any = None
+        self._asked = False
 
     def measure(self, name: str, tokens: int | None, hidden: int | None, stream: int) -> dict[str, Any]:
         """Times the kernel `name` ("file/kernel", or with "@variant"). tokens, hidden: None takes the spec's."""
+        self._import_torch()
         store = self.library.store
         records = store.variants(name, self.arch) if "@" not in name else [store.find_name(name, self.arch)]
-        if not self.every and len(records) > 1:
+        if not self.options.every and len(records) > 1:
             asked = None if tokens is None else {"T": tokens}
             records = [self.library.find(name, self.arch, self.device.ordinal, asked)]
         kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records if each is not None]
@@ -81,12 +82,12 @@ class TokenBench:
         kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
 
     def _trials(self, kernel: Kernel, tokens: int | None, opened: list[Any]) -> list[TokenTrial]:
-        first = TokenTrial(self.library, kernel, tokens, self.seed)
+        first = TokenTrial(self.library, kernel, tokens, self.options.seed)
         opened.append(first)
         trials = [first]
         held = sum(array.nbytes for array in first.arrays.values())
         for number in range(1, sets_for(held)):
-            trials.append(TokenTrial(self.library, kernel, tokens, self.seed + number))
+            trials.append(TokenTrial(self.library, kernel, tokens, self.options.seed + number))
             opened.append(trials[-1])
         return trials
 
@@ -146,7 +147,7 @@ class TokenBench:
     def _time(self, lines: Sequence[Line], stream: int) -> None:
         running = [line for line in lines if line.replay is not None]
         with Stopwatch(self.library.devices, self.device, stream) as watch:
-            times = watch.compare([line.replay for line in running], self.target_ms, _LEAST_ROUNDS)
+            times = watch.compare([line.replay for line in running], self.options.target_ms * _SHARE, _LEAST_ROUNDS)
         for line, each in zip(running, times, strict=True):
             line.times = [ms * 1e3 / line.replay.count for ms in each]
 
@@ -200,13 +201,17 @@ class TokenBench:
             "ok": all(verdict is None or verdict["ok"] for verdict in verdicts),
         }  # fmt: skip
 
-    def _import_torch(self) -> Any:
+    def _import_torch(self) -> None:
+        """When something is timed: a benchmark of GEMMs alone needs no word about the router's peers."""
+        if self._asked or not self._peers:
+            return
+        self._asked = True
         try:
             from fusekit.bench import torch_router
         except ImportError as error:
             self.notes.append(f"no times of {', '.join(self._peers)}: PyTorch cannot be imported ({error})")
-            return None
-        return torch_router
+            return
+        self._torch = torch_router
 
     def _wait(self) -> None:
         driver = self.library.devices.driver

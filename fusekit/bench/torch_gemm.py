@@ -1,8 +1,9 @@
 """What a PyTorch program runs instead of one fused GEMM: a matrix product, and the rest of the epilogue after it.
 
 `how` says which product: "grouped" is torch._grouped_mm, counts on the device; "loop" one cuBLAS call a group, with
-counts that the host would first have to wait for; "compile" is "grouped" with the rest under torch.compile. The rest
-is plain eager code on 16-bit tensors, gradients by autograd, as a model has them.
+counts that the host would first have to wait for; "compile" is "grouped" with the rest under torch.compile (of a
+backward pass, the activation and its gradient). The rest is plain eager code on 16-bit tensors, gradients by autograd,
+as a model has them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ class Unfused:
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + int(size))
-        self.activation = _Activation(spec, self._scalars)
+        backward, compiled = spec["activation"]["kind"].startswith("d"), how == "compile"
+        activation = _Activation(spec, self._scalars)
+        self._activation: Callable[[Tensor], Tensor] = (
+            torch.compile(activation, dynamic=False) if compiled and backward else activation
+        )
         first = next(iter(tensors.values()))
         grouped = spec["op"] == "grouped-gemm"
         self._group_of_row = (
@@ -84,8 +89,8 @@ class Unfused:
         )
         if spec["accumulate"]:
             self._main = self._t["dw"].clone()
-        rest = self._backward if spec["activation"]["kind"].startswith("d") else self._forward
-        self._rest = torch.compile(rest, dynamic=False) if how == "compile" else rest
+        rest = self._backward if backward else self._forward
+        self._rest = torch.compile(rest, dynamic=False) if compiled and not backward else rest
 
     def __call__(self) -> dict[str, Tensor]:
         if self.spec["op"] == "grouped-wgrad":
@@ -130,7 +135,7 @@ class Unfused:
         if self.spec["bias"]:
             bias = self._t["bias"]
             z = z + (bias if self._group_of_row is None else bias[self._group_of_row])
-        y = self.activation(z)
+        y = self._activation(z)
         if self.spec["row_scale"]:
             y = y * self._t["row_scale"][:, None]
         outputs = {"y": y.to(DTYPES[self.spec["out_dtype"]])}
@@ -141,7 +146,7 @@ class Unfused:
     def _backward(self, product: Tensor) -> dict[str, Tensor]:
         gradient = self._scaled(product)
         z = self._t["preactivation"].detach().requires_grad_()
-        y = self.activation(z)
+        y = self._activation(z)
         outputs: dict[str, Tensor] = {}
         value = y.detach()
         if self.spec["dprob"]:

@@ -12,6 +12,7 @@ from fusekit.runtime import open_library
 from fusekit.runtime.tuning import Tuning
 from fusekit_cli.main import main
 from tests.bench.rig import PEER_MS, Rig
+from tests.runtime.fake import CUresult
 
 MODEL = """
 schema = 1
@@ -239,3 +240,9 @@ def test_sizes_that_mean_nothing(rig: Rig, tmp_path: Path, capsys: Any) -> None:
     assert "odd: no M, N, K; its spec names no problem" in capsys.readouterr().err
     rig.devices = 0
     assert main(["bench", "other"]) == 4
+
+
+def test_out_of_memory(model: Rig, no_torch: None, capsys: Any) -> None:
+    model.fail["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert main(["bench", "small"]) == 2
+    assert "must fit together; take fewer --rows or -E" in capsys.readouterr().err

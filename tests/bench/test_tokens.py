@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,6 +228,43 @@ op = "moe-unpermute"
 weighted = true
 problem = { T = 24, H = 64 }
 """
+
+
+def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions, as their own signatures have them, stand in for it."""
+    torch = pytest.importorskip("torch")
+    from fusekit.bench.torch_router import transformer_engine
+
+    asked: list[Any] = []
+
+    def topk(logits: Any, *rest: Any) -> Any:
+        asked.append(rest)
+        return torch.softmax(logits, -1), None
+
+    def aux(logits: Any, *rest: Any) -> Any:
+        asked.append(rest)
+        return None, torch.softmax(logits, -1)
+
+    router = SimpleNamespace(fused_topk_with_score_function=topk, fused_compute_score_for_moe_aux_loss=aux)
+    package = SimpleNamespace(router=router)
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=package))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
+    logits = torch.randn(5, 32)
+    spec = {
+        "op": "router-topk", "topk": 4, "routing_map": "bytes", "pre_softmax": False, "num_groups": 4, "group_topk": 2,
+        "score_function": "sigmoid",
+    }  # fmt: skip
+    work = transformer_engine(spec, {"logits": logits}, {"scaling_factor": 2.5})
+    assert torch.equal(work(), torch.softmax(logits, -1))
+    assert asked.pop() == (4, False, 4, 2, 2.5, "sigmoid", None)
+    backward = transformer_engine(spec | {"op": "router-topk-bwd", "num_groups": 0}, {"logits": logits}, {})
+    assert backward().shape == backward().shape == logits.shape
+    assert asked == [(4, False, None, None, 1.0, "sigmoid", None)]
+    scores = transformer_engine(spec | {"op": "router-aux-score-bwd"}, {"grad_scores": logits}, {})
+    assert scores().shape == logits.shape
+    assert asked.pop() == (4, "sigmoid")
+    assert transformer_engine(spec | {"routing_map": "bits"}, {"logits": logits}, {}) is None
+    assert transformer_engine(spec | {"op": "moe-index"}, {}, {}) is None
 
 
 def test_rotation() -> None:
