@@ -111,7 +111,7 @@ class GemmBench:
         self._subjects: list[Subject] = []
 
     def measure(self, shape: Shape, stream: int) -> dict[str, Any]:
-        """Times everything at `shape`. The document of one problem; see `fusekit bench --json` in cli.md."""
+        """Times everything at `shape`. The document of one problem: a member of `models` in benchmarks.md."""
         records = {name: self._records(name) for name in self._names}
         gated = is_gated([each[0].spec for each in records.values()])
         problems = {name: shape.problem(each[0].spec, gated) for name, each in records.items()}
