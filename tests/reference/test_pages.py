@@ -17,6 +17,7 @@ SHOWN = (
     "fusekit/reference/activations.py",
     "fusekit/spec/model.py",
 )
+PAGES = (ROOT / "README.md", *sorted((ROOT / "fusekit").glob("**/*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 DEVICE = (ROOT / SHOWN[0]).read_text()
 
@@ -26,9 +27,12 @@ def test_code_stands_in_the_source_as_on_the_page(block):
     assert any(block in (ROOT / path).read_text() for path in SHOWN)
 
 
-def test_files_that_the_page_names_are_there():
-    for path in re.findall(r"`((?:fusekit|tests)/[\w/.]+)`", PAGE.read_text()):
-        assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(r"`((?:fusekit|tests|cli|kernel_specs)/[\w/.-]+)`", page.read_text())
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    for path in [*(ROOT / each for each in named), *(page.parent / each for each in linked)]:
+        assert path.exists(), path
 
 
 def test_every_activation_is_in_every_table():
