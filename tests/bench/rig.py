@@ -15,9 +15,9 @@ import numpy as np
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, evaluate
 from fusekit.compiler import backward, gemm, permutation, wgrad
 from fusekit.config import Config
-from fusekit.reference import encode, route
+from fusekit.reference import decode, encode, route
 from fusekit.reference import gemm as reference_gemm
-from fusekit.reference.permutation import index
+from fusekit.reference.permutation import index, unpermute
 from fusekit.spec import KernelSpec, parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
 from tests.runtime.fake import OK, FakeDriver, Launched
@@ -30,7 +30,7 @@ COPY_MS = 0.001
 
 def record_of(spec: Any) -> LaunchRecord:
     """Arguments and dims of the real record; parameters that tell a stand-in all it needs."""
-    if spec.op in ("moe-index", "moe-permute"):
+    if spec.op in ("moe-index", "moe-permute", "moe-unpermute"):
         tensors = permutation._tensors(spec)
         rows = spec.op != "moe-index"
         real = (
@@ -159,6 +159,9 @@ class Rig(FakeDriver):
             arrays["y"][row] = arrays["x"][token]
             arrays["row_scale"][row] = arrays["weights"][token, choice]
             return {}
+        if spec.op == "moe-unpermute":
+            x = decode(arrays["x"], spec.dtype).astype(np.float64)
+            return {"y": unpermute(x, arrays["inverse"], arrays.get("weights"))[0]}
         return route(spec, arrays)
 
     # -- time
