@@ -212,6 +212,19 @@ def doctor(monkeypatch, capsys, tmp_path):
     return run
 
 
+def test_doctor_looks_at_tuning_tables(doctor, tmp_path):
+    path = tmp_path / "store" / "tuning" / "sm_90a.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 1, "arch": "sm_90a", "rows": []}')
+    document, text = doctor(Bindings())
+    assert document["stores"][0]["tuning"] == {"sm_90a": 0}
+    assert "tuning table of sm_90a: 0 rows" in text
+    path.write_text("{")
+    document, text = doctor(Bindings())
+    assert f"{path} is no tuning table of sm_90a" in document["stores"][0]["problem"]
+    assert "fusekit bench --sweep" in text
+
+
 def test_doctor_lists_the_gpus(doctor):
     document, text = doctor(Bindings())
     assert document["can_run"]
