@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,10 +121,20 @@ class Tuning:
         return tuple(variant for variant, _ in self.rows[min(near)[2]].variants) if near else ()
 
     def merged(self, rows: Iterable[Row]) -> Tuning:
-        """This table with `rows`, each in place of an older one of the same device, features and problem."""
-        new = tuple(rows)
-        kept = [row for row in self.rows if not any(_same(row, other) for other in new)]
-        return Tuning(self.arch, (*kept, *new))
+        """This table with `rows`. Rows of the same device, features and problem become one, in which a newer time of a
+        variant stands for an older one; what is only known to be fastest gives way to times.
+        """
+        merged: list[Row] = []
+        for row in (*self.rows, *rows):
+            same = next((i for i, other in enumerate(merged) if _same(row, other)), None)
+            if same is None:
+                merged.append(row)
+                continue
+            times = dict(merged[same].variants) | dict(row.variants)
+            timed = sorted((us, variant) for variant, us in times.items() if us is not None)
+            variants = tuple((variant, us) for us, variant in timed)
+            merged[same] = replace(row, variants=variants or row.variants)
+        return Tuning(self.arch, tuple(merged))
 
     def to_bytes(self) -> bytes:
         """The table's file: one row a line, in an order that does not depend on when it was measured."""

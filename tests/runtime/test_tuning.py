@@ -91,8 +91,12 @@ def test_the_devices_own_rows_come_first() -> None:
 
 
 def test_what_is_measured_again_replaces_what_was() -> None:
-    table = Tuning("sm_90a").merged([row("a"), row("b", device="H100")]).merged([row("c", "d")])
-    assert [each.variants[0][0] for each in table.rows] == ["b", "c"]
+    first, other = row("a", "b"), row("b", device="H100")
+    table = Tuning("sm_90a").merged([first, other]).merged([replace(first, variants=(("c", 9.0), ("b", 12.5)))])
+    assert [each.variants for each in table.rows] == [(("c", 9.0), ("a", 10.0), ("b", 12.5)), other.variants]
+    known = Tuning("sm_90a", (replace(first, variants=(("a", None),)),))
+    assert known.merged([replace(first, variants=(("b", None),))]).rows[0].variants == (("b", None),)
+    assert known.merged([replace(first, variants=(("b", 3.0), ("c", 4.0)))]).best(SPEC, PROBLEM) == ("b", "c")
 
 
 numbers = st.integers(1, 10**6)
