@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fusekit.bench.shape import Shape
     from fusekit.runtime import Device, Library
     from fusekit.runtime.tuning import Row
+    from fusekit.store import NameListing, NameRecord
 
 GROUPS = ("uneven", "even", "one")
 PEERS = ("torch", "loop", "compile", "te")
@@ -97,9 +98,10 @@ def command(
 
     library = open_library(session.config)
     beside = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
-    gemms, tokens = _kernels(library, targets)
+    found = [listed.record for target in targets for listed in _stored(library, target)]
     target = library.devices.get(library.devices.current() if device is None else device)
-    arch = library.find((gemms + tokens)[0], device=target.ordinal).arch
+    arch = library.find(found[0].name, device=target.ordinal).arch
+    gemms, tokens = _kernels(targets, [record for record in found if record.arch == arch])
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "models": [], "tokens": [],
@@ -153,16 +155,22 @@ def _measure(
     return measured + token_bench.rows
 
 
-def _kernels(library: Library, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of GEMMs and of token kernels: "file/kernel", with "@variant" where the target has it."""
+def _stored(library: Library, target: str) -> list[NameListing]:
     from fusekit_cli.lookup import stored
+
+    return stored(library.store, target, None)
+
+
+def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str]]:
+    """Names of GEMMs and of token kernels: "file/kernel", with "@variant" where a target has it."""
+    from fusekit.store import matches
 
     gemms: dict[str, None] = {}
     tokens: dict[str, None] = {}
-    for target in targets:
-        for listed in stored(library.store, target, None):
-            name = listed.record.name if "@" in target else listed.record.name.partition("@")[0]
-            (tokens if "warps" in listed.record.spec else gemms)[name] = None
+    for record in records:
+        whole = any("@" in target and matches(target, record.name) for target in targets)
+        name = record.name if whole else record.name.partition("@")[0]
+        (tokens if "warps" in record.spec else gemms)[name] = None
     return list(gemms), list(tokens)
 
 

@@ -125,6 +125,8 @@ class GemmBench:
             self.rows = [subject.row(self.device.name) for subject in self._subjects if subject.lines[0].times]
             while self._subjects:
                 self._subjects.pop().close()
+            del dense
+            self._release()
         return {
             "kernels": kernels, "steps": steps,
             "ok": all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"]),
@@ -185,6 +187,7 @@ class GemmBench:
         except BaseException:
             subject.close()
             raise
+        self._release()
         return subject
 
     def _peers(self, subject: Subject, sizes: list[int], stream: int) -> list[Line]:
@@ -275,6 +278,10 @@ class GemmBench:
             "problem": subject.problem,
             "lines": [line.document(self.peak, dense, peer) for line in subject.lines],
         }
+
+    def _release(self) -> None:
+        if self._torch is not None:
+            self._torch.release()
 
     def _settle(self) -> None:
         """Until all streams are empty: what was made in PyTorch's own is used in another that does not wait for it."""

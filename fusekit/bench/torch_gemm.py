@@ -48,6 +48,11 @@ def on_stream(work: Callable[[], Any], device: int) -> Callable[[int], Any]:
     return run
 
 
+def release() -> None:
+    """Gives back the device memory that PyTorch keeps for later: others need it too."""
+    torch.cuda.empty_cache()
+
+
 class Dense:
     """One dense product of random operands, [rows, k] times [n, k] transposed, through cuBLAS: the yardstick."""
 
