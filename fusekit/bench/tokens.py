@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fusekit.bench.gemms import Options
 from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.timing import Run, Stopwatch, median
-from fusekit.errors import UsageError
 from fusekit.runtime import Device, DeviceArray, Kernel, Library
 from fusekit.runtime.tuning import Row, features
 
 PEERS = ("torch", "te")
 _LEAST_ROUNDS = 7
 _SHARE = 0.25
+_WIDE = ("moe-permute", "moe-unpermute", "moe-unpermute-bwd")  # whose rows have H elements
+_NOISE = 1 << 24
+_LINE = 128
 
 
 @dataclass(slots=True)
@@ -54,11 +58,13 @@ class TokenBench:
         """Times the kernel `name` ("file/kernel", or with "@variant"). tokens, hidden: None takes the spec's."""
         self._import_torch()
         store = self.library.store
-        records = store.variants(name, self.arch) if "@" not in name else [store.find_name(name, self.arch)]
+        named = store.variants(name, self.arch) if "@" not in name else [store.find_name(name, self.arch)]
+        records = [record for record in named if record is not None]
         if not self.options.every and len(records) > 1:
-            asked = None if tokens is None else {"T": tokens}
+            moved = None if records[0].spec["op"] not in _WIDE else hidden
+            asked = {dim: size for dim, size in (("T", tokens), ("H", moved)) if size is not None}
             records = [self.library.find(name, self.arch, self.device.ordinal, asked)]
-        kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records if each is not None]
+        kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records]
         for kernel in kernels:
             self._resize(kernel, hidden)
         opened: list[Any] = [*kernels]
@@ -73,12 +79,8 @@ class TokenBench:
         return self._document(name, trials[0], lines, verdicts)
 
     def _resize(self, kernel: Kernel, hidden: int | None) -> None:
-        if hidden is None:
+        if hidden is None or kernel.spec["op"] not in _WIDE:
             return
-        if kernel.spec["op"] not in ("moe-permute", "moe-unpermute", "moe-unpermute-bwd"):
-            return
-        if hidden < 1:
-            raise UsageError(f"--hidden {hidden}; rows have at least one element")
         kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
 
     def _trials(self, kernel: Kernel, tokens: int | None, opened: list[Any]) -> list[TokenTrial]:
@@ -103,7 +105,9 @@ class TokenBench:
             opened.append(replay)
             lines.append(Line("fusekit", kernel.name.partition("@")[2], replay))
         if trials[0].work.bytes > 1:
-            copies = [self._copy(trials[0].work.bytes // 2, opened) for _ in range(sets_for(trials[0].work.bytes))]
+            half = trials[0].work.bytes // 2
+            half -= half % _LINE if half > _LINE else 0  # a ragged end costs a copy of its own
+            copies = [self._copy(half, opened) for _ in range(sets_for(2 * half))]
             replay = Replay(self.library.devices, copies, launches_for(len(copies)), stream)
             opened.append(replay)
             lines.append(Line("copy", None, replay))
@@ -115,8 +119,9 @@ class TokenBench:
     def _copy(self, nbytes: int, opened: list[Any]) -> Run:
         arrays = [DeviceArray(self.library.devices, (nbytes,), "u8", self.device.ordinal) for _ in range(2)]
         opened += arrays
+        noise = np.random.default_rng(len(opened)).bytes(min(nbytes, _NOISE))
         for array in arrays:
-            array.fill(0x5A)
+            array.upload_repeated(noise)
         driver = self.library.devices.driver
 
         def run(stream: int) -> None:
