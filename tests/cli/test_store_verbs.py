@@ -89,7 +89,7 @@ def test_show(store, fusekit):
 
 def test_show_of_a_kernel_is_the_variant_that_is_loaded(store, fusekit):
     document = fusekit("show", "quickstart/moe-fc1", "--json").json
-    assert document["name"] == NAMES[2]  # N = 384 is two tiles of 192
+    assert document["name"] == NAMES[1]  # few tiles, which all run at once: the smaller ones are done first
 
 
 def test_show_of_several_is_a_list(store, fusekit):
