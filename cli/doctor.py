@@ -118,6 +118,7 @@ def _stores(session: Session) -> list[dict[str, Any]]:
             answer |= {name: getattr(report, name) for name in ("entries", "names", "blobs", "orphans", "temporaries")}
             answer["bad"] = len(report.bad)
             answer["free_bytes"] = _free(root)
+            answer["tuning"] = _tuning(root)
             if report.bad:
                 answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` says what"
             elif index and not answer["exists"]:
@@ -128,6 +129,14 @@ def _stores(session: Session) -> list[dict[str, Any]]:
             answer["problem"] = _text(error)
         answers.append(answer)
     return answers
+
+
+def _tuning(root: Path) -> dict[str, int]:
+    """Architecture -> rows of its tuning table. IntegrityError for a table that loading would pass over."""
+    from fusekit.runtime import tuning
+
+    paths = sorted((root / "tuning").glob("[!.]*.json"))
+    return {path.stem: len(tuning.read(path, path.stem).rows) for path in paths}
 
 
 def _free(root: Path) -> int:
@@ -164,5 +173,7 @@ def _print(document: dict[str, Any]) -> None:
         if store["exists"] and "entries" in store:
             held = f"{output.plural(store['names'], 'name')}, {output.plural(store['entries'], 'entry')}"
             click.echo(f"        {held}, {output.size(store['free_bytes'])} free")
+            for arch, rows in store.get("tuning", {}).items():
+                click.echo(f"        tuning table of {arch}: {output.plural(rows, 'row')}")
         elif not store["exists"] and store["role"] == "writable":
             click.echo("        it does not exist yet")

@@ -14,10 +14,12 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     found = stored(store, pattern, arch)
     if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
         return found
+    from fusekit.runtime import tuning
     from fusekit.runtime.select import choose
 
     archs = sorted({listed.record.arch for listed in found})
-    records = [choose([listed.record for listed in found if listed.record.arch == each]) for each in archs]
+    by_arch = {each: [listed.record for listed in found if listed.record.arch == each] for each in archs}
+    records = [choose(records, tuning=tuning.load(store, each)) for each, records in by_arch.items()]
     return [listed for record in records for listed in found if listed.record is record]
 
 

@@ -35,6 +35,7 @@ VERBS = {
     "pull": "Move kernels from there into the store.",
     "key": "Make keys, and sign what is in the store.",
     "run": "Launch a kernel from the store on made-up tensors.",
+    "bench": "Time kernels beside their alternatives; tune.",
     "doctor": "Say what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
 }

@@ -18,9 +18,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from fusekit.abi import evaluate
+from fusekit.bench.arrays import Tensors, sizes_of
 from fusekit.bench.timing import own_stream
 from fusekit.errors import UsageError
 from fusekit.runtime import DeviceArray, Kernel, Library, open_library
@@ -100,35 +98,6 @@ class Copier:
         self._devices.driver.check(self._devices.driver.api.cuLibraryUnload(self._library), "cuLibraryUnload")
 
 
-def arguments(library: Library, kernel: Kernel, rows: int) -> dict[str, Any]:
-    """Random tensors for the spec's problem with `rows` rows in even groups."""
-    problem = kernel.spec.get("problem")
-    if not problem:
-        raise UsageError(f"{kernel.name} names no problem; choose a kernel whose spec does")
-    gated = kernel.spec["glu_layout"] != "none"
-    dims = {
-        "E": problem["E"],
-        "M": rows,
-        "K": problem["K"],
-        "N": problem["N"],
-        "I": problem["N"] // (2 if gated else 1),
-    }
-    block = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * 0.02
-    bits = (block.view(np.uint32) >> 16).astype(np.uint16)
-    made: dict[str, Any] = {}
-    driver = library.devices.driver
-    for tensor in kernel.record.tensors:
-        shape = tuple(evaluate(extent, dims) for extent in tensor.shape)
-        array = made[tensor.name] = DeviceArray(library.devices, shape, tensor.dtype, kernel.device)
-        if tensor.name == "offsets":
-            array.upload(np.linspace(0, rows, dims["E"] + 1).astype(np.int32)[1:].copy())
-            continue
-        for start in range(0, array.nbytes, bits.nbytes):
-            size = min(bits.nbytes, array.nbytes - start)
-            driver.check(driver.api.cuMemcpyHtoD(array.data_ptr() + start, bits.ctypes.data, size), "cuMemcpyHtoD")
-    return made
-
-
 class Race:
     """A GEMM and a copy that start together on two streams."""
 
@@ -184,12 +153,16 @@ def measure(name: str, rows: int, copy_sms: int, margins: Sequence[int]) -> dict
     """The document that the module prints. margins: in multiprocessors."""
     library = open_library()
     kernel = library.load(name)
+    problem = kernel.spec.get("problem")
+    if not problem:
+        raise UsageError(f"{kernel.name} names no problem; choose a kernel whose spec does")
+    given = {**problem, "M": rows}
     device = library.devices.get(kernel.device)
     size = kernel.record.cluster[0] * kernel.record.cluster[1] * kernel.record.cluster[2]
     with library.devices.active(device), own_stream(library.devices, device):
-        tensors = arguments(library, kernel, rows)
+        tensors = Tensors(library.devices, kernel, given, sizes_of("even", rows, given["E"]))
         copier = Copier(library, kernel.device, 1 << 31, copy_sms)
-        race = Race(library, kernel, tensors, copier)
+        race = Race(library, kernel, tensors.arguments, copier)
         try:
             alone = race.median(0, "gemm")["step"]
             whole = race.median(0, "copy")["step"]
@@ -214,8 +187,7 @@ def measure(name: str, rows: int, copy_sms: int, margins: Sequence[int]) -> dict
         finally:
             race.close()
             copier.close()
-            for array in tensors.values():
-                array.free()
+            tensors.free()
             kernel.unload()
     return document
 

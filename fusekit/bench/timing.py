@@ -1,8 +1,11 @@
-"""Device time of a launch by CUDA events, and host time by the clock.
+"""Device time of launches by CUDA events, and host time by the clock.
 
 Every timed launch finds an L2 cache full of something else: a buffer of twice its size is overwritten before the start
 event, in the same stream. So weights come from memory, as they do in a model whose layers take turns. No CUDA graph is
 involved: events stand right around one launch, whose own start costs are part of the time.
+
+What is compared is timed in rounds, each of which does everything once and begins with another one than the round
+before: clocks and temperature, which follow what ran last, are then the same for all.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.runtime import Device, Devices
+
+Run = Callable[[int], Any]  # queues its work in the stream of that handle
 
 _TARGET_MS = 300.0
 _SAMPLES = (10, 200)
@@ -42,44 +47,77 @@ def own_stream(devices: Devices, device: Device) -> Iterator[int]:
             check(api.cuStreamDestroy(stream), "cuStreamDestroy")
 
 
-def time_launch(devices: Devices, device: Device, launch: Callable[[int], Any], stream: int) -> Timing:
+class Stopwatch:
+    """Times work in one stream of `device`, L2 overwritten before each; a context manager that makes its events and
+    the buffer for that. `device`'s context is current inside.
+    """
+
+    def __init__(self, devices: Devices, device: Device, stream: int) -> None:
+        self._devices, self._device, self._stream = devices, device, stream
+        self._api, self._check = devices.driver.api, devices.driver.check
+        self._events: list[Any] = []
+
+    def __enter__(self) -> Stopwatch:
+        self._active = self._devices.active(self._device)
+        self._active.__enter__()
+        kind = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+        size = self._check(self._api.cuDeviceGetAttribute(kind, self._device.handle), "cuDeviceGetAttribute")
+        self._flush_bytes = 2 * int(size)
+        self._flush = self._check(self._api.cuMemAlloc(max(self._flush_bytes, 1)), "cuMemAlloc")
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        while self._events:
+            self._check(self._api.cuEventDestroy(self._events.pop()), "cuEventDestroy")
+        self._check(self._api.cuMemFree(self._flush), "cuMemFree")
+        self._active.__exit__(None, None, None)
+
+    def wait(self) -> None:
+        """Until the stream is empty."""
+        self._check(self._api.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
+
+    def rounds(self, runs: Sequence[Run], count: int) -> list[list[float]]:
+        """Milliseconds of each of `runs` in each of `count` rounds."""
+        api, check, stream = self._api, self._check, self._stream
+        while len(self._events) < 2 * count * len(runs):
+            self._events.append(check(api.cuEventCreate(0), "cuEventCreate"))
+        fresh = iter(self._events)
+        pairs: list[list[tuple[Any, Any]]] = [[] for _ in runs]
+        for number in range(count):
+            for index in [*range(number % len(runs), len(runs)), *range(number % len(runs))]:
+                pair = next(fresh), next(fresh)
+                check(api.cuMemsetD8Async(self._flush, 0, self._flush_bytes, stream), "cuMemsetD8Async")
+                check(api.cuEventRecord(pair[0], stream), "cuEventRecord")
+                runs[index](stream)
+                check(api.cuEventRecord(pair[1], stream), "cuEventRecord")
+                pairs[index].append(pair)
+        self.wait()
+        return [[check(api.cuEventElapsedTime(*pair), "cuEventElapsedTime") for pair in each] for each in pairs]
+
+    def compare(
+        self, runs: Sequence[Run], target_ms: float = _TARGET_MS, least: int = _SAMPLES[0]
+    ) -> list[list[float]]:
+        """`rounds` after a warm-up: as many as fit into `target_ms` of device time, `least` to 200."""
+        estimates = [median(times) for times in self.rounds(runs, _WARM_UP)]
+        return self.rounds(runs, min(max(int(target_ms / max(sum(estimates), 1e-3)), least), _SAMPLES[1]))
+
+
+def time_launch(devices: Devices, device: Device, launch: Run, stream: int) -> Timing:
     """Times `launch(stream)`, which queues one launch on `device`: 10 to 200 of them, about 0.3 s of device time."""
-    driver = devices.driver
-    api, check = driver.api, driver.check
-    with devices.active(device):
-        kind = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-        flush_bytes = 2 * int(check(api.cuDeviceGetAttribute(kind, device.handle), "cuDeviceGetAttribute"))
-        flush = check(api.cuMemAlloc(max(flush_bytes, 1)), "cuMemAlloc")
-        events = [check(api.cuEventCreate(0), "cuEventCreate") for _ in range(2 * _SAMPLES[1])]
-        try:
-
-            def run(count: int) -> list[float]:
-                pairs = list(zip(events[: 2 * count : 2], events[1 : 2 * count : 2], strict=True))
-                for start, end in pairs:
-                    check(api.cuMemsetD8Async(flush, 0, flush_bytes, stream), "cuMemsetD8Async")
-                    check(api.cuEventRecord(start, stream), "cuEventRecord")
-                    launch(stream)
-                    check(api.cuEventRecord(end, stream), "cuEventRecord")
-                check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
-                return [check(api.cuEventElapsedTime(*pair), "cuEventElapsedTime") for pair in pairs]
-
-            estimate = max(_median(run(_WARM_UP)), 1e-3)
-            times = run(min(max(int(_TARGET_MS / estimate), _SAMPLES[0]), _SAMPLES[1]))
-            host_us = _host_us(launch, stream, lambda: check(api.cuStreamSynchronize(stream), "cuStreamSynchronize"))
-        finally:
-            for event in events:
-                check(api.cuEventDestroy(event), "cuEventDestroy")
-            check(api.cuMemFree(flush), "cuMemFree")
-    return Timing(_median(times), min(times), len(times), host_us)
+    with Stopwatch(devices, device, stream) as watch:
+        (times,) = watch.compare([launch])
+        host_us = _host_us(launch, stream, watch.wait)
+    return Timing(median(times), min(times), len(times), host_us)
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """Of at least one value."""
     # Not the module statistics: importing it would be a good part of a cold start.
     ordered, middle = sorted(values), len(values) // 2
     return (ordered[middle] + ordered[~middle]) / 2
 
 
-def _host_us(launch: Callable[[int], Any], stream: int, wait: Callable[[], Any]) -> float:
+def _host_us(launch: Run, stream: int, wait: Callable[[], Any]) -> float:
     """The median of rounds of 20 launches: few enough that the driver's queue never fills and makes the host wait."""
     rounds = []
     for _ in range(15):
@@ -89,4 +127,4 @@ def _host_us(launch: Callable[[int], Any], stream: int, wait: Callable[[], Any])
             launch(stream)
         rounds.append((time.perf_counter() - start) / 20)
     wait()
-    return _median(rounds) * 1e6
+    return median(rounds) * 1e6

@@ -174,18 +174,34 @@ def _near(keys: Mapping[str, Any], by: Array, summed: Array, flags: Array) -> bo
     """Whether no expert left out beats one taken by more than rounding; groups likewise."""
     allowed = np.ones(keys["experts"], dtype=bool)
     if keys["num_groups"]:
-        size = keys["experts"] // keys["num_groups"]
+        size, kept = keys["experts"] // keys["num_groups"], keys["group_topk"]
         sums = ref.group_scores(keys, summed[None])[0]
         used = flags.reshape(keys["num_groups"], size).any(axis=1)
         # A group that gives an expert is kept; of the others, the best may be kept as well.
-        floor = np.sort(sums)[::-1][keys["group_topk"] - 1]
-        slack = SELECTION * np.abs(sums).max() * (keys["topk"] // keys["group_topk"])
-        if used.sum() > keys["group_topk"] or (sums[used] < floor - slack).any():
+        floor = sums[np.argsort(ref.order_of(sums))[-kept]]
+        slack = SELECTION * _magnitude(sums) * (keys["topk"] // kept)
+        if used.sum() > kept or any(_beats(floor, each, slack) for each in sums[used]):
             return False
-        allowed = np.repeat(used | (sums > floor + slack), size)
-    rest = allowed & ~flags
-    slack = SELECTION * max(1.0, float(np.abs(by[flags]).max()))
-    return not rest.any() or bool(by[rest].max() <= by[flags].min() + slack)
+        allowed = np.repeat(used | np.array([_beats(each, floor, slack) for each in sums]), size)
+    rest = by[allowed & ~flags]
+    if not rest.size:
+        return True
+    taken = by[flags]
+    best, least = rest[np.argmax(ref.order_of(rest))], taken[np.argmin(ref.order_of(taken))]
+    return not _beats(best, least, SELECTION * max(1.0, _magnitude(taken)))
+
+
+def _beats(one: float, other: float, slack: float) -> bool:
+    """Whether a value ranks above another by more than `slack`; a NaN above infinity, and that above all numbers."""
+    if np.isfinite(one) and np.isfinite(other):
+        return bool(one > other + slack)
+    first, second = ref.order_of(np.array([one, other], np.float64))
+    return bool(first > second)
+
+
+def _magnitude(values: Array) -> float:
+    """The greatest, of those that are numbers."""
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
 
 
 def _where(name: str, wrong: Array, got: Array, want: Array) -> list[str]:

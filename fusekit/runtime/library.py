@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.config import Config
 from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError
+from fusekit.runtime import tuning
 from fusekit.runtime.devices import Devices, archs_of
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.select import choose
@@ -34,6 +35,7 @@ class Library:
         self._devices: Devices | None = None
         self._checked = checked
         self._checks: Checks | None = None
+        self._tuning: dict[str, tuning.Tuning] = {}
 
     @property
     def store(self) -> Store:
@@ -56,9 +58,9 @@ class Library:
     ) -> Kernel:
         """The kernel `name`, loaded on `device` now and on other devices when their tensors come. Never compiles.
 
-        name: ``file/kernel@variant``, or ``file/kernel``: then fusekit.runtime.select picks the variant for `problem`
-        (E, M, N, K; default: the spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that
-        of the current context, else 0.
+        name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.runtime.select picks the
+        variant for `problem` (E, M, N, K; default: the spec's). arch: the cubin's; default: the device's. device: an
+        ordinal; default: that of the current context, else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
         ArchMismatchError, IntegrityError or DriverError.
@@ -111,7 +113,7 @@ class Library:
         variants = self._variants(name, *archs)
         if not variants:
             return None
-        found = choose(variants, problem)
+        found = self._choose(variants, problem, None)
         return found, *self._read(found)
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
@@ -157,7 +159,7 @@ class Library:
         for candidate in wanted:
             variants = self._variants(name, candidate)
             if variants:
-                return choose(variants, problem), ordinal
+                return self._choose(variants, problem, target.name), ordinal
         if arch is not None:
             raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
@@ -167,6 +169,14 @@ class Library:
             expected=stored,
             found=target.arch,
         )
+
+    def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:
+        if len(variants) == 1:
+            return variants[0]
+        arch = variants[0].arch
+        if arch not in self._tuning:
+            self._tuning[arch] = tuning.load(self.store, arch)
+        return choose(variants, problem, self._tuning[arch], device)
 
     def _variants(self, name: str, arch: str) -> list[NameRecord]:
         if "@" in name:

@@ -75,6 +75,26 @@ class DeviceArray:
             with self._devices.active(self._devices.get(self.device)):
                 self._call("cuMemcpyHtoD", self.data_ptr(), source, self.nbytes)
 
+    def upload_repeated(self, source: Any) -> None:
+        """Fills the array with a contiguous host buffer of at most `nbytes` bytes, repeated: one upload, then copies on
+        the device that double what is there.
+        """
+        view = memoryview(source)
+        if not self.nbytes:
+            return
+        if not 0 < view.nbytes <= self.nbytes or not view.contiguous:
+            raise ArgumentError(
+                f"upload of {view.nbytes} bytes (contiguous: {view.contiguous}), repeated; expected 1 to {self.nbytes},"
+                " contiguous"
+            )
+        with self._devices.active(self._devices.get(self.device)):
+            self._call("cuMemcpyHtoD", self.data_ptr(), source, view.nbytes)
+            done = view.nbytes
+            while done < self.nbytes:
+                size = min(done, self.nbytes - done)
+                self._call("cuMemcpyDtoD", self.data_ptr() + done, self.data_ptr(), size)
+                done += size
+
     def download(self, start: int = 0, size: int | None = None) -> bytearray:
         """`size` bytes from `start` (default: all of the array), counted from the first element; waits for the device.
 

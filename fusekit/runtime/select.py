@@ -1,15 +1,32 @@
 """Which variant of a kernel to load when a name leaves it open.
 
-The heuristic is a cost model of one number a variant, from the spec alone; the least wins.
+A tuning table says it where one knows the problem (fusekit.runtime.tuning). Else a model of the time of each variant,
+from the spec alone, is asked; the least wins. One tile of a GEMM, as a CTA works on it, costs, for each element of K,
 
-    cost = padded rows * padded columns * (1 + 16 / tile_m + 16 / tile_n)
+    products = rows * tile_n * (1 + 12 / tile_n + 0.06 if cooperative + 0.01 if in a cluster)
+    traffic  = 6 * (tile_m / cluster_n + tile_n / cluster_m)
 
-*Padded* is what the tiles compute, inside the problem or not: columns are rounded up to tile_n; so are the rows of a
-dense GEMM to tile_m, while each of E groups wastes half a tile on average, since its size is anyone's guess. The last
-factor is the price of operand traffic: a tile fetches (tile_m + tile_n) elements for tile_m * tile_n products, so
-that a small tile is chosen only where it saves much padding. A tile of grouped-wgrad lies on a group's N x K weights:
-rows are those of the weights, and no group wastes any. Equal costs: the larger tile, then the larger cluster,
-then the name, so that the choice is the same everywhere. Without a problem only the last factor counts.
+*Products*: `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing, but
+a CTA waits for the fullest of its cluster. 12 / tile_n: the tensor cores fetch x again for every tile along N. A
+cooperative main loop does not hide its epilogue behind the next tile, and what a cluster shares must be waited for.
+*Traffic*: what a CTA fetches from L2; a cluster shares x among its CTAs along N, and w among those along M.
+
+    cost = (products + traffic) * max(1, cluster tiles / clusters at a time + 1/2)
+
+The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
+static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
+find each other's operands in L2.
+
+The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
+mean, which is what padding depends on: a large tile, and a cluster along M all the more, leaves much of a short
+group's last one empty. Columns are padded to tile_n times the cluster's: 2880 columns take nine clusters of 2 x 160,
+and seven and a half of 2 x 192. A tile of grouped-wgrad lies on a group's N x K weights and no group has half-empty
+ones; its clusters share nothing in the model, for measured ones gain nothing.
+
+The constants reproduce what is fastest on an H200 for 17 of 21 measured kernels of five models, with clusters 1x1,
+1x2 and 2x1 and tiles from 128x128 to 256x192; for the others the model is up to 6 % wrong about the best one. They
+are what a tuning table is for. Equal costs: the larger tile, then the larger cluster, then the name, so that the
+choice is the same everywhere. Without a problem, tiles are full and their number is without end.
 
 Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
 taken, to 4 for a router of 1024 experts or more.
@@ -21,33 +38,90 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusekit.runtime.tuning import Tuning
     from fusekit.store import NameRecord
 
-_TRAFFIC = 16.0
+SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
+BLOCK = 64  # rows of one WGMMA
+SIZES = 16  # group sizes that stand for all
+OPERAND = 6.0
+REFETCH = 12.0
+COOPERATIVE = 0.06
+CLUSTERED = 0.01
+STATIC = 1.05
+
+
+def group_sizes(rows: int, groups: int) -> list[float]:
+    """Sizes that stand for those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
+    half times the mean.
+    """
+    mean = rows / max(groups, 1)
+    return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
+
+
+def tile_rows(sizes: Sequence[float], tile_m: int, cluster_m: int) -> tuple[float, float]:
+    """(cluster tiles along M of an average group, rows that the fullest CTA of an average one works on)."""
+    tiles, worked = 0, 0.0
+    for size in sizes:
+        full, rest = divmod(size, tile_m * cluster_m)
+        tiles += int(full) + (rest > 0)
+        worked += full * tile_m + BLOCK * -(-min(rest, tile_m) // BLOCK)
+    return tiles / max(len(sizes), 1), worked / max(tiles, 1)
+
+
+def waves(tiles: float, clusters: int) -> float:
+    """How long `tiles` cluster tiles take, in tiles, where `clusters` are worked on at a time."""
+    return max(1.0, tiles / clusters + 0.5)
 
 
 def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
-    """The model's cost of the variant `spec` (canonical form).
+    """The model's time of the GEMM variant `spec` (canonical form), in products for each element of the reduction.
 
-    problem: E, M, N, K in elements, with E = 1 for a dense GEMM; traffic alone counts where it lacks one.
+    problem: E, M, N, K in elements, with E = 1 for a dense GEMM. Where it lacks one that is needed: the time of a full
+    tile for each of its products.
     """
-    tile_m: int = spec["tile"][0]
-    tile_n: int = spec["tile"][1]
-    traffic = 1 + _TRAFFIC / tile_m + _TRAFFIC / tile_n
+    tile_m, tile_n = map(int, spec["tile"])
+    cluster_m, cluster_n = map(int, spec["cluster"])
     wgrad = spec["op"] == "grouped-wgrad"
-    if not problem or not ({"N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
-        return traffic
-    down, across = ("N", "K") if wgrad else ("M", "N")
-    columns = -(-problem[across] // tile_n) * tile_n
-    if spec["op"] == "grouped-gemm":
-        rows = problem["M"] + problem["E"] * tile_m // 2
+    shared_m, shared_n = (1, 1) if wgrad else (cluster_m, cluster_n)
+    dearer = 1 + REFETCH / tile_n
+    dearer += COOPERATIVE if spec.get("mainloop") == "cooperative" else 0
+    dearer += CLUSTERED if cluster_m * cluster_n > 1 else 0
+    traffic = OPERAND * (tile_m / shared_n + tile_n / shared_m)
+    static = STATIC if spec.get("schedule", "static") == "static" else 1.0
+    if not problem or not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
+        return (tile_m * tile_n * dearer + traffic) / (tile_m * tile_n) * static
+    if wgrad:
+        tiles: float = problem["E"] * -(-problem["N"] // (tile_m * cluster_m))
+        rows = float(tile_m)
+        across = problem["K"]
     else:
-        rows = -(-problem[down] // tile_m) * tile_m
-    return rows * columns * traffic
+        dense = spec["op"] == "dense-gemm"
+        sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
+        each, rows = tile_rows(sizes, tile_m, cluster_m)
+        tiles, across = each * (1 if dense else problem["E"]), problem["N"]
+    tiles *= -(-across // (tile_n * cluster_n))
+    clusters = SMS // (cluster_m * cluster_n)
+    return (rows * tile_n * dearer + traffic) * waves(tiles, clusters) * (static if tiles > clusters else 1.0)
 
 
-def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None) -> NameRecord:
-    """The variant to load; what `problem` has overrides the specs' own. `variants` must not be empty."""
+def choose(
+    variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
+    device: str | None = None,
+) -> NameRecord:  # fmt: skip
+    """The variant to load; `variants` are those of one kernel, at least one.
+
+    problem: overrides what the spec's own says of E, M, N, K (tokens T and width H). tuning: measured times; asked
+    first. device: the name that the driver gives the device, whose own measurements count before others'.
+    """
+    if len(variants) == 1:
+        return variants[0]
+    if tuning is not None:
+        spec = variants[0].spec
+        by_variant = {record.name.partition("@")[2]: record for record in variants}
+        for variant in tuning.best(spec, _whole(spec, problem), device):
+            if variant in by_variant:
+                return by_variant[variant]
     if "warps" in variants[0].spec:
         best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec["experts"] >= 1024 else 8
         return min(variants, key=lambda record: (abs(record.spec["warps"] - best), record.name))
@@ -55,7 +129,14 @@ def choose(variants: Sequence[NameRecord], problem: Mapping[str, int] | None = N
     def rank(record: NameRecord) -> tuple[float, int, int, str]:
         spec = record.spec
         tile, cluster = spec["tile"], spec["cluster"]
-        priced = cost(spec, {**(spec.get("problem") or {}), **(problem or {})})
-        return priced, -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
+        return cost(spec, _whole(spec, problem)), -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
 
     return min(variants, key=rank)
+
+
+def _whole(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> dict[str, int]:
+    """The spec's problem with what `problem` says otherwise; rows M of a kernel that works token by token are T."""
+    whole = {**(spec.get("problem") or {}), **(problem or {})}
+    if "warps" in spec and "M" in whole:
+        whole["T"] = whole.pop("M")
+    return whole

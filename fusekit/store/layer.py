@@ -7,6 +7,7 @@
     <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
     <root>/leases/<host>-<process>-<random>              a build that is running
     <root>/locks/<key>.lock                              an empty file that builders lock
+    <root>/tuning/<arch>.json                            measured times (fusekit.runtime.tuning)
 
 The first four are the store; the others only save work and may be removed at any time. Temporary files are
 `.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
@@ -53,6 +54,9 @@ class Layer:
 
     def lock_path(self, key: str) -> Path:
         return self.root / "locks" / f"{key}.lock"
+
+    def tuning_path(self, arch: str) -> Path:
+        return self.root / "tuning" / f"{names.check_arch(arch)}.json"
 
     def signature_path(self, digest: str, key_id: str) -> Path:
         return self.root / "signatures" / digest[:2] / f"{digest}.{key_id}"

@@ -125,8 +125,9 @@ def scan(layer: Layer) -> Scan:
         if is_digest(file.path.name[:64]) and file.path.name[64:65] == ".":
             result.signatures.append(file)
     result.locks = list(_files(layer.root / "locks", 1, result.temporaries))
-    for _ in _files(layer.root, 1, result.temporaries):
-        pass  # only a collection has temporaries there
+    for top in (layer.root, layer.root / "tuning"):
+        for _ in _files(top, 1, result.temporaries):
+            pass  # only temporaries are collected there
     return result
 
 

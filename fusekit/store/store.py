@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreError
 from fusekit.store import listing, marks, names
+from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.files import Disk, Publisher, read_file, revalidate
 from fusekit.store.gc import CollectReport, collect
@@ -75,6 +76,17 @@ class Store:
         return Store(self.root, trust=self.trust, signing_key=self._signing_key, disk=self._publisher.disk)
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    def tuning_tables(self, arch: str) -> list[tuple[Path, bytes]]:
+        """(path, bytes) of every layer's tuning table for `arch`, in the order of the layers.
+
+        One that cannot be read is left out; so are all of them where only what is signed is loaded.
+        """
+        if self.trust is not None:
+            return []
+        paths = [layer.tuning_path(arch) for layer in self.layers]
+        found = [(path, _quietly(functools.partial(read_file, limit=LIMIT), path)) for path in paths]
+        return [(path, data) for path, data in found if data is not None]
 
     def find_entry(self, key: str) -> Entry | None:
         """The entry of `key`, checked: its digest, its key fields, that it lies under its own key."""
@@ -338,6 +350,12 @@ class Store:
         what nobody needs: see fusekit.store.gc.
         """
         return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+
+    def publish_tuning(self, arch: str, data: bytes) -> Path:
+        """Publish the tuning table `data` for `arch` into the writable store, in place of the one there; its path."""
+        path = self.layers[0].tuning_path(arch)
+        self._publisher.put(path, data)
+        return path
 
     def publish_signatures(self, data: bytes, signatures: Mapping[str, bytes]) -> None:
         """Publish signatures (key id -> 64 bytes) over the document `data` into the writable store."""

@@ -156,9 +156,7 @@ def test_adversarial_logits(trial, name):
 
 @pytest.mark.parametrize("name", [name for name in FORWARD if name not in EXACT])
 def test_adversarial_logits_with_bias_or_groups(trial, name):
-    problems = {
-        made.__name__: trial(name, 67, with_logits(SPECS[name], made, 67)) for made in (all_equal, many_ties, wide)
-    }
+    problems = {made.__name__: trial(name, 67, with_logits(SPECS[name], made, 67)) for made in (*FINITE, *ODD)}
     assert not {case: lines for case, lines in problems.items() if lines}
 
 
@@ -179,6 +177,8 @@ def test_backward_of_a_map_with_fewer_choices(trial):
         assert trial(name, 50, inputs) == []
 
 
-@pytest.mark.parametrize("name", ["topk-8x2", "bwd-softmax-1", "aux-softmax-1"])
+@pytest.mark.parametrize(
+    "name", ["topk-8x2", "bwd-softmax-1", "aux-softmax-1", "aux-bwd-softmax-1", "aux-loss-8", "aux-loss-bwd-8"]
+)
 def test_a_million_tokens(trial, name):
     assert trial(name, 10**6) == []

@@ -63,6 +63,10 @@ def made(spec, sizes=SIZES, n=64, k=72, seed=1, spare=3):
     )
 
 
+def test_every_activation_is_here():
+    assert {activation.kind for activation, _ in KINDS} == set(activations.KINDS) - {"identity"}
+
+
 @EACH
 def test_slopes_are_those_of_finite_differences(activation, layout):
     z = np.random.default_rng(2).uniform(-3, 3, (40, 128))

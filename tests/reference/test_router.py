@@ -6,6 +6,8 @@ import pytest
 from fusekit.reference import encode, route, router_check, router_inputs, router_output_shapes
 from fusekit.reference.router import order_of, pack_map, unpack_map
 from fusekit.spec import RouterSpec, parse_text
+from tests.gpu.test_router import FINITE, ODD, with_logits
+from tests.gpu.test_router import SPECS as GPU_SPECS
 
 NUMPY = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
 
@@ -157,6 +159,29 @@ def test_aux_backward_is_the_derivative(keys):
     assert np.allclose(got, want, rtol=1e-5, atol=1e-8)
 
 
+def test_the_loss_by_hand():
+    spec = spec_of("moe-aux-loss", experts=2, topk=1, coefficient=0.5)
+    inputs = {"scores": np.array([[0.25, 0.75], [0.5, 0.5]], np.float32), "counts": np.array([3, 1], np.int32)}
+    # 0.5 * 2 / (1 * 4^2) * (3 * 0.75 + 1 * 1.25)
+    assert route(spec, inputs | {"total_tokens": 4, "tokens": 2})["loss"].tolist() == [0.5 * 2 / 16 * 3.5]
+
+
+@pytest.mark.parametrize("experts", [1, 12, 61])
+def test_the_loss_backward_is_the_derivative(experts):
+    keys = {"experts": experts, "topk": 1, "coefficient": 0.25}
+    rng = np.random.default_rng(4)
+    counts, total = rng.integers(0, 9, experts, dtype=np.int32), 40
+
+    def loss(scores):
+        given = {"scores": scores, "counts": counts, "total_tokens": total, "tokens": len(scores)}
+        return float(route(spec_of("moe-aux-loss", **keys), given)["loss"][0]) * 0.75
+
+    want = differences(loss, rng.random((3, experts)))
+    inputs = {"counts": counts, "total_tokens": total, "tokens": 3, "grad_loss": np.array([0.75], np.float32)}
+    got = route(spec_of("moe-aux-loss-bwd", **keys), inputs)["grad_scores"]
+    assert np.allclose(got, want, rtol=1e-5, atol=1e-9)
+
+
 CHECKED = [
     spec_of(),
     spec_of(outputs="compact", dtype="bf16"),
@@ -186,6 +211,35 @@ def test_the_check_passes_what_is_right_and_no_more(spec):
             wrong.reshape(-1)[np.argmax(wrong & 0x7FFF)] += 3
         measured, problems = router_check(spec, inputs, outputs | {name: wrong})
         assert problems or not all(each.ok for each in measured), name
+
+
+@pytest.mark.parametrize("name", [name for name, spec in GPU_SPECS.items() if not spec.op.startswith("moe-")])
+def test_the_check_passes_what_is_right_of_any_logits(name):
+    spec = GPU_SPECS[name]
+    for made in (*FINITE, *ODD):
+        inputs = with_logits(spec, made, 3) if spec.op != "router-aux-score-bwd" else router_inputs(spec, T=3)
+        outputs = rounded(spec, route(spec, inputs), 3)
+        measured, problems = router_check(spec, inputs, outputs)
+        assert not problems and all(each.ok for each in measured), made.__name__
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"score_function": "sigmoid", "expert_bias": True}, {"num_groups": 4, "group_topk": 3}]
+)
+def test_a_nan_that_does_not_show_is_wrong(keys):
+    spec = spec_of(outputs="compact", **keys)
+    inputs = router_inputs(spec, T=2)
+    inputs["logits"][1, 5] = np.nan
+    outputs = rounded(spec, route(spec, inputs), 2)
+    assert outputs["indices"][1, 0] == 5 and np.isnan(outputs["weights"][1]).any()
+    hidden = outputs["weights"].copy()
+    hidden[1] = 0.25
+    measured, problems = router_check(spec, inputs, outputs | {"weights": hidden})
+    assert problems or not all(each.ok for each in measured)
+    passed_over = outputs["indices"].copy()
+    passed_over[1, 0] = next(expert for expert in range(12) if expert not in outputs["indices"][1])
+    measured, problems = router_check(spec, inputs, outputs | {"indices": passed_over})
+    assert problems
 
 
 def test_a_near_tie_may_go_either_way_with_a_bias():

@@ -339,6 +339,14 @@ class FakeDriver:
         ctypes.memmove(target, bytes(memoryview(source).cast("B")), count)
         return (OK,)
 
+    def cuMemcpyDtoD(self, target: int, source: int, count: int) -> Any:  # noqa: N802
+        ctypes.memmove(target, source, count)
+        return (OK,)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, count: int, stream: int) -> Any:  # noqa: N802
+        ctypes.memmove(target, source, count)
+        return (OK,)
+
     def cuMemcpyDtoH(self, target: int, source: int, count: int) -> Any:  # noqa: N802
         ctypes.memmove(target, source, count)
         return (OK,)

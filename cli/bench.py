@@ -1,0 +1,260 @@
+"""`fusekit bench`: kernels beside what a user would run otherwise, at the user's own sizes; tuning tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusekit.errors import DriverError, UsageError
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.bench.gemms import Options
+    from fusekit.bench.shape import Shape
+    from fusekit.runtime import Device, Library
+    from fusekit.runtime.tuning import Row
+    from fusekit.store import NameListing, NameRecord
+
+GROUPS = ("uneven", "even", "one")
+PEERS = ("torch", "loop", "compile", "te")
+DEFAULT_PEERS = ("torch", "te")
+MOST_ROWS = 2**31 - 1
+
+
+@click.command("bench")
+@click.argument("targets", metavar="MODEL...", nargs=-1, required=True)
+@click.option(
+    "-E", "--experts", type=click.IntRange(min=1), help="Groups: the experts of one device (default: the spec's)."
+)
+@click.option("--hidden", type=click.IntRange(min=1), help="Hidden size H (default: the spec's).")
+@click.option("--intermediate", type=click.IntRange(min=1), help="Intermediate size I (default: the spec's).")
+@click.option(
+    "--rows",
+    type=click.IntRange(1, MOST_ROWS),
+    multiple=True,
+    help="Rows M of all groups together, or a router's tokens; may be given several times (default: the spec's).",
+)
+@click.option(
+    "--groups",
+    type=click.Choice(GROUPS),
+    default="uneven",
+    show_default=True,
+    help="Sizes of groups: uneven by up to 3 to 1, even, or one with nine tenths of all rows.",
+)
+@click.option("--all", "every", is_flag=True, help="Every stored variant, not only the one that loading takes.")
+@click.option("--sweep", is_flag=True, help="--all, without peers, and write what is fastest into the tuning table.")
+@click.option(
+    "--table",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file that --sweep writes (default: the writable store's table).",
+)
+@click.option(
+    "--peer",
+    "peers",
+    type=click.Choice(PEERS),
+    multiple=True,
+    help="What to time beside: PyTorch's grouped GEMM with eager code, one cuBLAS call a group, torch.compile for"
+    " what is not a GEMM, Transformer Engine; may be given several times (default: torch and te).",
+)
+@click.option("--alone", is_flag=True, help="No peers.")
+@click.option("--check", is_flag=True, help="Compare router kernels with the NumPy reference, too.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.01),
+    default=1.0,
+    show_default=True,
+    help="Device time for the rounds of one kernel.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the made-up tensors.")
+@click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
+@common
+def command(
+    session: Session, targets: tuple[str, ...], experts: int | None, hidden: int | None, intermediate: int | None,
+    rows: tuple[int, ...], groups: str, every: bool, sweep: bool, table: Path | None, peers: tuple[str, ...],
+    alone: bool, check: bool, seconds: float, seed: int, device: int | None,
+) -> int:  # fmt: skip
+    """Time the stored kernels of MODEL (a file, a kernel, a full name or a glob) beside what one would run otherwise.
+
+    A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
+    twin runs in the same interleaved rounds, and one dense product through cuBLAS as the yardstick; of router and
+    permutation kernels, a copy of the same bytes. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
+    without a usable GPU.
+    """
+    if table is not None and not sweep:
+        raise UsageError(f"--table {table} without --sweep; only a sweep writes a table; add --sweep")
+    if alone and peers:
+        raise UsageError("--alone with --peer; the one says no peers; leave one of them out")
+    try:
+        from fusekit.bench.gemms import Options
+        from fusekit.bench.shape import Shape
+    except ImportError as error:
+        raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+    from fusekit.runtime import open_library
+
+    library = open_library(session.config)
+    beside = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
+    found = [listed.record for target in targets for listed in _stored(library, target)]
+    target = library.devices.get(library.devices.current() if device is None else device)
+    arch = library.find(found[0].name, device=target.ordinal).arch
+    gemms, tokens = _kernels(targets, [record for record in found if record.arch == arch])
+    before = None if not sweep else _table(library, arch, table)
+    document: dict[str, Any] = {
+        "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "models": [], "tokens": [],
+        "ok": True, "notes": [], "tuning": None,
+    }  # fmt: skip
+    try:
+        measured = _measure(
+            session, library, target, document, gemms, tokens, Shape(experts, hidden, intermediate), rows,
+            Options(groups, every or sweep, beside, seconds * 1e3, seed), check=check,
+        )  # fmt: skip
+    except DriverError as error:
+        if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        raise UsageError(f"{error}; a model's tensors must fit together; take fewer --rows or -E") from error
+    document["ok"] = all(each["ok"] for each in (*document["models"], *document["tokens"]))
+    if before is not None:
+        document["tuning"] = _write(
+            library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
+        )
+    output.answer(session, document, lambda: _print(session, document, target))
+    return 0 if document["ok"] else 1
+
+
+def _measure(
+    session: Session, library: Library, device: Device, document: dict[str, Any], gemms: Sequence[str],
+    tokens: Sequence[str], shape: Shape, rows: Sequence[int], options: Options, *, check: bool,
+) -> list[Row]:  # fmt: skip
+    """Fills in the document; the rows of a tuning table."""
+    from fusekit.bench.gemms import PEERS as GEMM_PEERS
+    from fusekit.bench.gemms import GemmBench, roles
+    from fusekit.bench.timing import own_stream
+    from fusekit.bench.tokens import TokenBench
+
+    arch, measured = document["arch"], []
+    with library.devices.active(device), own_stream(library.devices, device) as stream:
+        of_gemms = replace(options, peers=tuple(peer for peer in options.peers if peer in GEMM_PEERS))
+        for model, names in _by_file(roles(gemms)):
+            bench = GemmBench(library, device, names, arch, of_gemms)
+            for each in rows or (None,):
+                session.note(f"timing {', '.join(names)}{'' if each is None else f' at {each} rows'}")
+                found = bench.measure(replace(shape, M=each), stream)
+                document["models"].append({"model": model, **found})
+                measured += bench.rows
+            _add_notes(document, bench.notes)
+        token_bench = TokenBench(library, device, arch, options, check=check)
+        for name in tokens:
+            for each in rows or (None,):
+                session.note(f"timing {name}{'' if each is None else f' at {each} tokens'}")
+                document["tokens"].append(token_bench.measure(name, each, shape.H, stream))
+        _add_notes(document, token_bench.notes)
+    return measured + token_bench.rows
+
+
+def _stored(library: Library, target: str) -> list[NameListing]:
+    from fusekit_cli.lookup import stored
+
+    return stored(library.store, target, None)
+
+
+def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str]]:
+    """Names of GEMMs and of token kernels: "file/kernel", with "@variant" where a target has it."""
+    from fusekit.store import matches
+
+    gemms: dict[str, None] = {}
+    tokens: dict[str, None] = {}
+    for record in records:
+        whole = any("@" in target and matches(target, record.name) for target in targets)
+        name = record.name if whole else record.name.partition("@")[0]
+        (tokens if "warps" in record.spec else gemms)[name] = None
+    return list(gemms), list(tokens)
+
+
+def _by_file(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    for file in dict.fromkeys(name.partition("/")[0] for name in names):
+        yield file, [name for name in names if name.partition("/")[0] == file]
+
+
+def _add_notes(document: dict[str, Any], notes: Sequence[str]) -> None:
+    document["notes"] += [note for note in notes if note not in document["notes"]]
+
+
+def _table(library: Library, arch: str, path: Path | None) -> Any:
+    """The table that will be written over, before anything is timed: one that is damaged is an error now."""
+    from fusekit.runtime import tuning
+
+    return tuning.read(path or library.store.layers[0].tuning_path(arch), arch)
+
+
+def _write(library: Library, arch: str, path: Path | None, table: Any) -> dict[str, Any]:
+    data = table.to_bytes()
+    if path is None:
+        path = library.store.publish_tuning(arch, data)
+    else:
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise UsageError(f"--table {path}: {error.strerror}; name a file that can be written") from error
+    return {"path": str(path), "rows": len(table.rows)}
+
+
+def _print(session: Session, document: dict[str, Any], device: Device) -> None:
+    for model in document["models"]:
+        _print_model(session, document, model)
+    if document["tokens"]:
+        _print_tokens(session, document)
+    for note in document["notes"]:
+        session.note(note)
+    if document["tuning"] is not None:
+        click.echo(f"tuning table: {document['tuning']['path']}, {output.plural(document['tuning']['rows'], 'row')}")
+
+
+def _print_model(session: Session, document: dict[str, Any], model: dict[str, Any]) -> None:
+    headings = ("kernel", "E M N K", "what", "ms", "TFLOP/s", "of peak", "of dense", "speed-up", "agrees")
+    rows = []
+    for kernel in model["kernels"]:
+        shape = " ".join(str(value) for value in kernel["problem"].values())
+        for line in kernel["lines"]:
+            rows.append((kernel["name"].rpartition("/")[2], shape, line["variant"] or line["what"], *_cells(line)))
+    for step in model["steps"]:
+        rows += [(step["step"], "", line["what"], *_cells(line)) for line in step["lines"]]
+    click.echo(f"{model['model']} ({document['arch']}) on {document['device']}, groups {document['groups']}")
+    output.table(session, headings, rows, right=headings[3:8])
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, ...]:
+    if line["error"] is not None:
+        return "", "", "", "", "", line["error"]
+    agrees = line["agrees"]
+    said = "" if agrees is None else ("" if agrees["ok"] else "WRONG ") + _number(agrees["fro"], ".1e", "nan")
+    return (
+        _number(line["ms"], ".4g"), _number(line["tflops"], ".0f"), _number(line["peak_share"], ".1%"),
+        _number(line["dense_share"], ".3f"), _number(line["speedup"], ".2f"), said,
+    )  # fmt: skip
+
+
+def _print_tokens(session: Session, document: dict[str, Any]) -> None:
+    headings = ("kernel", "problem", "what", "us", "GB/s", "of peak", "of a copy", "speed-up", "check")
+    rows = []
+    for kernel in document["tokens"]:
+        shape = " ".join(f"{name}={value}" for name, value in kernel["problem"].items())
+        for line in kernel["lines"]:
+            check = line["check"]
+            said = line["error"] or ("" if check is None else "ok" if check["ok"] else f"WRONG: {check['problems'][0]}")
+            rows.append(
+                (
+                    kernel["name"], shape, line["variant"] or line["what"], _number(line["us"], ".2f"),
+                    _number(line["gbs"], ".0f"), _number(line["peak_share"], ".1%"), _number(line["of_copy"], ".2f"),
+                    _number(line["speedup"], ".2f"), said,
+                )
+            )  # fmt: skip
+    click.echo(f"router and permutation ({document['arch']}) on {document['device']}")
+    output.table(session, headings, rows, right=headings[3:8])
+
+
+def _number(value: float | None, form: str, absent: str = "") -> str:
+    return absent if value is None else format(value, form)

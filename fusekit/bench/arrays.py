@@ -1,0 +1,131 @@
+"""Random tensors of any size in device memory, for kernels whose results are timed and compared on the device.
+
+A block of random numbers is made on the host and copied over the whole tensor on the device, doubling what is there:
+gigabytes take milliseconds. The block's length has no factor in common with any row's, so rows differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.abi import evaluate
+from fusekit.errors import UsageError
+from fusekit.reference import group_sizes, offsets_of
+from fusekit.reference.inputs import RMS, bits
+from fusekit.runtime import DeviceArray, Devices, Kernel
+
+GROUPS = ("uneven", "even", "one")
+BLOCK = 8_388_593  # the largest prime below 2**23
+MOST_IN_ONE = 0.9
+SCALAR_ALPHA = 0.75
+
+
+def sizes_of(groups: str, rows: int, count: int, seed: int = 1) -> NDArray[np.int64]:
+    """int64[count] rows of each group, `rows` in all.
+
+    groups: "uneven": in proportion to weights drawn evenly from 0.5 to 1.5; "even": equal, but for a remainder; "one":
+    one group has nine tenths, the others share the rest evenly.
+    """
+    if groups == "uneven":
+        return group_sizes(rows, count, seed)
+    if groups not in GROUPS:
+        raise UsageError(f"groups {groups!r}; they are {', '.join(GROUPS)}")
+    first = round(rows * MOST_IN_ONE) if groups == "one" and count > 1 else 0
+    others = count - (1 if first else 0)
+    ends = np.arange(1, others + 1) * (rows - first) // others
+    even = np.diff(ends, prepend=0)
+    return np.insert(even, count // 2, first) if first else even
+
+
+def dims_of(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
+    """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one."""
+    forward_gated = spec["glu_layout"] != "none" and not spec["activation"]["kind"].startswith("d")
+    return {**problem, "I": problem["N"] // 2 if forward_gated else problem["N"]}
+
+
+class Tensors:
+    """Every tensor of a GEMM `kernel` for `problem` (E, M, N, K) and `sizes` rows a group: inputs random, outputs
+    poisoned. `arrays` by argument name; `scalars` are those that have no default.
+    """
+
+    def __init__(
+        self, devices: Devices, kernel: Kernel, problem: Mapping[str, int], sizes: NDArray[np.int64], seed: int = 0
+    ) -> None:  # fmt: skip
+        self.kernel, self._seed, self._devices = kernel, seed, devices
+        self._exponents = _exponents(kernel.spec, problem)
+        self._sizes = sizes
+        self.scalars = {"alpha": SCALAR_ALPHA} if kernel.spec["alpha"] == "scalar" else {}
+        self.arrays: dict[str, DeviceArray] = {}
+        dims = dims_of(kernel.spec, problem)
+        try:
+            for tensor in kernel.record.tensors:
+                shape = tuple(evaluate(extent, dims) for extent in tensor.shape)
+                self.arrays[tensor.name] = DeviceArray(devices, shape, tensor.dtype, kernel.device)
+            for tensor in kernel.record.tensors:
+                if tensor.role == "input":
+                    self._fill(tensor.name)
+            self.reset()
+        except BaseException:
+            self.free()
+            raise
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the kernel is called with."""
+        return {**self.arrays, **self.scalars}
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of what the kernel writes."""
+        return [tensor.name for tensor in self.kernel.record.tensors if tensor.written]
+
+    def reset(self) -> None:
+        """Poisons the outputs: all ones, a NaN in every format. What is added to gets its random numbers again.
+
+        Waits for the device before and after: streams that do not wait for the default one may be in use.
+        """
+        self._wait()
+        for tensor in self.kernel.record.tensors:
+            if tensor.role == "inout":
+                self._fill(tensor.name)
+            elif tensor.written:
+                self.arrays[tensor.name].fill(0xFF)
+        self._wait()
+
+    def _wait(self) -> None:
+        driver = self._devices.driver
+        with self._devices.active(self._devices.get(self.kernel.device)):
+            driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
+
+    def _fill(self, name: str) -> None:
+        array = self.arrays[name]
+        if name == "offsets":
+            array.upload(offsets_of(self._sizes))
+            return
+        seed = self._seed + sum(name.encode())
+        if array.dtype == "f32":
+            block: NDArray[Any] = np.random.default_rng(seed).uniform(0.25, 1.0, min(BLOCK, _count(array)))
+            array.upload_repeated(block.astype(np.float32))
+        else:
+            exponent = self._exponents.get(name, 0)
+            array.upload_repeated(bits((min(BLOCK, _count(array)),), array.dtype, seed, exponent))
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        while self.arrays:
+            self.arrays.popitem()[1].free()
+
+
+def _count(array: DeviceArray) -> int:
+    return int(np.prod(array.shape))
+
+
+def _exponents(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
+    """Powers of two by which inputs are scaled so that products have a spread of about 1."""
+    wgrad = spec["op"] == "grouped-wgrad"
+    depth = problem["M"] / problem["E"] if wgrad else problem["K"]
+    return {"dy" if wgrad else "w": -round(0.5 * float(np.log2(max(depth, 1) * RMS**4))), "bias": -1}

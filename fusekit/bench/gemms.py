@@ -1,0 +1,320 @@
+"""The GEMMs of a model, fused beside unfused: times, shares, agreement, and what a training step takes.
+
+All that stands for one kernel is timed in one run of interleaved rounds (see fusekit.bench.timing): its variants, what
+PyTorch would run instead, and one dense product through cuBLAS, of gate and up's size, as the yardstick. Outputs are
+poisoned before they are compared with PyTorch's. Without PyTorch the kernels are timed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusekit.bench.arrays import Tensors, sizes_of
+from fusekit.bench.roofline import Work, gemm_work, peak_of
+from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
+from fusekit.bench.timing import Run, Stopwatch, median
+from fusekit.runtime import Device, Kernel, Library
+from fusekit.runtime.tuning import Row, features
+
+# Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.
+AGREES = 2e-2
+PEERS = ("torch", "loop", "compile")
+_HOWS = {"torch": "grouped", "loop": "loop", "compile": "compile"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """groups: see `sizes_of`. every: all stored variants, not only the one that loading takes. peers: of `PEERS`.
+    target_ms: device time for each kernel's rounds.
+    """
+
+    groups: str = "uneven"
+    every: bool = False
+    peers: tuple[str, ...] = ("torch",)
+    target_ms: float = 1000.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Line:
+    """One thing that is timed. what: "fusekit", a peer or "dense". agrees: how far its results are from PyTorch's."""
+
+    what: str
+    run: Run | None
+    variant: str | None = None
+    work: Work | None = None
+    times: list[float] = field(default_factory=list)
+    agrees: dict[str, Any] | None = None
+    error: str | None = None
+
+    def document(self, peak: Any, dense: Line | None, peer: Line | None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "what": self.what, "variant": self.variant, "ms": None, "best_ms": None, "rounds": len(self.times),
+            "tflops": None, "gbs": None, "peak_share": None, "dense_share": None, "speedup": None,
+            "agrees": self.agrees, "error": self.error,
+        }  # fmt: skip
+        if not self.times:
+            return found
+        ms = found["ms"] = median(self.times)
+        found["best_ms"] = min(self.times)
+        if self.work is not None:
+            found["tflops"], found["gbs"] = self.work.rates(ms)
+            found["peak_share"] = None if peak is None else self.work.share(ms, peak)
+            if dense is not None and dense.times and dense.work is not None:
+                found["dense_share"] = found["tflops"] / dense.work.rates(median(dense.times))[0]
+        if peer is not None and peer.times:
+            found["speedup"] = median(peer.times) / ms
+        return found
+
+
+@dataclass(slots=True)
+class Subject:
+    """One kernel: its problem, tensors, loaded variants and what is timed."""
+
+    name: str
+    spec: Mapping[str, Any]
+    problem: dict[str, int]
+    tensors: Tensors
+    kernels: list[Kernel]
+    lines: list[Line]
+
+    @property
+    def fastest(self) -> Line:
+        """Of fusekit's variants."""
+        return min((line for line in self.lines if line.what == "fusekit"), key=lambda line: median(line.times))
+
+    def row(self, device: str) -> Row:
+        """The measured order of the variants, for a tuning table."""
+        timed = sorted((median(line.times), line.variant) for line in self.lines if line.what == "fusekit")
+        variants = tuple((str(variant), round(ms * 1e3, 2)) for ms, variant in timed)
+        return Row(device, features(self.spec), self.problem, variants)
+
+    def close(self) -> None:
+        self.tensors.free()
+        for kernel in self.kernels:
+            kernel.unload()
+
+
+class GemmBench:
+    """The benchmark of the kernels `names` ("file/kernel", or with "@variant") of one architecture on one device."""
+
+    def __init__(self, library: Library, device: Device, names: Sequence[str], arch: str, options: Options) -> None:
+        self.library, self.device, self.arch, self.options = library, device, arch, options
+        self.peak = peak_of(device.name)
+        self.notes: list[str] = []
+        self._names = names
+        self._torch: Any = self._import_torch() if options.peers else None
+        self._subjects: list[Subject] = []
+
+    def measure(self, shape: Shape, stream: int) -> dict[str, Any]:
+        """Times everything at `shape`. The document of one problem: a member of `models` in benchmarks.md."""
+        records = {name: self._records(name) for name in self._names}
+        gated = is_gated([each[0].spec for each in records.values()])
+        problems = {name: shape.problem(each[0].spec, gated) for name, each in records.items()}
+        dense = self._dense(records, problems)
+        try:
+            for name in self._names:
+                self._subjects.append(self._subject(name, problems[name], dense, stream))
+            kernels = [self._document(subject) for subject in self._subjects]
+            steps = self._steps(stream)
+        finally:
+            self.rows = [subject.row(self.device.name) for subject in self._subjects if subject.lines[0].times]
+            while self._subjects:
+                self._subjects.pop().close()
+            del dense
+            self._release()
+        return {
+            "kernels": kernels, "steps": steps,
+            "ok": all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"]),
+        }  # fmt: skip
+
+    def _import_torch(self) -> Any:
+        try:
+            from fusekit.bench import torch_gemm
+        except ImportError as error:
+            self.notes.append(f"no unfused times, no yardstick: PyTorch cannot be imported ({error})")
+            return None
+        return torch_gemm
+
+    def _records(self, name: str) -> list[Any]:
+        store = self.library.store
+        if "@" not in name:
+            return list(store.variants(name, self.arch))
+        record = store.find_name(name, self.arch)
+        return [] if record is None else [record]
+
+    def _dense(self, records: Mapping[str, Any], problems: Mapping[str, Mapping[str, int]]) -> Line | None:
+        if self._torch is None:
+            return None
+        widest = max(self._names, key=lambda name: problems[name]["N"] * problems[name]["K"])
+        spec, problem = records[widest][0].spec, problems[widest]
+        n, k = problem["N"], problem["K"]
+        try:
+            work = self._torch.Dense(problem["M"], n, k, spec["dtype"], f"cuda:{self.device.ordinal}")
+        except RuntimeError as error:
+            self.notes.append(f"no yardstick: {_first_line(error)}")
+            return None
+        self._settle()
+        size = 2 * (problem["M"] * (n + k) + n * k)
+        return Line("dense", self._torch.on_stream(work, self.device.ordinal), None, Work(work.flops, size))
+
+    def _subject(self, name: str, problem: dict[str, int], dense: Line | None, stream: int) -> Subject:
+        records = self._records(name)
+        if not self.options.every and len(records) > 1:
+            records = [self.library.find(name, self.arch, self.device.ordinal, problem)]
+        sizes = sizes_of(self.options.groups, problem["M"], problem["E"])
+        kernels = [self.library.load(record.name, self.arch, self.device.ordinal) for record in records]
+        spec = records[0].spec
+        tensors = Tensors(self.library.devices, kernels[0], problem, sizes, self.options.seed)
+        subject = Subject(name.partition("@")[0], spec, problem, tensors, kernels, [])
+        try:
+            busy = int(np.count_nonzero(sizes))
+            rows, n, k = problem["M"], problem["N"], problem["K"]
+            work = gemm_work(spec, rows=rows, groups=problem["E"], busy=busy, n=n, k=k)
+            subject.lines = [
+                Line("fusekit", kernel.bind(**tensors.arguments), kernel.name.partition("@")[2], work)
+                for kernel in kernels
+            ]
+            peers = self._peers(subject, sizes.tolist(), stream)
+            subject.lines += peers
+            if dense is not None:
+                subject.lines.append(Line("dense", dense.run, None, dense.work))
+            self._time(subject.lines, stream)
+        except BaseException:
+            subject.close()
+            raise
+        self._release()
+        return subject
+
+    def _peers(self, subject: Subject, sizes: list[int], stream: int) -> list[Line]:
+        """The unfused twins, each run once; fusekit's variants are compared with the first one that works."""
+        module, lines = self._torch, []
+        want: Mapping[str, Any] | None = None
+        if module is None:
+            self._check(subject, None, stream)
+            return []
+        views = {name: module.view(array) for name, array in subject.tensors.arrays.items()}
+        scalars = subject.kernels[0].defaults | subject.tensors.scalars
+        for peer in self.options.peers:
+            line = Line(peer, None, None, subject.lines[0].work)
+            lines.append(line)
+            kept: dict[str, Any] = {}
+            try:
+                twin = module.Unfused(subject.spec, views, scalars, sizes, _HOWS[peer])
+                self._settle()
+                first = module.on_stream(_keeping(twin, kept if want is None else {}), self.device.ordinal)
+                first(stream)
+                self._wait(stream)
+                line.run = module.on_stream(twin, self.device.ordinal)
+            except Exception as error:  # a peer that cannot run this kernel is a result too
+                line.error = _first_line(error)
+                continue
+            if want is None:
+                # What an accumulating twin adds to is its own: later rounds would change it.
+                want = {name: each.clone() if subject.spec["accumulate"] else each for name, each in kept.items()}
+        self._check(subject, want, stream)
+        return lines
+
+    def _check(self, subject: Subject, want: Mapping[str, Any] | None, stream: int) -> None:
+        """Runs every variant once on poisoned outputs, and compares."""
+        for line in subject.lines:
+            assert line.run is not None
+            subject.tensors.reset()
+            line.run(stream)
+            self._wait(stream)
+            if want is not None:
+                apart = {
+                    name: self._torch.distance(self._torch.view(subject.tensors.arrays[name]), want[name])
+                    for name in subject.tensors.outputs
+                }
+                worst = max(apart.values(), key=lambda value: (value != value, value))
+                line.agrees = {"fro": None if worst != worst else worst, "ok": worst <= AGREES}
+
+    def _time(self, lines: Sequence[Line], stream: int, target_ms: float | None = None) -> None:
+        running = [line for line in lines if line.run is not None]
+        with Stopwatch(self.library.devices, self.device, stream) as watch:
+            runs: list[Run] = [line.run for line in running if line.run is not None]
+            for line, times in zip(running, watch.compare(runs, target_ms or self.options.target_ms), strict=True):
+                line.times = times
+
+    def _steps(self, stream: int) -> list[dict[str, Any]]:
+        """Forward and backward: their kernels one after the other, of each kernel the fastest variant."""
+        by_role = {subject.name.rpartition("/")[2]: subject for subject in self._subjects}
+        documents = []
+        for step, roles in STEPS.items():
+            if not by_role.keys() >= set(roles) or len({by_role[role].name.partition("/")[0] for role in roles}) > 1:
+                continue
+            subjects = [by_role[role] for role in roles]
+            lines = [Line("fusekit", _sequence([subject.fastest.run for subject in subjects]))]
+            for peer in self.options.peers if self._torch is not None else ():
+                each = [line for subject in subjects for line in subject.lines if line.what == peer]
+                lines.append(Line(peer, None, error=next((line.error for line in each if line.error), None)))
+                if len(each) == len(subjects) and all(line.run is not None for line in each):
+                    lines[-1].run = _sequence([line.run for line in each])
+            flops = sum(work.flops for subject in subjects if (work := subject.lines[0].work) is not None)
+            moved = sum(work.bytes for subject in subjects if (work := subject.lines[0].work) is not None)
+            for line in lines:
+                line.work = Work(flops, moved)
+            self._time(lines, stream)
+            peer_line = next((line for line in lines[1:] if line.times), None)
+            documents.append(
+                {
+                    "step": step,
+                    "kernels": [f"{subject.name}@{subject.fastest.variant}" for subject in subjects],
+                    "lines": [line.document(self.peak, None, peer_line) for line in lines],
+                }
+            )
+        return documents
+
+    def _document(self, subject: Subject) -> dict[str, Any]:
+        dense = next((line for line in subject.lines if line.what == "dense"), None)
+        peer = next((line for line in subject.lines if line.what in PEERS and line.times), None)
+        return {
+            "name": subject.name,
+            "problem": subject.problem,
+            "lines": [line.document(self.peak, dense, peer) for line in subject.lines],
+        }
+
+    def _release(self) -> None:
+        if self._torch is not None:
+            self._torch.release()
+
+    def _settle(self) -> None:
+        """Until all streams are empty: what was made in PyTorch's own is used in another that does not wait for it."""
+        driver = self.library.devices.driver
+        driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
+
+    def _wait(self, stream: int) -> None:
+        driver = self.library.devices.driver
+        driver.check(driver.api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+
+
+def roles(names: Sequence[str]) -> list[str]:
+    """`names` in the order of a training step; the others after them, as they came."""
+    order = [*ROLES]
+    return sorted(names, key=lambda name: order.index(role) if (role := _role(name)) in ROLES else len(order))
+
+
+def _role(name: str) -> str:
+    return name.rpartition("/")[2].partition("@")[0]
+
+
+def _keeping(twin: Callable[[], Mapping[str, Any]], kept: dict[str, Any]) -> Callable[[], None]:
+    return lambda: kept.update(twin())
+
+
+def _sequence(runs: Sequence[Run | None]) -> Run:
+    def run(stream: int) -> None:
+        for each in runs:
+            assert each is not None
+            each(stream)
+
+    return run
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]

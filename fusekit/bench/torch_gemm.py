@@ -1,0 +1,230 @@
+"""What a PyTorch program runs instead of one fused GEMM: a matrix product, and the rest of the epilogue after it.
+
+`how` says which product: "grouped" is torch._grouped_mm, counts on the device; "loop" one cuBLAS call a group, with
+counts that the host would first have to wait for; "compile" is "grouped" with the rest under torch.compile (of a
+backward pass, the activation and its gradient). The rest is plain eager code on 16-bit tensors, gradients by autograd,
+as a model has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusekit.interop.torch import DTYPES
+from fusekit.runtime import DeviceArray
+
+HOWS = ("grouped", "loop", "compile")
+_TYPESTRS = {"bf16": "<i2", "fp16": "<f2", "f32": "<f4", "i32": "<i4", "u8": "|u1"}
+_CHUNK = 1 << 26  # elements that are widened at a time
+
+
+class _Memory:
+    """An array as ``__cuda_array_interface__``, which has no bfloat16: 16-bit integers stand for it."""
+
+    def __init__(self, array: DeviceArray) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": array.shape, "typestr": _TYPESTRS[array.dtype], "data": (array.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def view(array: DeviceArray) -> Tensor:
+    """The array's own memory as a tensor; the array must outlive it."""
+    return torch.as_tensor(_Memory(array), device=f"cuda:{array.device}").view(DTYPES[array.dtype])
+
+
+def on_stream(work: Callable[[], Any], device: int) -> Callable[[int], Any]:
+    """`work` on PyTorch's side, as something that is queued in the stream of a handle."""
+
+    def run(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
+            work()
+
+    return run
+
+
+def release() -> None:
+    """Gives back the device memory that PyTorch keeps for later: others need it too."""
+    torch.cuda.empty_cache()
+
+
+class Dense:
+    """One dense product of random operands, [rows, k] times [n, k] transposed, through cuBLAS: the yardstick."""
+
+    def __init__(self, rows: int, n: int, k: int, dtype: str, device: str) -> None:
+        kind = DTYPES[dtype]
+        self._x = torch.randn(rows, k, dtype=kind, device=device)
+        self._w = torch.randn(n, k, dtype=kind, device=device)
+        self._y = torch.empty(rows, n, dtype=kind, device=device)
+        self.flops = 2 * rows * n * k
+
+    def __call__(self) -> Tensor:
+        return torch.mm(self._x, self._w.T, out=self._y)
+
+
+class Unfused:
+    """The unfused twin of a GEMM of `spec` (canonical form); calling it gives its outputs by argument name.
+
+    tensors: the kernel's arguments. scalars: alpha and the activation's. sizes: rows of each group, used by "loop".
+    """
+
+    def __init__(
+        self, spec: Mapping[str, Any], tensors: Mapping[str, Tensor], scalars: Mapping[str, float],
+        sizes: Sequence[int], how: str = "grouped",
+    ) -> None:  # fmt: skip
+        self.spec, self.how, self._scalars = spec, how, dict(scalars)
+        self._t = dict(tensors)
+        self._ends = [0]
+        for size in sizes:
+            self._ends.append(self._ends[-1] + int(size))
+        backward, compiled = spec["activation"]["kind"].startswith("d"), how == "compile"
+        activation = _Activation(spec, self._scalars)
+        self._activation: Callable[[Tensor], Tensor] = (
+            torch.compile(activation, dynamic=False) if compiled and backward else activation
+        )
+        first = next(iter(tensors.values()))
+        grouped = spec["op"] == "grouped-gemm"
+        self._group_of_row = (
+            torch.repeat_interleave(torch.tensor([int(size) for size in sizes])).to(first.device) if grouped else None
+        )
+        if spec["accumulate"]:
+            self._main = self._t["dw"].clone()
+        rest = self._backward if backward else self._forward
+        self._rest = torch.compile(rest, dynamic=False) if compiled and not backward else rest
+
+    def __call__(self) -> dict[str, Tensor]:
+        if self.spec["op"] == "grouped-wgrad":
+            return {"dw": self._weight_gradient()}
+        return self._rest(self._product())
+
+    def _product(self) -> Tensor:
+        x, w = self._t["x"], self._t["w"]
+        w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
+        if self.spec["op"] == "dense-gemm":
+            return torch.mm(x, w)
+        if self.how != "loop":
+            return torch._grouped_mm(x, w, offs=self._t["offsets"])
+        out = torch.empty(x.shape[0], w.shape[-1], dtype=x.dtype, device=x.device)
+        for group, (start, end) in enumerate(pairwise(self._ends)):
+            if end > start:
+                torch.mm(x[start:end], w[group], out=out[start:end])
+        return out
+
+    def _weight_gradient(self) -> Tensor:
+        dy, x = self._t["dy"], self._t["x"]
+        if self.how != "loop":
+            dw = torch._grouped_mm(dy.T, x, offs=self._t["offsets"])
+        else:
+            dw = torch.zeros(len(self._ends) - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+            for group, (start, end) in enumerate(pairwise(self._ends)):
+                if end > start:
+                    torch.mm(dy[start:end].T, x[start:end], out=dw[group])
+        if self.spec["accumulate"]:
+            return self._main.add_(dw)
+        return dw.to(DTYPES[self.spec["out_dtype"]])
+
+    def _scaled(self, product: Tensor) -> Tensor:
+        if self.spec["alpha"] == "scalar":
+            return product * self._scalars["alpha"]
+        if self.spec["alpha"] == "group":
+            return (product * self._t["alpha"][self._group_of_row][:, None]).to(product.dtype)
+        return product
+
+    def _forward(self, product: Tensor) -> dict[str, Tensor]:
+        z = self._scaled(product)
+        if self.spec["bias"]:
+            bias = self._t["bias"]
+            z = z + (bias if self._group_of_row is None else bias[self._group_of_row])
+        y = self._activation(z)
+        if self.spec["row_scale"]:
+            y = y * self._t["row_scale"][:, None]
+        outputs = {"y": y.to(DTYPES[self.spec["out_dtype"]])}
+        if self.spec["save_preactivation"]:
+            outputs["preactivation"] = z
+        return outputs
+
+    def _backward(self, product: Tensor) -> dict[str, Tensor]:
+        gradient = self._scaled(product)
+        z = self._t["preactivation"].detach().requires_grad_()
+        y = self._activation(z)
+        outputs: dict[str, Tensor] = {}
+        value = y.detach()
+        if self.spec["dprob"]:
+            outputs["dprob"] = (gradient.float() * value.float()).sum(dim=-1)
+        if self.spec["row_scale"]:
+            scale = self._t["row_scale"][:, None]
+            gradient, value = (gradient * scale).to(y.dtype), (value * scale).to(y.dtype)
+        (outputs["dz"],) = torch.autograd.grad(y, z, gradient)
+        if self.spec["recompute"]:
+            outputs["y"] = value.to(DTYPES[self.spec["out_dtype"]])
+        if self.spec["dbias"]:
+            dz = outputs["dz"].float()
+            if self._group_of_row is None:
+                outputs["dbias"] = dz.sum(dim=0)
+            else:
+                sums = torch.zeros(len(self._ends) - 1, dz.shape[1], device=dz.device)
+                outputs["dbias"] = sums.index_add_(0, self._group_of_row, dz)
+        return outputs
+
+
+class _Activation:
+    """The activation of a spec, forward; of a backward spec the one whose derivative it is."""
+
+    def __init__(self, spec: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
+        kind, self._layout = str(spec["activation"]["kind"]), spec["glu_layout"]
+        self._gated = self._layout != "none"
+        backward = kind.startswith("d")
+        self._approximate = spec["activation"]["approximate"]
+        self._alpha = float(scalars.get("act_alpha", 1.0))
+        self._limit = float(scalars.get("act_limit", float("inf")))
+        self._up_offset = float(scalars.get("act_up_offset", 0.0))
+        self._function: Callable[[Tensor], Tensor] = {
+            "identity": lambda z: z,
+            "relu": functional.relu,
+            "srelu": lambda z: functional.relu(z).square(),
+            "silu": functional.silu,
+            "gelu": self._gelu,
+            "swiglu": self._swish,
+            "geglu": self._gelu,
+            "reglu": functional.relu,
+        }[kind[1:] if backward else kind]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        if not self._gated:
+            return self._function(z)
+        gate, up = self._split(z)
+        if self._limit != float("inf"):
+            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        return self._function(gate) * (up + self._up_offset if self._up_offset else up)
+
+    def _split(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        if self._layout == "concat":
+            gate, up = z.chunk(2, dim=-1)
+            return gate, up
+        if self._layout == "interleaved":
+            return z[..., 0::2], z[..., 1::2]
+        gate, up = z.unflatten(-1, (-1, 2, 32)).unbind(-2)
+        return gate.flatten(-2), up.flatten(-2)
+
+    def _gelu(self, z: Tensor) -> Tensor:
+        return functional.gelu(z, approximate=self._approximate)
+
+    def _swish(self, gate: Tensor) -> Tensor:
+        return functional.silu(gate) if self._alpha == 1.0 else gate * torch.sigmoid(self._alpha * gate)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Relative Frobenius distance, in float32 a chunk at a time; NaN where either holds one."""
+    got, want = got.reshape(-1), want.reshape(-1)
+    apart = torch.zeros((), dtype=torch.float64, device=got.device)
+    size = torch.zeros_like(apart)
+    for start in range(0, got.numel(), _CHUNK):
+        a, b = got[start : start + _CHUNK].float(), want[start : start + _CHUNK].float()
+        apart += (a - b).square().sum(dtype=torch.float64)
+        size += b.square().sum(dtype=torch.float64)
+    return float((apart / size.clamp(min=1e-300)).sqrt())

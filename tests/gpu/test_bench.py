@@ -1,0 +1,66 @@
+"""`fusekit bench` on the GPU: times that can be, results that agree with PyTorch's where it is installed.
+
+fusekit --store STORE build quickstart tests/gpu/block.toml          on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_bench.py
+"""
+
+import json
+
+import pytest
+
+from fusekit.bench.roofline import peak_of
+from fusekit.runtime.tuning import Tuning
+from fusekit_cli.main import main
+
+
+@pytest.fixture
+def bench(opened, capsys):
+    def run(target, *arguments):
+        if not opened.store.names(f"{target.partition('/')[0]}/*"):
+            pytest.skip(f"no kernels of {target} in {opened}; build them there and name the store")
+        code = main(["bench", target, *arguments, "--seconds", "0.05", "--json"])
+        out, err = capsys.readouterr()
+        assert out, err
+        return code, json.loads(out)
+
+    return run
+
+
+@pytest.mark.parametrize("groups", ["uneven", "even", "one"])
+def test_gemms(bench, groups):
+    code, document = bench("quickstart", "--all", "--groups", groups, "--peer", "torch", "--peer", "loop")
+    assert code == 0, document
+    with_torch = not document["notes"]
+    for kernel in document["models"][0]["kernels"]:
+        for line in kernel["lines"]:
+            assert line["error"] is None, (kernel["name"], line)
+            assert 0 < line["best_ms"] <= line["ms"] < 100
+            if peak_of(document["device"]) is not None:
+                assert line["peak_share"] < 1.0
+            if with_torch and line["what"] == "fusekit":
+                assert line["agrees"]["ok"]
+                assert line["dense_share"] > 0
+                assert line["speedup"] > 0
+
+
+def test_tokens(bench):
+    targets = ("block/topk", "block/index", "block/permute", "block/unpermute")
+    code, document = bench(*targets, "--rows", "512", "--alone", "--check")
+    assert code == 0, document
+    names = {each["name"] for each in document["tokens"]}
+    assert names == set(targets)
+    for kernel in document["tokens"]:
+        for line in kernel["lines"]:
+            assert line["error"] is None, (kernel["name"], line)
+            assert 0 < line["best_us"] <= line["us"] < 10_000
+
+
+def test_a_sweep(bench, tmp_path):
+    path = tmp_path / "table.json"
+    code, document = bench("quickstart/moe-fc1", "--sweep", "--table", str(path))
+    assert code == 0
+    assert document["tuning"]["rows"] == 1
+    (row,) = Tuning.from_bytes(path.read_bytes(), path, "sm_90a").rows
+    assert row.device == document["device"]
+    assert {variant for variant, _ in row.variants} == {"128x128-c2x1", "128x192-c2x1"}
+    assert row.variants[0][1] <= row.variants[1][1]
