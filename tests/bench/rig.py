@@ -107,24 +107,16 @@ class Rig(FakeDriver):
     def cuLibraryGetKernel(self, library: Any, name: bytes) -> Any:  # noqa: N802
         return OK, library
 
-    def cuKernelGetParamInfo(self, kernel: Any, index: int) -> Any:  # noqa: N802
-        self._become(kernel)
-        return super().cuKernelGetParamInfo(kernel, index)
-
-    def cuKernelGetFunction(self, kernel: Any) -> Any:  # noqa: N802
-        return OK, ("function", self.stack[-1], kernel)
-
-    def _become(self, kernel: Any) -> Any:
-        spec = self.specs[self._code[kernel]]
-        self.parameters = [(parameter.offset, parameter.size) for parameter in record_of(spec).parameters]
-        return spec
+    def parameters_of(self, symbol: str) -> list[tuple[int, int]]:
+        record = record_of(self.specs[self._code[symbol]])
+        return [(parameter.offset, parameter.size) for parameter in record.parameters]
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:  # noqa: N802
-        spec = self._become(function[2])
+        spec = self.specs[self._code[function[0]]]
         idle = self._capture is not None or self.timed
         self.on_launch = lambda launched: None if idle else self._compute(spec, launched)
         self._spend(self.cost(spec.full_name))
-        return super().cuLaunchKernelEx(config, function[:2], parameters, extra)
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
 
     def _compute(self, spec: Any, launched: Launched) -> None:
         made = record_of(spec)
