@@ -139,7 +139,7 @@ class _Collection:
         report.orphans = self._remove_blobs(self._orphans())
         unneeded: list[str] = []
         stay: set[str] = set()
-        while victims := self._victims(max_bytes, max_age, stay):
+        while victims := self._victims(max_bytes, max_age, stay, unneeded):
             stay |= self._evict(victims, unneeded)
         self._remove_blobs(unneeded)
         self._signatures()
@@ -152,10 +152,15 @@ class _Collection:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def _victims(self, max_bytes: int | None, max_age: float | None, stay: set[str]) -> list[tuple[Item, str]]:
-        """What policy evicts, each with the reason; those it must leave in place are added to `stay`."""
+    def _victims(
+        self, max_bytes: int | None, max_age: float | None, stay: set[str], unneeded: list[str]
+    ) -> list[tuple[Item, str]]:
+        """What policy evicts, each with the reason; those it must leave in place are added to `stay`. unneeded: blobs
+        that are there still and are about to go.
+        """
         victims = []
-        needed, total = self.needed.copy(), self.total
+        needed = self.needed.copy()
+        total = self.total - sum(self.scan.blobs[digest].bytes for digest in unneeded)
         for item in sorted(self.scan.entries.values(), key=lambda item: (-self._idle(item), item.key)):
             old = max_age is not None and self._idle(item) > max_age
             if item.key in stay or not (old or (max_bytes is not None and total > max_bytes)):

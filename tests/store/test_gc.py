@@ -81,6 +81,17 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert store.collect(max_bytes=report.kept_bytes).removed == 0
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_no_more_goes_than_has_to(tmp_path, dry_run):
+    store, entries = fill(tmp_path, 8, cubin=b"x" * 100_000)  # as of real kernels, most of the bytes are of cubins
+    total = store.collect(dry_run=True).kept_bytes
+    report = store.collect(max_bytes=total * 5 // 8, dry_run=dry_run)
+    assert [each.key for each in report.evicted] == [entry.key for entry in entries[:3]]
+    assert (report.removed, report.kept) == (3, 5)
+    assert report.kept_bytes == total - report.freed_bytes <= total * 5 // 8
+    assert len(held(store)) == (8 if dry_run else 5)
+
+
 def test_what_is_freed_is_what_the_disk_has_less(tmp_path):
     store, _ = fill(tmp_path)
 
