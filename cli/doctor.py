@@ -101,19 +101,20 @@ def _driver() -> dict[str, Any]:
 
 def _stores(session: Session) -> list[dict[str, Any]]:
     from fusekit.store import Store
-    from fusekit.store.files import is_writable
+    from fusekit.store.files import exists, is_writable
 
     answers = []
     for index, root in enumerate(session.config.roots):
         answer: dict[str, Any] = {
             "path": str(root),
             "role": "read-only layer" if index else "writable",
-            "exists": root.is_dir(),
+            "exists": None,
             "writable": None if index else is_writable(root),
             "free_bytes": None,
             "problem": None,
         }
         try:
+            answer["exists"] = exists(root) and root.is_dir()
             report = Store(root).verify()
             answer |= {name: getattr(report, name) for name in ("entries", "names", "blobs", "orphans", "temporaries")}
             answer["bad"] = len(report.bad)
@@ -175,5 +176,5 @@ def _print(document: dict[str, Any]) -> None:
             click.echo(f"        {held}, {output.size(store['free_bytes'])} free")
             for arch, rows in store.get("tuning", {}).items():
                 click.echo(f"        tuning table of {arch}: {output.plural(rows, 'row')}")
-        elif not store["exists"] and store["role"] == "writable":
+        elif store["exists"] is False and store["role"] == "writable":
             click.echo("        it does not exist yet")

@@ -47,6 +47,8 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
     kernel goes. Read-only layers are left alone.
     """
+    from fusekit.store.files import exists
+
     store = session.open_store()
     report = store.collect(max_bytes=max_size, max_age=max_age, dry_run=dry_run)
     document = asdict(report)
@@ -85,7 +87,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
         session.note(f"{output.plural(report.in_use, 'kernel')} would go as well, but a build or launch uses them now")
     for note in report.notes:
         session.note(note)
-    if not store.root.exists():
+    if not exists(store.root):
         session.note(f"there is no store at {store.root}")
 
 

@@ -44,11 +44,9 @@ def new(session: Session, file: str, comment: str) -> None:
 @common
 def show(session: Session, file: str) -> None:
     """Show the public keys of FILE: a list of trusted keys, or a private key whose public half is wanted."""
-    from fusekit.store.signature import read_public_keys, read_signing_key
+    from fusekit.store.signature import read_any_keys
 
-    path = Path(file).absolute()
-    private = path.is_file() and b"PRIVATE KEY" in path.read_bytes()[:100]
-    keys = (read_signing_key(path).public,) if private else read_public_keys(path)
+    keys = read_any_keys(Path(file).absolute())
     documents = [{"id": key.id, "comment": key.comment, "line": key.line()} for key in keys]
 
     def text() -> None:

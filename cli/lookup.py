@@ -33,4 +33,4 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
         return list(listing.names)
     if listing.problems and not is_glob(pattern):
         raise IntegrityError(listing.problems[0])
-    raise NotBuiltError.of(pattern, arch)
+    raise NotBuiltError.of(pattern, arch, f"left out: {listing.problems[0]}" if listing.problems else "")

@@ -45,7 +45,7 @@ def find(patterns: Sequence[str] = ()) -> tuple[Spec, ...]:
 
 def _path(pattern: str) -> tuple[Spec, ...]:
     path = Path(pattern)
-    if not path.exists() and path.name == pattern and (packaged := packaged_folder() / pattern).is_file():
+    if path.name == pattern and not path.exists() and (packaged := packaged_folder() / pattern).is_file():
         path = packaged
     return parse_file(path)
 

@@ -135,11 +135,25 @@ def size_of(path: AnyPath) -> int | None:
     return status.st_size
 
 
+def exists(path: Path) -> bool:
+    """Whether there is anything at `path`, links followed; StoreError where that cannot be told."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise store_error(path, "look at", error) from error
+    return True
+
+
 def is_writable(root: Path) -> bool:
     """Whether this process may write below `root`, or may make it where it is missing. Tries nothing."""
-    while not root.exists():
-        root = root.parent
-    return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    try:
+        while not exists(root):
+            root = root.parent
+        return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    except StoreError:
+        return False
 
 
 class Disk:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusekit.store import locks, marks, process
-from fusekit.store.files import Publisher, store_error
+from fusekit.store.files import Publisher, exists, store_error
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
 from fusekit.store.removal import Remover
@@ -90,7 +90,7 @@ def collect(
 ) -> CollectReport:
     """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written."""
     report = CollectReport(dry_run)
-    if not layer.root.exists():
+    if not exists(layer.root):
         return report
     if not layer.root.is_dir():
         raise store_error(layer.root, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))

@@ -204,6 +204,12 @@ def read_public_keys(path: Path) -> tuple[PublicKey, ...]:
     return tuple(keys)
 
 
+def read_any_keys(path: Path) -> tuple[PublicKey, ...]:
+    """The keys of a file of public keys, or the public half of the private key in `path`; errors as for those two."""
+    data, _ = _read_key_file(path)
+    return (read_signing_key(path).public,) if b"PRIVATE KEY" in data[:100] else read_public_keys(path)
+
+
 def _parse(line: str, where: str) -> PublicKey:
     library = _cryptography()
     kind, _, rest = line.strip().partition(" ")
@@ -238,9 +244,13 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
     # The mode is given when the file is made: there is no moment at which others could read it.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink(missing_ok=True)  # half a key, in whose place the next try would not put a whole one
+            raise
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreEr
 from fusekit.store import listing, marks, names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
-from fusekit.store.files import Disk, Publisher, read_file, revalidate
+from fusekit.store.files import Disk, Publisher, exists, read_file, revalidate
 from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
@@ -427,7 +427,7 @@ class Store:
         marked = self._mark(key)
         for pause in _PAUSES:
             found = look()
-            if found is not None or not marked or self.layers[0].entry_path(key).exists():
+            if found is not None or not marked or exists(self.layers[0].entry_path(key)):
                 return found
             time.sleep(pause)
         return look()

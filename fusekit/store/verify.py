@@ -65,7 +65,8 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
         check.entries_of(layer)
     for layer in layers:
         check.names_of(layer)
-        check.temporaries += sum(1 for _ in layer.temporary_files())
+        with contextlib.suppress(StoreError):  # a folder that cannot be listed was said above
+            check.temporaries += sum(1 for _ in layer.temporary_files())
     return VerifyReport(
         entries=check.entries,
         names=check.names,
@@ -101,6 +102,7 @@ class _Check:
         try:
             for path in layer.entry_files():
                 self.entries += 1
+                at = path  # what is at fault
                 key = path.name.removesuffix(".json")
                 try:
                     if not is_digest(key) or path != layer.entry_path(key):
@@ -109,22 +111,23 @@ class _Check:
                     if entry is None:  # collected since it was listed
                         self.entries -= 1
                         continue
-                    blob = layer.blob_path(entry.cubin_sha256)
+                    blob = at = layer.blob_path(entry.cubin_sha256)
                     if (size := _size_in_time(blob)) is None:
+                        at = path
                         if layer.size_of_entry(key) is None:  # collected since it was read
                             self.entries -= 1
                             continue
                         if layer.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                             raise damaged(path, f"names the cubin {entry.cubin_sha256}, which is missing")
                     elif size != entry.cubin_bytes:
-                        told.add(blob)
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
                     spoken_for |= digests_of(path) or frozenset()
-                    self._add(layer, path, error, key if is_digest(key) else "")
+                    told.add(at)
+                    self._add(layer, at, error, key if is_digest(key) else "")
             self._blobs_of(layer, cubins, spoken_for, told)
         except StoreError as error:
             self._add(layer, layer.root, error, "")

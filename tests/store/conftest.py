@@ -4,11 +4,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from fusekit.store import Entry, NameRecord
+from fusekit.store import Entry, NameRecord, process
 from tests.store.samples import build_entry, build_record
 
 NOBODY = 65534
@@ -29,6 +30,10 @@ def unprivileged() -> Iterator[Path]:
     """A folder, for a test that runs without the power to ignore permissions, also where the suite runs as root."""
     folder = Path(tempfile.mkdtemp())
     root = os.geteuid() == 0
+    # What is imported late is imported now: this process may be unable to read its own library afterwards.
+    build_entry(0)[0].to_bytes()
+    process.host()
+    import_module("filelock")
     if root:
         os.chown(folder, NOBODY, -1)
         os.seteuid(NOBODY)

@@ -144,6 +144,15 @@ def test_the_quick_check_compares_sizes_and_the_full_one_hashes(store):
         assert problem.key == build_entry()[0].key
 
 
+@pytest.mark.parametrize("damage", [link, fifo, directory])
+@pytest.mark.parametrize("full", [False, True])
+def test_what_is_no_plain_file_in_the_place_of_a_cubin_is_said_once(store, damage, full):
+    path = files(store)["blob"]
+    damage(path, store.root)
+    (problem,) = store.verify(full=full).bad
+    assert (problem.key, problem.path) == (build_entry()[0].key, path)
+
+
 def test_the_cubin_of_a_damaged_entry_is_not_called_unused(store):
     flip(files(store)["entry"], None)
     report = store.verify(full=True)

@@ -1,12 +1,14 @@
 """Keys and signatures: what is trusted is loaded, and not one byte of anything else."""
 
 import dataclasses
+import errno
 import os
 import pickle
 import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +85,23 @@ def test_a_key_is_never_overwritten(tmp_path, taken):
     with pytest.raises(UsageError, match="exists; a key is never overwritten"):
         generate(tmp_path / "key")
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["key", "key.pub"])
+def test_a_key_that_could_not_be_written_leaves_nothing(tmp_path, name, monkeypatch):
+    real = os.fsync
+
+    def full(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").resolve().name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match="free some space"):
+            generate(tmp_path / "key")
+    assert not list(tmp_path.iterdir())
+    assert generate(tmp_path / "key")
 
 
 @pytest.mark.parametrize("comment", ["two\nlines", "\x00", "\x1b[31m"])

@@ -3,12 +3,18 @@
 import errno
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+# Commands import their parts late; a test that gave up its rights may no longer be able to.
+from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, files
 from fusekit.store.files import Disk, read_file
+from fusekit.store.signature import read_any_keys
+from fusekit_cli.doctor import _stores
+from fusekit_cli.main import main
 from tests.store.samples import build_entry, build_record
 
 
@@ -103,6 +109,68 @@ def test_a_store_that_may_only_be_read(unprivileged, unwritable):
     assert len(reader.overview().rows) == 1
     assert not reader.verify(full=True).bad
     assert not list((root / "used").iterdir())
+
+
+class TestAFolderThatNobodyMayEnter:
+    """What cannot even be looked at is neither empty nor a defect: the path and the remedy are said."""
+
+    @pytest.fixture
+    def closed(self, unprivileged):
+        store = Store(unprivileged / "closed" / "store")
+        store.publish(*build_entry())
+        store.publish_name(build_record(build_entry()[0]))
+        yield store
+        (unprivileged / "closed").chmod(0o700)
+
+    @pytest.mark.parametrize("part", ["..", "entries", "names", "blobs/sha256"])
+    def test_whatever_is_done_says_so_or_works(self, closed, part):
+        entry, cubin = build_entry()
+        record = build_record(entry)
+        folder = closed.root.parent if part == ".." else closed.root / part
+        folder.chmod(0)
+        said = 0
+        for step in (
+            closed.collect,
+            lambda: closed.collect(max_bytes=0, dry_run=True),
+            lambda: closed.load(entry.key) or pytest.fail(),
+            lambda: closed.ensure(entry.key, lambda: (entry, cubin)),
+            lambda: closed.publish(*build_entry(1)),
+            lambda: closed.publish_name(record),
+            lambda: closed.find_name(record.name, record.arch) or pytest.fail(),
+        ):
+            try:
+                step()
+            except StoreError as error:
+                assert "Permission denied; grant access to it" in str(error)
+                said += 1
+        assert said == 7 if part == ".." else said >= 3
+        folder.chmod(0o700)
+        assert closed.load(entry.key) == (entry, cubin)
+        assert not closed.verify(full=True).bad
+
+    def test_what_is_wrong_with_it_does_not_hide_the_others(self, closed):
+        own = Store(closed.root.parent.parent / "own", [closed.root])
+        own.publish(*build_entry(1))
+        closed.root.parent.chmod(0)
+        report = own.verify(full=True)
+        assert report.entries == 1
+        assert {problem.layer for problem in report.bad} == {closed.root}
+        assert all("Permission denied" in problem.problem for problem in report.bad)
+        assert own.load(build_entry(1)[0].key) == build_entry(1)
+
+    def test_commands_say_so(self, closed, capsys, monkeypatch):
+        monkeypatch.setenv("NO_COLOR", "1")
+        closed.root.parent.chmod(0)
+        for arguments in (["gc"], ["gc", "--dry-run"], ["verify"], ["copy"], ["show", "quickstart/*"]):
+            assert main([*arguments, "--store", str(closed.root)]) != 0
+            out, err = capsys.readouterr()
+            assert f"{closed.root}" in out + err
+            assert "Permission denied" in out + err
+            assert "defect" not in err
+        (answer,) = _stores(SimpleNamespace(config=Config(closed.root)))
+        assert "Permission denied" in answer["problem"]
+        with pytest.raises(StoreError, match="Permission denied"):
+            read_any_keys(closed.root / "key")
 
 
 def test_a_store_that_vanishes(store, tmp_path):
