@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fusekit.store.files import Disk, store_error
+from fusekit.errors import UsageError
+from fusekit.store.files import Disk, exists, store_error
 from fusekit.store.keys import canonical_json, sha256
 from fusekit.store.layer import Layer
 from fusekit.store.selection import Selection
@@ -77,9 +78,13 @@ class Transfer:
 def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
     """Write `selection` of `store` to the file `path`, over what is there, in one step; signed if the store has a key.
 
-    The same kernels give the same bytes. Raises IntegrityError when a cubin is damaged, StoreError when `path` cannot
-    be written; `path` is then as it was.
+    The same kernels give the same bytes. Raises UsageError for a `path` that is no plain file or in no folder,
+    IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it is then as it was.
     """
+    if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
+        raise UsageError(f"{path} is no plain file; a bundle is one, and takes the place of another; check the path")
+    if not exists(path.parent):
+        raise UsageError(f"{path}: there is no folder {path.parent}; a bundle is put where one is; make it first")
     selection = selection.signed(store)
     members = tuple(_members(selection))
     index = _index_bytes(members)

@@ -145,9 +145,23 @@ def test_a_damaged_store_is_not_exported(store, tmp_path):
 
 def test_a_file_that_cannot_be_written(store, tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "kernels.tar", tmp_path / "absent" / "kernels.tar"):
-        with pytest.raises(StoreError, match="cannot write"):
-            export_bundle(store, select(store), path)
+    with pytest.raises(StoreError, match="cannot write"):
+        export_bundle(store, select(store), tmp_path / "file" / "kernels.tar")
+    with pytest.raises(UsageError, match="there is no folder"):
+        export_bundle(store, select(store), tmp_path / "absent" / "kernels.tar")
+
+
+def test_what_is_no_plain_file_is_not_replaced(store, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for name in ("fifo", "null", "folder"):
+        with pytest.raises(UsageError, match="is no plain file"):
+            export_bundle(store, select(store), tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
+    assert not (tmp_path / "fifo").is_file()
+    assert (tmp_path / "null").is_symlink()
 
 
 def test_an_import_that_is_killed_is_finished_by_the_next(bundle, tmp_path, monkeypatch):
