@@ -146,13 +146,15 @@ def _pass(
 
 def _summary(layers: Sequence[Layer], brief: Brief) -> Mapping[str, Any] | None:
     """The record's own copy, as long as a file of the size that the copy states lies in the entry's place; where it
-    does not, the entry itself is read. None where there is none; IntegrityError or StoreError where it cannot be.
+    does not, or where an entry has to be signed, that itself is read. None where there is none; IntegrityError or
+    StoreError where it cannot be.
     """
     problem: IntegrityError | StoreError | None = None
     for layer in layers:
         try:
             size = layer.size_of_entry(brief.key)
-            if size is not None and size == brief.summary.get("entry_bytes") and brief.summary.keys() >= SUMMARY:
+            same = size is not None and size == brief.summary.get("entry_bytes")
+            if same and brief.summary.keys() >= SUMMARY and layer.trust is None:
                 return brief.summary
             if size is not None and (entry := layer.entry(brief.key)) is not None:
                 return entry.summary()

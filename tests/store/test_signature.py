@@ -15,6 +15,7 @@ import pytest
 from fusekit import Config
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
 from fusekit.store import NameRecord, Store, documents
+from fusekit.store.keys import sha256
 from fusekit.store.selection import select, sign_selection
 from fusekit.store.signature import Trust, generate, is_key_id, read_public_keys, read_signing_key
 from tests.store.samples import build_entry, build_record
@@ -313,6 +314,22 @@ def test_tampering_with_a_signed_store(keys):
         make()
         with pytest.raises(IntegrityError):
             store.load(entry.key)
+
+
+@pytest.mark.parametrize("what", ["unsigned", "a stranger's"])
+def test_a_signed_name_does_not_vouch_for_the_listing_of_its_entry(keys, what):
+    store = signed_store(keys)
+    entry, _ = fill(store)
+    ours = read_signing_key(keys / "ours").public.id
+    path = store.layers[0].signature_path(sha256(entry.to_bytes()), ours)
+    path.unlink()
+    if what != "unsigned":
+        path.write_bytes(read_signing_key(keys / "stranger").sign("entry", entry.to_bytes()).popitem()[1])
+    overview = trusting(keys).overview()
+    assert overview.rows == ()
+    (problem,) = overview.problems
+    assert str(store.layers[0].entry_path(entry.key)) in problem
+    assert len(Store(keys / "store").overview().rows) == 1
 
 
 def test_a_changed_cubin_of_a_signed_entry_is_refused(keys):
