@@ -15,10 +15,19 @@ from fusekit.compiler.identity import Identity
 from fusekit.compiler.sources import changed
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
-from fusekit.errors import BuildError, FusekitError, IntegrityError, StoreError, ToolchainError, UsageError
+from fusekit.errors import (
+    BuildError,
+    FusekitError,
+    IntegrityError,
+    SignatureError,
+    StoreError,
+    ToolchainError,
+    UsageError,
+)
 from fusekit.spec import Spec, find
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit.store.keys import sha256
+from fusekit.store.store import PATIENCE
 
 if TYPE_CHECKING:
     from fusekit.compiler.plan import TracePlan
@@ -130,9 +139,10 @@ def build(
     executor: compiles on its processes instead, of which each needs the same fusekit and the same toolchain, but not
     the store; `jobs` is then how many kernels it is given at a time. It is left open.
 
-    Each kernel is published as it comes. One that fails, or whose process dies, does not stop the others: look at the
-    report's `failed`. Raises UsageError and SpecError for bad targets, ToolchainError without the DSL, StoreError and
-    IntegrityError when the store cannot be written, SignatureError when it would not trust what is built.
+    Each kernel is published as it comes. One that fails, whose process dies, or in whose place in the store lies what
+    cannot be replaced, does not stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad
+    targets, ToolchainError without the DSL, StoreError when the store cannot be written, SignatureError when it would
+    not trust what is built.
     """
     start = time.perf_counter()
     store = Store.open(config or Config.from_environment())
@@ -198,9 +208,13 @@ def execute(
     with store.lease() if wanted.misses else nullcontext():
         for task in wanted.hits:
             assert task.summary is not None
-            if not task.named:
-                _name(store, task)
-            report.hits += _rows(task, task.summary)
+            try:
+                if not task.named:
+                    _name(store, task)
+            except IntegrityError as error:
+                _fail(report, task, error)
+            else:
+                report.hits += _rows(task, task.summary)
         if wanted.misses:
             _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
@@ -230,8 +244,11 @@ def _build(
 
         team = remotes(executor, min(total, jobs or IN_FLIGHT))
 
+    begun: dict[str, float] = {}  # key -> when it was first tried
+
     def make(compiler: Compiler, task: Task) -> tuple[Entry, bool]:
-        return _make(compiler, task, store, planner)
+        waits = time.monotonic() - begun.setdefault(task.key, time.monotonic()) < PATIENCE
+        return _make(compiler, task, store, planner, waits)
 
     with team as (compilers, stop), closing(run(misses, compilers, make, stop)) as outcomes:
         for done, (task, outcome) in enumerate(outcomes, start=1):
@@ -243,8 +260,13 @@ def _build(
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
 
 
-def _make(compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan]) -> tuple[Entry, bool]:
-    """The entry of `task`, and whether it was compiled now. Another process may have been faster."""
+def _make(
+    compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan], waits: bool
+) -> tuple[Entry, bool]:
+    """The entry of `task`, and whether it was compiled now: another builder may have been faster. If it is at it now
+    this is postponed, as long as it `waits`: so builders of one catalogue share it.
+    """
+    from fusekit.compiler.pool import PostponedError
     from fusekit.compiler.worker import Job
 
     def compiled() -> tuple[Entry, bytes]:
@@ -263,7 +285,10 @@ def _make(compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec]
         )
         return entry, done.compiled.cubin
 
-    entry, made = store.ensure(task.key, compiled)
+    found = store.ensure_unless_held(task.key, compiled) if waits else store.ensure(task.key, compiled, patience=0)
+    if found is None:
+        raise PostponedError
+    entry, made = found
     _name(store, task, entry)
     return entry, made
 
@@ -305,8 +330,9 @@ def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:
 
 
 def _fail(report: BuildReport, task: Task, error: Exception) -> None:
-    # A kernel's own failure is reported; a store or a toolchain that fails would fail every kernel: it ends the build.
-    if isinstance(error, StoreError | IntegrityError | ToolchainError) or not isinstance(error, FusekitError):
+    # A kernel's own failure is reported; a store, its key or a toolchain that fails would fail every one: it ends the
+    # build.
+    if isinstance(error, StoreError | SignatureError | ToolchainError) or not isinstance(error, FusekitError):
         raise error
     detail = "\n".join(getattr(error, "__notes__", ()))
     report.failed += [Failed(spec.full_name, spec.arch, str(error), detail) for spec in task.specs]

@@ -32,6 +32,7 @@ _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.forkserve
 _LOG_TAIL = 2000
 _PATIENCE = 10.0
 _FAREWELL = 2.0
+_PAUSE = 0.1
 
 
 class Compiler(Protocol):
@@ -39,6 +40,10 @@ class Compiler(Protocol):
 
     def compile(self, job: Job) -> Done:
         """Compiles and proves one kernel; raises what went wrong there, or BuildError when its process dies of it."""
+
+
+class PostponedError(Exception):
+    """Raised by a task of `run` that is to be tried again later, as somebody else is at it."""
 
 
 class ForkServer:
@@ -211,9 +216,9 @@ def run(
 ) -> Generator[tuple[T, R | Exception], None, None]:
     """Runs `task` on every item, each on a thread of its own for one of `compilers`.
 
-    Yields (item, result or what `task` raised) as they finish. Closing the iterator, or an exception such as Ctrl-C in
-    the caller's thread, calls `stop`, which ends what compiles; a task that is beyond compiling is given time to
-    finish.
+    Yields (item, result or what `task` raised) as they finish; what is postponed comes behind the others. Closing the
+    iterator, or an exception such as Ctrl-C in the caller's thread, calls `stop`, which ends what compiles; a task that
+    is beyond compiling is given time to finish.
     """
     waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
     for item in items:
@@ -229,6 +234,9 @@ def run(
                 return
             try:
                 finished.put((item, task(compiler, item)))
+            except PostponedError:
+                waiting.put(item)
+                stopped.wait(_PAUSE)  # where nothing else is left this asks now and then
             except Exception as error:
                 finished.put((item, error))
 

@@ -14,9 +14,13 @@ from pathlib import Path
 from fusekit.store.files import Publisher, store_error
 
 
+class HeldError(Exception):
+    """Somebody else has the lock."""
+
+
 def acquire(path: Path, publisher: Publisher, patience: float) -> Callable[[], None] | None:
-    """Lock `path` and return what lets go of it; None where locks do not work, or somebody held it for `patience`
-    seconds. Raises StoreError where not even the folder of locks can be made: nothing could be published either.
+    """Lock `path` and return what lets go of it; None where locks do not work. Raises HeldError if somebody held it for
+    `patience` seconds, StoreError where not even the folder of locks can be made: nothing could be published either.
     """
     try:
         from filelock import FileLock, Timeout
@@ -30,7 +34,9 @@ def acquire(path: Path, publisher: Publisher, patience: float) -> Callable[[], N
     lock = FileLock(path, timeout=patience, fallback_to_soft=False)
     try:
         lock.acquire()
-    except (Timeout, NotImplementedError):
+    except Timeout:
+        raise HeldError from None
+    except NotImplementedError:
         return None
     except OSError as error:
         if path.parent.exists():

@@ -20,7 +20,7 @@ from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
 from fusekit.store.listing import Listing, NameListing, Overview
-from fusekit.store.locks import acquire
+from fusekit.store.locks import HeldError, acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
 from fusekit.store.verify import VerifyReport, verify
@@ -33,6 +33,9 @@ T = TypeVar("T")
 # Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
 # or to remove it for good, or a network file system does not show it yet.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
+
+PATIENCE = 600.0
+"""Seconds that a builder waits for another one's kernel before he makes it himself."""
 
 
 class _CubinMissingError(IntegrityError):
@@ -315,17 +318,31 @@ class Store:
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
         self._publisher.put(own.name_path(record.name, record.arch), data)
 
-    def ensure(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
+    def ensure(
+        self, key: str, make: Callable[[], tuple[Entry, bytes]], patience: float = PATIENCE
+    ) -> tuple[Entry, bool]:
         """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
         once more under its lock, made and published. However many ask at once, one of them makes it, where locks
-        work; where they do not, some more do, and the first one's stands.
+        work; where they do not, some more do, and the first one's stands. patience: as of `lock`.
         """
         if (entry := self.present(key)) is not None:
             return entry, False
-        with self.lock(key):
-            if (entry := self.present(key)) is not None:
-                return entry, False
-            return self.publish(*make()), True
+        with self.lock(key, patience):
+            return self._made(key, make)
+
+    def ensure_unless_held(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool] | None:
+        """As `ensure`, but None at once while somebody else makes it: there may be other things to do."""
+        if (entry := self.present(key)) is not None:
+            return entry, False
+        try:
+            release = acquire(self.layers[0].lock_path(key), self._publisher, 0)
+        except HeldError:
+            return None
+        try:
+            return self._made(key, make)
+        finally:
+            if release is not None:
+                release()
 
     def adopt(self, record: NameRecord) -> bool:
         """Copy the kernel of `record` from a lower layer into the writable store, with its name; False when all of it
@@ -374,13 +391,16 @@ class Store:
                     break
 
     @contextlib.contextmanager
-    def lock(self, key: str, patience: float = 600.0) -> Iterator[bool]:
+    def lock(self, key: str, patience: float = PATIENCE) -> Iterator[bool]:
         """Hold the lock of `key`, so that others need not do the same work; True when it is held.
 
         Only ever a saving: where locks do not work, or nobody lets go for `patience` seconds, the body runs without
         it (False), and publishing is as right as with it.
         """
-        release = acquire(self.layers[0].lock_path(key), self._publisher, patience)
+        try:
+            release = acquire(self.layers[0].lock_path(key), self._publisher, patience)
+        except HeldError:
+            release = None
         try:
             yield release is not None
         finally:
@@ -414,6 +434,11 @@ class Store:
         if problem is not None:
             raise problem
         return None
+
+    def _made(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
+        if (entry := self.present(key)) is not None:
+            return entry, False
+        return self.publish(*make()), True
 
     def _mark(self, key: str) -> bool:
         for lease in self._leases:

@@ -61,6 +61,53 @@ def test_a_miss_is_built_and_then_it_is_a_hit(build, store, tmp_path, monkeypatc
     assert len(steps) == 2  # nothing was compiled, so nothing was told
 
 
+def test_what_another_builder_compiles_is_left_to_it(build, store):
+    specs = [named("one"), named("two", tile=(128, 192)), named("three", cluster=(1, 1))]
+    others = {task.name: task.key for task in plan_build(specs, store).misses}
+    assert len(others) == 3
+    held = store.lock(others[specs[0].full_name])
+    assert held.__enter__()
+    steps = []
+
+    def progress(step):
+        steps.append(step.name)
+        if step.done == 2:  # all that is left is another's: who waits for it sees it come, or its builder go
+            held.__exit__(None, None, None)
+
+    report = build(*specs, jobs=1, progress=progress)
+    assert steps[1:] == [specs[1].full_name, specs[2].full_name, specs[0].full_name]
+    assert len(report.built) == 3
+
+
+def test_a_builder_that_never_lets_go_is_not_waited_for_for_ever(build, store, monkeypatch):
+    monkeypatch.setattr(building, "PATIENCE", 0.0)
+    (task,) = plan_build([LINEAR], store).misses
+    with store.lock(task.key) as held:
+        assert held
+        assert build(LINEAR, jobs=1).ok
+
+
+@pytest.mark.parametrize("kind", ["entry", "name", "name of what is there"])
+def test_what_cannot_be_replaced_fails_its_own_kernel_alone(build, store, kind):
+    one, two = named("one"), named("two", tile=(128, 192))
+    (key, _) = (task.key for task in plan_build([one, two], store).misses)
+    if kind == "name of what is there":
+        assert build(one).ok
+    own = store.layers[0]
+    path = own.entry_path(key) if kind == "entry" else own.name_path(one.full_name, one.arch)
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    report = build(one, two)
+    assert [built.name for built in report.built] == [two.full_name]
+    (failed,) = report.failed
+    assert failed.name == one.full_name
+    assert f"{path} is a directory" in failed.error
+    assert "remove it" in failed.error
+    path.rmdir()
+    assert build(one, two).ok
+    assert not store.verify(full=True).bad
+
+
 def test_names_that_share_a_kernel_share_the_work(build, store):
     report = build(named("one"), named("two", cluster_margin=3), jobs=2)
     assert [built.name for built in report.built] == ["quickstart/one@128x128-c2x1", "quickstart/two@128x128-c2x1"]

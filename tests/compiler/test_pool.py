@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.compiler.memory import available_bytes, bound
-from fusekit.compiler.pool import ForkServer, run
+from fusekit.compiler.pool import ForkServer, PostponedError, run
 from fusekit.compiler.worker import Job
 from fusekit.errors import BuildError
 
@@ -88,6 +88,23 @@ def test_leaving_early_ends_what_still_runs(misbehaving, server, tmp_path):
         time.sleep(0.01)
     outcomes.close()
     assert not alive(int(mark.read_text()))
+
+
+def test_what_is_postponed_does_not_hold_up_the_others_nor_the_end():
+    tried = []
+
+    def task(worker, item):
+        tried.append(item)
+        if item < 2:
+            raise PostponedError
+        return item
+
+    outcomes = run(list(range(6)), [None], task, lambda: None)
+    assert [next(outcomes)[0] for _ in range(4)] == [2, 3, 4, 5]
+    outcomes.close()
+    count = len(tried)
+    assert tried[:6] == list(range(6))
+    assert len(tried) == count  # its thread has ended
 
 
 def test_every_item_is_answered_once():
