@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from decimal import Decimal
 
 import click
 
@@ -23,7 +24,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     if match is None:
         raise click.BadParameter(f"{value!r} is no size; write a number of bytes, or one with K, M, G or T: 10G")
     power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1000 if match[3].lower() == "b" else 1024) ** power)
+    return int(Decimal(match[1]) * (1000 if match[3].lower() == "b" else 1024) ** power)
 
 
 def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:

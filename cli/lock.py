@@ -33,6 +33,7 @@ def command(session: Session, targets: tuple[str, ...], write: bool, folder: str
     from fusekit.compiler.build import select
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
+    from fusekit.store.files import exists
     from fusekit.store.manifest import Manifest, read_manifest, write_manifest
 
     store, identity, specs = session.open_store(), Identity(), select(targets)
@@ -46,12 +47,13 @@ def command(session: Session, targets: tuple[str, ...], write: bool, folder: str
         manifest = Manifest(arch, identity.toolchain, {})
         path = where / manifest.filename
         built = locked_in(store, wanted, identity)
-        if path.exists() and not (write and not targets):
+        there = exists(path)
+        if there and not (write and not targets):
             manifest = read_manifest(path, None if write else store.trust)
         if write:
             manifest = manifest.updated(built)
             document["written"].append(str(write_manifest(manifest, where, store.signer)))
-        elif not path.exists():
+        elif not there:
             raise UsageError(
                 f"there is no manifest {path} for {arch} and the toolchain installed here; "
                 "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"

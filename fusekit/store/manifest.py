@@ -17,6 +17,7 @@ from typing import Any
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import names
 from fusekit.store.files import Publisher, read_file
+from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust
 
@@ -123,9 +124,10 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
 
     Raises UsageError when there is none, IntegrityError when it is damaged, SignatureError when it is not trusted.
     """
-    data = read_file(path.resolve(), limit=LIMIT)
-    if data is None:
-        raise UsageError(f"there is no manifest {path}; `fusekit lock --write` makes one; check the path")
+    with given_file(path, "manifest") as (file, status):
+        if status.st_size > LIMIT:
+            raise IntegrityError(f"{path} has {status.st_size} bytes; a manifest has at most {LIMIT}; check the path")
+        data = file.read(LIMIT)
     if trust is not None:
         found = {}
         for key in trust.keys:

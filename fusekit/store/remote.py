@@ -53,7 +53,7 @@ class Remote:
     """
 
     def __init__(self, url: str, *, attempts: int = ATTEMPTS, pause: float = FIRST_PAUSE) -> None:
-        self.url = re.sub(r"//[^/@]*@", "//", url)  # shown in messages: without a password
+        self.url = _shown(url)
         self._attempts = attempts
         self._pause = pause
         self._fs, root = _filesystem(url)
@@ -220,6 +220,11 @@ def _lists_itself(filesystem: Any) -> bool:
     return kind.find is not AbstractFileSystem.find
 
 
+def _shown(url: str) -> str:
+    """`url` as it may stand in messages: without a password."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
 def _filesystem(url: str) -> tuple[Any, str]:
     if not url:
         raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
@@ -231,12 +236,14 @@ def _filesystem(url: str) -> tuple[Any, str]:
         import tenacity  # noqa: F401 - asked for here, before anything has moved
     except ImportError:
         raise StoreError("remotes need the package tenacity; pip install 'fusekit[remote]'") from None
+    shown = _shown(url)
     try:
         filesystem, root = url_to_fs(url)
     except ImportError as error:
-        raise UsageError(f"{url}: {error}; each kind of URL has its fsspec plugin; install it") from None
+        raise UsageError(f"{shown}: {error}; each kind of URL has its fsspec plugin; install it") from None
     except ValueError as error:
-        raise UsageError(f"{url}: {error}; a remote is a folder or a URL that fsspec knows; check it") from None
+        raise UsageError(f"{shown}: {error}; a remote is a folder or a URL that fsspec knows; check it") from None
     except Exception as error:
-        raise StoreError(f"{url} cannot be opened ({type(error).__name__}: {error}); check it", path=url) from error
+        why = str(error).replace(url, shown)
+        raise StoreError(f"{shown} cannot be opened ({type(error).__name__}: {why}); check it", path=shown) from error
     return filesystem, root

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from fusekit.errors import IntegrityError, SignatureError, UsageError
-from fusekit.store.manifest import Locked, Manifest, read_manifest, toolchain_label, write_manifest
+from fusekit.store.manifest import LIMIT, Locked, Manifest, read_manifest, toolchain_label, write_manifest
 from fusekit.store.signature import Trust, generate, read_signing_key
 
 TOOLCHAIN = {
@@ -100,8 +100,12 @@ def test_what_is_no_file(tmp_path):
         read_manifest(tmp_path / "x.json")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(IntegrityError, match="is a"):
+        with pytest.raises(UsageError, match="is no plain file; a manifest is; check the path"):
             read_manifest(path)
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(LIMIT + 1)
+    with pytest.raises(IntegrityError, match="a manifest has at most"):
+        read_manifest(tmp_path / "long")
 
 
 def test_a_signed_one(manifest, tmp_path, monkeypatch):

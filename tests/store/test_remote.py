@@ -567,6 +567,9 @@ def test_no_such_url(bad, message):
 
 def test_a_password_is_not_shown():
     assert Remote("http://me:secret@host/kernels").at("x") == "http://host/kernels/x"
+    with pytest.raises(UsageError, match="nosuch://host/kernels: Protocol not known") as caught:
+        Remote("nosuch://me:secret@host/kernels")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["fsspec", "tenacity"])
