@@ -127,6 +127,11 @@ class Layer:
         """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
         return bool(_listing(self.root / "names" / file, temporary=True, start=f".{start}"))
 
+    def has_entry_aside(self, key: str) -> bool:
+        """Whether a temporary of the entry of `key` lies there: somebody writes it, or has it aside to remove it."""
+        path = self.entry_path(key)
+        return bool(_listing(path.parent, temporary=True, start=f".{path.name}."))
+
     def stamp_of_name(self, name: str, arch: str) -> int | None:
         """When the record of `name` was written, in nanoseconds as its file system counts; None when there is none."""
         with contextlib.suppress(OSError):

@@ -447,13 +447,15 @@ class Store:
 
     def _patiently(self, key: str, look: Callable[[], T | None]) -> T | None:
         """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
-        collection has it aside at this moment, and will see the mark: it is looked again.
+        collection may have it aside at this moment, and will see the mark: then it is looked again.
         """
-        marked = self._mark(key)
+        marked, own = self._mark(key), self.layers[0]
         for pause in _PAUSES:
             found = look()
-            if found is not None or not marked or exists(self.layers[0].entry_path(key)):
+            if found is not None or not marked or exists(own.entry_path(key)):
                 return found
+            if not own.has_entry_aside(key):
+                break  # put back since, or gone
             time.sleep(pause)
         return look()
 

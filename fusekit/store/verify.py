@@ -17,6 +17,7 @@ from fusekit.store.layer import Layer
 from fusekit.store.scan import digests_of
 
 _PAUSES = (0.01, 0.05)  # seconds
+_PATIENCE = 2.0  # seconds, of one verification: a store that lost thousands of cubins is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,6 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
     )
 
 
-def _size_in_time(path: Path) -> int | None:
-    # A collection moves a cubin aside for a moment before it sees that a new entry needs it.
-    for pause in _PAUSES:
-        if (size := size_of(path)) is not None:
-            return size
-        time.sleep(pause)
-    return size_of(path)
-
-
 class _Check:
     def __init__(self, layers: tuple[Layer, ...], full: bool) -> None:
         self.layers, self.full = layers, full
@@ -94,6 +86,7 @@ class _Check:
         self.bad: list[Problem] = []
         self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
         self._damaged: set[str] = set()  # keys of damaged entries
+        self._patience = _PATIENCE
 
     def entries_of(self, layer: Layer) -> None:
         cubins: dict[str, Entry] = {}
@@ -112,7 +105,7 @@ class _Check:
                         self.entries -= 1
                         continue
                     blob = at = layer.blob_path(entry.cubin_sha256)
-                    if (size := _size_in_time(blob)) is None:
+                    if (size := self._size_in_time(blob)) is None:
                         at = path
                         if layer.size_of_entry(key) is None:  # collected since it was read
                             self.entries -= 1
@@ -176,6 +169,15 @@ class _Check:
                     self._add(layer, path, error, key)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
+
+    def _size_in_time(self, path: Path) -> int | None:
+        # A collection moves a cubin aside for a moment before it sees that a new entry needs it.
+        for pause in _PAUSES:
+            if (size := size_of(path)) is not None or self._patience < pause:
+                return size
+            self._patience -= pause
+            time.sleep(pause)
+        return size_of(path)
 
     def _published_since(self, key: str) -> Entry | None:
         for layer in self.layers:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, files
 from fusekit.store.files import Disk, read_file
+from fusekit.store.marks import mark_path
 from fusekit.store.signature import read_any_keys
 from fusekit_cli.doctor import _stores
 from fusekit_cli.main import main
@@ -285,6 +287,27 @@ def test_a_kernel_that_is_collected_between_entry_and_cubin_is_a_miss(store, mon
 
     monkeypatch.setattr(Store, "read_cubin", read_cubin)
     assert store.load(entry.key) is None
+
+
+def test_what_is_lost_for_good_is_not_waited_for(store, monkeypatch):
+    """Marks outlive entries that somebody removed by hand, thousands perhaps."""
+    entry, cubin = build_entry()
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits"))
+    store.layers[0].entry_path(entry.key).unlink()
+    assert mark_path(store.root, entry.key).exists()
+    assert store.present(entry.key) is None
+    assert store.ensure(entry.key, lambda: (entry, cubin)) == (entry, True)
+    assert store.present(entry.key) == entry
+
+
+def test_verification_does_not_wait_for_every_cubin_that_is_lost(store, monkeypatch):
+    for seed in range(1, 100):
+        store.publish(*build_entry(seed))
+    shutil.rmtree(store.root / "blobs")
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    assert len(store.verify().bad) == 100
+    assert 0 < sum(waits) <= 2.0
 
 
 def test_stamps_that_make_no_sense_change_nothing(store):
