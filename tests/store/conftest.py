@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.store import Entry, NameRecord, process
+from fusekit.store.signature import generate
 from tests.store.samples import build_entry, build_record
 
 NOBODY = 65534
@@ -45,3 +47,20 @@ def unprivileged() -> Iterator[Path]:
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o700)
         shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["memory", "folder", "file"])
+def url(request, tmp_path):
+    return {
+        "memory": f"memory://{uuid.uuid4().hex}/kernels",
+        "folder": str(tmp_path / "remote" / "kernels"),
+        "file": f"file://{tmp_path}/remote/kernels/",
+    }[request.param]
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Two private keys: ours and a stranger's."""
+    for name in ("ours", "stranger"):
+        generate(tmp_path / name, f"{name} of the tests")
+    return tmp_path

@@ -1,5 +1,7 @@
 """Made-up entries and names: the store does not know what a kernel is."""
 
+from pathlib import Path
+
 from fusekit.store import Entry, NameRecord, key_fields, key_of
 from fusekit.store.keys import sha256
 
@@ -29,3 +31,12 @@ def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5)
 
 def build_record(entry: Entry, name: str = "quickstart/fc1@128x160-c2x1", arch: str = "sm_90a") -> NameRecord:
     return NameRecord(name, arch, entry.key, {"kernel": "fc1"}, {"act_limit": float("inf"), "cluster_margin": 0})
+
+
+def files(root):
+    """What a store under `root` holds: path -> bytes, without what only saves work."""
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in Path(root).rglob("*")
+        if path.is_file() and path.relative_to(root).parts[0] not in ("locks", "used")
+    }

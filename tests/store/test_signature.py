@@ -21,14 +21,6 @@ from fusekit.store.signature import Trust, generate, is_key_id, read_public_keys
 from tests.store.samples import build_entry, build_record
 
 
-@pytest.fixture
-def keys(tmp_path):
-    """Two private keys: ours and a stranger's."""
-    for name in ("ours", "stranger"):
-        generate(tmp_path / name, f"{name} of the tests")
-    return tmp_path
-
-
 def signed_store(keys, name="ours", trust=None, root="store"):
     return Store(keys / root, trust=trust, signing_key=keys / name)
 

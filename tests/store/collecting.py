@@ -1,0 +1,47 @@
+"""Stores whose kernels were used some time ago."""
+
+import os
+import time
+
+from fusekit.store import Store
+from fusekit.store.marks import mark_path
+from tests.store.samples import build_entry, build_record
+
+DAY = 86400.0
+
+
+def age(path, seconds):
+    stamp = time.time() - seconds
+    os.utime(path, (stamp, stamp))
+
+
+def fill(root, count=4, *, idle=100.0, cubin=b"x" * 1000):
+    """A store with kernels f/k0 ... each used `idle` seconds before the next."""
+    store = Store(root)
+    entries = []
+    for seed in range(count):
+        entry, data = build_entry(seed, cubin=b"%d" % seed + cubin)
+        store.publish(entry, data)
+        store.publish_name(build_record(entry, f"f/k{seed}@v"))
+        use(store, entry, (count - seed) * idle)
+        entries.append(entry)
+    return store, entries
+
+
+def use(store, entry, ago):
+    own = store.layers[0]
+    age(own.entry_path(entry.key), ago)
+    age(own.blob_path(entry.cubin_sha256), ago)
+    mark = mark_path(store.root, entry.key)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    age(mark, ago)
+
+
+def held(store):
+    assert not store.verify(full=True).bad
+    return [listed.record.name.partition("/")[2] for listed in store.names()]
+
+
+def everything(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())

@@ -1,0 +1,156 @@
+"""Collection while others are in the way, and collections that are stopped."""
+
+from pathlib import Path
+
+import pytest
+
+from fusekit.store import Store
+from fusekit.store.files import Disk
+from tests.store.collecting import DAY, age, everything, fill, held
+from tests.store.samples import build_entry, build_record
+
+
+class Meddler(Disk):
+    """Calls `meddle` before or after the first rename of a file below `top`."""
+
+    def __init__(self, top: str, before: bool) -> None:
+        self.top, self.before, self.meddle = f"/{top}/", before, lambda: None
+
+    def replace(self, source: Path, target: Path) -> None:
+        meddle = self.meddle if self.top in str(source) else (lambda: None)
+        if meddle is self.meddle:
+            self.meddle = lambda: None
+        if self.before:
+            meddle()
+        super().replace(source, target)
+        if not self.before:
+            meddle()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("top", ["used", "names", "entries"])
+def test_who_marks_an_entry_and_finds_it_keeps_it(tmp_path, top, before):
+    """A reader comes at each point of an eviction; whatever he finds stays, with all that belongs to it."""
+    store, entries = fill(tmp_path)
+    disk = Meddler(top, before)
+    found = []
+    disk.meddle = lambda: found.append(Store(tmp_path).load(entries[0].key))
+    report = Store(tmp_path, disk=disk).collect(max_age=350)
+    assert len(found) == 1
+    if found[0] is not None:
+        assert (report.removed, report.in_use) == (0, 1)
+        assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
+        assert store.load(entries[0].key) == found[0]
+    assert found[0] is not None or (top, before) == ("entries", False)
+    assert not [name for name in everything(tmp_path) if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("top", ["names", "entries", "blobs"])
+def test_who_publishes_during_an_eviction_has_published(tmp_path, top, before):
+    store, _ = fill(tmp_path)
+    disk = Meddler(top, before)
+
+    def publish():
+        builder = Store(tmp_path)
+        for seed in range(4):
+            entry = builder.publish(*build_entry(seed, cubin=b"%d" % seed + b"x" * 1000))
+            builder.publish_name(build_record(entry, f"f/k{seed}@v"))
+            assert builder.load(entry.key) is not None
+
+    disk.meddle = publish
+    Store(tmp_path, disk=disk).collect(max_bytes=0)
+    assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_new_entry_keeps_a_cubin_that_was_about_to_go(tmp_path, before):
+    store, entries = fill(tmp_path, 1)
+    disk = Meddler("blobs", before)
+    other, _ = build_entry(7, cubin=b"0" + b"x" * 1000)
+    assert other.cubin_sha256 == entries[0].cubin_sha256
+
+    def plant():  # as a builder that found the cubin there, and stopped before it could look again
+        path = store.layers[0].entry_path(other.key)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(other.to_bytes())
+
+    disk.meddle = plant
+    Store(tmp_path, disk=disk).collect(max_bytes=0)
+    assert store.load(other.key) is not None
+    assert not store.verify(full=True).bad
+
+
+def test_a_name_that_means_another_kernel_meanwhile_stays(tmp_path):
+    store, entries = fill(tmp_path)
+    disk = Meddler("used", True)
+    disk.meddle = lambda: Store(tmp_path).publish_name(build_record(entries[3], "f/k0@v"))
+    Store(tmp_path, disk=disk).collect(max_age=350)
+    assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
+    assert store.find_name("f/k0@v", "sm_90a").key == entries[3].key
+
+
+class Stopper(Disk):
+    """Stops for good at step `at`, as a kill or a power loss does."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def _step(self) -> None:
+        self.at -= 1
+        if self.at < 0:
+            raise KeyboardInterrupt
+
+    def write(self, path, data):
+        self._step()
+        super().write(path, data)
+
+    def link(self, source, target):
+        self._step()
+        super().link(source, target)
+
+    def replace(self, source, target):
+        self._step()
+        super().replace(source, target)
+
+    def remove(self, path):
+        self._step()
+        super().remove(path)
+
+    def sync(self, path):
+        self._step()
+        super().sync(path)
+
+
+def test_a_collection_that_is_killed_at_any_step_leaves_a_store_that_is_whole(tmp_path):
+    for at in range(200):
+        root = tmp_path / str(at)
+        store, _ = fill(root, 3)
+        try:
+            Store(root, disk=Stopper(at)).collect(max_age=150)
+        except KeyboardInterrupt:
+            held(store)
+            # What it moved aside is its own, and this process is alive: it counts as a temporary of a running one.
+            for left in root.rglob(".*.tmp"):
+                age(left, 2 * DAY)
+            store.collect(max_age=150)
+            assert not [name for name in everything(root) if name.endswith(".tmp")]
+        else:
+            break
+        assert held(store) == ["k2@v"]
+    else:
+        pytest.fail("more steps than expected")
+    assert at > 20
+
+
+def test_a_cubin_left_aside_that_an_entry_needs_is_put_back(tmp_path):
+    store, entries = fill(tmp_path, 1)
+    blob = store.layers[0].blob_path(entries[0].cubin_sha256)
+    aside = blob.with_name(f".{blob.name}.0123456789ab-7-00.tmp")
+    blob.rename(aside)
+    assert store.load(entries[0].key) is not None
+    assert held(store) == ["k0@v"]
+    age(aside, 2 * DAY)
+    assert store.collect().temporaries == 0
+    assert held(store) == ["k0@v"]
+    assert not aside.exists()
