@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import json
 import os
-import socket
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -100,6 +101,10 @@ def test_stopping_takes_back_what_has_not_begun(tilecopy, store):
             future = concurrent.futures.Future()
             self.futures.append(future)
             if self.first.acquire(blocking=False):
+                deadline = time.monotonic() + 60
+                while len(self.futures) < 4:  # all of them wait here when the first one comes
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
                 future.set_result(function(*arguments, **options))
             return future
 
@@ -141,19 +146,12 @@ def test_no_scheduler(monkeypatch):
 # -- a Dask cluster ---------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A scheduler and two worker processes, each with a home and a store of its own; its URL, workers and folder."""
     distributed = pytest.importorskip("distributed", reason="Dask (extra `dask`) is not installed")
-    folder, port = tmp_path_factory.mktemp("cluster"), free_port()
-    address = f"tcp://127.0.0.1:{port}"
-    started = []
+    folder = tmp_path_factory.mktemp("cluster")
+    found, started = folder / "scheduler.json", []
 
     def start(name, *arguments):
         home = folder / name
@@ -173,8 +171,15 @@ def cluster(tmp_path_factory):
         return process
 
     try:
-        listening = ("--host", "127.0.0.1", "--port", str(port), "--no-dashboard")
-        start("scheduler", "distributed.cli.dask_scheduler", *listening)
+        # The system chooses a port that is free, and the scheduler says which.
+        listening = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(found))
+        scheduler = start("scheduler", "distributed.cli.dask_scheduler", *listening)
+        deadline = time.monotonic() + 60
+        while not found.exists() or not found.read_text().rstrip().endswith("}"):
+            assert scheduler.poll() is None, (folder / "scheduler" / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        address = json.loads(found.read_text())["address"]
         workers = [
             start(
                 f"worker-{index}", "distributed.cli.dask_worker", address,
@@ -184,7 +189,7 @@ def cluster(tmp_path_factory):
         ]  # fmt: skip
         with distributed.Client(address, timeout=60, set_as_default=False) as client:
             client.wait_for_workers(2, timeout=60)
-        yield f"dask://127.0.0.1:{port}", workers, folder
+        yield address.replace("tcp://", "dask://"), workers, folder
     finally:
         for process in started:
             process.kill()

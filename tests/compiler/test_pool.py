@@ -73,6 +73,16 @@ def alive(pid):
     return True
 
 
+def hanging(folder):
+    """The compile process that hangs in `folder`, once it does."""
+    mark = folder / "hanging"
+    deadline = time.monotonic() + 60
+    while not mark.exists() or not mark.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(mark.read_text())
+
+
 def test_leaving_early_ends_what_still_runs(misbehaving, server, tmp_path):
     planners = {"hangs": misbehaving.hangs, "fails": misbehaving.defective}
     workers = [server.worker(), server.worker()]
@@ -83,11 +93,9 @@ def test_leaving_early_ends_what_still_runs(misbehaving, server, tmp_path):
         server.close,
     )
     assert next(outcomes)[0] == "fails"
-    mark = Path(tmp_path, "hanging")
-    while not mark.exists() or not mark.read_text():
-        time.sleep(0.01)
+    process = hanging(tmp_path)
     outcomes.close()
-    assert not alive(int(mark.read_text()))
+    assert not alive(process)
 
 
 def test_what_is_postponed_does_not_hold_up_the_others_nor_the_end():
@@ -139,16 +147,15 @@ def test_processes_end_with_a_caller_that_is_killed(misbehaving, tmp_path):
         "ForkServer(pathlib.Path(sys.argv[1])).worker().compile(Job('a', misbehaving.hangs, sys.argv[1]))"
     )
     caller = subprocess.Popen([sys.executable, "-c", code, tmp_path, Path(__file__).parent])
-    mark = tmp_path / "hanging"
-    while not mark.exists() or not mark.read_text():
-        assert caller.poll() is None
-        time.sleep(0.01)
-    caller.kill()
-    caller.wait()
+    try:
+        process = hanging(tmp_path)
+    finally:
+        caller.kill()
+        caller.wait()
     deadline = time.monotonic() + 30
-    while alive(int(mark.read_text())) and time.monotonic() < deadline:
+    while alive(process) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not alive(int(mark.read_text()))
+    assert not alive(process)
 
 
 def test_a_process_that_takes_too_much_memory_is_named(misbehaving, tmp_path):

@@ -122,7 +122,7 @@ class Colour(enum.IntEnum):
 @pytest.mark.parametrize(
     "value",
     [float("nan"), float("inf"), {1: 2}, {"a": {None: 1}}, object(), b"bytes", {1, 2}, [1, {"x": Colour.RED}], 1j],
-    ids=repr,
+    ids=["nan", "infinity", "key", "inner key", "object", "bytes", "set", "enumeration", "complex"],
 )
 def test_what_has_no_fixed_form_has_no_identity(value):
     with pytest.raises(FusekitError):
