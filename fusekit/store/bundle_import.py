@@ -58,11 +58,12 @@ class Index:
 
 
 def import_bundle(store: Store, path: Path) -> Transfer:
-    """Publish everything in the bundle `path` into `store`, or nothing.
+    """Publish everything in the bundle `path` into `store`, or nothing of one that is wrong anywhere.
 
     Raises SignatureError when the store trusts keys and none of them signed the bundle and each document in it, before
     the index is parsed; IntegrityError for any byte of the file that is not as its index says. The store is unchanged
-    then.
+    then. A disk that fails while it is written (StoreError) keeps whole kernels, and names only once every entry is
+    there; the same import carries on.
     """
     with given_file(path, "bundle") as (file, status):
         reader = _Reader(file, status.st_size, path, store.trust)

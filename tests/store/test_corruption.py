@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, SignatureError
 from fusekit.store import Store
 from fusekit.store.documents import seal, unseal
+from fusekit.store.keys import canonical_json
+from fusekit.store.selection import select, sign_selection
+from fusekit.store.signature import Trust, generate
 from tests.store.samples import build_entry, build_record
 
 NAME = "quickstart/fc1@128x160-c2x1"
@@ -157,6 +160,31 @@ def test_the_cubin_of_a_damaged_entry_is_not_called_unused(store):
     flip(files(store)["entry"], None)
     report = store.verify(full=True)
     assert (len(report.bad), report.orphans) == (1, 0)
+
+
+def test_swapped_launch_records(store, tmp_path):
+    """As they lie there, and by somebody who writes new digests: that is what signatures are for."""
+    generate(tmp_path / "key")
+    signed = Store(store.root, signing_key=tmp_path / "key")
+    sign_selection(signed, select(signed))
+    paths = [store.layers[0].entry_path(build_entry(seed)[0].key) for seed in range(2)]
+    documents = [unseal(path.read_bytes(), path) for path in paths]
+    records = [canonical_json(document["launch"]).encode() for document in documents]
+    for path, own, other in zip(paths, records, reversed(records), strict=True):
+        path.chmod(0o644)
+        data = path.read_bytes()
+        assert data.count(own) == 1
+        path.write_bytes(data.replace(own, other))
+    for seed in range(2):
+        with pytest.raises(IntegrityError, match="does not have the digest"):
+            store.load(build_entry(seed)[0].key)
+    for path, document, other in zip(paths, documents, reversed(documents), strict=True):
+        path.write_bytes(seal(document | {"launch": other["launch"]}, "entry"))
+    trusting = Store(store.root, trust=Trust([tmp_path / "key.pub"]))
+    for seed in range(2):
+        with pytest.raises(SignatureError, match="is not signed"):
+            trusting.load(build_entry(seed)[0].key)
+    assert len(trusting.verify().bad) == 2
 
 
 def test_an_entry_under_another_key(store):
