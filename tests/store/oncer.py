@@ -1,13 +1,15 @@
 """A builder for tests that race: `oncer.py ROOT COUNT SEED LOCKS`; asks for COUNT kernels in an order of its own.
 
-A compilation is a line in ROOT/../compiled. LOCKS: "locks"; "none": there is no locking library; "local": locks that
-reach no other process, as on a mount where flock stops at the host.
+A compilation is a line in ROOT/../compiled. LOCKS: "locks"; "unless held": nobody waits for a lock, and what another
+one is at is asked for again later; "none": there is no locking library; "local": locks that reach no other process, as
+on a mount where flock stops at the host.
 """
 
 import os
 import random
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,11 +30,13 @@ def main(root: Path, count: int, seed: int, locks: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    order = list(range(count))
+    order = deque(range(count))
     random.Random(seed).shuffle(order)
+    ensure = store.ensure_unless_held if locks == "unless held" else store.ensure
     log = os.open(root.parent / "compiled", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with store.lease():
-        for number in order:
+        while order:
+            number = order.popleft()
 
             def make(number: int = number):
                 # Builds of one key differ in what is no part of it.
@@ -41,7 +45,12 @@ def main(root: Path, count: int, seed: int, locks: str) -> None:
                 time.sleep(0.002)
                 return entry, cubin
 
-            entry, _ = store.ensure(build_entry(number)[0].key, make)
+            found = ensure(build_entry(number)[0].key, make)
+            if found is None:
+                order.append(number)
+                time.sleep(0.002)
+                continue
+            entry, _ = found
             store.publish_name(build_record(entry, f"race/kernel@{number}"), entry)
             assert store.load(entry.key) is not None
 

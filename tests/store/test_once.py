@@ -44,13 +44,14 @@ def whole(root, count):
     assert all(store.load(listed.record.key) is not None for listed in store.names())
 
 
-def test_sixteen_cold_processes_compile_each_key_once(tmp_path, soak, figure):
+@pytest.mark.parametrize("locks", ["locks", "unless held"])
+def test_sixteen_cold_processes_compile_each_key_once(tmp_path, soak, figure, locks):
     count = 200 if soak else 12
-    compiled = race(tmp_path / "store", count, "locks")
+    compiled = race(tmp_path / "store", count, locks)
     assert compiled == {build_entry(number)[0].key: 1 for number in range(count)}
     whole(tmp_path / "store", count)
     if soak:
-        figure(f"{PROCESSES} cold processes, {count} keys: {compiled.total()} compilations")
+        figure(f"{PROCESSES} cold processes ({locks}), {count} keys: {compiled.total()} compilations")
 
 
 @pytest.mark.parametrize("locks", ["none", "local"])
