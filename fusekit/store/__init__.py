@@ -27,8 +27,9 @@ touched; what it did not read, its user will.)
 asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one layer does not hide a good one below.
 
 **Once.** `Store.ensure` looks a key up, and if it is missing looks again under its lock before it makes it: where
-locks work, one process makes it, and the others take what it made. Locks save work; nothing depends on them. Without
-them, or where they stop at the host, a kernel may be compiled twice, and the store is as right as before.
+locks work, one process makes it, and the others take what it made. A build goes on with its next kernel meanwhile
+(`Store.ensure_unless_held`). Locks save work; nothing depends on them. Without them, or where they stop at the host, a
+kernel may be compiled twice, and the store is as right as before.
 
 **Collection** (`fusekit.store.gc`) evicts the least recently used, by size and by age, while others read and write. A
 use is an empty file with a time stamp (`used/`), so it needs no access times; where it cannot be written, the

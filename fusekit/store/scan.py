@@ -2,8 +2,8 @@
 
 No document is understood here: an entry keeps every blob whose digest stands anywhere in its bytes, and a name goes
 with the entry whose key stands in it. So what a later version of fusekit wrote is treated as rightly as our own, and
-a damaged entry keeps what it can still be read to name. Links are not followed, and of what is no plain file, or has
-no name that a store gives, nothing is taken up.
+a damaged entry keeps what it can still be read to name. Of what is no plain file, or has no name that a store gives,
+nothing is taken up. Links to folders are not followed; as a reader finds what lies behind one, they count as unread.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Item:
 
 @dataclass(slots=True)
 class Scan:
-    """All of a store. documents: the digest of every entry and name. unread: paths of documents that could not be
-    read, so that what they need is not known.
+    """All of a store. documents: the digest of every entry and name. unread: paths of documents, or of links to folders
+    of them, that could not be read, so that what they need is not known.
     """
 
     entries: dict[str, Item] = field(default_factory=dict)
@@ -108,12 +108,12 @@ def scan(layer: Layer) -> Scan:
     for file in _files(layer.root / "blobs" / "sha256", 2, result.temporaries):
         if is_digest(file.path.name):
             result.blobs[file.path.name] = file
-    for file in _files(layer.root / "entries", 2, result.temporaries):
+    for file in _files(layer.root / "entries", 2, result.temporaries, result.unread):
         key = file.path.name.removesuffix(".json")
         data = _document(file.path, result)
         if is_digest(key) and file.path.name == f"{key}.json":
             result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
-    for file in _files(layer.root / "names", 2, result.temporaries):
+    for file in _files(layer.root / "names", 2, result.temporaries, result.unread):
         data = _document(file.path, result)
         keys = [key for key in _digests(data) if key in result.entries]
         for key in keys:
@@ -172,14 +172,16 @@ def state(path: Path) -> State | None:
         raise store_error(path, "look at", error) from error
 
 
-def _files(top: Path, depth: int, temporaries: list[File]) -> Iterator[File]:
-    """The plain files `depth` levels below `top`, those of writers aside."""
+def _files(top: Path, depth: int, temporaries: list[File], linked: list[str] | None = None) -> Iterator[File]:
+    """The plain files `depth` levels below `top`, those of writers aside; `linked` gets the links to folders."""
     try:
         with os.scandir(top) as found:
             for each in found:
                 if depth > 1:
                     if each.is_dir(follow_symlinks=False):
-                        yield from _files(Path(each.path), depth - 1, temporaries)
+                        yield from _files(Path(each.path), depth - 1, temporaries, linked)
+                    elif linked is not None and each.is_dir():
+                        linked.append(each.path)
                 elif (file := File.of(each)) is not None:
                     if each.name.endswith(TEMPORARY_SUFFIX):
                         if each.name.startswith("."):

@@ -300,6 +300,18 @@ def test_an_entry_that_cannot_be_read_stops_the_removal_of_cubins(tmp_path):
     assert store.load(entries[1].key) is not None
 
 
+def test_what_lies_behind_a_link_to_a_folder_keeps_its_cubin(tmp_path):
+    store, entries = fill(tmp_path / "store")
+    folder = store.layers[0].entry_path(entries[0].key).parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert store.load(entries[0].key, mark=False) is not None
+    report = store.collect(max_age=0.001)
+    assert str(folder) in report.notes[0]
+    assert "no cubin and no signature is removed" in report.notes[0]
+    assert store.load(entries[0].key, mark=False) is not None
+
+
 def test_what_is_not_the_stores_is_left_alone(tmp_path):
     store, _ = fill(tmp_path / "store")
     outside = tmp_path / "outside"
