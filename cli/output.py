@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -10,15 +11,26 @@ from typing import Any
 
 import click
 
+from fusekit.errors import FusekitError
 from fusekit_cli.options import Session
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
     """Print `document` with --json, else let `text` print the same for people."""
-    if session.json:
-        print_json(document)
-    else:
-        text()
+    try:
+        if session.json:
+            print_json(document)
+        else:
+            text()
+    except BrokenPipeError:  # whoever read it has seen enough
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # or Python tries once more when it ends, and exits as it likes
+        raise FusekitError(
+            f"cannot write the answer to stdout: {error.strerror}; what was asked for is done all the same; look at "
+            "where stdout leads"
+        ) from error
 
 
 def print_json(document: Any) -> None:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from fusekit.store import process
-from fusekit.store.files import AnyPath, Disk
+from fusekit.store.files import AnyPath, Disk, store_error
 
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0
@@ -90,20 +90,25 @@ class Lease:
 def leases(root: Path, now: int) -> tuple[int | None, list[Path]]:
     """When the oldest lease that is held began, None if there is none; and the leases that nobody holds any more.
 
-    now, result: nanoseconds as the file system counts them.
+    now, result: nanoseconds as the file system counts them. Raises StoreError where they cannot be listed.
     """
     host, began, ended = process.host(), [], []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for found in os.scandir(root / "leases"):
-            path = Path(found.path)
-            with contextlib.suppress(FileNotFoundError):
-                status = found.stat(follow_symlinks=False)
-                if not stat.S_ISREG(status.st_mode):
-                    continue
-                if process.is_gone(found.name, host) or abs(now - status.st_mtime_ns) > LEASE_SECONDS * 10**9:
-                    ended.append(path)
-                else:
-                    began.append(_began(path, status.st_mtime_ns))
+    try:
+        listed = list(os.scandir(root / "leases"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None, []
+    except OSError as error:
+        raise store_error(root / "leases", "list", error) from error
+    for found in listed:
+        path = Path(found.path)
+        with contextlib.suppress(FileNotFoundError):
+            status = found.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            if process.is_gone(found.name, host) or abs(now - status.st_mtime_ns) > LEASE_SECONDS * 10**9:
+                ended.append(path)
+            else:
+                began.append(_began(path, status.st_mtime_ns))
     return min(began, default=None), ended
 
 

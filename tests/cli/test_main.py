@@ -158,3 +158,20 @@ def test_a_reader_that_goes_away_is_no_traceback(store, fusekit):
     process.stdout.close()
     assert b"Traceback" not in process.stderr.read()
     process.wait()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, option):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fusekit_cli", "ls", *option],
+            env=fusekit.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "cannot write the answer to stdout: No space left on device" in done.stderr
+    assert "defect" not in done.stderr

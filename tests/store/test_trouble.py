@@ -124,11 +124,12 @@ class TestAFolderThatNobodyMayEnter:
         yield store
         (unprivileged / "closed").chmod(0o700)
 
-    @pytest.mark.parametrize("part", ["..", "entries", "names", "blobs/sha256"])
+    @pytest.mark.parametrize("part", ["..", "entries", "names", "blobs/sha256", "leases", "used", "locks"])
     def test_whatever_is_done_says_so_or_works(self, closed, part):
         entry, cubin = build_entry()
         record = build_record(entry)
         folder = closed.root.parent if part == ".." else closed.root / part
+        folder.mkdir(exist_ok=True)
         folder.chmod(0)
         said = 0
         for step in (
@@ -145,7 +146,9 @@ class TestAFolderThatNobodyMayEnter:
             except StoreError as error:
                 assert "Permission denied; grant access to it" in str(error)
                 said += 1
-        assert said == 7 if part == ".." else said >= 3
+        # Without marks, leases and locks only collection cannot do its work.
+        expected = {"..": 7, "leases": 2, "used": 2, "locks": 2}
+        assert said == expected[part] if part in expected else said >= 3
         folder.chmod(0o700)
         assert closed.load(entry.key) == (entry, cubin)
         assert not closed.verify(full=True).bad
