@@ -27,7 +27,7 @@ from fusekit.errors import (
 from fusekit.spec import Spec, find
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit.store.keys import sha256
-from fusekit.store.store import PATIENCE
+from fusekit.store.locks import PATIENCE
 
 if TYPE_CHECKING:
     from fusekit.compiler.plan import TracePlan

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from fusekit.store.files import Publisher, store_error
 
+PATIENCE = 600.0
+"""Seconds that a builder waits for another one's kernel before he makes it himself."""
+
 
 class HeldError(Exception):
     """Somebody else has the lock."""

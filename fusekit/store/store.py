@@ -20,7 +20,7 @@ from fusekit.store.gc import CollectReport, collect
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
 from fusekit.store.listing import Listing, NameListing, Overview
-from fusekit.store.locks import HeldError, acquire
+from fusekit.store.locks import PATIENCE, HeldError, acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
 from fusekit.store.verify import VerifyReport, verify
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from fusekit.config import Config
 
 T = TypeVar("T")
+Make = Callable[[], tuple[Entry, bytes]]
 
 # Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
 # or to remove it for good, or a network file system does not show it yet.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
-
-PATIENCE = 600.0
-"""Seconds that a builder waits for another one's kernel before he makes it himself."""
 
 
 class _CubinMissingError(IntegrityError):
@@ -318,9 +316,7 @@ class Store:
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
         self._publisher.put(own.name_path(record.name, record.arch), data)
 
-    def ensure(
-        self, key: str, make: Callable[[], tuple[Entry, bytes]], patience: float = PATIENCE
-    ) -> tuple[Entry, bool]:
+    def ensure(self, key: str, make: Make, patience: float = PATIENCE) -> tuple[Entry, bool]:
         """The entry of `key`, and whether `make` had to be called for it: looked up, and if it is missing looked up
         once more under its lock, made and published. However many ask at once, one of them makes it, where locks
         work; where they do not, some more do, and the first one's stands. patience: as of `lock`.
@@ -330,7 +326,7 @@ class Store:
         with self.lock(key, patience):
             return self._made(key, make)
 
-    def ensure_unless_held(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool] | None:
+    def ensure_unless_held(self, key: str, make: Make) -> tuple[Entry, bool] | None:
         """As `ensure`, but None at once while somebody else makes it: there may be other things to do."""
         if (entry := self.present(key)) is not None:
             return entry, False
@@ -435,7 +431,7 @@ class Store:
             raise problem
         return None
 
-    def _made(self, key: str, make: Callable[[], tuple[Entry, bytes]]) -> tuple[Entry, bool]:
+    def _made(self, key: str, make: Make) -> tuple[Entry, bool]:
         if (entry := self.present(key)) is not None:
             return entry, False
         return self.publish(*make()), True
