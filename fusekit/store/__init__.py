@@ -24,7 +24,9 @@ repair. A builder may replace it. (A build with nothing to do compares sizes and
 touched; what it did not read, its user will.)
 
 **Layers.** One writable root is searched first, then read-only roots in their order. Nothing is copied up unless
-asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one layer does not hide a good one below.
+asked for (`Store.adopt`, `fusekit copy`). A damaged or unreadable file in one layer does not hide a good one below:
+the first good record of a name gives its key, the first layer with a good entry of this key and a cubin to it gives
+the kernel.
 
 **Once.** `Store.ensure` looks a key up, and if it is missing looks again under its lock before it makes it: where
 locks work, one process makes it, and the others take what it made. A build goes on with its next kernel meanwhile
@@ -54,8 +56,9 @@ Not assumed:
 
 What follows from stale views: a miss where there is a hit, so work is done twice; a handle that went stale (ESTALE)
 under a reader, who opens the file again; an entry whose cubin is not visible yet, for which a reader waits and has
-the directory looked up anew, for a second at most. Collect on one host at a time, best on the file server: elsewhere
-a mark may be seen late, and a kernel that somebody has just looked up can be evicted. He has his bytes, or a miss.
+the directory looked up anew, for little more than a second. Collect on one host at a time, best on the file server:
+elsewhere a mark may be seen late, and a kernel that somebody has just looked up can be evicted. He has his bytes, or a
+miss.
 
 **What digests are for:** bit rot, cut transfers, mixed-up files. They are no defence against someone who can write to
 the store: such a person can write digests too. Give a store read-only to those who only launch.
