@@ -86,7 +86,8 @@ class Remote:
 def compile_here(job: Job) -> Done | FusekitError:
     """Runs in an executor's process: compiles `job` there, in a child that sees no GPU. Any number of threads may."""
     try:
-        own = _own(os.getpid())
+        with _FIRST:
+            own = _own(os.getpid())
         with own.guard:  # several threads of CPython 3.11 cannot parse at once
             _same_identity(job)
         with own.borrow() as worker:
@@ -135,6 +136,9 @@ class _Processes:
             yield worker
         finally:
             self._idle.put(worker)
+
+
+_FIRST = threading.Lock()  # threads that ask at once would each make one: `cache` lets them
 
 
 @functools.cache

@@ -54,13 +54,37 @@ def test_a_thread_pool(tilecopy, store):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         report = build(store, [*kernels(3), dataclasses.replace(LINEAR, kernel="broken")], tilecopy.plan, pool)
         assert pool.submit(int, "3").result() == 3  # it is the caller's, and open
+    (broken,) = report.failed
+    assert "this kernel cannot be traced" in broken.error
     assert [built.name.partition("@")[0] for built in report.built] == [f"quickstart/k{16 * n}" for n in (1, 2, 3)]
-    assert "this kernel cannot be traced" in report.failed[0].error
     assert not store.verify(full=True).bad
     entry = store.find_entry(report.built[0].key)
     assert entry.toolchain["distributions"]["nvidia-cutlass-dsl"]
     again = build(store, kernels(3), tilecopy.plan, Lost())
     assert len(again.cached) == 3  # nothing is sent for a hit
+
+
+def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
+    made = []
+
+    class Slow:
+        def __init__(self):
+            made.append(self)
+            time.sleep(0.05)
+            self.guard = threading.Lock()
+
+        def borrow(self):
+            raise BuildError("enough")
+
+    monkeypatch.setattr(executors, "_Processes", Slow)
+    executors._own.cache_clear()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
+    finally:
+        executors._own.cache_clear()
+    assert [str(answer) for answer in answers] == ["enough"] * 4
+    assert len(made) == 1
 
 
 def test_a_process_pool(tilecopy, store):
