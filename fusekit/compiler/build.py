@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,8 @@ from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from fusekit.compiler.plan import TracePlan
     from fusekit.compiler.pool import Compiler
 
