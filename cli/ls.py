@@ -22,6 +22,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
         overview = store.overview(pattern, arch)
         found.update({(row.name, row.arch): row for row in overview.rows})
         problems += overview.problems
+    roots = {layer.root: str(layer.root) for layer in store.layers}
     rows = [
         {
             "name": row.name,
@@ -31,7 +32,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
             "bytes": row.bytes,
             "registers": row.registers,
             "spill_bytes": row.spill_bytes,
-            "layer": str(row.layer),
+            "layer": roots[row.layer],
         }
         for _, row in sorted(found.items())
     ]
@@ -52,8 +53,8 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
 
     output.answer(session, rows, text)
     if not rows:
-        roots = ", ".join(str(layer.root) for layer in store.layers)
+        where = ", ".join(roots.values())
         wanted = (" of that name" if patterns else "") + (f" for {arch}" if arch else "")
-        session.note(f"nothing{wanted} in {roots}; `fusekit build` fills the store")
+        session.note(f"nothing{wanted} in {where}; `fusekit build` fills the store")
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")

@@ -105,15 +105,13 @@ def _read(path: AnyPath, limit: int, exactly: int | None) -> bytes | None:
             raise _wrong_size(path, status.st_size, f"must have {exactly}")
         if status.st_size > limit:
             raise _wrong_size(path, status.st_size, f"may have at most {limit}")
-        chunks = []
-        left = status.st_size
-        while left:
-            chunk = os.read(descriptor, left)
+        data = os.read(descriptor, status.st_size)
+        while len(data) < status.st_size:  # a large file comes in pieces
+            chunk = os.read(descriptor, status.st_size - len(data))
             if not chunk:
-                raise _wrong_size(path, status.st_size - left, f"had {status.st_size} when it was opened")
-            chunks.append(chunk)
-            left -= len(chunk)
-        return b"".join(chunks)
+                raise _wrong_size(path, len(data), f"had {status.st_size} when it was opened")
+            data += chunk
+        return data
     except OSError as error:
         raise store_error(path, "read", error) from error
     finally:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store.documents import damaged, members, seal, unseal
@@ -87,8 +87,7 @@ class NameRecord:
         return cls(name, arch, document["key"], document["spec"], defaults, document["summary"])
 
 
-@dataclass(frozen=True, slots=True)
-class Brief:
+class Brief(NamedTuple):
     """A name record that was not taken apart, which takes most of the time of reading one. See `NameRecord`.
 
     spec, defaults: canonical JSON.
