@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusekit.errors import BuildError
@@ -82,7 +82,8 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
         raise BuildError(f"{path}: {error}; mend it") from error
     here = ["fusekit", *path.relative_to(package).with_suffix("").parts]
     found: list[str] = []
-    for node in ast.walk(tree):
+    # Names stand anywhere, import statements only among statements, of which there are few.
+    for node in ast.walk(tree) if b"__import__" in data or not data.isascii() else _statements(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -99,6 +100,18 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
         if top not in _KNOWN or top in _DYNAMIC:
             raise _unidentified(path, module)
     return [module for module in found if module.startswith(tuple(f"{name}." for name in _FOLLOWED))]
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below `tree`."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, blocks, ())
+            if isinstance(inside, list):  # the body of an expression is none
+                waiting += inside
+        yield node
 
 
 def _unidentified(path: Path, what: str) -> BuildError:

@@ -102,6 +102,9 @@ class Scratch:
         if there >= size or self._closed:
             return address
         with self._growing:
+            address, there = self._given.get(key, (0, 0))
+            if there >= size or self._closed:  # another thread was first
+                return address
             # Half as much again as before: a slowly growing batch takes few allocations, three times its size at most.
             wanted = max(size, there * 3 // 2)
             wanted = -(-wanted // _SCRATCH_GRANULE) * _SCRATCH_GRANULE
