@@ -67,14 +67,15 @@ def operand_maps(spec: KernelSpec, n: Expr, rows: Expr = "M") -> list[Parameter]
     grouped = spec.op == "grouped-gemm"
     tile_m, tile_n = spec.tile
     gated_product = spec.glu_layout == "concat" and not spec.activation.backward
-    halves = spec.cluster[0] > 1 or gated_product
+    pair = spec.cluster[0] * spec.cluster[1]
+    halves = pair > 1 or gated_product
     outer = ("w.stride1", "w.stride0") if grouped else ("w.stride0",)
     dims: tuple[Expr, ...] = ("K", n) if spec.b_major == "k" else (n, "K")
     w_box = (64, tile_n // 2 if halves else tile_n) if spec.b_major == "k" else (64, 64)
     return [
         TensorMapParameter(
             "map_x", "x", dtype=spec.dtype, dims=("K", rows), strides=(in_bytes("x.stride0"),),
-            box=(64, tile_m // spec.cluster[1]), swizzle="128B", l2_promotion=L2_PROMOTION,
+            box=(64, tile_m // pair), swizzle="128B", l2_promotion=L2_PROMOTION,
         ),
         TensorMapParameter(
             "map_w", "w", dtype=spec.dtype, dims=(*dims, *(["E"] if grouped else [])),

@@ -6,7 +6,7 @@ Warps of a CTA (384 threads, one CTA an SM):
 
     warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
     warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
-    warps 2-3    idle, or at work for sums of gradients (sums.py)
+    warps 2-3    idle, or at work for sums of gradients (sums.py, column_sums.py)
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py)
     warps 8-11   consumer warpgroup 1
 
@@ -16,13 +16,14 @@ other holds the tensor cores, and named barriers hand them over. Cooperative: bo
 Operand pipeline, `stages` deep; a stage is x [tile_m, 64] and w [tile_n, 64], 128-byte swizzled:
 
     full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes
-    empty[s]   4 arrivals (one a warp) of each warpgroup that reads the stage, from every CTA of the cluster
+    empty[s]   4 arrivals (one a warp) of each warpgroup that reads the stage, from every CTA of the cluster; and one of
+               each warp that sums dy (column_sums.py)
 
     time ->      load   | k0 k1 k2 ...            | next tile's k0 k1 ...
     ping-pong    wg 0   |    mma(tile 0)          | epilogue(tile 0)     | mma(tile 2)
                  wg 1   |    (waits its turn)     | mma(tile 1)          | epilogue(tile 1)
 
-Cluster (2,1): the CTAs share w, each loads half of the box and multicasts it. Cluster (1,2): likewise x.
+The two CTAs of a cluster share w or x, as the tile says (raster.py): each loads half of it and multicasts that.
 """
 
 import cutlass
@@ -32,14 +33,17 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fusekit.kernels import ptx
+from fusekit.kernels.column_sums import ColumnSums
 from fusekit.kernels.config import THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
 from fusekit.kernels.epilogue import BIG, LARGEST, WARP_ROWS, WRAP, Epilogue
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
-from fusekit.kernels.scheduler import Scheduler, TileRing
+from fusekit.kernels.scheduler import Scheduler, TileRing, column_of
 
 
 class GemmSm90:
     """One configuration of the kernel; calling it (through cute.compile) traces host function and kernel."""
+
+    column_sums: ColumnSums | None = None  # of a weight gradient
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -117,7 +121,8 @@ class GemmSm90:
         """Clusters to launch: one for each cluster tile there can be at most, or as many as fit less the margin."""
         config = self.config
         cluster_n = config.tile[1] * config.cluster[1]
-        m_clusters = (rows + (self.scheduler.cluster_rows - 1)) // self.scheduler.cluster_rows
+        cluster_rows = config.tile[0] * config.cluster[0]
+        m_clusters = (rows + (cluster_rows - 1)) // cluster_rows
         if groups is not None:
             m_clusters = m_clusters + groups  # every group may begin a tile of its own
         most_tiles = Int64((n + (cluster_n - 1)) // cluster_n) * m_clusters
@@ -186,7 +191,6 @@ class GemmSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m, rank_n = ptx.modulo(rank, config.cluster[0]), ptx.divide(rank, config.cluster[0])
 
         allocator = cutlass.memory.SmemAllocator()
         smem_x = cute.recast_ptr(allocator.allocate(config.stages * tile_m * TILE_K * 2, 1024), dtype=self.dtype)
@@ -210,7 +214,7 @@ class GemmSm90:
         if warp == 0 and lane == 0:
             for stage in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, 4 * (1 if config.pingpong else 2) * config.cluster_size)
+                cute.arch.mbarrier_init(empty + stage, config.reading_warps * config.cluster_size)
             ring.initialise()
             for barrier in cutlass.range_constexpr(self.epilogue.barriers):
                 cute.arch.mbarrier_init(arrivals + barrier, 1)
@@ -231,13 +235,13 @@ class GemmSm90:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp == 0 and lane == 0:
                 maps, smem = (map_x, map_w), (smem_x, smem_w)
-                self.main_loop.load(maps, smem, (full, empty), ring, k, half_n, rank_m, rank_n)
+                self.main_loop.load(maps, smem, (full, empty), ring, k, half_n, rank)
             if warp == 1:
-                cluster_n = tile_n * config.cluster[1]
-                n_clusters = ptx.divide(n + (cluster_n - 1), cluster_n)
-                self.scheduler.run(ring, (offsets, groups_, rows, k, n_clusters), counters, rank)
+                self.scheduler.run(ring, (offsets, groups_, rows, k, n), counters, rank)
             if cutlass.const_expr(config.sums):
                 self.epilogue.assist(gradients, warp)
+            if cutlass.const_expr(config.column_warps > 0):
+                self.column_sums.assist(smem_x, (full, empty), ring, dbias, warp, k, n)
         else:
             cute.arch.setmaxregister_increase(config.registers[1])
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
@@ -287,6 +291,7 @@ class GemmSm90:
             cute.arch.sync_warp()
             if lane == 0:
                 ring.free(count)
+            n_tile = column_of(n_tile)
             tile = (row + row_offset, end, n_tile, group)
             self.epilogue.prepare(tile, context, seen)
             if cutlass.const_expr(config.pingpong):

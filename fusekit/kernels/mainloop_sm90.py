@@ -4,6 +4,9 @@ Barriers and timeline: see gemm_sm90.py. The position in the pipeline is a count
 that ping-pong warpgroups can skip each other's tiles without talking.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -11,8 +14,11 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from fusekit.kernels import ptx
 from fusekit.kernels.config import TILE_K, WARPGROUP, GemmConfig, dtype_of
+from fusekit.kernels.raster import ALONG_M
+from fusekit.kernels.scheduler import column_of
 
 N_BOX = 64  # columns of an n-major box: 128 bytes
+BOTH = 3  # multicast mask of a cluster of two
 
 
 class MainLoop:
@@ -23,8 +29,9 @@ class MainLoop:
         self.dtype = dtype_of(config.dtype)
         self.m_major, self.n_major = False, config.b_major == "n"
         tile_m, tile_n = config.tile
-        self.x_box = tile_m // config.cluster[1]
-        halves = config.cluster[0] > 1 or config.glu_layout == "concat"
+        self.pair = config.cluster_size > 1
+        self.x_box = tile_m // config.cluster_size
+        halves = self.pair or config.glu_layout == "concat"
         self.w_box = N_BOX if self.n_major else (tile_n // 2 if halves else tile_n)
         self.block_counts = sorted({1, config.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
         self.stage_bytes = (tile_m + tile_n) * TILE_K * 2
@@ -32,7 +39,7 @@ class MainLoop:
     # -- load ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, maps, smem, barriers, ring, k: Int32, half_n: Int32, rank_m: Int32, rank_n: Int32):
+    def load(self, maps, smem, barriers, ring, k: Int32, half_n: Int32, rank: Int32):
         """The load thread: fill stage after stage, tile after tile. maps, smem: (x, w); barriers: (full, empty)."""
         config = self.config
         (map_x, map_w), (smem_x, smem_w), (full, empty) = maps, smem, barriers
@@ -48,9 +55,10 @@ class MainLoop:
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
-                k = k_tile * TILE_K
-                self.load_x(x_map, smem_x + stage * (tile_m * TILE_K), full + stage, k, row, rank_n)
-                self.load_w(w_map, smem_w + stage * (tile_n * TILE_K), full + stage, k, n_tile, group, half_n, rank_m)
+                x = self.x_boxes(x_map, smem_x + stage * (tile_m * TILE_K), full + stage, k_tile * TILE_K, row)
+                columns = (column_of(n_tile), half_n, group)
+                w = self.w_boxes(w_map, smem_w + stage * (tile_n * TILE_K), full + stage, k_tile * TILE_K, columns)
+                self.load_pair(x, w, n_tile, rank, stage)
                 stage += 1
                 if stage == config.stages:
                     stage = Int32(0)
@@ -59,41 +67,63 @@ class MainLoop:
             row, _, n_tile, group = ring.get(count)
             ring.free(count)
 
-    def load_x(self, x_map, destination, barrier, k, row, rank_n) -> None:
-        """This CTA's share of the stage's x: all rows, or with cluster (1,2) one half for both CTAs."""
-        if self.config.cluster[1] > 1:
-            offset = rank_n * self.x_box
-            ptx.tma_load(x_map, destination + offset * TILE_K, barrier, (k, row + offset), 3)
+    def x_boxes(self, descriptor, destination, barrier, k, row) -> "Boxes":
+        """A stage of x from row `row` on."""
+        starts = [row + first for first in range(0, self.config.tile[0], self.x_box)]
+        return Boxes(descriptor, destination, barrier, starts, self.x_box, lambda start: (k, start))
+
+    def w_boxes(self, descriptor, destination, barrier, k, columns) -> "Boxes":
+        """A stage of w; columns: (tile along N, half of N, group)."""
+        n_tile, half_n, group = columns
+        tile_n = self.config.tile[1]
+        if self.config.glu_layout == "concat":
+            half = tile_n // 2
+            firsts = range(0, half, self.w_box)
+            starts = [side + n_tile * half + first for side in (0, half_n) for first in firsts]
         else:
-            ptx.tma_load(x_map, destination, barrier, (k, row))
+            starts = [n_tile * tile_n + first for first in range(0, tile_n, self.w_box)]
+        behind = (group,) if self.config.grouped else ()
+        if self.n_major:
+            return Boxes(descriptor, destination, barrier, starts, self.w_box, lambda start: (start, k, *behind))
+        return Boxes(descriptor, destination, barrier, starts, self.w_box, lambda start: (k, start, *behind))
 
     @cute.jit
-    def load_w(self, w_map, destination, barrier, k: Int32, n_tile: Int32, group: Int32, half_n: Int32, rank_m: Int32):
-        """This CTA's share of the stage's w: both halves, or with cluster (2,1) one half for both CTAs."""
-        config = self.config
-        half = config.tile[1] // 2
-        if cutlass.const_expr(config.glu_layout == "concat"):
-            columns = (n_tile * half, half_n + n_tile * half)
+    def load_pair(self, x, w, n_tile: Int32, rank: Int32, stage: Int32):
+        """This CTA's share of both operands: both whole, or one whole and half of the one that the cluster shares."""
+        if cutlass.const_expr(not self.pair):
+            self.load_own(x)
+            self.load_own(w)
+        elif n_tile >= ALONG_M:
+            self.load_own(x)
+            self.load_shared(w, rank, stage)
         else:
-            columns = (n_tile * config.tile[1], n_tile * config.tile[1] + half)
-        if cutlass.const_expr(config.cluster[0] > 1):
-            column = columns[0]
-            if rank_m > 0:
-                column = columns[1]
-            self.load_w_columns(w_map, destination + rank_m * (half * TILE_K), barrier, k, column, half, group, 3)
-        elif cutlass.const_expr(config.glu_layout == "concat"):
-            self.load_w_columns(w_map, destination, barrier, k, columns[0], half, group, None)
-            self.load_w_columns(w_map, destination + half * TILE_K, barrier, k, columns[1], half, group, None)
-        else:
-            self.load_w_columns(w_map, destination, barrier, k, columns[0], config.tile[1], group, None)
+            self.load_shared(x, rank, stage)
+            self.load_own(w)
 
-    def load_w_columns(self, w_map, destination, barrier, k, column, width, group, mask) -> None:
-        """`width` columns of w from `column` on, in as many boxes as it takes."""
-        for first in range(0, width, self.w_box):
-            where = (column + first, k) if self.n_major else (k, column + first)
-            if self.config.grouped:
-                where = (*where, group)
-            ptx.tma_load(w_map, destination + first * TILE_K, barrier, where, mask)
+    def load_own(self, boxes) -> None:
+        """All boxes, for this CTA alone."""
+        for number in range(len(boxes.starts)):
+            self.load_box(boxes, number)
+
+    def load_box(self, boxes, number: int, mask: int | None = None) -> None:
+        """One box."""
+        destination = boxes.destination + number * boxes.width * TILE_K
+        ptx.tma_load(boxes.descriptor, destination, boxes.barrier, boxes.place(boxes.starts[number]), mask)
+
+    @cute.jit
+    def load_shared(self, boxes, rank: Int32, stage: Int32):
+        """Half of the boxes, for both CTAs; of an odd number, who loads more alternates."""
+        half = len(boxes.starts) // 2
+        if cutlass.const_expr(len(boxes.starts) % 2 == 0):
+            for number in cutlass.range_constexpr(half):
+                first, second = boxes.starts[number], boxes.starts[number + half]
+                destination = boxes.destination + (rank * half + number) * (boxes.width * TILE_K)
+                where = boxes.place(first + rank * (second - first))
+                ptx.tma_load(boxes.descriptor, destination, boxes.barrier, where, BOTH)
+        else:
+            for number in cutlass.range_constexpr(len(boxes.starts)):
+                if (stage + number) & 1 == rank:
+                    self.load_box(boxes, number, BOTH)
 
     # -- accumulate ---------------------------------------------------------------------------------------------------
 
@@ -101,15 +131,26 @@ class MainLoop:
     def run_tile(self, most, fragments, pipeline, rows_left: Int32, consumer: Int32, lane: Int32):
         """Accumulate a tile of which `rows_left` rows exist; a block of 64 rows without any costs no tensor work."""
         x_fragments, w_fragment = fragments
-        if cutlass.const_expr(self.config.sums):
-            # What a block without rows would keep from tile to tile cannot be used by the epilogue in between.
-            most.fill(0.0)
         if rows_left > 64 and cutlass.const_expr(self.config.warpgroup_rows > 64):
             self.accumulate(most, (x_fragments[-1], w_fragment), pipeline, consumer, lane)
         elif rows_left > 0:
             self.accumulate(self.first_block(most), (x_fragments[0], w_fragment), pipeline, consumer, lane)
+            self.clear(most, self.config.tile[1] // 2)
         else:
             self.accumulate(None, None, pipeline, consumer, lane)
+            self.clear(most, 0)
+
+    def clear(self, accumulators, first: int) -> None:
+        """Zero the accumulators from number `first` on, which no wgmma has written.
+
+        What they would keep from tile to tile could not be used by the epilogue in between. (Zeroed before the main
+        loop, they would make ptxas wait behind every wgmma.)
+        """
+        if self.config.sums:
+            for number in range(first, cute.size(accumulators)):
+                cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))[number] = Float32(
+                    0.0
+                )
 
     @cute.jit
     def accumulate(self, accumulators, fragments, pipeline, consumer: Int32, lane: Int32):
@@ -197,6 +238,21 @@ class MainLoop:
         return make_trivial_tiled_mma(
             self.dtype, self.dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.config.tile[1])
         )
+
+
+class Boxes(NamedTuple):
+    """An operand's boxes of one stage: consecutive in shared memory, each with a start of its own in the tensor.
+
+    descriptor: its tensor map. starts: rows or columns at which the boxes begin; width: how many of them each has;
+    place: gives a box's coordinates from its start.
+    """
+
+    descriptor: Any
+    destination: Any
+    barrier: Any
+    starts: list
+    width: int
+    place: Callable
 
 
 def swizzled(dtype, columns: int, n_major: bool = False):

@@ -30,6 +30,28 @@ def modulo(a: Int32, b) -> Int32:
     return Int32(Uint32(a) % Uint32(b))
 
 
+def minimum_of(a: Int32, b) -> Int32:
+    """The smaller of two integers."""
+    return cutlass.min(a, b)
+
+
+def maximum_of(a: Int32, b) -> Int32:
+    """The larger of two integers."""
+    return cutlass.max(a, b)
+
+
+def flag(condition) -> Int32:
+    """1 where the condition holds, else 0."""
+    return Int32(condition)
+
+
+def fresh(value: Int32) -> Int32:
+    """The same number, but what follows from it is worked out here and not ahead of a loop, where it would have to be
+    kept in a register until it is used.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 
@@ -103,6 +125,16 @@ def where_at_most(a: Float32, b: Float32, value: Float32) -> Float32:
     """`value` where a <= b, else zero, whatever `value` is."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.le.f32 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b, value],
+    )
+
+
+def where_within(a: Float32, b: Float32, value: Float32) -> Float32:
+    """`value` where |a| <= b, else zero, whatever `value` is."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 t; abs.f32 t, {$r0};"
+        " setp.le.f32 p, t, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }",
         write_only_types=[Float32],
         read_only_args=[a, b, value],
     )
@@ -217,6 +249,15 @@ def mapped_address(address: Int32, rank: Int32) -> Int32:
     """Cluster address of what lies at `address` in the shared memory of CTA `rank`."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def arrive_at(barrier: Int32, rank: int) -> None:
+    """Arrive at CTA `rank`'s barrier of this local address; its own address is not kept in a register."""
+    cute.arch.inline_ptx(
+        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, {{$r0}}, {rank}; "
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }",
+        read_only_args=[barrier],
     )
 
 

@@ -1,10 +1,8 @@
 """Which tile a CTA computes next: one warp decides, everybody else in the CTA reads its ring.
 
-The grid is persistent. A cluster tile is `cluster` CTA tiles of one group; the groups' cluster tiles are numbered one
+The grid is persistent. A cluster tile is one CTA tile, or two of one group; the groups' cluster tiles are numbered one
 group after the other, so a number is turned into (group, m, n) from the row offsets, read on the device: the host
-never learns them. Inside a group, tiles go through panels of rows, M first inside a panel, so that a panel's operand
-rows stay in L2 while N advances. A group is cut into the fewest panels of at most `PANEL_ELEMENTS` elements of x, about
-equally high.
+never learns them. How a group's tiles are numbered and paired: raster.py.
 
 Static: cluster c takes the numbers c, c + clusters, c + 2 clusters and so on; each CTA works them out for itself.
 Dynamic: after its first, a cluster takes the next number from a counter in global memory. Tiles then begin in the order
@@ -21,6 +19,7 @@ from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
 from fusekit.kernels.config import TILE_K, GemmConfig
 from fusekit.kernels.ptx import (
+    arrive_at,
     arrive_expecting,
     divide,
     load_shared_v4,
@@ -29,24 +28,30 @@ from fusekit.kernels.ptx import (
     store_async_v4,
     store_shared_v4,
 )
+from fusekit.kernels.raster import ALONG_M, Raster
 
-PANEL_ELEMENTS = 12 * 2**20  # 24 MiB of 16-bit operands, about half of the L2 of an H100
 NO_TILE = -1  # in place of a group: the schedule has ended
+
+
+def column_of(n_tile: Int32) -> Int32:
+    """A tile's number along N, from the ring's word."""
+    return n_tile & (ALONG_M - 1)
 
 
 class TileRing:
     """The scheduler warp's ring of tiles in shared memory, guarded by one full and one empty barrier a slot.
 
     Arrive counts: full 1 (the scheduler); empty 1 of the load warp + 4 for each consumer warpgroup that reads the
-    slot (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative). Where one
-    scheduler serves a whole cluster, it writes every CTA's ring, and all their readers arrive at its empty barrier.
+    slot (one in ping-pong, which hands even slots to one and odd slots to the other; two in cooperative) + those of
+    column_sums.py. Where one scheduler serves a whole cluster, it writes every CTA's ring, and all their readers arrive
+    at its empty barrier.
     """
 
     def __init__(self, config: GemmConfig, slots, full, empty) -> None:
         self.config = config
         self.slots, self.full, self.empty = slots, full, empty
         self.shared = config.dynamic and config.cluster_size > 1
-        self.readers = (1 + 4 * (1 if config.pingpong else 2)) * (config.cluster_size if self.shared else 1)
+        self.readers = (1 + config.reading_warps) * (config.cluster_size if self.shared else 1)
 
     def __extract_mlir_values__(self) -> list:
         """Lets the DSL carry a ring through run-time control flow."""
@@ -104,24 +109,27 @@ class TileRing:
         """Give the slot back; one lane of each reading warp, after the warp has read it."""
         barrier = self.empty + modulo(count, self.config.ring_slots)
         if cutlass.const_expr(self.shared):
-            cute.arch.mbarrier_arrive(barrier, 0)
+            arrive_at(barrier.toint(), 0)
         else:
             cute.arch.mbarrier_arrive(barrier)
 
 
 class Scheduler:
-    """The scheduler warp's program for tiles of rows: (first row, end row of the group, tile along N, group)."""
+    """The scheduler warp's program for tiles of rows: (first row, end row of the group, tile along N, group).
+
+    ALONG_M is added to the tile along N where the cluster's CTAs share w (raster.py).
+    """
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
-        self.cluster_rows = config.tile[0] * config.cluster[0]
+        self.raster = Raster(config)
         self.sentinels = 2 if config.pingpong else 1  # each consumer warpgroup must see the end
 
     @cute.jit
     def run(self, ring: TileRing, problem, counters, rank: Int32):
         """Fill the ring until the cluster's tiles are over; all lanes of one warp.
 
-        problem: offsets, groups, rows, K, cluster tiles along N. counters: two int32 of the workspace, zero between
+        problem: offsets, groups, rows, K, N. counters: two int32 of the workspace, zero between
         launches (dynamic schedule). rank: of the CTA in its cluster.
         """
         lane = cute.arch.lane_idx()
@@ -134,19 +142,18 @@ class Scheduler:
     @cute.jit
     def publish(self, ring: TileRing, problem, counters, rank: Int32, writer, lane: Int32):
         """The loop of `run`; the lanes for which `writer` holds write the ring of CTA `rank` each."""
-        config = self.config
-        offsets, groups, rows, k, n_clusters = problem
-        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
+        tile_m = self.config.tile[0]
+        offsets, groups, rows, k, n = problem
         number = self.first_number()
         count = Int32(0)
         first = Int32(0)
-        begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, Int32(0), lane)
+        begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n, Int32(0), lane)
         chunk_end = cute.arch.shuffle_sync(last, 31)
         more = Boolean(True)
         while more:
             while number >= chunk_end and first + 32 < groups:
                 first += 32
-                begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n_clusters, chunk_end, lane)
+                begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n, chunk_end, lane)
                 chunk_end = cute.arch.shuffle_sync(last, 31)
             more = number < chunk_end
             ring.acquire(count)
@@ -154,12 +161,11 @@ class Scheduler:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(number >= last))
                 group_begin = cute.arch.shuffle_sync(begin, owner)
                 group_end = cute.arch.shuffle_sync(end, owner)
-                m_clusters = divide(group_end - group_begin + (self.cluster_rows - 1), self.cluster_rows)
-                local = number - (cute.arch.shuffle_sync(last, owner) - m_clusters * n_clusters)
-                m_cluster, n_cluster = self.place(local, m_clusters, n_clusters, k)
+                m_tiles = divide(group_end - group_begin + (tile_m - 1), tile_m)
+                local = number - (cute.arch.shuffle_sync(last, owner) - self.raster.count(m_tiles, n))
+                m_tile, n_tile = self.raster.place(local, m_tiles, n, k, rank)
                 if writer:
-                    row = group_begin + m_cluster * self.cluster_rows + rank_m * config.tile[0]
-                    ring.put(count, (row, group_end, n_cluster * config.cluster[1] + rank_n, first + owner), rank)
+                    ring.put(count, (group_begin + m_tile * tile_m, group_end, n_tile, first + owner), rank)
                 count += 1
                 number = self.next_number(counters, number, lane)
         self.finish(ring, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), count, counters, rank, writer, lane)
@@ -174,17 +180,6 @@ class Scheduler:
         grid, _, _ = cute.arch.grid_dim()
         return divide(grid, self.config.cluster_size)
 
-    def place(self, local: Int32, m_clusters: Int32, n_clusters: Int32, depth: Int32):
-        """Cluster tile along M and N of a group's `local`-th, panel by panel; `depth` elements of x in a row."""
-        most = cutlass.max(divide(Int32(PANEL_ELEMENTS // self.cluster_rows), depth), 1)  # cluster tiles in a panel
-        panels = divide(m_clusters + most - 1, most)
-        height = divide(m_clusters + panels - 1, panels)
-        panel = divide(local, height * n_clusters)
-        inside = local - panel * height * n_clusters
-        first_m = panel * height
-        n_cluster = divide(inside, cutlass.min(m_clusters - first_m, height))
-        return first_m + inside - n_cluster * cutlass.min(m_clusters - first_m, height), n_cluster
-
     @cute.jit
     def finish(self, ring: TileRing, sentinel, count: Int32, counters, rank: Int32, writer, lane: Int32):
         """Tell every reader that the schedule has ended; the slot of `count` is free already."""
@@ -197,9 +192,7 @@ class Scheduler:
             self.reset(counters, lane)
 
     @cute.jit
-    def groups_of_lanes(
-        self, offsets, first: Int32, groups: Int32, rows: Int32, n_clusters: Int32, base: Int32, lane: Int32
-    ):
+    def groups_of_lanes(self, offsets, first: Int32, groups: Int32, rows: Int32, n: Int32, base: Int32, lane: Int32):
         """Rows [begin, end) of group first + lane, and the tile number at which that group ends."""
         begin = Int32(0)
         end = Int32(0)
@@ -214,7 +207,7 @@ class Scheduler:
                 end = rows
         tiles = Int32(0)
         if end > begin:
-            tiles = divide(end - begin + (self.cluster_rows - 1), self.cluster_rows) * n_clusters
+            tiles = self.raster.count(divide(end - begin + (self.config.tile[0] - 1), self.config.tile[0]), n)
         last = tiles
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(last, 1 << step, mask_and_clamp=0)
@@ -253,17 +246,15 @@ class GroupScheduler(Scheduler):
 
     @cute.jit
     def publish(self, ring: TileRing, problem, counters, rank: Int32, writer, lane: Int32):
-        """As in `Scheduler`; problem: offsets, groups, rows, rows of dw, cluster tiles along N."""
-        config = self.config
-        offsets, groups, rows, m, n_clusters = problem
-        rank_m, rank_n = modulo(rank, config.cluster[0]), divide(rank, config.cluster[0])
+        """As in `Scheduler`; problem: offsets, groups, rows, rows of dw, columns of dw."""
+        offsets, groups, rows, m, n = problem
         number = self.first_number()
-        m_clusters = divide(m + (self.cluster_rows - 1), self.cluster_rows)
+        m_tiles = divide(m + (self.config.tile[0] - 1), self.config.tile[0])
         count = Int32(0)
         position = Int32(0)
         more = Boolean(True)
         while more:
-            group = divide(number, m_clusters * n_clusters)
+            group = divide(number, self.raster.count(m_tiles, n))
             more = group < groups
             ring.acquire(count)
             if more:
@@ -271,11 +262,9 @@ class GroupScheduler(Scheduler):
                 if group > 0:
                     begin = cutlass.max(offsets[group - 1], 0)
                 end = cutlass.max(cutlass.min(offsets[group], rows), begin)
-                local = number - group * (m_clusters * n_clusters)
-                m_cluster, n_cluster = self.place(local, m_clusters, n_clusters, cutlass.max(end - begin, 1))
+                local = number - group * self.raster.count(m_tiles, n)
+                m_tile, n_tile = self.raster.place(local, m_tiles, n, cutlass.max(end - begin, 1), rank)
                 if writer:
-                    m_tile = m_cluster * config.cluster[0] + rank_m
-                    n_tile = n_cluster * config.cluster[1] + rank_n
                     ring.put(count, (begin, end, n_tile, group, m_tile, position, Int32(0), Int32(0)), rank)
                 position += divide(end - begin + (TILE_K - 1), TILE_K)
                 count += 1

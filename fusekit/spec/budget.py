@@ -117,8 +117,7 @@ def refusals(
     limits: Limits = SM90A,
 ) -> tuple[Refusal, ...]:
     """Every rule that the combination breaks; empty when it fits."""
-    found = [*_tile_m_refusals(tile, cluster, mainloop, op)]
-    found += _tile_n_refusals(tile, cluster, op, b_major, glu_layout, backward)
+    found = [*_tile_m_refusals(tile, mainloop), *_tile_n_refusals(tile, op, b_major, glu_layout, backward)]
     if cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
@@ -127,24 +126,17 @@ def refusals(
     return tuple(found)
 
 
-def _tile_m_refusals(tile: tuple[int, int], cluster: tuple[int, int], mainloop: str, op: str) -> Iterator[Refusal]:
+def _tile_m_refusals(tile: tuple[int, int], mainloop: str) -> Iterator[Refusal]:
     tile_m = tile[0]
     if tile_m not in TILE_M[mainloop]:
         allowed = " or ".join(str(m) for m in TILE_M[mainloop])
         other = next((name for name in MAINLOOPS if tile_m in TILE_M[name]), None)
         remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
         yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
-    elif op == "grouped-wgrad" and cluster[1] > 1 and tile_m % (2 * BOX):
-        yield Refusal(
-            "tile",
-            f"tile M = {tile_m} must be a multiple of {2 * BOX} with cluster = [{cluster[0]}, {cluster[1]}] (each CTA "
-            f"of the cluster fetches half of dy's columns, in boxes of {BOX}); take tile M = {2 * BOX}, or cluster = "
-            "[2, 1]",
-        )
 
 
 def _tile_n_refusals(
-    tile: tuple[int, int], cluster: tuple[int, int], op: str, b_major: str, glu_layout: str, backward: bool
+    tile: tuple[int, int], op: str, b_major: str, glu_layout: str, backward: bool
 ) -> Iterator[Refusal]:
     tile_n = tile[1]
     if op == "grouped-wgrad":
@@ -159,9 +151,6 @@ def _tile_n_refusals(
     else:
         multiple, why = TILE_N[b_major, glu_layout]
         given = f'b_major = "{b_major}"' + ("" if glu_layout == "none" else f', glu_layout = "{glu_layout}"')
-    if cluster[0] > 1 and (op == "grouped-wgrad" or b_major == "n"):
-        multiple, why = 2 * BOX, f"each CTA of the cluster fetches half of the columns, in boxes of {BOX}"
-        given += f", cluster = [{cluster[0]}, {cluster[1]}]"
     if tile_n % multiple or not multiple <= tile_n <= MAX_TILE_N:
         lower = min(MAX_TILE_N, max(multiple, tile_n // multiple * multiple))
         upper = min(MAX_TILE_N, lower + multiple)
