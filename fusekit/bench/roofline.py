@@ -63,7 +63,8 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     if means.op == "grouped-wgrad":
         # An empty group's zeros are written, but nothing is added to it.
         weights = 2 * 4 * busy if means.accumulate else (4 if means.out_dtype == "f32" else 2) * groups
-        return Work(flops, bytes=2 * rows * (n + k) + weights * n * k)
+        sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
+        return Work(flops, bytes=2 * rows * (n + k) + weights * n * k + sums * n)
     gated = means.activation.gated
     moved = rows * k + busy * n * k
     single = rows if means.row_scale else 0  # float32 numbers

@@ -88,18 +88,18 @@ class Unfused:
             torch.compile(activation, dynamic=False) if compiled and backward else activation
         )
         first = next(iter(tensors.values()))
-        grouped = spec["op"] == "grouped-gemm"
+        grouped = spec["op"] == "grouped-gemm" or (spec["op"] == "grouped-wgrad" and spec["dbias"])
         self._group_of_row = (
             torch.repeat_interleave(torch.tensor([int(size) for size in sizes])).to(first.device) if grouped else None
         )
         if spec["accumulate"]:
-            self._main = self._t["dw"].clone()
+            self._main = {name: self._t[name].clone() for name in ("dw", "dbias") if name in self._t}
         rest = self._backward if backward else self._forward
         self._rest = torch.compile(rest, dynamic=False) if compiled and not backward else rest
 
     def __call__(self) -> dict[str, Tensor]:
         if self.spec["op"] == "grouped-wgrad":
-            return {"dw": self._weight_gradient()}
+            return {"dw": self._weight_gradient()} | ({"dbias": self._bias_gradient()} if self.spec["dbias"] else {})
         return self._rest(self._product())
 
     def _product(self) -> Tensor:
@@ -125,8 +125,16 @@ class Unfused:
                 if end > start:
                     torch.mm(dy[start:end].T, x[start:end], out=dw[group])
         if self.spec["accumulate"]:
-            return self._main.add_(dw)
+            return self._main["dw"].add_(dw)
         return dw.to(DTYPES[self.spec["out_dtype"]])
+
+    def _bias_gradient(self) -> Tensor:
+        sums = self._sums_of_groups(self._t["dy"].float())
+        return self._main["dbias"].add_(sums) if self.spec["accumulate"] else sums
+
+    def _sums_of_groups(self, rows: Tensor) -> Tensor:
+        sums = torch.zeros(len(self._ends) - 1, rows.shape[1], device=rows.device)
+        return sums.index_add_(0, self._group_of_row, rows)
 
     def _scaled(self, product: Tensor) -> Tensor:
         if self.spec["alpha"] == "scalar":
@@ -164,11 +172,7 @@ class Unfused:
             outputs["y"] = value.to(DTYPES[self.spec["out_dtype"]])
         if self.spec["dbias"]:
             dz = outputs["dz"].float()
-            if self._group_of_row is None:
-                outputs["dbias"] = dz.sum(dim=0)
-            else:
-                sums = torch.zeros(len(self._ends) - 1, dz.shape[1], device=dz.device)
-                outputs["dbias"] = sums.index_add_(0, self._group_of_row, dz)
+            outputs["dbias"] = dz.sum(dim=0) if self._group_of_row is None else self._sums_of_groups(dz)
         return outputs
 
 

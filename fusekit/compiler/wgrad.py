@@ -35,7 +35,7 @@ from fusekit.compiler.hopper import (
 from fusekit.compiler.plan import TracePlan
 from fusekit.spec import KernelSpec
 
-OPERANDS = ("dy", "x", "dw", "offsets", "workspace")
+OPERANDS = ("dy", "x", "dw", "offsets", "dbias", "workspace")
 
 
 def plan(spec: KernelSpec) -> TracePlan:
@@ -53,6 +53,7 @@ def record(spec: KernelSpec) -> LaunchRecord:
     role = "inout" if spec.accumulate else "output"
     vector = 16 // DTYPE_BYTES[spec.out_dtype]
     dynamic = spec.schedule == "dynamic"
+    sums = [TensorArgument("dbias", role, "f32", ("E", "N"), ("N", 1), alignment=4)] if spec.dbias else []
     return LaunchRecord(
         arch=spec.arch,
         arguments=(
@@ -60,6 +61,7 @@ def record(spec: KernelSpec) -> LaunchRecord:
             rows("x", "K"),
             TensorArgument("dw", role, spec.out_dtype, ("E", "N", "K"), ("dw.stride0", "dw.stride1", 1), vector),
             TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+            *sums,
         ),
         dims=(
             Dim("M", maximum=BIG),
@@ -78,7 +80,7 @@ def record(spec: KernelSpec) -> LaunchRecord:
 
 
 def _tiles(spec: KernelSpec) -> Expr:
-    """Cluster tiles."""
+    """Cluster tiles at most."""
     tile_m, tile_n = spec.tile[0] * spec.cluster[0], spec.tile[1] * spec.cluster[1]
     return ["mul", ["ceildiv", "N", tile_m], ["ceildiv", "K", tile_n], "E"]
 
@@ -102,6 +104,8 @@ def _parameters(spec: KernelSpec) -> tuple[Parameter, ...]:
         ),
         PointerParameter("offsets_pointer", "offsets"),
     ]
+    if spec.dbias:
+        parameters.append(PointerParameter("dbias_pointer", "dbias"))
     if spec.schedule == "dynamic":
         parameters.append(PointerParameter("counters", "workspace"))
     integers = (("groups", "E"), ("rows", "M"), ("columns", "K"), ("gradient_rows", "N"))
@@ -111,4 +115,5 @@ def _parameters(spec: KernelSpec) -> tuple[Parameter, ...]:
 def _function(spec: KernelSpec) -> Any:
     from fusekit.kernels.wgrad_sm90 import WgradSm90
 
-    return WgradSm90(config(spec, grouped=True, b_major="n", wgrad=True, accumulate=spec.accumulate))
+    own = {"grouped": True, "b_major": "n", "wgrad": True, "accumulate": spec.accumulate, "dbias": spec.dbias}
+    return WgradSm90(config(spec, **own))

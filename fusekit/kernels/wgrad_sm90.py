@@ -12,11 +12,12 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fusekit.kernels import ptx
+from fusekit.kernels.column_sums import ColumnSums
 from fusekit.kernels.config import CONSUMER_WARPGROUPS, THREADS, TILE_K, WARPGROUP, GemmConfig, dtype_of
 from fusekit.kernels.epilogue import BIG, BOXES, WARP_ROWS, StagingBoxes, box_columns
 from fusekit.kernels.gemm_sm90 import GemmSm90, box_map
-from fusekit.kernels.mainloop_sm90 import N_BOX, MainLoop
-from fusekit.kernels.scheduler import GroupScheduler
+from fusekit.kernels.mainloop_sm90 import N_BOX, Boxes, MainLoop
+from fusekit.kernels.scheduler import GroupScheduler, column_of
 
 
 class WgradLoop(MainLoop):
@@ -28,7 +29,7 @@ class WgradLoop(MainLoop):
         self.w_box = N_BOX
 
     @cute.jit
-    def load(self, maps, smem, barriers, ring, k: Int32, half_n: Int32, rank_m: Int32, rank_n: Int32):
+    def load(self, maps, smem, barriers, ring, k: Int32, half_n: Int32, rank: Int32):
         """The load thread. maps, smem: (dy, x); the other arguments are the parent's."""
         config = self.config
         (map_dy, map_x), (smem_dy, smem_x), (full, empty) = maps, smem, barriers
@@ -44,13 +45,11 @@ class WgradLoop(MainLoop):
             while left > 0:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
+                rows = (BIG - left, BIG, end)
                 to_dy, to_x = smem_dy + stage * (tile_m * TILE_K), smem_x + stage * (tile_n * TILE_K)
-                self.load_share(
-                    dy_map, to_dy, full + stage, m_tile * tile_m, tile_m, left, end, rank_n, config.cluster[1]
-                )
-                self.load_share(
-                    x_map, to_x, full + stage, n_tile * tile_n, tile_n, left, end, rank_m, config.cluster[0]
-                )
+                dy = self.boxes(dy_map, to_dy, full + stage, m_tile * tile_m, tile_m, rows)
+                x = self.boxes(x_map, to_x, full + stage, column_of(n_tile) * tile_n, tile_n, rows)
+                self.load_pair(dy, x, n_tile, rank, stage)
                 left -= TILE_K
                 stage += 1
                 if stage == config.stages:
@@ -60,16 +59,10 @@ class WgradLoop(MainLoop):
             row, end, n_tile, group, m_tile, _, _, _ = ring.get(count)
             ring.free(count)
 
-    def load_share(self, descriptor, destination, barrier, column, width, left, end, rank, sharers) -> None:
-        """This CTA's share of `width` columns from `column` on: all, or its half for both CTAs that need them."""
-        mask = 3 if sharers > 1 else None
-        width = width // sharers
-        if sharers > 1:
-            column = column + rank * width
-            destination = destination + rank * (width * TILE_K)
-        for first in range(0, width, N_BOX):
-            where = (column + first, BIG - left, BIG, end)
-            ptx.tma_load(descriptor, destination + first * TILE_K, barrier, where, mask)
+    def boxes(self, descriptor, destination, barrier, column, width: int, rows) -> Boxes:
+        """A stage of `width` columns from `column` on; rows: coordinates behind that of the column."""
+        starts = [column + first for first in range(0, width, N_BOX)]
+        return Boxes(descriptor, destination, barrier, starts, N_BOX, lambda start: (start, *rows))
 
 
 class GradEpilogue:
@@ -124,6 +117,7 @@ class WgradSm90(GemmSm90):
         self.main_loop = WgradLoop(config)
         self.epilogue = GradEpilogue(config)
         self.scheduler = GroupScheduler(config)
+        self.column_sums = ColumnSums(config, self.main_loop) if config.column_warps else None
 
     @cute.jit
     def __call__(
@@ -132,12 +126,13 @@ class WgradSm90(GemmSm90):
         x: cute.Tensor,
         dw: cute.Tensor,
         offsets: cute.Tensor,
+        dbias,
         counters,
         sm_count: Int32,
         cluster_margin: Int32,
         stream: CUstream,
     ):
-        """Make the tensor maps and the grid, launch. dy [M, N], x [M, K], dw [E, N, K]."""
+        """Make the tensor maps and the grid, launch. dy [M, N], x [M, K], dw [E, N, K], dbias [E, N]."""
         config = self.config
         load = cpasync.CopyBulkTensorTileG2SOp()
         map_dy = self.ragged_map(load, dy, (N_BOX, TILE_K))
@@ -163,7 +158,7 @@ class WgradSm90(GemmSm90):
             None,
             None,
             None,
-            None,
+            dbias.iterator if cutlass.const_expr(config.dbias) else None,
             counters.iterator if cutlass.const_expr(config.dynamic) else None,
             None,
             groups,
@@ -208,6 +203,7 @@ class WgradSm90(GemmSm90):
                 ring.free(count)
             if cutlass.const_expr(config.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * WARPGROUP)
+            n_tile = column_of(n_tile)
             k_tiles = ptx.divide(end - row + (TILE_K - 1), TILE_K)
             first = m_tile * config.tile[0] + row_offset
             if k_tiles > 0:

@@ -34,18 +34,20 @@ def gemm(
     x [M, K]; w [E, N, K] (``b_major`` "k") or [E, K, N] ("n"), without E for dense-gemm; offsets int32[E], the end row
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
     ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For grouped-wgrad: dy
-    [M, N], x [M, K], offsets; dw float32[E, N, K], what it holds before the launch, when it accumulates.
+    [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
+    dbias float32[E, N].
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
-    are NaN: the kernel leaves them alone. dw is [E, N, K].
+    are NaN: the kernel leaves them alone. dw is [E, N, K], and dbias [E, N] where the spec has it.
 
     A backward activation takes preactivation [M, N], or [M, 2N] if it is gated, and gives dz of that shape; y [M, N]
     with ``recompute``; float32 dprob [M] with ``dprob``; float32 dbias, as many columns as dz, [E, ...] or [...], with
     ``dbias``.
 
-    With ``rows`` only those are computed, and come in that order; row e N + n of dw is dw[e, n]. ``columns`` chooses
-    those of y (of da for a backward activation, of dw), and of other outputs the ones that belong to them, gates before
-    ups. A sum over what is not there whole is left out: dbias with ``rows``, dprob with ``columns``.
+    With ``rows`` only those are computed, and come in that order; row e N + n of dw is dw[e, n], to which dbias[e, n]
+    belongs. ``columns`` chooses those of y (of da for a backward activation, of dw), and of other outputs the ones that
+    belong to them, gates before ups. A sum over what is not there whole is left out: a backward activation's dbias with
+    ``rows``, dprob with ``columns``.
 
     ``ValueError`` says which argument is missing, has a wrong shape, or which row no group owns.
     """

@@ -110,7 +110,10 @@ def _wgrad_inputs(
     }
     if means.accumulate:
         # As many bits as float32 has, of which a 16-bit format would lose most.
-        inputs["dw"] = np.random.default_rng(seed).uniform(-1.7, 1.7, shape).astype(np.float32)
+        rng = np.random.default_rng(seed)
+        inputs["dw"] = rng.uniform(-1.7, 1.7, shape).astype(np.float32)
+        if means.dbias:
+            inputs["dbias"] = rng.uniform(-1.7, 1.7, shape[:2]).astype(np.float32)
     return inputs
 
 
@@ -125,14 +128,18 @@ def output_shapes(
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
     "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. grouped-wgrad: "dw":
-    [E, N, K] of out_dtype. A backward activation: "dz": [M, N], or [M, 2N] when gated, of dtype; if asked for, "y": [M,
-    N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz], without E for dense-gemm, of float32.
+    [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or [M,
+    2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
+    without E for dense-gemm, of float32.
     """
     means = meaning(spec)
     gated = means.glu_layout != "none"
-    if means.op == "grouped-wgrad":
-        return {"dw": ((E, N, K), means.out_dtype)}
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    if means.op == "grouped-wgrad":
+        shapes["dw"] = ((E, N, K), means.out_dtype)
+        if means.dbias:
+            shapes["dbias"] = ((E, N), "f32")
+        return shapes
     if means.activation.backward:
         width = 2 * N if gated else N
         shapes["dz"] = ((M, width), means.dtype)

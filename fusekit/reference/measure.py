@@ -42,12 +42,13 @@ class Expected:
 
     def table(self, whole: Array) -> Array:
         """``whole`` as [rows, columns]."""
-        return whole[:, None] if self._upright else whole.reshape(-1, whole.shape[-1])
+        return whole.reshape(-1, 1 if self._upright else whole.shape[-1])
 
     @property
     def _upright(self) -> bool:
-        """Whether the buffer is a vector with a number for each row, not one row."""
-        return len(self.shape) == 1 and self.columns is None and self.value.shape[1] == 1
+        """Whether the buffer, of more than one column or a vector, is taken as one with a number for each row."""
+        one = self.columns is None and self.value.shape[1] == 1
+        return one and bool(self.shape) and (len(self.shape) == 1 or self.shape[-1] > 1)
 
     def only(self, keep: NDArray[np.bool_]) -> Expected:
         """The rows where ``keep`` bool[R] says so."""
@@ -56,8 +57,10 @@ class Expected:
     def place(self, row: int, column: int) -> tuple[int, ...]:
         """Where element (row, column) of ``value`` lies in the buffer."""
         across = column if self.columns is None else int(self.columns[column])
+        if self._upright:
+            return tuple(int(index) for index in np.unravel_index(self.rows[row], self.shape))
         if len(self.shape) == 1:
-            return (int(self.rows[row]),) if self._upright else (across,)
+            return (across,)
         leading = self.shape[:-1] or (int(self.rows[row]) + 1,)
         return (*(int(index) for index in np.unravel_index(self.rows[row], leading)), across)
 

@@ -1,5 +1,8 @@
 """What ``grouped-wgrad`` means, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
 
+``dbias`` is the float32 dbias[e] = sum of dy[rows of e], plus what it holds before where dw is added to. It is as if x
+had a column of ones more, and as far off.
+
 Float32 is off from it by less than c + s u |ref|, with u = 2**-23, s the steps of 16 rows that a group has, and
 
     c = u (8 + 2 sqrt(s)) sum |dy| |x|
@@ -37,7 +40,10 @@ def expected(
     rows: Sequence[int] | Array | None = None,
     columns: Sequence[int] | Array | None = None,
 ) -> dict[str, Expected]:
-    """dw [E, N, K] for ``rows`` (e N + n) and ``columns`` (k) of it; every one of either by default."""
+    """dw [E, N, K] for ``rows`` (e N + n) and ``columns`` (k) of it; every one of either by default.
+
+    And dbias [E, N] where the spec has it, for the same ``rows``.
+    """
     dy, x = need(inputs, "dy", 2), need(inputs, "x", 2)
     if dy.shape[0] != x.shape[0]:
         raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; they must be equal")
@@ -46,13 +52,12 @@ def expected(
     chosen = _chosen("rows", rows, shape[0] * shape[1])
     across = _chosen("columns", columns, shape[2])
     value = np.zeros((chosen.size, across.size))
-    magnitude = np.zeros_like(value)
+    bias = np.zeros((chosen.size, 1))
     if means.accumulate:
-        before = need(inputs, "dw", 3)
-        if before.shape != shape:
-            raise ValueError(f"dw has shape {before.shape}; dy, x and offsets make it {shape}")
-        value += before.reshape(-1, shape[2])[chosen][:, across]
-        magnitude += np.abs(value)
+        value += _before(inputs, "dw", shape).reshape(-1, shape[2])[chosen][:, across]
+        if means.dbias:
+            bias += _before(inputs, "dbias", shape[:2]).reshape(-1, 1)[chosen]
+    magnitude, bias_magnitude = np.abs(value), np.abs(bias)
     owner, down = np.divmod(chosen, max(shape[1], 1))
     steps = np.zeros(chosen.size)
     with np.errstate(all="ignore"):  # infinities and NaNs in the inputs are carried through, not reported
@@ -66,19 +71,36 @@ def expected(
                 right = values(x[part][:, across], means.dtype)
                 value[here] += left.astype(np.float64) @ right.astype(np.float64)
                 magnitude[here] += np.abs(left).astype(np.float32) @ np.abs(right).astype(np.float32)
+                if means.dbias:
+                    bias[here] += left.sum(axis=1, keepdims=True, dtype=np.float64)
+                    bias_magnitude[here] += np.abs(left).sum(axis=1, keepdims=True, dtype=np.float64)
         steps = steps[:, None]
-        slack = UNIT * ((8 + 2 * np.sqrt(steps)) * magnitude + steps * np.abs(value))
-    most = int(steps.max(initial=0))
-    want = Expected(
-        means.out_dtype,
-        chosen,
-        value,
-        slack,
-        columns=None if columns is None else across,
-        shape=shape,
-        limit=UNIT * (4 + most) if means.out_dtype == "f32" else None,
-    )
-    return {"dw": want}
+        slack, bias_slack = (
+            UNIT * ((8 + 2 * np.sqrt(steps)) * sizes + steps * np.abs(sums))
+            for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
+        )
+    limit = UNIT * (4 + int(steps.max(initial=0)))
+    outputs = {
+        "dw": Expected(
+            means.out_dtype,
+            chosen,
+            value,
+            slack,
+            columns=None if columns is None else across,
+            shape=shape,
+            limit=limit if means.out_dtype == "f32" else None,
+        )
+    }
+    if means.dbias:
+        outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=shape[:2], limit=limit)
+    return outputs
+
+
+def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
+    before = need(inputs, name, len(shape))
+    if before.shape != shape:
+        raise ValueError(f"{name} has shape {before.shape}; dy, x and offsets make it {shape}")
+    return before
 
 
 def _chosen(what: str, chosen: Sequence[int] | Array | None, count: int) -> NDArray[np.int64]:

@@ -78,7 +78,7 @@ def _backward(spec: KernelSpec) -> list[Broken]:
     kind = spec.activation.kind
     if not spec.activation.backward:
         for key in ("recompute", "dprob", "dbias"):
-            if getattr(spec, key):
+            if getattr(spec, key) and not (key == "dbias" and spec.op == "grouped-wgrad"):
                 rule = f'only a backward activation such as "dswiglu" has it, not {kind}; leave it out'
                 found.append((key, True, rule))
         return found

@@ -211,6 +211,7 @@ op = "grouped-wgrad"
 arch = "sm_90a"
 out_dtype = "f32"
 accumulate = {accumulate}
+dbias = true
 tile = [64, 64]
 problem = {{ E = 5, M = 150, N = 136, K = 72 }}
 """
@@ -222,6 +223,7 @@ def weight_gradients(accumulate: bool) -> LaunchRecord:
         TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
         TensorArgument("dw", "inout" if accumulate else "output", "f32", ("E", "N", "K"), (["mul", "N", "K"], "K", 1)),
         TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
+        TensorArgument("dbias", "inout" if accumulate else "output", "f32", ("E", "N"), ("N", 1), alignment=4),
     )
     return LaunchRecord(
         symbol="kernel",
@@ -236,7 +238,7 @@ def weight_gradients(accumulate: bool) -> LaunchRecord:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("harm", [None, "last group", "one element", "after the end"])
+@pytest.mark.parametrize("harm", [None, "last group", "one element", "after the end", "dbias"])
 def test_weight_gradients(
     install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
 ) -> None:
@@ -251,16 +253,22 @@ def test_weight_gradients(
             outputs["dw"].view(np.uint32)[3, 135, 0] = 0xFFFFFFFF
         elif harm == "after the end":
             past_the_end(outputs, "dw")
+        elif harm == "dbias":
+            outputs["dbias"][4] = outputs["dbias"][3]
 
     text = WGRAD.format(accumulate=str(accumulate).lower())
-    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (5, 136, 72), "offsets": (5,)}
+    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (5, 136, 72), "offsets": (5,), "dbias": (5, 136)}
     install(text, weight_gradients(accumulate))(hurt, shapes)
     code, document = run(capsys, "made/dw", "--check", "--time")
     assert code == (1 if harm else 0), document["problems"]
     assert document["problem"] == {"E": 5, "M": 150, "N": 136, "K": 72}
     assert document["tflops"] == pytest.approx(2 * 145 * 136 * 72 / 2e-3 * 1e-12)
     if harm:
-        said = {"last group": "dw: WRONG", "one element": "1 elements were not written, the first at 3, 135, 0"}
+        said = {
+            "last group": "dw: WRONG",
+            "one element": "1 elements were not written, the first at 3, 135, 0",
+            "dbias": "dbias: WRONG",
+        }
         assert any(said.get(harm, "dw: the 4096 bytes after") in problem for problem in document["problems"])
     else:
         assert document["error"]["fro"] < 1e-6

@@ -20,6 +20,7 @@ WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
 CASE = Case("hard", (70, 0, 33, 64), 48, 72, spare=5, pad=24)
 WGRAD = SPECS["wgrad@128x192-c1x1"]
 ACCUMULATE = SPECS["wgrad-accumulate@128x192-c1x2"]
+SUMS = [SPECS["wgrad-dbias@128x192-c1x2-dynamic"], SPECS["wgrad-dbias-accumulate@256x128-c2x1"]]
 BACKWARD = SPECS["dswiglu-whole@128x160-c1x1"]
 
 
@@ -42,6 +43,8 @@ def stand_in(launch, **changes):
         "dense@128x128-c1x1",
         "wgrad-low@64x128-c2x1",
         "wgrad-accumulate@128x192-c1x2",
+        "wgrad-dbias@128x192-c1x2-dynamic",
+        "wgrad-dbias-accumulate@256x128-c2x1",
         "dswiglu-whole@128x160-c1x1",
         "dgeglu-dbias@64x128-c2x1",
         "dense-dgeglu-whole@128x128-c1x1",
@@ -103,6 +106,34 @@ def test_a_wrong_weight_gradient_is_found(spec):
     touched = stand_in(prepare(spec, CASE))
     touched.arguments["dw"].array[1, 2, 3] += 1
     assert "dw: 1 elements of empty groups are wrong" in faults(touched)
+
+
+@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.kernel)
+def test_a_wrong_bias_gradient_beside_a_weight_gradient_is_found(spec):
+    def harmed(change, case=CASE):
+        launch = stand_in(prepare(spec, case))
+        assert faults(launch) == []
+        change(launch.arguments["dbias"])
+        return faults(launch)
+
+    def outside(buffer):
+        buffer.image[buffer.guard + buffer.array.nbytes :][:4] = 0
+
+    def wrong(buffer):
+        buffer.array[2, 5] += 1e-2
+
+    def missing(buffer):
+        buffer.array.view(np.uint32)[3, 47] = 0xFFFFFFFF
+
+    def touched(buffer):
+        buffer.array[1, 5] += 1e-6
+
+    sampled = Case("sampled", (900, 0, 300), 64, 24, sample=64)
+    assert any("dbias: 4 bytes written outside rows 0..3" in line for line in harmed(outside))
+    for case in (CASE, sampled):
+        assert any(line.startswith("dbias: WRONG") and "row 2 column 5" in line for line in harmed(wrong, case))
+    assert any("dbias: 1 elements not written, first at 3, 47" in line for line in harmed(missing))
+    assert "dbias: 1 elements of empty groups are wrong" in harmed(touched)
 
 
 @pytest.mark.parametrize("name", ["dz", "y", "dprob", "dbias"])

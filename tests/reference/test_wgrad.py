@@ -13,6 +13,7 @@ from .specs import canonical
 
 WGRAD = canonical(op="grouped-wgrad")
 MAIN_GRADIENTS = WGRAD | {"out_dtype": "f32", "accumulate": True}
+BIAS = WGRAD | {"dbias": True}
 SIZES = [40, 0, 500, 1, 17]
 
 
@@ -60,6 +61,60 @@ def test_every_group_by_loops(spec, dtype):
     assert got.shape == (4, 8, 16)
     empty = inputs["dw"][1] if spec["accumulate"] else np.zeros((8, 16))
     np.testing.assert_array_equal(got[1], empty)
+
+
+@pytest.mark.parametrize("spec", [BIAS, BIAS | {"dtype": "fp16"}, MAIN_GRADIENTS | {"dbias": True}])
+def test_sums_of_dy_by_loops(spec):
+    inputs = made(spec, [3, 0, 9, 5], n=8, k=16)
+    got = reference.gemm(spec, inputs)
+    dy = formats.values(inputs["dy"], spec["dtype"]).astype(float)
+    want = inputs["dbias"].astype(float) if spec["accumulate"] else np.zeros((4, 8))
+    for group, (start, end) in enumerate([(0, 3), (3, 3), (3, 12), (12, 17)]):
+        for n in range(8):
+            want[group, n] += math.fsum(dy[start:end, n])
+    np.testing.assert_allclose(got["dbias"], want, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(got["dw"], reference.gemm(spec | {"dbias": False}, inputs)["dw"])
+    np.testing.assert_array_equal(got["dbias"][1], inputs["dbias"][1] if spec["accumulate"] else 0)
+    assert "dbias" not in reference.gemm(spec | {"dbias": False}, inputs)
+    assert reference.output_shapes(spec, E=4, M=20, N=8, K=16)["dbias"] == ((4, 8), "f32")
+    rows = [25, 0, 7, 7]
+    some = reference.gemm(spec, inputs, rows, [3, 0])["dbias"]
+    np.testing.assert_allclose(some, got["dbias"].reshape(-1, 1)[rows], rtol=1e-12)
+
+
+def as_the_kernel_sums(spec, inputs):
+    """float32, over even and over odd tokens of a group, then both."""
+    dy = formats.values(inputs["dy"], spec["dtype"]).astype(np.float32)
+    dbias = np.zeros((inputs["offsets"].size, dy.shape[1]), np.float32)
+    start = 0
+    for group, end in enumerate(inputs["offsets"]):
+        halves = [np.cumsum(dy[first:end:2], axis=0, dtype=np.float32) for first in (start, start + 1)]
+        dbias[group] = sum(half[-1] for half in halves if half.size)
+        start = end
+    return dbias + inputs["dbias"] if spec["accumulate"] else dbias
+
+
+@pytest.mark.parametrize("spec", [BIAS, MAIN_GRADIENTS | {"dbias": True}], ids=["plain", "accumulate"])
+@pytest.mark.parametrize("positive", [False, True])
+def test_float32_sums_of_dy_pass_and_no_others(spec, positive):
+    inputs = made(spec, [1, 16, 333, 5000, 0, 64], n=64, k=8)
+    if positive:
+        inputs["dy"] &= np.uint16(0x7FFF)
+    outputs = in_steps(spec, inputs) | {"dbias": as_the_kernel_sums(spec, inputs)}
+    result = reference.check(spec, inputs, outputs)["dbias"]
+    assert result.ok, str(result)
+    assert result.max_scaled < 0.5
+    for token in (0, 17, 5349):
+        other = inputs | {"dy": inputs["dy"].copy()}
+        other["dy"][token] = 0
+        wrong = reference.check(spec, inputs, outputs | {"dbias": as_the_kernel_sums(spec, other)})["dbias"]
+        assert not wrong.ok
+    moved = outputs | {"dbias": outputs["dbias"].copy()}
+    moved["dbias"][3, 7] = outputs["dbias"][3, 8]
+    wrong = reference.check(spec, inputs, moved)["dbias"]
+    assert (wrong.wrong, wrong.worst) == (1, (3, 7))
+    some = reference.check(spec, inputs, moved, rows=[3, 3 * 64 + 7], columns=[0])["dbias"]
+    assert (some.wrong, some.worst, some.elements) == (1, (3, 7), 2)
 
 
 def test_chosen_rows_and_columns_are_those_of_the_whole(monkeypatch):
@@ -175,6 +230,8 @@ def test_made_inputs():
         "dw": ((5, 48, 72), "float32"),
     }
     assert "dw" not in made(WGRAD)
+    assert made(MAIN_GRADIENTS | {"dbias": True})["dbias"].shape == (5, 48)
+    assert "dbias" not in made(BIAS)
     assert reference.output_shapes(MAIN_GRADIENTS, E=5, M=561, N=48, K=72) == {"dw": ((5, 48, 72), "f32")}
     even = made(WGRAD, [700] * 4)
     assert 0.6 < np.std(reference.gemm(WGRAD, even)["dw"]) < 1.6
@@ -201,12 +258,14 @@ def test_sampled_weights():
         ({"dw": None}, "no 'dw' among the inputs"),
         ({"dy": np.zeros((560, 48), np.uint16)}, "dy has 560 rows and x has 561"),
         ({"dw": np.zeros((5, 72, 48), np.float32)}, r"dw has shape \(5, 72, 48\)"),
+        ({"dbias": np.zeros((5, 72), np.float32)}, r"dbias has shape \(5, 72\)"),
         ({"offsets": np.array([40, 30, 540, 541, 558])}, "must not decrease"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(change, text):
+    spec = MAIN_GRADIENTS | {"dbias": True}
     with pytest.raises(ValueError, match=text):
-        reference.gemm(MAIN_GRADIENTS, made(MAIN_GRADIENTS) | change)
+        reference.gemm(spec, made(spec) | change)
 
 
 def test_rows_and_columns_that_are_not_there_are_refused():

@@ -96,9 +96,11 @@ def test_weight_gradients():
     assert spec.defaults() == {"cluster_margin": 0}
     (wide,) = parse_text(WGRAD + 'out_dtype = "f32"\n', "model")
     (adding,) = parse_text(WGRAD + 'out_dtype = "f32"\naccumulate = true\n', "model")
+    (summing,) = parse_text(WGRAD + 'out_dtype = "f32"\naccumulate = true\ndbias = true\n', "model")
     assert adding.accumulate
-    assert len({str(each.device_spec()) for each in (spec, wide, adding)}) == 3
-    assert KernelSpec.from_canonical(adding.canonical()) == adding
+    assert (adding.dbias, summing.dbias) == (False, True)
+    assert len({str(each.device_spec()) for each in (spec, wide, adding, summing)}) == 4
+    assert KernelSpec.from_canonical(summing.canonical()) == summing
 
 
 BACKWARD = """
