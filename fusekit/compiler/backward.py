@@ -79,7 +79,7 @@ def _scratch(spec: KernelSpec, n: Expr) -> Expr:
     """Bytes of counters and partial sums: see kernels/sums.py."""
     groups: Expr = "E" if spec.op == "grouped-gemm" else 1
     columns: Expr = ["mul", 2, n] if spec.activation.gated else n
-    tiles: Expr = ["mul", ["ceildiv", n, spec.tile[1] * spec.cluster[1]], spec.cluster[1]]
+    tiles: Expr = ["ceildiv", n, spec.tile[1]]
     piece = spec.tile[0] if spec.mainloop == "pingpong" else spec.tile[0] // 2
     words: list[Expr] = []
     if spec.dprob:

@@ -10,7 +10,7 @@ import math
 
 from cutlass import Float32
 
-from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx, where_at_most
+from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx, where_at_most, where_within
 
 LOG2_E = math.log2(math.e)
 MIN_POSITIVE = 2.0**-126  # the smallest normal float32; anything below flushes to zero
@@ -21,11 +21,12 @@ class GluScalars:
 
     def __init__(self, alpha: Float32, limit: Float32, up_offset: Float32) -> None:
         self.alpha, self.limit, self.up_offset = alpha, limit, up_offset
+        self.exponent = None if alpha is None else alpha * Float32(-LOG2_E)  # once a tile, not once an element
 
 
-def sigmoid(x: Float32) -> Float32:
-    """1 / (1 + e^-x); exact limits at both infinities."""
-    return reciprocal_approx(Float32(1.0) + exp2_approx(x * Float32(-LOG2_E)))
+def sigmoid(x: Float32, exponent: Float32 | None = None) -> Float32:
+    """1 / (1 + 2^(x exponent)), by default 1 / (1 + e^-x); exact limits at both infinities."""
+    return reciprocal_approx(Float32(1.0) + exp2_approx(x * (Float32(-LOG2_E) if exponent is None else exponent)))
 
 
 def identity(z: Float32) -> Float32:
@@ -87,7 +88,7 @@ def clamp(gate: Float32, up: Float32, scalars: GluScalars):
 def swiglu(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
     """g * sigmoid(alpha g) * (u + up_offset)."""
     gate, up = clamp(gate, up, scalars)
-    return gate * sigmoid(scalars.alpha * gate) * (up + scalars.up_offset)
+    return gate * sigmoid(gate, scalars.exponent) * (up + scalars.up_offset)
 
 
 def geglu_tanh(gate: Float32, up: Float32, scalars: GluScalars) -> Float32:
@@ -167,7 +168,7 @@ def gelu_erf_derivative(z: Float32):
 def swiglu_derivative(gate: Float32, up: Float32, scalars: GluScalars):
     """Of g s(alpha g) (u + up_offset)."""
     g, u = clamp(gate, up, scalars)
-    s = sigmoid(scalars.alpha * g)
+    s = sigmoid(g, scalars.exponent)
     value, shifted = g * s, u + scalars.up_offset
     by_gate = shifted * (s + scalars.alpha * value * (Float32(1.0) - s))
     return value * shifted, *unclamped(gate, up, by_gate, value, scalars)
@@ -197,8 +198,7 @@ def _gated_derivative(plain, gate: Float32, up: Float32, scalars: GluScalars):
 
 def unclamped(gate: Float32, up: Float32, by_gate: Float32, by_up: Float32, scalars: GluScalars):
     """The two partial derivatives, zero where the clamp holds."""
-    magnitude = maximum(up, -up)
-    return where_at_most(gate, scalars.limit, by_gate), where_at_most(magnitude, scalars.limit, by_up)
+    return where_at_most(gate, scalars.limit, by_gate), where_within(up, scalars.limit, by_up)
 
 
 PLAIN_DERIVATIVES = {

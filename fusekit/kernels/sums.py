@@ -86,6 +86,12 @@ class Shares:
         return columns
 
 
+def fresh(operands):
+    """Kernel parameters of which nothing is worked out before the main loop."""
+    *pointers, groups, rows, n = operands
+    return (*pointers, ptx.fresh(groups), ptx.fresh(rows), ptx.fresh(n))
+
+
 class GradientSums:
     """dprob and dbias of one configuration."""
 
@@ -106,9 +112,8 @@ class GradientSums:
     # follows from them is worked out where it is used: it would only hold registers through the main loop.
 
     def tiles_n(self, n: Int32) -> Int32:
-        """Tiles along N that are worked on, also those that a cluster has beyond N."""
-        cluster_n = self.config.tile[1] * self.config.cluster[1]
-        return ptx.divide(n + (cluster_n - 1), cluster_n) * self.config.cluster[1]
+        """Tiles along N."""
+        return ptx.divide(n + (self.config.tile[1] - 1), self.config.tile[1])
 
     def row_counters(self, operands) -> Int32:
         """How many counters rows have."""
@@ -222,6 +227,7 @@ class GradientSums:
     @cute.jit
     def add_rows(self, dots, tile, row: Int32, operands, lane: Int32):
         """Leave the parts of 16 rows from `row` on, whose `dots` are those of a lane's columns; maybe add them up."""
+        operands = fresh(operands)
         dprob, _, scratch, _, _, _, rows, n = operands
         _, end, n_tile, group = tile
         parts = self.row_parts(operands)
@@ -276,6 +282,7 @@ class GradientSums:
 
         All four warps call it. staging: of this warp, `warp_bytes` before the next one's; its boxes of z are free.
         """
+        operands = fresh(operands)
         _, dbias, scratch, _, offsets, _, rows, n = operands
         tile_row, end, n_tile, group = tile
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()

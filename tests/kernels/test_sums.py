@@ -121,7 +121,7 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
     record = backward.record(spec)
     rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
     words = evaluate(record.scratch, {"M": rows, "E": groups, "I": n}) // 4
-    tiles_n = -(-n // (128 * cluster[1])) * cluster[1]
+    tiles_n = -(-n // 128)
     piece = 128  # both main loops: a warpgroup's rows
     row_counters = rows // 16 + groups + 1 if dprob else 0
     column_counters = groups * tiles_n * 4 if dbias else 0
