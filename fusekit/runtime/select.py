@@ -3,30 +3,27 @@
 A tuning table says it where one knows the problem (fusekit.runtime.tuning). Else a model of the time of each variant,
 from the spec alone, is asked; the least wins. One tile of a GEMM, as a CTA works on it, costs, for each element of K,
 
-    products = rows * tile_n * (1 + 12 / tile_n + 0.06 if cooperative + 0.01 if in a cluster)
-    traffic  = 6 * (tile_m / cluster_n + tile_n / cluster_m)
+    products = rows * tile_n * (1 + 4 / tile_n + 0.04 if cooperative + 0.01 if its cluster is (1,1))
 
-*Products*: `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing, but
-a CTA waits for the fullest of its cluster. 12 / tile_n: the tensor cores fetch x again for every tile along N. A
-cooperative main loop does not hide its epilogue behind the next tile, and what a cluster shares must be waited for.
-*Traffic*: what a CTA fetches from L2; a cluster shares x among its CTAs along N, and w among those along M.
+`rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing. 4 / tile_n: the
+tensor cores fetch x again for every tile along N. A cooperative main loop does not hide its epilogue behind the next
+tile, and a CTA alone fetches both operands whole.
 
-    cost = (products + traffic) * max(1, cluster tiles / clusters at a time + 1/2)
+    cost = products * max(1, tiles / CTAs at a time + 1/2)
 
 The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
 static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
 find each other's operands in L2.
 
 The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
-mean, which is what padding depends on: a large tile, and a cluster along M all the more, leaves much of a short
-group's last one empty. Columns are padded to tile_n times the cluster's: 2880 columns take nine clusters of 2 x 160,
-and seven and a half of 2 x 192. A tile of grouped-wgrad lies on a group's N x K weights and no group has half-empty
-ones; its clusters share nothing in the model, for measured ones gain nothing.
+mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
+to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. A tile of grouped-wgrad lies on a group's N x K weights,
+and no group has half-empty ones.
 
-The constants reproduce what is fastest on an H200 for 17 of 21 measured kernels of five models, with clusters 1x1,
-1x2 and 2x1 and tiles from 128x128 to 256x192; for the others the model is up to 6 % wrong about the best one. They
-are what a tuning table is for. Equal costs: the larger tile, then the larger cluster, then the name, so that the
-choice is the same everywhere. Without a problem, tiles are full and their number is without end.
+Of 35 kernels of five models on an H200, each with 9 to 16 variants (clusters 1x1, 1x2 and 2x1, tiles from 128x128 to
+256x192), the model takes one within 1 % of the fastest for 31, and is at most 3 % off. For what remains there are
+tuning tables. Equal costs: the larger tile, then the larger cluster, then the name, so that the choice is the same
+everywhere. Without a problem, tiles are full and their number is without end.
 
 Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
 taken, to 4 for a router of 1024 experts or more.
@@ -44,10 +41,9 @@ if TYPE_CHECKING:
 SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
 BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
-OPERAND = 6.0
-REFETCH = 12.0
-COOPERATIVE = 0.06
-CLUSTERED = 0.01
+REFETCH = 4.0
+COOPERATIVE = 0.04
+ALONE = 0.01
 STATIC = 1.05
 
 
@@ -59,19 +55,19 @@ def group_sizes(rows: int, groups: int) -> list[float]:
     return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
 
 
-def tile_rows(sizes: Sequence[float], tile_m: int, cluster_m: int) -> tuple[float, float]:
-    """(cluster tiles along M of an average group, rows that the fullest CTA of an average one works on)."""
+def tile_rows(sizes: Sequence[float], tile_m: int) -> tuple[float, float]:
+    """(tiles along M of an average group, rows that are worked on in an average tile)."""
     tiles, worked = 0, 0.0
     for size in sizes:
-        full, rest = divmod(size, tile_m * cluster_m)
+        full, rest = divmod(size, tile_m)
         tiles += int(full) + (rest > 0)
-        worked += full * tile_m + BLOCK * -(-min(rest, tile_m) // BLOCK)
+        worked += full * tile_m + BLOCK * -(-rest // BLOCK)
     return tiles / max(len(sizes), 1), worked / max(tiles, 1)
 
 
-def waves(tiles: float, clusters: int) -> float:
-    """How long `tiles` cluster tiles take, in tiles, where `clusters` are worked on at a time."""
-    return max(1.0, tiles / clusters + 0.5)
+def waves(tiles: float) -> float:
+    """How long `tiles` tiles take, in tiles."""
+    return max(1.0, tiles / SMS + 0.5)
 
 
 def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
@@ -81,28 +77,24 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     tile for each of its products.
     """
     tile_m, tile_n = map(int, spec["tile"])
-    cluster_m, cluster_n = map(int, spec["cluster"])
     wgrad = spec["op"] == "grouped-wgrad"
-    shared_m, shared_n = (1, 1) if wgrad else (cluster_m, cluster_n)
     dearer = 1 + REFETCH / tile_n
     dearer += COOPERATIVE if spec.get("mainloop") == "cooperative" else 0
-    dearer += CLUSTERED if cluster_m * cluster_n > 1 else 0
-    traffic = OPERAND * (tile_m / shared_n + tile_n / shared_m)
+    dearer += ALONE if tuple(spec["cluster"]) == (1, 1) else 0
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
     if not problem or not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
-        return (tile_m * tile_n * dearer + traffic) / (tile_m * tile_n) * static
+        return dearer * static
     if wgrad:
-        tiles: float = problem["E"] * -(-problem["N"] // (tile_m * cluster_m))
+        tiles: float = problem["E"] * -(-problem["N"] // tile_m)
         rows = float(tile_m)
         across = problem["K"]
     else:
         dense = spec["op"] == "dense-gemm"
         sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
-        each, rows = tile_rows(sizes, tile_m, cluster_m)
+        each, rows = tile_rows(sizes, tile_m)
         tiles, across = each * (1 if dense else problem["E"]), problem["N"]
-    tiles *= -(-across // (tile_n * cluster_n))
-    clusters = SMS // (cluster_m * cluster_n)
-    return (rows * tile_n * dearer + traffic) * waves(tiles, clusters) * (static if tiles > clusters else 1.0)
+    tiles *= -(-across // tile_n)
+    return rows * tile_n * dearer * waves(tiles) * (static if tiles > SMS else 1.0)
 
 
 def choose(

@@ -9,9 +9,9 @@ A table is one JSON document for an architecture:
         "variants": [["128x192-c1x2-dynamic", 4770.0], ["128x160-c1x2-dynamic", 4901.5]]
     }]}
 
-A row is one measurement: `variants` lists what was timed, fastest first, with median microseconds (null: known to be
-fastest, time not kept). `features` is everything in a spec that decides what is computed, and nothing of how: kernels
-of two models that compute the same share their rows, and a kernel that gains a key no longer has any.
+A row is one measurement: `variants` lists what was timed, fastest first, with median microseconds (null: only
+its place is kept). `features` is everything in a spec that decides what is computed, and nothing of how: kernels of two
+models that compute the same share their rows, and a kernel that gains a key no longer has any.
 
 A row speaks for a problem when the features are equal, N and K (the width H of kernels that move rows) are equal, and
 the rest is near. Measured points stand for their neighbourhood; nobody has to make up ranges. The distance is
@@ -122,7 +122,7 @@ class Tuning:
 
     def merged(self, rows: Iterable[Row]) -> Tuning:
         """This table with `rows`. Rows of the same device, features and problem become one, in which a newer time of a
-        variant stands for an older one; what is only known to be fastest gives way to times.
+        variant stands for an older one; what has a place alone gives way to times.
         """
         merged: list[Row] = []
         for row in (*self.rows, *rows):
