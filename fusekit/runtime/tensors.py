@@ -150,13 +150,25 @@ def _read_interface(interface: dict[str, Any], name: str, driver: Driver) -> tup
 
 
 def _ordinal_of_address(address: int, name: str, driver: Driver) -> int:
-    api = driver.api
+    """The device of the memory at `address`: that of its context, for drivers were seen to say device 0 of any memory.
+
+    Memory that was mapped by hand has no context; of that the driver is asked itself.
+    """
+    api, check = driver.api, driver.check
     if address == 0:  # an empty array: it is wherever the others are
         return -1
-    status, ordinal = api.cuPointerGetAttribute(api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    kinds = api.CUpointer_attribute
+    status, context = api.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_CONTEXT, address)
     if status:
         raise ArgumentError(f"{name} points at {address:#x}, which is no device memory the driver knows", argument=name)
-    return int(ordinal)
+    if int(context) == 0:
+        ordinal = api.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+        return int(check(ordinal, "cuPointerGetAttribute"))
+    check(api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        return int(check(api.cuCtxGetDevice(), "cuCtxGetDevice"))
+    finally:
+        check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
 
 def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class FakeDriver:
 
     def __post_init__(self) -> None:
         self.memory: dict[int, Any] = {}
+        self.mapped: set[int] = set()
         self.host_memory: dict[int, Any] = {}
         self.owner: dict[int, int] = {}
         self._local = threading.local()
@@ -354,4 +355,7 @@ class FakeDriver:
     def cuPointerGetAttribute(self, kind: str, address: int) -> Any:  # noqa: N802
         if address not in self.owner:
             return CUresult.CUDA_ERROR_INVALID_VALUE, None
-        return OK, self.owner[address]
+        mapped = address in self.mapped  # by hand, so that no context owns it
+        if kind.endswith("CONTEXT"):
+            return OK, 0 if mapped else 1000 + self.owner[address]
+        return OK, self.owner[address] if mapped else 0  # as a driver was seen to answer

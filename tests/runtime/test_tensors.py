@@ -104,6 +104,12 @@ def test_cuda_array_interface(driver: Driver, typestr: str, dtype: str) -> None:
     assert view(interface(typestr=typestr), driver) == (0x9000, View(dtype, (3, 8), (8, 1), 1))
 
 
+def test_cuda_array_interface_of_memory_without_a_context(driver: Driver) -> None:
+    driver.api.owner[0x9000] = 1
+    driver.api.mapped.add(0x9000)
+    assert view(interface(), driver) == (0x9000, View("bf16", (3, 8), (8, 1), 1))
+
+
 def test_cuda_array_interface_strides_are_bytes(driver: Driver) -> None:
     driver.api.owner[0x9000] = 0
     assert view(interface(strides=(64, 2)), driver)[1].strides == (32, 1)
