@@ -94,6 +94,11 @@ def _grouped_cases(spec: KernelSpec) -> list[Case]:
         Case("padded-rows", (70, 33), n, k, spare=5, pad=24),
         Case("spare-rows-after-a-whole-tile", (70, tile_m), n, k, spare=1),
     ]
+    # Columns and rows that a cluster cannot pair, and a last column that is narrower than half a tile.
+    odd = (700, 64, 129, 0, 257)
+    cases.append(Case("five-columns-of-tiles", odd, _near(5 * tile_n, unit), k, sample=400))
+    cases.append(Case("narrow-column", odd, _near(3 * tile_n, unit) + 64, k, sample=400))
+    cases.append(Case("narrow-column-after-a-pair", odd, _near(2 * tile_n, unit) + 64, k, sample=400))
     cases += _extents(spec, (70, 0, 33), unit)
     cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
     # More tiles than SMs, so that the persistent loop and its rings go round; one group passes 2048 rows.
@@ -138,6 +143,8 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
         Case("almost-all-rows-in-one-group", (20, 1800, 64, 0, 1, 90), n, k),
         Case("one-row-a-group", (1,) * 9, n, k),
         Case("one-row", (1,), n, k),
+        Case("odd-tiles", (70, 0, 33), 3 * tile_n, 5 * tile_k),
+        Case("odd-tiles-and-a-bit", (70, 0, 33), 2 * tile_n + 8, 3 * tile_k + 64),
         Case("one-group", (150,), n, k),
         Case("33-groups", (140,) + (0,) * 31 + (5,), n, k),
         Case("256-groups", uneven, 16, 24),

@@ -21,20 +21,28 @@ def test_case(gpu, spec, case):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["wgrad-accumulate@128x192-c1x2", "wgrad-accumulate@128x192-c1x2-dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wgrad-accumulate@128x192-c1x2",
+        "wgrad-accumulate@128x192-c1x2-dynamic",
+        "wgrad-dbias-accumulate@256x128-c2x1",
+    ],
+)
 def test_each_launch_adds_once(gpu, specs, name):
     spec = specs[name]
     launch = prepare(spec, Case("three-times", (70, 0, 333, 1), 264, 200))
     placed = gpu.arguments(launch)
     added = gpu.kernel(spec).bind(**placed)
     for _ in range(3):
-        before = launch.inputs["dw"]
+        before = {output: launch.inputs[output] for output in launch.outputs}
         added()
         gpu.finish(name)
         gpu.download(launch, placed)
         assert not faults(launch), "\n".join(faults(launch))
-        launch.inputs["dw"] = np.array(launch.arguments["dw"].array)
-        assert not np.array_equal(before, launch.inputs["dw"])
+        for output, held in before.items():
+            launch.inputs[output] = np.array(launch.arguments[output].array)
+            assert not np.array_equal(held, launch.inputs[output])
 
 
 class Nothing:
@@ -46,7 +54,9 @@ class Nothing:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["wgrad@128x128-c1x1", "wgrad-accumulate@128x192-c1x2"])
+@pytest.mark.parametrize(
+    "name", ["wgrad@128x128-c1x1", "wgrad-accumulate@128x192-c1x2", "wgrad-dbias@128x192-c1x2-dynamic"]
+)
 def test_no_rows_at_no_address(gpu, specs, name):
     spec = specs[name]
     launch = prepare(spec, Case("nothing", (0, 0), 136, 72))
