@@ -4,12 +4,11 @@
     kernel = library.load("quickstart/moe-fc1")
     kernel(x=x, w=w, offsets=offsets, y=y)
 
-`open_library` needs cuda-bindings, `build` the `build` extra; both are imported on first use.
+`open_library` needs cuda-bindings, `build` the `build` extra; both, and `Config`, are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from fusekit.config import Config
 from fusekit.errors import (
     ArchMismatchError,
     ArgumentError,
@@ -29,6 +28,7 @@ from fusekit.errors import (
 
 if TYPE_CHECKING:
     from fusekit.compiler.build import build
+    from fusekit.config import Config
     from fusekit.runtime import open_library
 
 __version__ = "0.1.0"
@@ -64,6 +64,10 @@ def __getattr__(name: str) -> Any:
         from fusekit.compiler.build import build
 
         return build
+    if name == "Config":
+        from fusekit.config import Config
+
+        return Config
     raise AttributeError(f"module 'fusekit' has no attribute '{name}'")
 
 

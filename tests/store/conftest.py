@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.store import Entry, NameRecord, process
+from fusekit.store import Entry, NameRecord, Store, process
 from fusekit.store.signature import generate
+from tests.store.bundles import bundled, fill
 from tests.store.samples import build_entry, build_record
 
 NOBODY = 65534
@@ -25,6 +26,18 @@ def make_entry() -> Callable[..., tuple[Entry, bytes]]:
 @pytest.fixture
 def make_record() -> Callable[..., NameRecord]:
     return build_record
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store of five names, for tests that do not make one of their own."""
+    return fill(Store(tmp_path / "store"))
+
+
+@pytest.fixture
+def bundle(store: Store, tmp_path: Path) -> Path:
+    """A bundle of all that is in `store`."""
+    return bundled(store, tmp_path / "kernels.tar")
 
 
 @pytest.fixture

@@ -13,18 +13,8 @@ from fusekit.store import Store
 from fusekit.store.bundle import BLOCK, INDEX, export_bundle
 from fusekit.store.bundle_import import import_bundle, read_index
 from fusekit.store.selection import select
-from tests.store.bundles import NAMES, bundled, fill
+from tests.store.bundles import NAMES
 from tests.store.samples import build_entry, files
-
-
-@pytest.fixture
-def store(tmp_path):
-    return fill(Store(tmp_path / "store"))
-
-
-@pytest.fixture
-def bundle(store, tmp_path):
-    return bundled(store, tmp_path / "kernels.tar")
 
 
 def test_from_one_store_to_another(store, bundle, tmp_path):

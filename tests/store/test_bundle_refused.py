@@ -14,18 +14,8 @@ from fusekit.store import Store
 from fusekit.store.bundle import BLOCK, INDEX, header, padding
 from fusekit.store.bundle_import import import_bundle
 from fusekit.store.keys import canonical_json, sha256
-from tests.store.bundles import bundled, fill, parts, put, refused, with_index
+from tests.store.bundles import parts, put, refused, with_index
 from tests.store.samples import build_entry
-
-
-@pytest.fixture
-def store(tmp_path):
-    return fill(Store(tmp_path / "store"))
-
-
-@pytest.fixture
-def bundle(store, tmp_path):
-    return bundled(store, tmp_path / "kernels.tar")
 
 
 def special(name, kind, linkname="", size=0):

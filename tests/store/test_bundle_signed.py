@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from fusekit.errors import IntegrityError, SignatureError
 from fusekit.store import Store
 from fusekit.store.bundle import INDEX, export_bundle
@@ -11,18 +9,8 @@ from fusekit.store.bundle_import import import_bundle, read_index
 from fusekit.store.keys import canonical_json
 from fusekit.store.selection import select
 from fusekit.store.signature import Trust, read_signing_key
-from tests.store.bundles import bundled, fill, parts, put, refused
+from tests.store.bundles import parts, put, refused
 from tests.store.samples import files
-
-
-@pytest.fixture
-def store(tmp_path):
-    return fill(Store(tmp_path / "store"))
-
-
-@pytest.fixture
-def bundle(store, tmp_path):
-    return bundled(store, tmp_path / "kernels.tar")
 
 
 def trust(keys, *names):
