@@ -47,7 +47,16 @@ MOST_ROWS = 2**31 - 1
     help="Sizes of groups: uneven by up to 3 to 1, even, or one with nine tenths of all rows.",
 )
 @click.option("--all", "every", is_flag=True, help="Every stored variant, not only the one that loading takes.")
-@click.option("--sweep", is_flag=True, help="--all, without peers, and write what is fastest into the tuning table.")
+@click.option(
+    "--steady",
+    is_flag=True,
+    help="Time each GEMM alone for --seconds, at the clock that its power leaves; not in rounds with the others.",
+)
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="--all --steady, without peers, and write what is fastest into the tuning table.",
+)
 @click.option(
     "--table",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -68,21 +77,21 @@ MOST_ROWS = 2**31 - 1
     type=click.FloatRange(min=0.01),
     default=1.0,
     show_default=True,
-    help="Device time for the rounds of one kernel.",
+    help="Device time for the rounds of one kernel; with --steady, for each thing that is timed.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
 @common
 def command(
     session: Session, targets: tuple[str, ...], experts: int | None, hidden: int | None, intermediate: int | None,
-    rows: tuple[int, ...], groups: str, every: bool, sweep: bool, table: Path | None, peers: tuple[str, ...],
-    alone: bool, check: bool, seconds: float, seed: int, device: int | None,
+    rows: tuple[int, ...], groups: str, every: bool, steady: bool, sweep: bool, table: Path | None,
+    peers: tuple[str, ...], alone: bool, check: bool, seconds: float, seed: int, device: int | None,
 ) -> int:  # fmt: skip
     """Time the stored kernels of MODEL (a file, a kernel, a full name or a glob) beside what one would run otherwise.
 
     A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
-    twin runs in the same interleaved rounds, and one dense product through cuBLAS as the yardstick; of router and
-    permutation kernels, a copy of the same bytes. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
+    twin is timed, too, and one dense product through cuBLAS as the yardstick; of router and permutation kernels, a copy
+    of the same bytes. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
     without a usable GPU.
     """
     if table is not None and not sweep:
@@ -104,13 +113,13 @@ def command(
     gemms, tokens = _kernels(targets, [record for record in found if record.arch == arch])
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
-        "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "models": [], "tokens": [],
-        "ok": True, "notes": [], "tuning": None,
+        "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
+        "models": [], "tokens": [], "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
     try:
         measured = _measure(
             session, library, target, document, gemms, tokens, Shape(experts, hidden, intermediate), rows,
-            Options(groups, every or sweep, beside, seconds * 1e3, seed), check=check,
+            Options(groups, every or sweep, beside, seconds * 1e3, seed, steady or sweep), check=check,
         )  # fmt: skip
     except DriverError as error:
         if error.name != "CUDA_ERROR_OUT_OF_MEMORY":

@@ -1,8 +1,9 @@
 """The GEMMs of a model, fused beside unfused: times, shares, agreement, and what a training step takes.
 
-All that stands for one kernel is timed in one run, in two sets of interleaved rounds (see fusekit.bench.timing): its
-variants and one dense product through cuBLAS, of gate and up's size, as the yardstick; then what PyTorch would run
-instead. Eager code that waits for memory needs little power: between the others, it would let the clock rise for them.
+All that stands for one kernel is timed in one run (see fusekit.bench.timing), in two sets of interleaved rounds or each
+alone: its variants and one dense product through cuBLAS, of gate and up's size, as the yardstick; then what PyTorch
+would run instead. Eager code that waits for memory needs little power: between the others, it would let the clock rise
+for them.
 Outputs are poisoned before they are compared with PyTorch's. Without PyTorch the kernels are timed alone.
 """
 
@@ -30,7 +31,7 @@ _HOWS = {"torch": "grouped", "loop": "loop", "compile": "compile"}
 @dataclass(frozen=True, slots=True)
 class Options:
     """groups: see `sizes_of`. every: all stored variants, not only the one that loading takes. peers: of `PEERS`.
-    target_ms: device time for each kernel's rounds.
+    target_ms: device time for each kernel's rounds; with `steady`, for each thing that is timed, alone.
     """
 
     groups: str = "uneven"
@@ -38,6 +39,7 @@ class Options:
     peers: tuple[str, ...] = ("torch",)
     target_ms: float = 1000.0
     seed: int = 0
+    steady: bool = False
 
 
 @dataclass(slots=True)
@@ -237,11 +239,12 @@ class GemmBench:
                 worst = max(apart.values(), key=lambda value: (value != value, value))
                 line.agrees = {"fro": None if worst != worst else worst, "ok": worst <= AGREES}
 
-    def _time(self, lines: Sequence[Line], stream: int, target_ms: float | None = None) -> None:
+    def _time(self, lines: Sequence[Line], stream: int) -> None:
         running = [line for line in lines if line.run is not None]
         with Stopwatch(self.library.devices, self.device, stream) as watch:
             runs: list[Run] = [line.run for line in running if line.run is not None]
-            for line, times in zip(running, watch.compare(runs, target_ms or self.options.target_ms), strict=True):
+            measure = watch.steady if self.options.steady else watch.compare
+            for line, times in zip(running, measure(runs, self.options.target_ms), strict=True):
                 line.times = times
 
     def _steps(self, stream: int) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ event, in the same stream. So weights come from memory, as they do in a model wh
 involved: events stand right around one launch, whose own start costs are part of the time.
 
 What is compared is timed in rounds, each of which does everything once and begins with another one than the round
-before: clocks and temperature, which follow what ran last, are then the same for all.
+before: clocks and temperature, which follow what ran last, are then the same for all. Or it is timed steady: each alone
+for a while, at the clock that its own power leaves it. Where tensor cores are busy enough to reach the device's power
+limit, that favours the kernel that takes less energy, as a training step does that has no pause.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ Run = Callable[[int], Any]  # queues its work in the stream of that handle
 _TARGET_MS = 300.0
 _SAMPLES = (10, 200)
 _WARM_UP = 3
+_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,20 @@ class Stopwatch:
         """`rounds` after a warm-up: as many as fit into `target_ms` of device time, `least` to 200."""
         estimates = [median(times) for times in self.rounds(runs, _WARM_UP)]
         return self.rounds(runs, min(max(int(target_ms / max(sum(estimates), 1e-3)), least), _SAMPLES[1]))
+
+    def steady(self, runs: Sequence[Run], target_ms: float) -> list[list[float]]:
+        """Milliseconds of each of `runs`, which has the device to itself for `target_ms`, in two turns. The first half
+        of a turn is not counted: the clock follows the power of the last tenth of a second.
+        """
+        times: list[list[float]] = [[] for _ in runs]
+        counts = [
+            max(int(target_ms / (2 * _TURNS) / max(median(self.rounds([run], _WARM_UP)[0]), 1e-3)), 2) for run in runs
+        ]
+        for _ in range(_TURNS):
+            for run, count, found in zip(runs, counts, times, strict=True):
+                self.rounds([run], count)
+                found += self.rounds([run], count)[0]
+        return times
 
 
 def time_launch(devices: Devices, device: Device, launch: Run, stream: int) -> Timing:

@@ -18,7 +18,6 @@ from fusekit.abi import (
 )
 from fusekit.compiler.hopper import (
     BIG,
-    BOX_ROWS,
     COUNTER_BYTES,
     GLU_SCALARS,
     MOST_GROUPS,
@@ -67,12 +66,17 @@ def record(spec: KernelSpec) -> LaunchRecord:
         grid=(grid(spec, gemm_tiles(spec, n)), 1, 1),
         block=(spec.budget.threads, 1, 1),
         cluster=(spec.cluster[0] * spec.cluster[1], 1, 1),
-        dynamic_shared=shared_bytes(spec, slot_bytes=16, barriers=WARPS * Z_BOXES),
+        dynamic_shared=shared_bytes(spec, slot_bytes=16, barriers=_barriers(spec)),
         workspace=SUM_BYTES if sums else COUNTER_BYTES if dynamic else 0,
         workspace_zeroed=sums or dynamic,
         scratch=_scratch(spec, n) if sums else 0,
         skip_if_zero=() if spec.dbias else ("M",),
     )
+
+
+def _barriers(spec: KernelSpec) -> int:
+    """Of the boxes of z, and two for each box of dprob: see kernels/backward_sm90.py, kernels/row_sums.py."""
+    return WARPS * Z_BOXES + (4 if spec.dprob else 0)
 
 
 def _scratch(spec: KernelSpec, n: Expr) -> Expr:
@@ -83,7 +87,7 @@ def _scratch(spec: KernelSpec, n: Expr) -> Expr:
     piece = spec.tile[0] if spec.mainloop == "pingpong" else spec.tile[0] // 2
     words: list[Expr] = []
     if spec.dprob:
-        words += [["floordiv", "M", BOX_ROWS], groups, 1, ["mul", tiles, "M"]]
+        words += [["floordiv", "M", spec.tile[0]], groups, 1, ["mul", tiles, "M"]]
     if spec.dbias:
         words += [["mul", 4, groups, tiles], ["mul", ["add", ["floordiv", "M", piece], groups, 1], columns]]
     return ["mul", 4, ["add", *words]]

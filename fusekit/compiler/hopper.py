@@ -116,6 +116,7 @@ def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
         (ring * 8, 8),
         (ring * 8, 8),
         (barriers * 8, 8),
+        *([(2 * (4 + tile_m) * 4, 16)] if spec.dprob else []),
         *([(2 * tile_n * 4, 4)] if spec.bias else []),
     ]
     end = 0

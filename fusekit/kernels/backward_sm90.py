@@ -19,11 +19,14 @@ from fusekit.kernels.config import CONSUMER_WARPGROUPS, THREADS, TILE_K, GemmCon
 from fusekit.kernels.epilogue import BIG, BOXES, WARP_ROWS, Epilogue, StagingBoxes, box_columns
 from fusekit.kernels.gemm_sm90 import GemmSm90
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
+from fusekit.kernels.row_sums import BOXES as ROW_BOXES
+from fusekit.kernels.row_sums import RowSums
 from fusekit.kernels.scheduler import Scheduler
 from fusekit.kernels.sums import GradientSums
 
 Z_BOXES = 3  # of a warp: one being worked on, the others on their way
 GATED_UNIT = 32  # columns of da
+AHEAD = 1  # steps of work whose z is in registers already
 
 
 class BackwardEpilogue(Epilogue):
@@ -42,17 +45,19 @@ class BackwardEpilogue(Epilogue):
         self.boxes = StagingBoxes(self.unit * WARP_ROWS * 2 if config.recompute else 0)
         self.warp_bytes = Z_BOXES * self.z_bytes + BOXES * self.boxes.bytes
         self.staging_bytes = CONSUMER_WARPGROUPS * 4 * self.warp_bytes
-        self.barriers = CONSUMER_WARPGROUPS * 4 * Z_BOXES
         table = activations.GATED_DERIVATIVES if self.gated else activations.PLAIN_DERIVATIVES
         kind, _, approximate = config.activation.partition(":")
         self.derivative = table[kind, approximate or "none"]
         self.sums = GradientSums(config, self.unit)
+        self.row_sums = RowSums(config, self.sums)
+        self.row_bytes = ROW_BOXES * self.row_sums.box_bytes
+        self.barriers = (1,) * (CONSUMER_WARPGROUPS * 4 * Z_BOXES) + (self.row_sums.barriers if config.dprob else ())
 
     # -- z ------------------------------------------------------------------------------------------------------------
 
     def place(self, tile, warp: Int32, block: int, unit: int):
         """Coordinates of a unit's box in z and dz."""
-        row, end, n_tile, _ = tile
+        row, end, n_tile, *_ = tile
         column = n_tile * self.config.tile[1] + unit * self.unit
         rows = BIG - (end - row - block * 64 - warp * WARP_ROWS)
         if self.concat:
@@ -61,7 +66,7 @@ class BackwardEpilogue(Epilogue):
 
     def count(self, tile, warp: Int32):
         """Units of a tile that have rows for this warp."""
-        row, end, _, _ = tile
+        row, end, *_ = tile
         left = cutlass.max(end - row - warp * WARP_ROWS, 0)
         blocks = cutlass.min(ptx.divide(left + 63, 64), self.config.warpgroup_rows // 64)
         return blocks * self.units
@@ -69,7 +74,7 @@ class BackwardEpilogue(Epilogue):
     @cute.jit
     def fetch(self, tile, context, number: cutlass.Constexpr, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
-        (_, map_z, _), (staging, arrivals, warp_of_cta), *_ = context
+        (_, map_z, _), (staging, arrivals, _, warp_of_cta), *_ = context
         slot = ptx.modulo(seen + number, Z_BOXES)
         barrier = arrivals + (warp_of_cta * Z_BOXES + slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.z_bytes)
@@ -79,7 +84,7 @@ class BackwardEpilogue(Epilogue):
     @cute.jit
     def prepare(self, tile, context, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
-        _, (_, _, warp_of_cta), *_ = context
+        _, (_, arrivals, row_boxes, warp_of_cta), *_ = context
         total = self.count(tile, warp_of_cta & 3)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
@@ -87,20 +92,44 @@ class BackwardEpilogue(Epilogue):
             for number in cutlass.range_constexpr(min(Z_BOXES, most)):
                 if number < total:
                     self.fetch(tile, context, number, seen)
+            if cutlass.const_expr(self.config.dprob):
+                row, end, n_tile, group, count = tile
+                row -= self.first_row(warp_of_cta & 4)  # the CTA's tile
+                self.row_sums.begin(self.shared_rows(arrivals, row_boxes), count, (row, end, n_tile, group))
 
     @cute.jit
-    def assist(self, gradients, warp: Int32):
-        """The idle warps' part of the sums."""
+    def assist(self, gradients, memory, warp: Int32):
+        """The idle warps' part of the sums; memory: (arrivals, row boxes)."""
         if warp == 2:
             self.sums.clear(gradients)
-        if warp == 3:
             self.sums.zero_empty(gradients)
+        if warp == 3:
+            self.collect_rows(gradients, memory)
 
     @cute.jit
-    def finish(self, context):
-        """The consumer warps' last step of the sums."""
-        *_, gradients = context
-        self.sums.finish(gradients[3], cute.arch.lane_idx())
+    def collect_rows(self, gradients, memory):
+        """The part of the warp that adds dprob up."""
+        if cutlass.const_expr(self.config.dprob):
+            self.row_sums.collect(gradients, self.shared_rows(*memory))
+            self.sums.finish(gradients[3], cute.arch.lane_idx())
+
+    def first_row(self, warp_of_cta: Int32):
+        """A warp's first row in the tile of its CTA."""
+        row = (warp_of_cta & 3) * WARP_ROWS
+        return row if self.config.pingpong else row + (warp_of_cta >> 2) * self.config.warpgroup_rows
+
+    def shared_rows(self, arrivals, row_boxes):
+        """What `RowSums` has in shared memory."""
+        return arrivals + CONSUMER_WARPGROUPS * 4 * Z_BOXES, row_boxes
+
+    @cute.jit
+    def finish(self, context, count: Int32):
+        """The consumer warps' last step of the sums; there is no `count`-th tile."""
+        _, (_, arrivals, row_boxes, _), *_, gradients = context
+        if cutlass.const_expr(self.config.dprob):
+            self.row_sums.finish(self.shared_rows(arrivals, row_boxes), count, cute.arch.lane_idx())
+        if cutlass.const_expr(self.config.dbias):
+            self.sums.finish(gradients[3], cute.arch.lane_idx())
 
     # -- a tile -------------------------------------------------------------------------------------------------------
 
@@ -108,15 +137,17 @@ class BackwardEpilogue(Epilogue):
     def run(self, acc, tile, context, seen: Int32):
         """Finish the accumulators of one tile; arguments as in `Epilogue.run`. Returns the units seen so far."""
         config = self.config
-        tile_row, end, n_tile, _ = tile
-        (map_y, _, map_dz), (staging, arrivals, warp_of_cta), _, operands, _, gradients = context
+        tile_row, end, n_tile, _, count = tile
+        (map_y, _, map_dz), (staging, arrivals, row_boxes, warp_of_cta), _, operands, _, gradients = context
         _, row_scale, act_alpha, act_limit, act_up_offset = operands
         scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
         total = self.count(tile, warp)
         blocks = config.warpgroup_rows // 64
-        if cutlass.const_expr(config.sums):
+        if cutlass.const_expr(config.dbias):
             self.sums.wait(gradients, seen)
+        if cutlass.const_expr(config.dprob):
+            shared_rows = self.shared_rows(arrivals, row_boxes)
         sums = self.sums.registers()
         for block in cutlass.range_constexpr(blocks):
             row = tile_row + block * 64 + warp * WARP_ROWS
@@ -150,10 +181,13 @@ class BackwardEpilogue(Epilogue):
                             self.fetch(tile, context, ahead, seen)
                     cute.arch.sync_warp()
                 if cutlass.const_expr(config.dprob):
-                    self.sums.add_rows(shares.dots, tile, row, gradients, lane)
+                    first = self.first_row(warp_of_cta) + block * 64
+                    self.row_sums.leave(shares.dots, shared_rows, count, first, lane)
             else:
                 if cutlass.const_expr(config.dbias and block == 0):
                     self.sums.clear_columns(sums)
+        if cutlass.const_expr(config.dprob):
+            self.row_sums.end(shared_rows, count, lane)
         if cutlass.const_expr(config.dbias):
             self.sums.add_columns(sums, tile, staging, self.warp_bytes, gradients, warp_of_cta)
         return seen + total
@@ -161,49 +195,66 @@ class BackwardEpilogue(Epilogue):
     def work(self, acc, base: int, box: Int32, lane: Int32, scalars, scale, shares):
         """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where they are asked for.
 
+        z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store to it.
         shares: takes down what goes into sums, None where nothing does.
         """
-        outputs = []
-        if self.gated and not self.concat and self.config.z_layout == "interleaved":
-            for chunk in range(self.unit // 8):
-                outputs += self.work_adjacent(acc, base, box, chunk, lane, scalars, scale, shares)
-            return outputs
-        for pair in range(self.unit // 16):
-            addresses = self.matrix_addresses(box, pair, lane)
-            parts = [ptx.load_matrix_x4(address) for address in addresses]  # of z; or of gate and of up
-            results, rows = [[] for _ in parts], []
-            for index in range(4):  # (chunk, r) of the pair of chunks
-                first = base + pair * 8 + index * 2
-                values, gradients = [], []
-                halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
-                for c in range(2):
-                    value, *slopes = self.slopes([half[c] for half in halves], scalars)
-                    gradient = acc[first + c] if shares is None else shares.take(acc[first + c], value, index % 2)
-                    if self.config.row_scale:
-                        gradient, value = gradient * scale[index % 2], value * scale[index % 2]
-                    values.append(value)
-                    gradients.append([gradient * slope for slope in slopes])
-                if shares is not None:
-                    rows.append([each for pair_of_sides in gradients for each in pair_of_sides])
-                    if index % 2:
-                        shares.take_columns(*rows)
-                        rows = []
-                for side, result in enumerate(results):
-                    result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
-                if self.config.recompute:
-                    outputs.append(ptx.pack_pair(*values, self.out_dtype))
-            for address, result in zip(addresses, results, strict=True):
-                ptx.store_matrix_x4(address, result)
+        adjacent = self.gated and self.config.z_layout == "interleaved"
+        steps = self.unit // (8 if adjacent else 16)
+        load, finish = (self.load_chunk, self.finish_chunk) if adjacent else (self.load_pair, self.finish_pair)
+        outputs, loaded = [], []
+        for step in range(steps + AHEAD):
+            if step < steps:
+                loaded.append(load(box, step, lane))
+            if step >= AHEAD:
+                number = step - AHEAD
+                outputs += finish(acc, base, number, *loaded[number], scalars, scale, shares)
         return outputs
 
-    def work_adjacent(self, acc, base: int, box: Int32, chunk: int, lane: Int32, scalars, scale, shares):
-        """`work` of one chunk where gate and up stand side by side: a lane's two columns are eight bytes."""
-        outputs, rows = [], []
+    def load_pair(self, box: Int32, pair: int, lane: Int32):
+        """A lane's addresses of 16 columns of z, or of gate and of up; and what is there."""
+        addresses = self.matrix_addresses(box, pair, lane)
+        return addresses, [ptx.load_matrix_x4(address) for address in addresses]
+
+    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, scale, shares):
+        """`work` of one pair of chunks whose z has been loaded."""
+        outputs, results, rows = [], [[] for _ in parts], []
+        for index in range(4):  # (chunk, r) of the pair of chunks
+            first = base + pair * 8 + index * 2
+            values, gradients = [], []
+            halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
+            for c in range(2):
+                value, *slopes = self.slopes([half[c] for half in halves], scalars)
+                gradient = acc[first + c] if shares is None else shares.take(acc[first + c], value, index % 2)
+                if self.config.row_scale:
+                    gradient, value = gradient * scale[index % 2], value * scale[index % 2]
+                values.append(value)
+                gradients.append([gradient * slope for slope in slopes])
+            if shares is not None:
+                rows.append([each for pair_of_sides in gradients for each in pair_of_sides])
+                if index % 2:
+                    shares.take_columns(*rows)
+                    rows = []
+            for side, result in enumerate(results):
+                result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
+            if self.config.recompute:
+                outputs.append(ptx.pack_pair(*values, self.out_dtype))
+        for address, result in zip(addresses, results, strict=True):
+            ptx.store_matrix_x4(address, result)
+        return outputs
+
+    def load_chunk(self, box: Int32, chunk: int, lane: Int32):
+        """The same of a chunk of 8 columns where gate and up stand side by side: a lane's two are eight bytes."""
+        addresses = []
         for r in range(2):
             row = (lane >> 2) + 8 * r
             place = (chunk * 32 + (lane & 3) * 8) ^ ((row & 7) * 16)
-            address = box + row * (2 * self.z_columns) + place
-            packed = ptx.load_shared_b32x2(address)
+            addresses.append(box + row * (2 * self.z_columns) + place)
+        return addresses, [ptx.load_shared_b32x2(address) for address in addresses]
+
+    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, scale, shares):
+        """`work` of one such chunk whose z has been loaded."""
+        outputs, rows = [], []
+        for r, (address, packed) in enumerate(zip(addresses, parts, strict=True)):
             values, results, gradients = [], [], []
             for c in range(2):
                 gate, up = ptx.unpack_pair(packed[c], self.dtype)

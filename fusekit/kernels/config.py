@@ -19,7 +19,7 @@ class GemmConfig:
     columns of an epilogue staging box; `dynamic` the schedule. `wgrad`: the weight gradient dw[e] = dy^T x, whose
     `out_dtype` may be "f32", and with `accumulate` is added to what is there. `z_layout` is "" but in a backward
     epilogue, where it says how z lies: "none" (a plain activation), or as `glu_layout`; `recompute`: also the
-    output; `dprob`, `dbias`: sums.py, `dbias` of a weight gradient: column_sums.py.
+    output; `dprob`: row_sums.py; `dbias`: sums.py, of a weight gradient: column_sums.py.
     """
 
     grouped: bool
@@ -80,9 +80,14 @@ class GemmConfig:
         return 2 if self.wgrad and self.dbias else 0
 
     @property
+    def consuming_warps(self) -> int:
+        """Warps of a CTA that accumulate a tile."""
+        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS)
+
+    @property
     def reading_warps(self) -> int:
         """Warps of a CTA that read a tile and its stages."""
-        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.column_warps
+        return self.consuming_warps + self.column_warps
 
     @property
     def ring_slots(self) -> int:

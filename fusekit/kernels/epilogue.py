@@ -111,7 +111,7 @@ def bias_barrier(warpgroup: Int32) -> Int32:
 class Epilogue:
     """What one configuration does with its accumulators."""
 
-    barriers = 0  # that it wants in shared memory
+    barriers = ()  # that it wants in shared memory: their arrive counts
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -158,7 +158,7 @@ class Epilogue:
     def prepare(self, tile, context, seen: Int32):
         """Before a tile's main loop: its bias as float32 into shared memory, zero beyond N; a warpgroup's threads."""
         if cutlass.const_expr(self.config.bias):
-            _, _, n_tile, group = tile
+            _, _, n_tile, group, _ = tile
             _, _, (bias, shared, n, half_n), _, (thread, warpgroup), _ = context
             cute.arch.barrier(barrier_id=bias_barrier(warpgroup), number_of_threads=WARPGROUP)
             for step in cutlass.range_constexpr((self.config.tile[1] + WARPGROUP - 1) // WARPGROUP):
@@ -215,11 +215,12 @@ class Epilogue:
         """Finish the accumulators of one tile; all four warps of a warpgroup, each for itself.
 
         acc: warpgroup_rows / 64 blocks one after the other. tile: the warpgroup's first row, end row of the group, tile
-        along N, group. context: what `consume` gathers. seen: carried from tile to tile; not used here.
+        along N, group, its number in the ring. context: what `consume` gathers. seen: carried from tile to tile, not
+        used here.
         """
         config = self.config
-        tile_row, end, n_tile, group = tile
-        (map_y, map_z, _), (staging, _, warp_of_cta), (_, shared_bias, _, _), operands, *_ = context
+        tile_row, end, n_tile, group, _ = tile
+        (map_y, map_z, _), (staging, _, _, warp_of_cta), (_, shared_bias, _, _), operands, *_ = context
         alpha, row_scale, act_alpha, act_limit, act_up_offset = operands
         scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()

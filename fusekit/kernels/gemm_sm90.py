@@ -6,7 +6,7 @@ Warps of a CTA (384 threads, one CTA an SM):
 
     warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
     warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
-    warps 2-3    idle, or at work for sums of gradients (sums.py, column_sums.py)
+    warps 2-3    idle, or at work for sums of gradients (sums.py, row_sums.py, column_sums.py)
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py)
     warps 8-11   consumer warpgroup 1
 
@@ -205,8 +205,11 @@ class GemmSm90:
             allocator.allocate_array(Int64, config.ring_slots),
         )
         arrivals = None
-        if cutlass.const_expr(self.epilogue.barriers > 0):
-            arrivals = allocator.allocate_array(Int64, self.epilogue.barriers)
+        if cutlass.const_expr(len(self.epilogue.barriers) > 0):
+            arrivals = allocator.allocate_array(Int64, len(self.epilogue.barriers))
+        row_boxes = None
+        if cutlass.const_expr(config.dprob):
+            row_boxes = allocator.allocate(self.epilogue.row_bytes, 16)
         shared_bias = None
         if cutlass.const_expr(config.bias):
             shared_bias = allocator.allocate_array(Float32, 2 * tile_n)
@@ -216,8 +219,8 @@ class GemmSm90:
                 cute.arch.mbarrier_init(full + stage, 1)
                 cute.arch.mbarrier_init(empty + stage, config.reading_warps * config.cluster_size)
             ring.initialise()
-            for barrier in cutlass.range_constexpr(self.epilogue.barriers):
-                cute.arch.mbarrier_init(arrivals + barrier, 1)
+            for barrier in cutlass.range_constexpr(len(self.epilogue.barriers)):
+                cute.arch.mbarrier_init(arrivals + barrier, self.epilogue.barriers[barrier])
             cute.arch.mbarrier_init_fence()
             for copy in (map_x, map_w, map_y, map_z, map_dz):
                 if cutlass.const_expr(copy is not None):
@@ -239,14 +242,14 @@ class GemmSm90:
             if warp == 1:
                 self.scheduler.run(ring, (offsets, groups_, rows, k, n), counters, rank)
             if cutlass.const_expr(config.sums):
-                self.epilogue.assist(gradients, warp)
+                self.epilogue.assist(gradients, (arrivals, row_boxes), warp)
             if cutlass.const_expr(config.column_warps > 0):
                 self.column_sums.assist(smem_x, (full, empty), ring, dbias, warp, k, n)
         else:
             cute.arch.setmaxregister_increase(config.registers[1])
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
             pipeline = (smem_x, smem_w, full, empty, ring)
-            outputs = ((map_y, map_z, map_dz), staging, arrivals)
+            outputs = ((map_y, map_z, map_dz), staging, arrivals, row_boxes)
             self.consume(pipeline, outputs, (bias, shared_bias), operands, gradients, n, half_n, k)
         if cutlass.const_expr(config.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
@@ -257,7 +260,7 @@ class GemmSm90:
         """A consumer warpgroup: its tiles' main loops and epilogues."""
         config = self.config
         smem_x, smem_w, full, empty, ring = pipeline
-        maps, staging, arrivals = outputs
+        maps, staging, arrivals, row_boxes = outputs
         bias, shared_bias = biases
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -272,7 +275,7 @@ class GemmSm90:
             shared_bias = cute.make_tensor(shared_bias + consumer * config.tile[1], cute.make_layout(config.tile[1]))
         maps = tuple(ptx.descriptor_address(copy) if copy is not None else None for copy in maps)
         warp_of_cta = consumer * 4 + warp
-        memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, warp_of_cta)
+        memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, row_boxes, warp_of_cta)
         biases, threads = (bias, shared_bias, n, half_n), (ptx.modulo(thread, WARPGROUP), consumer)
         context = (maps, memory, biases, operands, threads, gradients)
 
@@ -292,7 +295,7 @@ class GemmSm90:
             if lane == 0:
                 ring.free(count)
             n_tile = column_of(n_tile)
-            tile = (row + row_offset, end, n_tile, group)
+            tile = (row + row_offset, end, n_tile, group, count)
             self.epilogue.prepare(tile, context, seen)
             if cutlass.const_expr(config.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * WARPGROUP)
@@ -305,7 +308,7 @@ class GemmSm90:
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)
         if cutlass.const_expr(config.sums):
-            self.epilogue.finish(context)
+            self.epilogue.finish(context, count)
 
 
 def box_map(op, tensor, box: tuple[int, ...]):

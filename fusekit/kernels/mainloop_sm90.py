@@ -146,11 +146,10 @@ class MainLoop:
         What they would keep from tile to tile could not be used by the epilogue in between. (Zeroed before the main
         loop, they would make ptxas wait behind every wgmma.)
         """
-        if self.config.sums:
+        if self.config.dbias and not self.config.wgrad:
+            flat = cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))
             for number in range(first, cute.size(accumulators)):
-                cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))[number] = Float32(
-                    0.0
-                )
+                flat[number] = Float32(0.0)
 
     @cute.jit
     def accumulate(self, accumulators, fragments, pipeline, consumer: Int32, lane: Int32):

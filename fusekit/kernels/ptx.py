@@ -100,13 +100,11 @@ def load_matrix_x4(address: Int32):
 
 def unpack_pair(packed: Uint32, dtype):
     """The two halves of a register of bf16x2 or fp16x2 as float32, the low one first."""
-    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
-        f"cvt.f32.{kind} {{$w0}}, low; cvt.f32.{kind} {{$w1}}, high; }}",
-        write_only_types=[Float32, Float32],
-        read_only_args=[packed],
-    )
+    if dtype is cutlass.BFloat16:  # the upper half of a float32
+        text = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        text = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=[packed])
 
 
 def load_shared_b32x2(address: Int32):

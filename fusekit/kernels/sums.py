@@ -1,10 +1,10 @@
 """Sums of gradients, fused into the backward epilogue: dprob over a row, dbias over a group's rows. Bitwise repeatable.
 
-No floating-point atomics: every warp leaves its part of a sum in scratch memory and arrives at a counter; whoever
-arrives last adds all parts up, always in the same order.
+No floating-point atomics: every part of a sum goes to scratch memory, whoever brings it arrives at a counter, and the
+last to arrive adds all parts up, always in the same order.
 
-- dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; the parts of a row are its tiles along N. One
-  counter for each 16 rows.
+- dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; the rest is row_sums.py's. The parts of a row
+  are its tiles along N. One counter for each tile_m rows.
 - dbias[e, n]: a warp adds dz over its rows in registers (over its lanes as `Shares` says), the four warps of a
   warpgroup through their staging boxes; the parts of a column are the warpgroup tiles of the group along M. One counter
   for each group, tile along N and warp. A group without rows is zeroed by the idle warps.
@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.config import CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig
-from fusekit.kernels.epilogue import WARP_ROWS, bias_barrier
+from fusekit.kernels.epilogue import bias_barrier
 
 # Words of the workspace, behind the scheduler's two: see above.
 TICKET, READY, FINISHED = 2, 3, 4
@@ -118,7 +118,7 @@ class GradientSums:
     def row_counters(self, operands) -> Int32:
         """How many counters rows have."""
         *_, groups, rows, _ = operands
-        return ptx.divide(rows, WARP_ROWS) + groups + 1 if self.config.dprob else Int32(0)
+        return ptx.divide(rows, self.config.tile[0]) + groups + 1 if self.config.dprob else Int32(0)
 
     def counter_words(self, operands) -> Int32:
         """How many counters there are; behind them the parts of rows begin."""
@@ -181,7 +181,9 @@ class GradientSums:
         """A warp has done its last; the last of all leaves the workspace as it was."""
         if lane == 0:
             blocks, _, _ = cute.arch.grid_dim()
-            warps = CONSUMER_WARPGROUPS * 4 + 1  # of a CTA: the consumers and the one that clears
+            warps = 1 + int(self.config.dprob)  # of a CTA: the one that clears, and those that arrive at counters
+            if cutlass.const_expr(self.config.dbias):
+                warps += CONSUMER_WARPGROUPS * 4
             ended = cute.arch.atomic_add(counters + FINISHED, Int32(1), sem="acq_rel", scope="gpu")
             if ended == blocks * warps - 1:
                 for word in cutlass.range_constexpr(TICKET, FINISHED + 1):
@@ -222,28 +224,6 @@ class GradientSums:
             slot = unit * self.kept + kept
             sums[slot] = sums[slot] + value if block else value
 
-    # -- a row --------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def add_rows(self, dots, tile, row: Int32, operands, lane: Int32):
-        """Leave the parts of 16 rows from `row` on, whose `dots` are those of a lane's columns; maybe add them up."""
-        operands = fresh(operands)
-        dprob, _, scratch, _, _, _, rows, n = operands
-        _, end, n_tile, group = tile
-        parts = self.row_parts(operands)
-        for r in cutlass.range_constexpr(2):
-            dot = dots[r]
-            for step in cutlass.range_constexpr(2):
-                dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << step)
-            mine = row + (lane >> 2) + 8 * r
-            if (lane & 3) == 0 and mine < end:
-                cute.arch.store(parts + (Int64(n_tile) * rows + mine), dot)
-        counter = scratch + (ptx.divide(row, WARP_ROWS) + group)
-        if self.arrive(counter, lane) == self.tiles_n(n) - 1:
-            mine = row + lane
-            if lane < WARP_ROWS and mine < end:
-                cute.arch.store(dprob + mine, self.sum_of(parts + mine, Int64(rows), self.tiles_n(n)))
-
     # -- a column -----------------------------------------------------------------------------------------------------
 
     def column(self, unit: int, kept: int, lane: Int32):
@@ -272,7 +252,7 @@ class GradientSums:
     @cute.jit
     def add_columns(self, sums, tile, staging, warp_bytes: cutlass.Constexpr, operands, warp_of_cta: Int32):
         """A warpgroup's tile is done; all four warps. Arguments as for `add_piece`."""
-        tile_row, end, _, _ = tile
+        tile_row, end, *_ = tile
         if tile_row < end:
             self.add_piece(sums, tile, staging, warp_bytes, operands, warp_of_cta)
 
@@ -284,7 +264,7 @@ class GradientSums:
         """
         operands = fresh(operands)
         _, dbias, scratch, _, offsets, _, rows, n = operands
-        tile_row, end, n_tile, group = tile
+        tile_row, end, n_tile, group, _ = tile
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
         barrier = bias_barrier(warp_of_cta >> 2)
         if lane == 0:

@@ -68,7 +68,7 @@ class WgradLoop(MainLoop):
 class GradEpilogue:
     """Accumulators to boxes of dw, a warp's 16 rows at a time."""
 
-    barriers = 0
+    barriers = ()
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -178,7 +178,7 @@ class WgradSm90(GemmSm90):
         """A consumer warpgroup: its tiles' main loops and epilogues; `m` rows of dw."""
         config = self.config
         smem_dy, smem_x, full, empty, ring = pipeline
-        (map_dw, _, _), staging, _ = outputs
+        (map_dw, _, _), staging, *_ = outputs
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         consumer = cute.arch.make_warp_uniform(ptx.divide(thread, WARPGROUP)) - 1

@@ -6,7 +6,7 @@ A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the ep
     32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
                      columns, where that makes room for one more stage; float32 boxes have half as many columns.
                      With a backward activation: 8 warps x 3 boxes of z on their way, and 2 of y where it is recomputed
-    2304 bytes       two rows of bias (2 x 256 x 4 bytes), barriers and the scheduler's ring (256 bytes)
+    2560 bytes       two rows of bias (2 x 256 x 4 bytes), or as much of dprob's sums; barriers, the ring of tiles (512)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
 registers a multiprocessor).
@@ -27,7 +27,7 @@ class Limits:
     """What one architecture offers a CTA; bytes, or registers a thread."""
 
     shared_bytes: int = 232448
-    reserved_bytes: int = 2304
+    reserved_bytes: int = 2560
     box_column_bytes: int = 256  # 8 warps x 16 rows x 2 bytes, for each column of an epilogue box
     tile_k: int = 64
     operand_bytes: int = 2

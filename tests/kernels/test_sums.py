@@ -123,7 +123,7 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
     words = evaluate(record.scratch, {"M": rows, "E": groups, "I": n}) // 4
     tiles_n = -(-n // 128)
     piece = 128  # both main loops: a warpgroup's rows
-    row_counters = rows // 16 + groups + 1 if dprob else 0
+    row_counters = rows // tile + groups + 1 if dprob else 0
     column_counters = groups * tiles_n * 4 if dbias else 0
     row_parts = row_counters + column_counters
     column_parts = row_parts + (tiles_n * rows if dprob else 0)
@@ -136,11 +136,11 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
     ends = np.cumsum(sizes)
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         for n_tile in range(tiles_n):
+            for first in range(begin, end, tile) if dprob else ():
+                for row in range(first, min(first + tile, end)):
+                    write(row_parts + n_tile * rows + row)
+                arrivals.setdefault(first // tile + group, []).append(tiles_n)
             for first in range(begin, end, piece):
-                for row in range(first, min(first + piece, end), 16) if dprob else ():
-                    for mine in range(row, min(row + 16, end)):
-                        write(row_parts + n_tile * rows + mine)
-                    arrivals.setdefault(row // 16 + group, []).append(tiles_n)
                 for warp in range(4) if dbias else ():
                     counter = row_counters + (group * tiles_n + n_tile) * 4 + warp
                     arrivals.setdefault(counter, []).append(-(-(end - begin) // piece))
