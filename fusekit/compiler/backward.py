@@ -42,6 +42,7 @@ OPERANDS = (
     *("dprob", "dbias", "workspace", "scratch"),
 )
 Z_BOXES, GATED_UNIT, WARPS = 3, 32, 8  # as in kernels/backward_sm90.py
+BLOCK = 8  # as in kernels/collect.py
 
 
 def plan(spec: KernelSpec) -> TracePlan:
@@ -66,7 +67,7 @@ def record(spec: KernelSpec) -> LaunchRecord:
         grid=(grid(spec, gemm_tiles(spec, n)), 1, 1),
         block=(spec.budget.threads, 1, 1),
         cluster=(spec.cluster[0] * spec.cluster[1], 1, 1),
-        dynamic_shared=shared_bytes(spec, slot_bytes=16, barriers=_barriers(spec)),
+        dynamic_shared=shared_bytes(spec, slot_bytes=16, barriers=_barriers(spec), sum_bytes=_sum_bytes(spec)),
         workspace=SUM_BYTES if sums else COUNTER_BYTES if dynamic else 0,
         workspace_zeroed=sums or dynamic,
         scratch=_scratch(spec, n) if sums else 0,
@@ -75,21 +76,35 @@ def record(spec: KernelSpec) -> LaunchRecord:
 
 
 def _barriers(spec: KernelSpec) -> int:
-    """Of the boxes of z, and two for each box of dprob: see kernels/backward_sm90.py, kernels/row_sums.py."""
-    return WARPS * Z_BOXES + (4 if spec.dprob else 0)
+    """Of the boxes of z, and two for what each warpgroup leaves of sums: see kernels/backward_sm90.py."""
+    return WARPS * Z_BOXES + (4 if spec.dprob or spec.dbias else 0)
+
+
+def _piece(spec: KernelSpec) -> int:
+    """Rows of a warpgroup's tile."""
+    return spec.tile[0] if spec.mainloop == "pingpong" else spec.tile[0] // 2
+
+
+def _sum_bytes(spec: KernelSpec) -> int:
+    """Shared memory for what warpgroups leave of sums: see kernels/sums.py."""
+    if not (spec.dprob or spec.dbias):
+        return 0
+    return 2 * 4 * (4 + (_piece(spec) if spec.dprob else 0))
 
 
 def _scratch(spec: KernelSpec, n: Expr) -> Expr:
-    """Bytes of counters and partial sums: see kernels/sums.py."""
+    """Bytes of counters and partial sums: see kernels/collect.py."""
     groups: Expr = "E" if spec.op == "grouped-gemm" else 1
     columns: Expr = ["mul", 2, n] if spec.activation.gated else n
     tiles: Expr = ["ceildiv", n, spec.tile[1]]
-    piece = spec.tile[0] if spec.mainloop == "pingpong" else spec.tile[0] // 2
-    words: list[Expr] = []
+    pieces: Expr = ["floordiv", "M", _piece(spec)]
+    words: list[Expr] = [6]  # both kinds of parts begin at a multiple of four words
     if spec.dprob:
-        words += [["floordiv", "M", spec.tile[0]], groups, 1, ["mul", tiles, "M"]]
+        words += [pieces, groups, 1, ["mul", tiles, "M"]]
     if spec.dbias:
-        words += [["mul", 4, groups, tiles], ["mul", ["add", ["floordiv", "M", piece], groups, 1], columns]]
+        blocks: Expr = ["floordiv", ["add", pieces, groups], BLOCK]
+        words += [["mul", tiles, ["add", blocks, groups, 1, groups]]]
+        words += [["mul", ["add", pieces, groups, 1], columns]]
     return ["mul", 4, ["add", *words]]
 
 

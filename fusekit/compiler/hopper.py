@@ -101,7 +101,7 @@ def grid(spec: KernelSpec, cluster_tiles: Expr) -> Expr:
     return ["mul", size, ["max", 1, ["min", resident, cluster_tiles]]]
 
 
-def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
+def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0, sum_bytes: int = 0) -> int:
     """Dynamic shared memory: the allocations of the kernel in order, each at its alignment."""
     tile_m, tile_n = spec.tile
     stages = spec.budget.stages
@@ -116,7 +116,7 @@ def shared_bytes(spec: KernelSpec, slot_bytes: int, barriers: int = 0) -> int:
         (ring * 8, 8),
         (ring * 8, 8),
         (barriers * 8, 8),
-        *([(2 * (4 + tile_m) * 4, 16)] if spec.dprob else []),
+        (sum_bytes, 16),
         *([(2 * tile_n * 4, 4)] if spec.bias else []),
     ]
     end = 0

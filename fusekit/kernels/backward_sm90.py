@@ -11,22 +11,20 @@ or the widest box of columns where it is plain.
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fusekit.kernels import activations, ptx
+from fusekit.kernels.collect import Collector
 from fusekit.kernels.config import CONSUMER_WARPGROUPS, THREADS, TILE_K, GemmConfig, dtype_of
 from fusekit.kernels.epilogue import BIG, BOXES, WARP_ROWS, Epilogue, StagingBoxes, box_columns
 from fusekit.kernels.gemm_sm90 import GemmSm90
 from fusekit.kernels.mainloop_sm90 import MainLoop, swizzled
-from fusekit.kernels.row_sums import BOXES as ROW_BOXES
-from fusekit.kernels.row_sums import RowSums
 from fusekit.kernels.scheduler import Scheduler
 from fusekit.kernels.sums import GradientSums
 
 Z_BOXES = 3  # of a warp: one being worked on, the others on their way
 GATED_UNIT = 32  # columns of da
-AHEAD = 1  # steps of work whose z is in registers already
 
 
 class BackwardEpilogue(Epilogue):
@@ -40,22 +38,22 @@ class BackwardEpilogue(Epilogue):
         self.concat = config.z_layout == "concat"
         self.unit = GATED_UNIT if self.gated else box_columns(config.tile[1], 64)
         self.units = config.tile[1] // self.unit  # of one 64-row block
+        self.blocks = config.warpgroup_rows // 64
         self.z_columns = (self.unit if self.concat else 2 * self.unit) if self.gated else self.unit
         self.z_bytes = self.unit * (2 if self.gated else 1) * WARP_ROWS * 2
-        self.boxes = StagingBoxes(self.unit * WARP_ROWS * 2 if config.recompute else 0)
+        self.boxes = StagingBoxes(self.unit * WARP_ROWS * 2 if config.recompute or config.dbias else 0)
         self.warp_bytes = Z_BOXES * self.z_bytes + BOXES * self.boxes.bytes
         self.staging_bytes = CONSUMER_WARPGROUPS * 4 * self.warp_bytes
         table = activations.GATED_DERIVATIVES if self.gated else activations.PLAIN_DERIVATIVES
         kind, _, approximate = config.activation.partition(":")
         self.derivative = table[kind, approximate or "none"]
-        self.sums = GradientSums(config, self.unit)
-        self.row_sums = RowSums(config, self.sums)
-        self.row_bytes = ROW_BOXES * self.row_sums.box_bytes
-        self.barriers = (1,) * (CONSUMER_WARPGROUPS * 4 * Z_BOXES) + (self.row_sums.barriers if config.dprob else ())
+        self.sums = GradientSums(config, self.unit, self.warp_bytes, Z_BOXES * self.z_bytes)
+        self.collector = Collector(self.sums)
+        self.barriers = (1,) * (CONSUMER_WARPGROUPS * 4 * Z_BOXES) + (self.sums.barriers if config.sums else ())
 
     # -- z ------------------------------------------------------------------------------------------------------------
 
-    def place(self, tile, warp: Int32, block: int, unit: int):
+    def place(self, tile, warp: Int32, block, unit):
         """Coordinates of a unit's box in z and dz."""
         row, end, n_tile, *_ = tile
         column = n_tile * self.config.tile[1] + unit * self.unit
@@ -68,68 +66,48 @@ class BackwardEpilogue(Epilogue):
         """Units of a tile that have rows for this warp."""
         row, end, *_ = tile
         left = cutlass.max(end - row - warp * WARP_ROWS, 0)
-        blocks = cutlass.min(ptx.divide(left + 63, 64), self.config.warpgroup_rows // 64)
+        blocks = cutlass.min(ptx.divide(left + 63, 64), self.blocks)
         return blocks * self.units
 
     @cute.jit
-    def fetch(self, tile, context, number: cutlass.Constexpr, seen: Int32):
+    def fetch(self, tile, context, number, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
         (_, map_z, _), (staging, arrivals, _, warp_of_cta), *_ = context
         slot = ptx.modulo(seen + number, Z_BOXES)
         barrier = arrivals + (warp_of_cta * Z_BOXES + slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.z_bytes)
-        where = self.place(tile, warp_of_cta & 3, number // self.units, number % self.units)
+        block = number // self.units if isinstance(number, int) else ptx.divide(number, self.units)
+        where = self.place(tile, warp_of_cta & 3, block, number - block * self.units)
         ptx.tma_load(map_z, staging + slot * self.z_bytes, barrier, where)
 
     @cute.jit
     def prepare(self, tile, context, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
-        _, (_, arrivals, row_boxes, warp_of_cta), *_ = context
+        _, (_, arrivals, sum_boxes, warp_of_cta), *_ = context
         total = self.count(tile, warp_of_cta & 3)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
-            most = self.units * (self.config.warpgroup_rows // 64)
-            for number in cutlass.range_constexpr(min(Z_BOXES, most)):
+            for number in cutlass.range_constexpr(min(Z_BOXES, self.units * self.blocks)):
                 if number < total:
                     self.fetch(tile, context, number, seen)
-            if cutlass.const_expr(self.config.dprob):
-                row, end, n_tile, group, count = tile
-                row -= self.first_row(warp_of_cta & 4)  # the CTA's tile
-                self.row_sums.begin(self.shared_rows(arrivals, row_boxes), count, (row, end, n_tile, group))
+            if cutlass.const_expr(self.config.sums):
+                self.sums.begin(self.left(arrivals, sum_boxes), tile, warp_of_cta)
 
     @cute.jit
     def assist(self, gradients, memory, warp: Int32):
-        """The idle warps' part of the sums; memory: (arrivals, row boxes)."""
-        if warp == 2:
-            self.sums.clear(gradients)
-            self.sums.zero_empty(gradients)
-        if warp == 3:
-            self.collect_rows(gradients, memory)
+        """The idle warps' part of the sums; memory: (barriers, boxes of sums, staging), of the CTA."""
+        arrivals, sum_boxes, staging = memory
+        self.collector.assist(gradients, self.left(arrivals, sum_boxes, staging), warp)
 
-    @cute.jit
-    def collect_rows(self, gradients, memory):
-        """The part of the warp that adds dprob up."""
-        if cutlass.const_expr(self.config.dprob):
-            self.row_sums.collect(gradients, self.shared_rows(*memory))
-            self.sums.finish(gradients[3], cute.arch.lane_idx())
-
-    def first_row(self, warp_of_cta: Int32):
-        """A warp's first row in the tile of its CTA."""
-        row = (warp_of_cta & 3) * WARP_ROWS
-        return row if self.config.pingpong else row + (warp_of_cta >> 2) * self.config.warpgroup_rows
-
-    def shared_rows(self, arrivals, row_boxes):
-        """What `RowSums` has in shared memory."""
-        return arrivals + CONSUMER_WARPGROUPS * 4 * Z_BOXES, row_boxes
+    def left(self, arrivals, sum_boxes, staging=None):
+        """Where `GradientSums` leaves what the idle warps collect."""
+        return arrivals + CONSUMER_WARPGROUPS * 4 * Z_BOXES, sum_boxes, staging
 
     @cute.jit
     def finish(self, context, count: Int32):
         """The consumer warps' last step of the sums; there is no `count`-th tile."""
-        _, (_, arrivals, row_boxes, _), *_, gradients = context
-        if cutlass.const_expr(self.config.dprob):
-            self.row_sums.finish(self.shared_rows(arrivals, row_boxes), count, cute.arch.lane_idx())
-        if cutlass.const_expr(self.config.dbias):
-            self.sums.finish(gradients[3], cute.arch.lane_idx())
+        _, (_, arrivals, sum_boxes, warp_of_cta), *_ = context
+        self.sums.finish(self.left(arrivals, sum_boxes), count, warp_of_cta)
 
     # -- a tile -------------------------------------------------------------------------------------------------------
 
@@ -137,76 +115,99 @@ class BackwardEpilogue(Epilogue):
     def run(self, acc, tile, context, seen: Int32):
         """Finish the accumulators of one tile; arguments as in `Epilogue.run`. Returns the units seen so far."""
         config = self.config
-        tile_row, end, n_tile, _, count = tile
-        (map_y, _, map_dz), (staging, arrivals, row_boxes, warp_of_cta), _, operands, _, gradients = context
+        (_, (staging, arrivals, sum_boxes, warp_of_cta), *_) = context
+        lane = cute.arch.lane_idx()
+        left = self.left(arrivals, sum_boxes)
+        sums = self.sums.registers()
+        elements = config.tile[1] // 2  # of a lane in a 64-row block
+        if cutlass.const_expr(config.dbias):
+            # The code for one block is long enough to be worth fetching once; the next one's accumulators move up.
+            rows = cute.make_rmem_tensor((elements,), Float32)
+            for element in cutlass.range_constexpr(elements):
+                rows[element] = ptx.fresh_float(acc[element])
+            for block in cutlass.range(self.blocks, unroll=1):
+                self.run_block(rows, 0, block, sums, tile, context, seen)
+                for element in cutlass.range_constexpr(elements * (self.blocks - 1)):
+                    rows[element] = ptx.fresh_float(acc[element + elements])
+            self.sums.leave_columns(sums, staging, lane)
+        else:
+            for block in cutlass.range_constexpr(self.blocks):
+                self.run_block(acc, block * elements, block, sums, tile, context, seen)
+        if cutlass.const_expr(config.sums):
+            self.sums.end(left, warp_of_cta)
+        return seen + self.count(tile, warp_of_cta & 3)
+
+    @cute.jit
+    def run_block(self, acc, first, block, sums, tile, context, seen: Int32):
+        """Finish 64 rows, whose accumulators begin with number `first`; block: which ones, maybe known at run time."""
+        config = self.config
+        tile_row, end, n_tile, *_ = tile
+        (map_y, _, map_dz), (staging, arrivals, sum_boxes, warp_of_cta), _, operands, *_ = context
         _, row_scale, act_alpha, act_limit, act_up_offset = operands
         scalars = activations.GluScalars(act_alpha, act_limit, act_up_offset)
         warp, lane = warp_of_cta & 3, cute.arch.lane_idx()
         total = self.count(tile, warp)
-        blocks = config.warpgroup_rows // 64
-        if cutlass.const_expr(config.dbias):
-            self.sums.wait(gradients, seen)
-        if cutlass.const_expr(config.dprob):
-            shared_rows = self.shared_rows(arrivals, row_boxes)
-        sums = self.sums.registers()
-        for block in cutlass.range_constexpr(blocks):
-            row = tile_row + block * 64 + warp * WARP_ROWS
-            if row < end:
-                shares = self.sums.shares(row, end, lane)
-                scale = self.row_scales(row_scale, row, end, lane)
-                for unit in cutlass.range_constexpr(self.units):
-                    number = block * self.units + unit
-                    slot = ptx.modulo(seen + number, Z_BOXES)
-                    phase = ptx.divide(seen + number, Z_BOXES) & 1
-                    box = staging + slot * self.z_bytes
-                    cute.arch.mbarrier_wait(arrivals + (warp_of_cta * Z_BOXES + slot), phase)
-                    base = block * (config.tile[1] // 2) + unit * (self.unit // 2)
-                    outputs = self.work(acc, base, box.toint(), lane, scalars, scale, shares)
-                    if cutlass.const_expr(config.dbias):
-                        self.sums.collect(sums, block, unit, shares)
+        row = tile_row + block * 64 + warp * WARP_ROWS
+        if row < end:
+            if cutlass.const_expr(config.dbias):
+                self.sums.clear_rows(acc, end - row, lane)
+            shares = self.sums.shares()
+            scale = self.row_scales(row_scale, row, end, lane)
+            for unit in cutlass.range_constexpr(self.units):
+                number = block * self.units + unit
+                slot = ptx.modulo(seen + number, Z_BOXES)
+                phase = ptx.divide(seen + number, Z_BOXES) & 1
+                box = staging + slot * self.z_bytes
+                cute.arch.mbarrier_wait(arrivals + (warp_of_cta * Z_BOXES + slot), phase)
+                base = first + unit * (self.unit // 2)
+                outputs = self.work(acc, base, box.toint(), lane, scalars, scale, shares)
+                if cutlass.const_expr(config.recompute):
+                    y_box = staging + (Z_BOXES * self.z_bytes + (number & (BOXES - 1)) * self.boxes.bytes)
+                    self.boxes.write(y_box, self.unit, outputs, lane)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.tma_store(map_dz, box, self.place(tile, warp, block, unit))
                     if cutlass.const_expr(config.recompute):
-                        y_box = staging + (Z_BOXES * self.z_bytes + (number % BOXES) * self.boxes.bytes)
-                        self.boxes.write(y_box, self.unit, outputs, lane)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        ptx.tma_store(map_dz, box, self.place(tile, warp, block, unit))
-                        if cutlass.const_expr(config.recompute):
-                            where = (n_tile * config.tile[1] + unit * self.unit, BIG - (end - row), BIG, end)
-                            ptx.tma_store(map_y, y_box, where)
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
-                        ahead = number - 1 + Z_BOXES
-                        if ahead < total and cutlass.const_expr(0 < number <= blocks * self.units - Z_BOXES):
-                            self.fetch(tile, context, ahead, seen)
-                    cute.arch.sync_warp()
-                if cutlass.const_expr(config.dprob):
-                    first = self.first_row(warp_of_cta) + block * 64
-                    self.row_sums.leave(shares.dots, shared_rows, count, first, lane)
-            else:
-                if cutlass.const_expr(config.dbias and block == 0):
-                    self.sums.clear_columns(sums)
-        if cutlass.const_expr(config.dprob):
-            self.row_sums.end(shared_rows, count, lane)
-        if cutlass.const_expr(config.dbias):
-            self.sums.add_columns(sums, tile, staging, self.warp_bytes, gradients, warp_of_cta)
-        return seen + total
+                        where = (n_tile * config.tile[1] + unit * self.unit, BIG - (end - row), BIG, end)
+                        ptx.tma_store(map_y, y_box, where)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
+                    self.fetch_ahead(tile, context, number, total, seen)
+                cute.arch.sync_warp()
+                if cutlass.const_expr(config.dbias):
+                    self.sums.collect(sums, unit, shares)
+            if cutlass.const_expr(config.dprob):
+                self.sums.leave_rows(shares.dots, self.left(arrivals, sum_boxes), block, warp_of_cta, lane)
+
+    @cute.jit
+    def fetch_ahead(self, tile, context, number, total: Int32, seen: Int32):
+        """Behind unit `number` of `total`: into the box before its own."""
+        ahead = number - 1 + Z_BOXES
+        if cutlass.const_expr(isinstance(number, int)):
+            if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - Z_BOXES):
+                self.fetch(tile, context, ahead, seen)
+        else:
+            if number > 0 and ahead < total:
+                self.fetch(tile, context, ahead, seen)
 
     def work(self, acc, base: int, box: Int32, lane: Int32, scalars, scale, shares):
         """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where they are asked for.
 
-        z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store to it.
+        With sums, z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store
+        to it, and with fewer registers left it finds less to do meanwhile.
         shares: takes down what goes into sums, None where nothing does.
         """
         adjacent = self.gated and self.config.z_layout == "interleaved"
         steps = self.unit // (8 if adjacent else 16)
         load, finish = (self.load_chunk, self.finish_chunk) if adjacent else (self.load_pair, self.finish_pair)
         outputs, loaded = [], []
-        for step in range(steps + AHEAD):
+        ahead = 1 if self.config.sums and adjacent else 0
+        for step in range(steps + ahead):
             if step < steps:
                 loaded.append(load(box, step, lane))
-            if step >= AHEAD:
-                number = step - AHEAD
+            if step >= ahead:
+                number = step - ahead
                 outputs += finish(acc, base, number, *loaded[number], scalars, scale, shares)
         return outputs
 
@@ -224,7 +225,9 @@ class BackwardEpilogue(Epilogue):
             halves = [ptx.unpack_pair(part[index], self.dtype) for part in parts]
             for c in range(2):
                 value, *slopes = self.slopes([half[c] for half in halves], scalars)
-                gradient = acc[first + c] if shares is None else shares.take(acc[first + c], value, index % 2)
+                gradient = acc[first + c]
+                if shares is not None:
+                    shares.take(gradient, value, index % 2)
                 if self.config.row_scale:
                     gradient, value = gradient * scale[index % 2], value * scale[index % 2]
                 values.append(value)
@@ -261,7 +264,7 @@ class BackwardEpilogue(Epilogue):
                 value, by_gate, by_up = self.slopes([gate, up], scalars)
                 gradient = acc[base + chunk * 4 + r * 2 + c]
                 if shares is not None:
-                    gradient = shares.take(gradient, value, r)
+                    shares.take(gradient, value, r)
                 if self.config.row_scale:
                     gradient, value = gradient * scale[r], value * scale[r]
                 values.append(value)

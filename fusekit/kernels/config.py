@@ -19,7 +19,7 @@ class GemmConfig:
     columns of an epilogue staging box; `dynamic` the schedule. `wgrad`: the weight gradient dw[e] = dy^T x, whose
     `out_dtype` may be "f32", and with `accumulate` is added to what is there. `z_layout` is "" but in a backward
     epilogue, where it says how z lies: "none" (a plain activation), or as `glu_layout`; `recompute`: also the
-    output; `dprob`: row_sums.py; `dbias`: sums.py, of a weight gradient: column_sums.py.
+    output; `dprob`, `dbias`: sums.py, `dbias` of a weight gradient: column_sums.py.
     """
 
     grouped: bool
@@ -64,10 +64,10 @@ class GemmConfig:
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8.
 
-        Warps that sum columns need more than 24; the plain epilogue beside them does with less than others.
+        Warps that sum columns need more than 24.
         """
         accumulators = self.warpgroup_rows * self.tile[1] // WARPGROUP
-        return (24, 240) if accumulators > 160 and self.column_warps == 0 else (40, 232)
+        return (24, 240) if accumulators > 160 and not self.dbias else (40, 232)
 
     @property
     def sums(self) -> bool:
@@ -80,14 +80,9 @@ class GemmConfig:
         return 2 if self.wgrad and self.dbias else 0
 
     @property
-    def consuming_warps(self) -> int:
-        """Warps of a CTA that accumulate a tile."""
-        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS)
-
-    @property
     def reading_warps(self) -> int:
         """Warps of a CTA that read a tile and its stages."""
-        return self.consuming_warps + self.column_warps
+        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.column_warps
 
     @property
     def ring_slots(self) -> int:

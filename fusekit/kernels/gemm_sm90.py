@@ -6,7 +6,7 @@ Warps of a CTA (384 threads, one CTA an SM):
 
     warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
     warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
-    warps 2-3    idle, or at work for sums of gradients (sums.py, row_sums.py, column_sums.py)
+    warps 2-3    idle, or at work for sums of gradients (collect.py, column_sums.py)
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py)
     warps 8-11   consumer warpgroup 1
 
@@ -207,9 +207,9 @@ class GemmSm90:
         arrivals = None
         if cutlass.const_expr(len(self.epilogue.barriers) > 0):
             arrivals = allocator.allocate_array(Int64, len(self.epilogue.barriers))
-        row_boxes = None
-        if cutlass.const_expr(config.dprob):
-            row_boxes = allocator.allocate(self.epilogue.row_bytes, 16)
+        sum_boxes = None
+        if cutlass.const_expr(config.sums):
+            sum_boxes = allocator.allocate(self.epilogue.sums.bytes, 16)
         shared_bias = None
         if cutlass.const_expr(config.bias):
             shared_bias = allocator.allocate_array(Float32, 2 * tile_n)
@@ -242,14 +242,14 @@ class GemmSm90:
             if warp == 1:
                 self.scheduler.run(ring, (offsets, groups_, rows, k, n), counters, rank)
             if cutlass.const_expr(config.sums):
-                self.epilogue.assist(gradients, (arrivals, row_boxes), warp)
+                self.epilogue.assist(gradients, (arrivals, sum_boxes, staging), warp)
             if cutlass.const_expr(config.column_warps > 0):
                 self.column_sums.assist(smem_x, (full, empty), ring, dbias, warp, k, n)
         else:
             cute.arch.setmaxregister_increase(config.registers[1])
             operands = (alpha, row_scale, act_alpha, act_limit, act_up_offset)
             pipeline = (smem_x, smem_w, full, empty, ring)
-            outputs = ((map_y, map_z, map_dz), staging, arrivals, row_boxes)
+            outputs = ((map_y, map_z, map_dz), staging, arrivals, sum_boxes)
             self.consume(pipeline, outputs, (bias, shared_bias), operands, gradients, n, half_n, k)
         if cutlass.const_expr(config.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
@@ -260,7 +260,7 @@ class GemmSm90:
         """A consumer warpgroup: its tiles' main loops and epilogues."""
         config = self.config
         smem_x, smem_w, full, empty, ring = pipeline
-        maps, staging, arrivals, row_boxes = outputs
+        maps, staging, arrivals, sum_boxes = outputs
         bias, shared_bias = biases
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -275,7 +275,7 @@ class GemmSm90:
             shared_bias = cute.make_tensor(shared_bias + consumer * config.tile[1], cute.make_layout(config.tile[1]))
         maps = tuple(ptx.descriptor_address(copy) if copy is not None else None for copy in maps)
         warp_of_cta = consumer * 4 + warp
-        memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, row_boxes, warp_of_cta)
+        memory = (staging + warp_of_cta * self.epilogue.warp_bytes, arrivals, sum_boxes, warp_of_cta)
         biases, threads = (bias, shared_bias, n, half_n), (ptx.modulo(thread, WARPGROUP), consumer)
         context = (maps, memory, biases, operands, threads, gradients)
 

@@ -52,6 +52,11 @@ def fresh(value: Int32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
+def fresh_float(value: Float32) -> Float32:
+    """The same number in a register of its own."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
 def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 
@@ -148,6 +153,22 @@ def load_part(address: cutlass.Int64, there: Int32) -> Float32:
     )
 
 
+def load_parts_x4(address: cutlass.Int64, there: Int32):
+    """`load_part` of four neighbours, 16-byte aligned."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; mov.f32 {$w1}, 0f00000000;"
+        " mov.f32 {$w2}, 0f00000000; mov.f32 {$w3}, 0f00000000;"
+        " @p ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Float32, Float32, Float32, Float32],
+        read_only_args=[address, there],
+    )
+
+
+def store_parts_x4(address: cutlass.Int64, values) -> None:
+    """Four float32 to global memory, 16-byte aligned."""
+    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
 def choose(flag: Int32, a: Float32, b: Float32) -> Float32:
     """`a` where `flag` is not zero, else `b`."""
     return cute.arch.inline_ptx(
@@ -231,6 +252,15 @@ def load_shared_f32(address: Int32) -> Float32:
     """One float32 from shared memory."""
     return cute.arch.inline_ptx(
         "ld.volatile.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
+
+
+def load_shared_f32x4(address: Int32):
+    """Four float32 from shared memory, 16-byte aligned."""
+    return cute.arch.inline_ptx(
+        "ld.volatile.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32, Float32, Float32, Float32],
+        read_only_args=[address],
     )
 
 

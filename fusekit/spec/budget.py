@@ -6,7 +6,9 @@ A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the ep
     32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
                      columns, where that makes room for one more stage; float32 boxes have half as many columns.
                      With a backward activation: 8 warps x 3 boxes of z on their way, and 2 of y where it is recomputed
-    2560 bytes       two rows of bias (2 x 256 x 4 bytes), or as much of dprob's sums; barriers, the ring of tiles (512)
+                     (or for sums of columns, where dbias is asked for)
+    2304 bytes       two rows of bias (2 x 256 x 4 bytes), or less for sums of gradients; barriers and the scheduler's
+                     ring (256 bytes)
 
 Source of the limits: CUDA C++ Programming Guide, compute capability 9.0 (227 KiB of shared memory a block, 65536
 registers a multiprocessor).
@@ -27,7 +29,7 @@ class Limits:
     """What one architecture offers a CTA; bytes, or registers a thread."""
 
     shared_bytes: int = 232448
-    reserved_bytes: int = 2560
+    reserved_bytes: int = 2304
     box_column_bytes: int = 256  # 8 warps x 16 rows x 2 bytes, for each column of an epilogue box
     tile_k: int = 64
     operand_bytes: int = 2
@@ -114,6 +116,7 @@ def refusals(
     glu_layout: str = "none",
     backward: bool = False,
     recompute: bool = False,
+    dbias: bool = False,
     limits: Limits = SM90A,
 ) -> tuple[Refusal, ...]:
     """Every rule that the combination breaks; empty when it fits."""
@@ -122,7 +125,9 @@ def refusals(
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
     if not found:  # the arithmetic means nothing for a tile that no main loop can run
-        found += _size_refusals(tile, mainloop, _epilogue(tile, glu_layout, backward, recompute, limits), limits)
+        found += _size_refusals(
+            tile, mainloop, _epilogue(tile, glu_layout, backward, recompute or dbias, limits), limits
+        )
     return tuple(found)
 
 
@@ -197,13 +202,14 @@ def budget(
     glu_layout: str = "none",
     backward: bool = False,
     recompute: bool = False,
+    dbias: bool = False,
     limits: Limits = SM90A,
 ) -> Budget:
     """The resources of one combination.
 
     tile, cluster: (M, N). glu_layout: "none" when the activation is not gated. backward: it is the derivative of one;
-    recompute: which stores the activation too. Raises SpecError, with the arithmetic, for a combination that does not
-    fit.
+    recompute: which stores the activation too; dbias: and sums of columns. Raises SpecError, with the arithmetic, for a
+    combination that does not fit.
     """
     broken = refusals(
         tile,
@@ -214,12 +220,13 @@ def budget(
         glu_layout=glu_layout,
         backward=backward,
         recompute=recompute,
+        dbias=dbias,
         limits=limits,
     )
     if broken:
         raise SpecError("; ".join(refusal.rule for refusal in broken), problems=tuple(r.rule for r in broken))
     stage = _stage_bytes(tile, limits)
-    epilogue = _epilogue(tile, glu_layout, backward, recompute, limits)
+    epilogue = _epilogue(tile, glu_layout, backward, recompute or dbias, limits)
     stages = min(limits.max_stages, _stage_room(limits, epilogue) // stage)
     return Budget(
         tile_k=limits.tile_k,
@@ -247,12 +254,12 @@ class _Epilogue:
     bytes: int
 
 
-def _epilogue(tile: tuple[int, int], glu_layout: str, backward: bool, recompute: bool, limits: Limits) -> _Epilogue:
+def _epilogue(tile: tuple[int, int], glu_layout: str, backward: bool, outputs: bool, limits: Limits) -> _Epilogue:
     column = limits.box_column_bytes
     if backward:
         gated = glu_layout != "none"
         box = GATED_UNIT if gated else next(width for width in (64, 32, 16) if tile[1] % width == 0)
-        boxes = Z_BOXES * (2 if gated else 1) + (OUTPUT_BOXES if recompute else 0)
+        boxes = Z_BOXES * (2 if gated else 1) + (OUTPUT_BOXES if outputs else 0)
         return _Epilogue(box, boxes * box * column)
     stage = _stage_bytes(tile, limits)
     choices = [_Epilogue(box, OUTPUT_BOXES * box * column) for box in (64, 32)]

@@ -125,6 +125,7 @@ class KernelSpec:
             glu_layout=self.glu_layout,
             backward=self.activation.backward,
             recompute=self.recompute,
+            dbias=self.dbias,
         )
 
     def canonical(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
         glu_layout=spec.glu_layout,
         backward=spec.activation.backward,
         recompute=spec.recompute,
+        dbias=spec.dbias,
     ):
         found.append((refusal.key, values[refusal.key], refusal.rule))
     return found + (_wgrad_problem(spec) if wgrad else _problem(spec))

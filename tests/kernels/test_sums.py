@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fusekit.abi import evaluate
 from fusekit.compiler import backward
 from fusekit.kernels import ptx
+from fusekit.kernels.collect import BLOCK, Collector
 from fusekit.kernels.config import GemmConfig
 from fusekit.kernels.sums import GradientSums, Shares
 from fusekit.spec import parse_text
@@ -44,13 +45,13 @@ def config(tile=(128, 192), cluster=(1, 1), layout="interleaved", pingpong=True)
      ("none", 128, 64), ("none", 160, 32), ("none", 176, 16)],
 )  # fmt: skip
 def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
-    sums = GradientSums(config((128, tile_n), layout=layout), unit)
+    sums = GradientSums(config((128, tile_n), layout=layout), unit, 8192, 6144)
     sides = 1 if layout == "none" else 2
     rng = np.random.default_rng(0)
     gradients = rng.integers(-1000, 1000, (16, tile_n, sides)).astype(float)  # of (row, column of da, side)
     kept = {}
     for number in range(tile_n // unit):
-        shares = Shares(sums.config, 16, None, LANES)
+        shares = Shares(sums.config, None, LANES)
         for chunk in range(unit // 8):  # as the epilogue does: two rows and two columns of a chunk of eight a lane
             column = number * unit + chunk * 8 + 2 * (LANES % 4)
             rows = [
@@ -75,14 +76,14 @@ def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
 @pytest.mark.parametrize("n", [2880, 2888, 64])
 def test_every_column_of_dbias_has_one_place(layout, n, monkeypatch):
     monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
-    sums = GradientSums(config(layout=layout, cluster=(1, 2)), 32)
+    collector = Collector(GradientSums(config(layout=layout, cluster=(1, 2)), 32, 8192, 6144))
     seen = [
         where
-        for tile in range(sums.tiles_n(n))
-        for where, there in (sums.place(column, tile, n) for column in range(sums.tile_columns))
+        for tile in range(collector.tiles_n(n))
+        for where, there in (collector.place(column, tile, n) for column in range(collector.tile_columns))
         if there
     ]
-    assert sorted(seen) == list(range(n * sums.sides))
+    assert sorted(seen) == list(range(n * collector.sides))
 
 
 SPEC = """
@@ -104,7 +105,7 @@ cluster = [{cluster}]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 300]), min_size=1, max_size=9),
+    sizes=st.lists(st.sampled_from([0, 1, 15, 16, 17, 127, 128, 129, 300, 3000]), min_size=1, max_size=9),
     spare=st.integers(0, 40),
     n=st.integers(1, 40).map(lambda units: 8 * units),
     tile=st.sampled_from([128, 256]),
@@ -123,10 +124,11 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
     words = evaluate(record.scratch, {"M": rows, "E": groups, "I": n}) // 4
     tiles_n = -(-n // 128)
     piece = 128  # both main loops: a warpgroup's rows
-    row_counters = rows // tile + groups + 1 if dprob else 0
-    column_counters = groups * tiles_n * 4 if dbias else 0
-    row_parts = row_counters + column_counters
-    column_parts = row_parts + (tiles_n * rows if dprob else 0)
+    row_counters = rows // piece + groups + 1 if dprob else 0
+    blocks = (rows // piece + groups) // BLOCK + groups + 1
+    column_counters = (blocks + groups) * tiles_n if dbias else 0
+    row_parts = -(-(row_counters + column_counters) // 4) * 4
+    column_parts = row_parts + (-(-tiles_n * rows // 4) * 4 if dprob else 0)
     written, arrivals = set(), {}
 
     def write(word):
@@ -135,22 +137,26 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
 
     ends = np.cumsum(sizes)
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        first, pieces = begin // piece + group, -(-(end - begin) // piece)
         for n_tile in range(tiles_n):
-            for first in range(begin, end, tile) if dprob else ():
-                for row in range(first, min(first + tile, end)):
-                    write(row_parts + n_tile * rows + row)
-                arrivals.setdefault(first // tile + group, []).append(tiles_n)
-            for first in range(begin, end, piece):
-                for warp in range(4) if dbias else ():
-                    counter = row_counters + (group * tiles_n + n_tile) * 4 + warp
-                    arrivals.setdefault(counter, []).append(-(-(end - begin) // piece))
+            for row in range(begin, end, piece):
+                number = row // piece + group
+                assert number == first + (row - begin) // piece  # those of a group follow each other
+                if dprob:
+                    for mine in range(row, min(row + piece, end)):
+                        write(row_parts + n_tile * rows + mine)
+                    arrivals.setdefault(number, []).append(tiles_n)
                 if dbias:
-                    start = column_parts + (first // piece + group) * columns
+                    start = column_parts + number * columns
                     for column in range(n_tile * 256, min(n_tile * 256 + 256, columns)):
                         write(start + column)
-                    # Those of a group follow each other from the first one's on.
-                    assert first // piece == begin // piece + (first - begin) // piece
+                    block = (number - first) // BLOCK
+                    counter = row_counters + (first // BLOCK + group + block) * tiles_n + n_tile
+                    arrivals.setdefault(counter, []).append(min(pieces - block * BLOCK, BLOCK))
+            for _ in range(-(-pieces // BLOCK) if dbias else 0):
+                counter = row_counters + (blocks + group) * tiles_n + n_tile
+                arrivals.setdefault(counter, []).append(-(-pieces // BLOCK))
     for counter, expected in arrivals.items():
-        assert 0 <= counter < row_parts
+        assert 0 <= counter < row_counters + column_counters
         assert set(expected) == {len(expected)}  # as many arrive as are waited for
     assert not written or row_parts <= min(written) <= max(written) < words
