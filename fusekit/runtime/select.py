@@ -1,15 +1,18 @@
 """Which variant of a kernel to load when a name leaves it open.
 
 A tuning table says it where one knows the problem (fusekit.runtime.tuning). Else a model of the time of each variant,
-from the spec alone, is asked; the least wins. One tile of a GEMM, as a CTA works on it, costs, for each element of K,
+from the spec alone, is asked; the least wins. One tile of a GEMM, as a CTA works on it, costs, for each element of the
+reduction (K; of grouped-wgrad a group's rows),
 
-    products = rows * tile_n * (1 + 4 / tile_n + 0.04 if cooperative + 0.01 if its cluster is (1,1))
+    rows * tile_n * (1 + epilogue / reduction) + 5 * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
 
-`rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing. 4 / tile_n: the
-tensor cores fetch x again for every tile along N. A cooperative main loop does not hide its epilogue behind the next
-tile, and a CTA alone fetches both operands whole.
+- `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
+- `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
+  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation.
+- What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
+  memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
 
-    cost = products * max(1, tiles / CTAs at a time + 1/2)
+    cost = that * max(1, tiles / CTAs at a time + 1/2)
 
 The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
 static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
@@ -17,13 +20,16 @@ find each other's operands in L2.
 
 The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
 mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
-to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. A tile of grouped-wgrad lies on a group's N x K weights,
-and no group has half-empty ones.
+to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which take cycles but
+little power: in `tiles` they count a quarter. A tile of grouped-wgrad lies on a group's N x K weights, where both sides
+are padded so, and no group has half-empty ones.
 
-Of 35 kernels of five models on an H200, each with 9 to 16 variants (clusters 1x1, 1x2 and 2x1, tiles from 128x128 to
-256x192), the model takes one within 1 % of the fastest for 31, and is at most 3 % off. For what remains there are
-tuning tables. Equal costs: the larger tile, then the larger cluster, then the name, so that the choice is the same
-everywhere. Without a problem, tiles are full and their number is without end.
+Of 35 kernels of five models on an H200, each with 8 to 12 variants (clusters 1x2 and 2x1, tiles from 128x128 to
+256x192) that were timed one by one at the clock that their power leaves, the model takes one within 1 % of the fastest
+for 25, within 2 % for 28, and is at most 5.1 % off; mostly it is the shape of the cluster that it gets wrong. For what
+remains there are tuning tables. Equal costs: the larger tile, then the larger cluster, then the name, so that the
+choice is the same everywhere. Without a problem, tiles are full and their number is without end; where nothing says how
+long the reduction is, it is 4096.
 
 Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
 taken, to 4 for a router of 1024 experts or more.
@@ -41,9 +47,11 @@ if TYPE_CHECKING:
 SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
 BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
-REFETCH = 4.0
-COOPERATIVE = 0.04
-ALONE = 0.01
+FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
+EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
+BACKWARD = 300.0  # as many more where it takes a gradient through an activation
+DEPTH = 4096  # the reduction of a problem that does not say
+PADDING = 0.25  # what a padded column costs, of one that is not
 STATIC = 1.05
 
 
@@ -76,25 +84,45 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     problem: E, M, N, K in elements, with E = 1 for a dense GEMM. Where it lacks one that is needed: the time of a full
     tile for each of its products.
     """
+    problem = problem or {}
     tile_m, tile_n = map(int, spec["tile"])
-    wgrad = spec["op"] == "grouped-wgrad"
-    dearer = 1 + REFETCH / tile_n
-    dearer += COOPERATIVE if spec.get("mainloop") == "cooperative" else 0
-    dearer += ALONE if tuple(spec["cluster"]) == (1, 1) else 0
+    cluster_m, cluster_n = map(int, spec["cluster"])
+    wgrad, dense = spec["op"] == "grouped-wgrad", spec["op"] == "dense-gemm"
+    fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
+    dearer = 1 + _epilogue(spec) / max(_reduction(problem, wgrad), BLOCK)
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
-    if not problem or not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
-        return dearer * static
+    if not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
+        return (dearer + fetched / (tile_m * tile_n)) * static
     if wgrad:
-        tiles: float = problem["E"] * -(-problem["N"] // tile_m)
-        rows = float(tile_m)
-        across = problem["K"]
+        (full, padded), rows = _tiles(problem["N"], tile_m), float(tile_m)
     else:
-        dense = spec["op"] == "dense-gemm"
         sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
-        each, rows = tile_rows(sizes, tile_m)
-        tiles, across = each * (1 if dense else problem["E"]), problem["N"]
-    tiles *= -(-across // tile_n)
-    return rows * tile_n * dearer * waves(tiles) * (static if tiles > SMS else 1.0)
+        full, rows = tile_rows(sizes, tile_m)
+        padded = full
+    full_across, padded_across = _tiles(problem["K" if wgrad else "N"], tile_n)
+    groups = 1 if dense else problem["E"]
+    full *= full_across * groups
+    padded *= padded_across * groups
+    work = waves(PADDING * padded + (1 - PADDING) * full)
+    return (rows * tile_n * dearer + fetched) * work * (static if padded > SMS else 1.0)
+
+
+def _epilogue(spec: Mapping[str, Any]) -> float:
+    """What the epilogue adds to a tile's time, in elements of the reduction."""
+    if spec.get("mainloop") != "cooperative":
+        return 0.0
+    return EPILOGUE + (BACKWARD if spec.get("activation", {}).get("kind", "").startswith("d") else 0.0)
+
+
+def _reduction(problem: Mapping[str, int], wgrad: bool) -> float:
+    if wgrad:
+        return problem["M"] / max(problem["E"], 1) if {"E", "M"} <= problem.keys() else DEPTH
+    return problem.get("K", DEPTH)
+
+
+def _tiles(size: int, tile: int) -> tuple[float, float]:
+    """(tiles that `size` fills, tiles that it takes)."""
+    return size / tile, -(-size // tile)
 
 
 def choose(

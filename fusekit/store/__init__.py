@@ -2,8 +2,9 @@
 
 Three maps, each on plain files:
 
-- **name -> key** (`names/`): `gpt-oss-120b/fc1-fwd@128x160-c2x1` on `sm_90a` stands for a key. The only files that
-  change. A name record also has a summary of its entry, for listings: a copy, and never what a kernel is loaded by.
+- **name -> key** (`names/`): `gpt-oss-120b/fc1-fwd@128x192-c2x1-dynamic` on `sm_90a` stands for a key. The only
+  files that change. A name record also has a summary of its entry, for listings: a copy, and never what a kernel is
+  loaded by.
 - **key -> entry** (`entries/`): the key is the SHA-256 of everything that decides the result (spec, architecture,
   toolchain, options, sources, schema). The entry is what came of it: the cubin's digest, launch record, resources,
   proof. An action cache.
