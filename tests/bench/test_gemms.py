@@ -100,6 +100,15 @@ def test_six_kernels_without_torch(model: Rig, no_torch: None, capsys: Any) -> N
     assert model.loaded == 0
 
 
+def test_steady(model: Rig, no_torch: None, capsys: Any) -> None:
+    code, document = bench(capsys, "small", "--steady")
+    assert code == 0
+    assert document["steady"]
+    for kernel in KERNELS:
+        (line,) = lines(document, kernel)
+        assert (line["ms"], line["rounds"]) == (2.0, 4)  # 10 ms: two turns of two, and as many before that
+
+
 def test_other_sizes(model: Rig, no_torch: None, capsys: Any) -> None:
     code, document = bench(
         capsys, "small", "-E", "5", "--hidden", "128", "--intermediate", "32", "--rows", "40", "--rows", "70"

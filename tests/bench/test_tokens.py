@@ -309,3 +309,21 @@ def test_rounds_begin_with_another_one_each_time(rig: Rig) -> None:
     assert order == [*"abc", *"bca", *"cab", *"abc"]
     assert times == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
     assert not rig.memory
+
+
+def test_steady_leaves_the_device_to_one_at_a_time(rig: Rig) -> None:
+    devices = Devices(Driver(rig))
+    order: list[str] = []
+
+    def named(name: str, ms: float) -> Any:
+        def run(stream: int) -> None:
+            order.append(name)
+            rig._clock += ms
+
+        return run
+
+    with Stopwatch(devices, devices.get(0), 77) as watch:
+        times = watch.steady([named("a", 1.0), named("b", 2.0)], 40.0)
+    assert order == [*"aaabbb", *("a" * 20 + "b" * 10) * 2]  # estimates, then two turns, half of each not counted
+    assert times == [[1.0] * 20, [2.0] * 10]
+    assert not rig.memory

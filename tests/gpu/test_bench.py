@@ -43,6 +43,16 @@ def test_gemms(bench, groups):
                 assert line["speedup"] > 0
 
 
+def test_steady(bench):
+    code, document = bench("quickstart", "--all", "--steady", "--peer", "torch")
+    assert code == 0, document
+    assert document["steady"]
+    for kernel in document["models"][0]["kernels"]:
+        for line in kernel["lines"]:
+            assert line["error"] is None, (kernel["name"], line)
+            assert 0 < line["best_ms"] <= line["ms"] < 100
+
+
 def test_tokens(bench):
     targets = ("block/topk", "block/index", "block/permute", "block/unpermute")
     code, document = bench(*targets, "--rows", "512", "--alone", "--check")
