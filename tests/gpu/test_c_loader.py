@@ -155,17 +155,16 @@ def test_a_graph_of_it_replays(gpu, specs, loader, name):
 
 def test_loading_during_a_capture_is_refused(gpu, specs, loader):
     """The question itself breaks the capture, as any call would that the driver refuses meanwhile."""
-    spec = specs[KERNELS[0]]
+    kernel = gpu.kernel(specs[KERNELS[0]])  # Python's own handle, which is loaded now
     mode = gpu.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
     with gpu.stream() as stream:
         gpu.driver.check(gpu.api.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")
         other = Loaded.__new__(Loaded)
-        BundleLauncher.__init__(other, *loader, gpu.kernel(spec))
+        BundleLauncher.__init__(other, *loader, kernel)
         assert other.load() == CUDA_ERROR
         assert "before the end of a stream's capture" in str(other.error)
         gpu.api.cuStreamEndCapture(stream)
-    kernel = Loaded(*loader, gpu.kernel(spec))
-    assert kernel.unload() == OK
+    assert Loaded(*loader, kernel).unload() == OK
 
 
 def test_a_handle_for_each_device(gpu, specs, loader):
