@@ -20,6 +20,7 @@ from fusekit.bench.roofline import Work, gemm_work, peak_of
 from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.runtime import Device, Kernel, Library
+from fusekit.runtime.select import check_alike
 from fusekit.runtime.tuning import Row, features
 
 # Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.
@@ -146,7 +147,9 @@ class GemmBench:
     def _records(self, name: str) -> list[Any]:
         store = self.library.store
         if "@" not in name:
-            return list(store.variants(name, self.arch))
+            variants = list(store.variants(name, self.arch))
+            check_alike(variants)
+            return variants
         record = store.find_name(name, self.arch)
         return [] if record is None else [record]
 

@@ -18,6 +18,7 @@ from fusekit.bench.roofline import peak_of
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.runtime import Device, DeviceArray, Kernel, Library
+from fusekit.runtime.select import check_alike
 from fusekit.runtime.tuning import Row, features
 
 PEERS = ("torch", "te")
@@ -60,6 +61,7 @@ class TokenBench:
         store = self.library.store
         named = store.variants(name, self.arch) if "@" not in name else [store.find_name(name, self.arch)]
         records = [record for record in named if record is not None]
+        check_alike(records)
         if not self.options.every and len(records) > 1:
             moved = None if records[0].spec["op"] not in _WIDE else hidden
             asked = {dim: size for dim, size in (("T", tokens), ("H", moved)) if size is not None}

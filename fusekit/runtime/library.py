@@ -10,7 +10,7 @@ from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, Usa
 from fusekit.runtime import tuning
 from fusekit.runtime.devices import Devices, archs_of
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.select import choose
+from fusekit.runtime.select import check_alike, choose
 from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ class Library:
     def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:
         if len(variants) == 1:
             return variants[0]
+        check_alike(variants)
         arch = variants[0].arch
         if arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)

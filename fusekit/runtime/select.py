@@ -40,6 +40,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fusekit.errors import UsageError
+
 if TYPE_CHECKING:
     from fusekit.runtime.tuning import Tuning
     from fusekit.store import NameRecord
@@ -105,6 +107,30 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     padded *= padded_across * groups
     work = waves(PADDING * padded + (1 - PADDING) * full)
     return (rows * tile_n * dearer + fetched) * work * (static if padded > SMS else 1.0)
+
+
+def check_alike(variants: Sequence[NameRecord]) -> None:
+    """Raises UsageError where the variants of one kernel do not compute the same, with the same defaults: a variant
+    that a spec no longer has stays in the store when the spec is changed, and must not be taken for one of it.
+    """
+    if len(variants) < 2:
+        return
+    first, *others = map(_computed, variants)
+    for record, found in zip(variants[1:], others, strict=True):
+        keys = sorted(key for key in first.keys() | found.keys() if first.get(key) != found.get(key))
+        if keys:
+            raise UsageError(
+                f"{variants[0].name} and {record.name} for {record.arch} differ in {', '.join(keys)}; variants of one"
+                " kernel compute the same; one may be left from before its spec was changed: give the full name, or"
+                " build the spec into an empty store"
+            )
+
+
+def _computed(record: NameRecord) -> dict[str, Any]:
+    from fusekit.runtime.tuning import features
+
+    scalars = {name: value for name, value in record.defaults.items() if name != "cluster_margin"}
+    return features(record.spec) | scalars
 
 
 def _epilogue(spec: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusekit.abi import IntegerParameter
-from fusekit.errors import ArchMismatchError, DriverError, IntegrityError, NotBuiltError
+from fusekit.errors import ArchMismatchError, DriverError, IntegrityError, NotBuiltError, UsageError
 from fusekit.runtime import Devices, Driver, Kernel, Library
 from fusekit.runtime.devices import archs_of
 from tests.runtime.fake import CUresult, FakeDriver
@@ -35,6 +35,15 @@ def test_a_name_without_variant_takes_the_cheapest(tmp_path: Path) -> None:
     opened, _ = library(store)
     assert opened.load("sample/fc1").name == "sample/fc1@128x160-c2x1"
     assert opened.find("sample/fc1", problem={"E": 1, "M": 65536, "N": 512, "K": 64}).name == "sample/fc1@128x256-c2x1"
+
+
+def test_a_variant_left_from_another_spec_is_not_taken(tmp_path: Path) -> None:
+    publish(tmp_path, "sample/fc1@128x160-c2x1")
+    store = publish(tmp_path, "sample/fc1@128x256-c2x1", tile=[128, 256], bias=True)
+    opened, _ = library(store)
+    with pytest.raises(UsageError, match=r"fc1@128x160-c2x1 and .*fc1@128x256-c2x1 .* differ in bias; .* full name"):
+        opened.load("sample/fc1")
+    assert opened.load("sample/fc1@128x256-c2x1").name == "sample/fc1@128x256-c2x1"
 
 
 def test_what_is_not_built_says_how_to_build_it(tmp_path: Path) -> None:
