@@ -119,7 +119,7 @@ class Store:
         for pause in _PAUSES:
             try:
                 found = self._first_good(read)
-                if found is not None or not marked:
+                if found is not None or not (marked or (mark and self.layers[0].has_entry_aside(key))):
                     return found
             except _CubinMissingError:
                 pass
@@ -294,7 +294,7 @@ class Store:
             there = known is not None and any(_quietly(layer.size_of_entry, record.key) for layer in self.layers)
             return known if there else self.find_entry(record.key)
 
-        entry = self._patiently(record.key, look)
+        entry = self._patiently(record.key, look, sure=True)
         if entry is None:
             raise IntegrityError(
                 f"{record.name} would stand for entry {record.key}, which is in no store layer; names come after "
@@ -441,14 +441,15 @@ class Store:
             lease.renew()
         return marks.mark(self.root, key, self.layers[0].entry_file(key))
 
-    def _patiently(self, key: str, look: Callable[[], T | None]) -> T | None:
+    def _patiently(self, key: str, look: Callable[[], T | None], sure: bool = False) -> T | None:
         """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
-        collection may have it aside at this moment, and will see the mark: then it is looked again.
+        collection may have it aside at this moment, and will see the mark: then it is looked again. sure: who has
+        marked and found it already; that mark may be aside, too, so that there is nothing to mark now.
         """
-        marked, own = self._mark(key), self.layers[0]
+        wanted, own = self._mark(key) or sure, self.layers[0]
         for pause in _PAUSES:
             found = look()
-            if found is not None or not marked or exists(own.entry_path(key)):
+            if found is not None or not wanted or exists(own.entry_path(key)):
                 return found
             if not own.has_entry_aside(key):
                 break  # put back since, or gone

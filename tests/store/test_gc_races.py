@@ -1,5 +1,7 @@
 """Collection while others are in the way, and collections that are stopped."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,46 @@ def test_who_marks_an_entry_and_finds_it_keeps_it(tmp_path, top, before):
         assert store.load(entries[0].key) == found[0]
     assert found[0] is not None or (top, before) == ("entries", False)
     assert not [name for name in everything(tmp_path) if name.endswith(".tmp")]
+
+
+class Between(Disk):
+    """Calls `first` before the first mark is moved and `then` after the first entry is."""
+
+    def __init__(self, first, then) -> None:
+        self.first, self.then = [first], [then]
+
+    def replace(self, source: Path, target: Path) -> None:
+        if "/used/" in str(source) and self.first:
+            self.first.pop()()
+        super().replace(source, target)
+        if "/entries/" in str(source) and self.then:
+            self.then.pop()()
+
+
+@pytest.mark.parametrize("late", ["name", "load"])
+def test_a_mark_that_goes_aside_with_its_entry_holds(tmp_path, late):
+    """A builder finds an entry at the last moment, and needs it again when mark and entry are both aside."""
+    store, entries = fill(tmp_path)
+    (key, builder, done) = entries[0].key, Store(tmp_path), []
+
+    def again():
+        if late == "load":
+            done.append(builder.load(key)[0])
+        else:
+            builder.publish_name(build_record(entries[0], "f/k0@v"), entries[0])
+            done.append(entries[0])
+
+    thread = threading.Thread(target=again)
+
+    def start():
+        thread.start()
+        time.sleep(0.05)  # it looks while the collection is in the way
+
+    report = Store(tmp_path, disk=Between(lambda: done.append(builder.present(key)), start)).collect(max_age=350)
+    thread.join()
+    assert done == [entries[0], entries[0]]
+    assert (report.removed, report.in_use) == (0, 1)
+    assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
 
 
 @pytest.mark.parametrize("before", [True, False])
