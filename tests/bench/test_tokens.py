@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,17 +294,20 @@ def test_a_graph_is_ended_after_an_error(rig: Rig) -> None:
     assert not rig._graphs
 
 
+def noted(rig: Rig, order: list[str], name: str, ms: float) -> Any:
+    """Work that takes `ms` on the rig and puts its name into `order`."""
+
+    def run(stream: int) -> None:
+        order.append(name)
+        rig._clock += ms
+
+    return run
+
+
 def test_rounds_begin_with_another_one_each_time(rig: Rig) -> None:
     devices = Devices(Driver(rig))
     order: list[str] = []
-
-    def named(name: str, ms: float) -> Any:
-        def run(stream: int) -> None:
-            order.append(name)
-            rig._clock += ms
-
-        return run
-
+    named = partial(noted, rig, order)
     with Stopwatch(devices, devices.get(0), 77) as watch:
         times = watch.rounds([named("a", 1.0), named("b", 2.0), named("c", 3.0)], 4)
     assert order == [*"abc", *"bca", *"cab", *"abc"]
@@ -314,14 +318,7 @@ def test_rounds_begin_with_another_one_each_time(rig: Rig) -> None:
 def test_steady_leaves_the_device_to_one_at_a_time(rig: Rig) -> None:
     devices = Devices(Driver(rig))
     order: list[str] = []
-
-    def named(name: str, ms: float) -> Any:
-        def run(stream: int) -> None:
-            order.append(name)
-            rig._clock += ms
-
-        return run
-
+    named = partial(noted, rig, order)
     with Stopwatch(devices, devices.get(0), 77) as watch:
         times = watch.steady([named("a", 1.0), named("b", 2.0)], 40.0)
     assert order == [*"aaabbb", *("a" * 20 + "b" * 10) * 2]  # estimates, then two turns, half of each not counted
