@@ -4,11 +4,12 @@
 |---|---|
 | errors | nothing |
 | config | errors, platformdirs |
-| spec, abi | errors |
+| abi, choice | errors |
+| spec | errors, choice |
 | store | errors, config, filelock; for remotes fsspec and tenacity, for signatures cryptography |
 | kernels | cutlass, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
-| runtime | errors, config, abi, store, cuda.bindings |
+| runtime | errors, config, abi, store, choice, cuda.bindings |
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi |
 | reference | numpy, spec, errors |
@@ -33,15 +34,16 @@ CLI = ROOT / "cli"
 MAY = {
     "errors": set(),
     "config": {"fusekit.errors", "platformdirs"},
-    "spec": {"fusekit.errors"},
     "abi": {"fusekit.errors"},
+    "choice": {"fusekit.errors"},
+    "spec": {"fusekit.errors", "fusekit.choice"},
     "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "tenacity", "cryptography"},
     "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
         "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
-    "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "cuda.bindings"},
+    "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
     "cabi": {"fusekit.errors", "fusekit.abi"},
     "reference": {"fusekit.errors", "fusekit.spec", "numpy"},

@@ -1,35 +1,7 @@
 """Which variant of a kernel to load when a name leaves it open.
 
-A tuning table says it where one knows the problem (fusekit.runtime.tuning). Else a model of the time of each variant,
-from the spec alone, is asked; the least wins. One tile of a GEMM, as a CTA works on it, costs, for each element of the
-reduction (K; of grouped-wgrad a group's rows),
-
-    rows * tile_n * (1 + epilogue / reduction) + 5 * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-
-- `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
-- `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
-  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation.
-- What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
-  memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
-
-    cost = that * max(1, tiles / CTAs at a time + 1/2)
-
-The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
-static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
-find each other's operands in L2.
-
-The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
-mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
-to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which take cycles but
-little power: in `tiles` they count a quarter. A tile of grouped-wgrad lies on a group's N x K weights, where both sides
-are padded so, and no group has half-empty ones.
-
-Of 35 kernels of five models on an H200, each with 8 to 12 variants (clusters 1x2 and 2x1, tiles from 128x128 to
-256x192) that were timed one by one at the clock that their power leaves, the model takes one within 1 % of the fastest
-for 25, within 2 % for 28, and is at most 5.1 % off; mostly it is the shape of the cluster that it gets wrong. For what
-remains there are tuning tables. Equal costs: the larger tile, then the larger cluster, then the name, so that the
-choice is the same everywhere. Without a problem, tiles are full and their number is without end; where nothing says how
-long the reduction is, it is 4096.
+A tuning table says it where one knows the problem (fusekit.runtime.tuning). Else the model of fusekit.choice is asked;
+equal costs: the larger tile, then the larger cluster, then the name, so that the choice is the same everywhere.
 
 Variants of the router's kernels and of those that move rows differ in warps a block alone: the one nearest to 8 is
 taken, to 4 for a router of 1024 experts or more.
@@ -40,73 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fusekit.choice import rank
 from fusekit.errors import UsageError
 
 if TYPE_CHECKING:
     from fusekit.runtime.tuning import Tuning
     from fusekit.store import NameRecord
-
-SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
-BLOCK = 64  # rows of one WGMMA
-SIZES = 16  # group sizes that stand for all
-FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
-EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
-BACKWARD = 300.0  # as many more where it takes a gradient through an activation
-DEPTH = 4096  # the reduction of a problem that does not say
-PADDING = 0.25  # what a padded column costs, of one that is not
-STATIC = 1.05
-
-
-def group_sizes(rows: int, groups: int) -> list[float]:
-    """Sizes that stand for those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
-    half times the mean.
-    """
-    mean = rows / max(groups, 1)
-    return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
-
-
-def tile_rows(sizes: Sequence[float], tile_m: int) -> tuple[float, float]:
-    """(tiles along M of an average group, rows that are worked on in an average tile)."""
-    tiles, worked = 0, 0.0
-    for size in sizes:
-        full, rest = divmod(size, tile_m)
-        tiles += int(full) + (rest > 0)
-        worked += full * tile_m + BLOCK * -(-rest // BLOCK)
-    return tiles / max(len(sizes), 1), worked / max(tiles, 1)
-
-
-def waves(tiles: float) -> float:
-    """How long `tiles` tiles take, in tiles."""
-    return max(1.0, tiles / SMS + 0.5)
-
-
-def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
-    """The model's time of the GEMM variant `spec` (canonical form), in products for each element of the reduction.
-
-    problem: E, M, N, K in elements, with E = 1 for a dense GEMM. Where it lacks one that is needed: the time of a full
-    tile for each of its products.
-    """
-    problem = problem or {}
-    tile_m, tile_n = map(int, spec["tile"])
-    cluster_m, cluster_n = map(int, spec["cluster"])
-    wgrad, dense = spec["op"] == "grouped-wgrad", spec["op"] == "dense-gemm"
-    fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-    dearer = 1 + _epilogue(spec) / max(_reduction(problem, wgrad), BLOCK)
-    static = STATIC if spec.get("schedule", "static") == "static" else 1.0
-    if not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
-        return (dearer + fetched / (tile_m * tile_n)) * static
-    if wgrad:
-        (full, padded), rows = _tiles(problem["N"], tile_m), float(tile_m)
-    else:
-        sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
-        full, rows = tile_rows(sizes, tile_m)
-        padded = full
-    full_across, padded_across = _tiles(problem["K" if wgrad else "N"], tile_n)
-    groups = 1 if dense else problem["E"]
-    full *= full_across * groups
-    padded *= padded_across * groups
-    work = waves(PADDING * padded + (1 - PADDING) * full)
-    return (rows * tile_n * dearer + fetched) * work * (static if padded > SMS else 1.0)
 
 
 def check_alike(variants: Sequence[NameRecord]) -> None:
@@ -133,24 +44,6 @@ def _computed(record: NameRecord) -> dict[str, Any]:
     return features(record.spec) | scalars
 
 
-def _epilogue(spec: Mapping[str, Any]) -> float:
-    """What the epilogue adds to a tile's time, in elements of the reduction."""
-    if spec.get("mainloop") != "cooperative":
-        return 0.0
-    return EPILOGUE + (BACKWARD if spec.get("activation", {}).get("kind", "").startswith("d") else 0.0)
-
-
-def _reduction(problem: Mapping[str, int], wgrad: bool) -> float:
-    if wgrad:
-        return problem["M"] / max(problem["E"], 1) if {"E", "M"} <= problem.keys() else DEPTH
-    return problem.get("K", DEPTH)
-
-
-def _tiles(size: int, tile: int) -> tuple[float, float]:
-    """(tiles that `size` fills, tiles that it takes)."""
-    return size / tile, -(-size // tile)
-
-
 def choose(
     variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
     device: str | None = None,
@@ -171,13 +64,7 @@ def choose(
     if "warps" in variants[0].spec:
         best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec["experts"] >= 1024 else 8
         return min(variants, key=lambda record: (abs(record.spec["warps"] - best), record.name))
-
-    def rank(record: NameRecord) -> tuple[float, int, int, str]:
-        spec = record.spec
-        tile, cluster = spec["tile"], spec["cluster"]
-        return cost(spec, _whole(spec, problem)), -tile[0] * tile[1], -cluster[0] * cluster[1], record.name
-
-    return min(variants, key=rank)
+    return min(variants, key=lambda record: (*rank(record.spec, _whole(record.spec, problem)), record.name))
 
 
 def _whole(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> dict[str, int]:

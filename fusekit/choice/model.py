@@ -1,0 +1,120 @@
+"""A model of the time of a GEMM variant, from its spec alone: which of several is taken where nothing was measured.
+
+The least time wins. One tile of a GEMM, as a CTA works on it, costs, for each element of the reduction (K; of
+grouped-wgrad a group's rows),
+
+    rows * tile_n * (1 + epilogue / reduction) + 5 * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
+
+- `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
+- `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
+  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation.
+- What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
+  memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
+
+    cost = that * max(1, tiles / CTAs at a time + 1/2)
+
+The last factor counts waves: of the last one half is idle on average, since the sizes of groups are anyone's guess. A
+static schedule costs 5 % more where there is more than one wave: its clusters drift apart, and neighbours no longer
+find each other's operands in L2.
+
+The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
+mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
+to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which take cycles but
+little power: in `tiles` they count a quarter. A tile of grouped-wgrad lies on a group's N x K weights, where both sides
+are padded so, and no group has half-empty ones.
+
+Of 35 kernels of five models on an H200, each with 8 to 12 variants (clusters 1x2 and 2x1, tiles from 128x128 to
+256x192) that were timed one by one at the clock that their power leaves, the model takes one within 1 % of the fastest
+for 25, within 2 % for 28, and is at most 5.1 % off; mostly it is the shape of the cluster that it gets wrong. For what
+remains there are tuning tables. Without a problem, tiles are full and their number is without end; where nothing says how
+long the reduction is, it is 4096.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
+BLOCK = 64  # rows of one WGMMA
+SIZES = 16  # group sizes that stand for all
+FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
+EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
+BACKWARD = 300.0  # as many more where it takes a gradient through an activation
+DEPTH = 4096  # the reduction of a problem that does not say
+PADDING = 0.25  # what a padded column costs, of one that is not
+STATIC = 1.05
+
+
+def group_sizes(rows: int, groups: int) -> list[float]:
+    """Sizes that stand for those of `groups` groups of `rows` rows in all: 16, spread evenly from half to one and a
+    half times the mean.
+    """
+    mean = rows / max(groups, 1)
+    return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
+
+
+def tile_rows(sizes: Sequence[float], tile_m: int) -> tuple[float, float]:
+    """(tiles along M of an average group, rows that are worked on in an average tile)."""
+    tiles, worked = 0, 0.0
+    for size in sizes:
+        full, rest = divmod(size, tile_m)
+        tiles += int(full) + (rest > 0)
+        worked += full * tile_m + BLOCK * -(-rest // BLOCK)
+    return tiles / max(len(sizes), 1), worked / max(tiles, 1)
+
+
+def waves(tiles: float) -> float:
+    """How long `tiles` tiles take, in tiles."""
+    return max(1.0, tiles / SMS + 0.5)
+
+
+def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
+    """The model's time of the GEMM variant `spec` (canonical form), in products for each element of the reduction.
+
+    problem: E, M, N, K in elements, with E = 1 for a dense GEMM. Where it lacks one that is needed: the time of a full
+    tile for each of its products.
+    """
+    problem = problem or {}
+    tile_m, tile_n = map(int, spec["tile"])
+    cluster_m, cluster_n = map(int, spec["cluster"])
+    wgrad, dense = spec["op"] == "grouped-wgrad", spec["op"] == "dense-gemm"
+    fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
+    dearer = 1 + _epilogue(spec) / max(_reduction(problem, wgrad), BLOCK)
+    static = STATIC if spec.get("schedule", "static") == "static" else 1.0
+    if not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
+        return (dearer + fetched / (tile_m * tile_n)) * static
+    if wgrad:
+        (full, padded), rows = _tiles(problem["N"], tile_m), float(tile_m)
+    else:
+        sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
+        full, rows = tile_rows(sizes, tile_m)
+        padded = full
+    full_across, padded_across = _tiles(problem["K" if wgrad else "N"], tile_n)
+    groups = 1 if dense else problem["E"]
+    full *= full_across * groups
+    padded *= padded_across * groups
+    work = waves(PADDING * padded + (1 - PADDING) * full)
+    return (rows * tile_n * dearer + fetched) * work * (static if padded > SMS else 1.0)
+
+
+def rank(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> tuple[float, int, int]:
+    """What orders variants, the least first: `cost`, then the larger tile, then the larger cluster."""
+    tile, cluster = spec["tile"], spec["cluster"]
+    return cost(spec, problem), -tile[0] * tile[1], -cluster[0] * cluster[1]
+
+
+def _epilogue(spec: Mapping[str, Any]) -> float:
+    """What the epilogue adds to a tile's time, in elements of the reduction."""
+    if spec.get("mainloop") != "cooperative":
+        return 0.0
+    return EPILOGUE + (BACKWARD if spec.get("activation", {}).get("kind", "").startswith("d") else 0.0)
+
+
+def _reduction(problem: Mapping[str, int], wgrad: bool) -> float:
+    if wgrad:
+        return problem["M"] / max(problem["E"], 1) if {"E", "M"} <= problem.keys() else DEPTH
+    return problem.get("K", DEPTH)
+
+
+def _tiles(size: int, tile: int) -> tuple[float, float]:
+    """(tiles that `size` fills, tiles that it takes)."""
+    return size / tile, -(-size // tile)
