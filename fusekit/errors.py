@@ -34,6 +34,10 @@ class SpecError(FusekitError):
         self.problems = problems
 
 
+class SpecWarning(UserWarning):
+    """Something in a spec file that was passed over: a combination of a sweep that cannot be built."""
+
+
 class NotBuiltError(FusekitError):
     """A kernel that no store layer holds.
 

@@ -1,7 +1,8 @@
 """Which keys an operation takes, and what makes a spec of them: GEMMs are one family, the others one each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from fusekit.spec.budget import default_mainloop
@@ -12,6 +13,7 @@ from fusekit.spec.permutation import make as make_permutation
 from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS, ROUTER_SWEEP_KEYS, RouterSpec, broken_router_rules
 from fusekit.spec.router import make as make_router
 from fusekit.spec.rules import broken_rules
+from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
 
 __all__ = ["Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
@@ -19,6 +21,7 @@ __all__ = ["Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "f
 Spec = KernelSpec | RouterSpec | PermutationSpec
 ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS)
 OP_DOC = "The operation."
+ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Family:
     """Operations that share a table of keys.
 
     make: (file stem, values by key, one value of each sweep key) -> a spec. broken: the rules that a spec breaks, as
-    (key, value, rule).
+    (key, value, rule). own: keys that [defaults] does not give it. candidates: what a sweep key that is left out is
+    chosen from (see fusekit.spec.sweep).
     """
 
     ops: tuple[str, ...]
@@ -34,18 +38,22 @@ class Family:
     sweep_keys: tuple[str, ...]
     make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
     broken: Callable[[Any], list[tuple[str, Any, str]]]
+    own: tuple[str, ...] = KERNEL_ONLY
+    candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def defaults_keys(self) -> tuple[Key, ...]:
         """The keys that [defaults] may give."""
-        return tuple(key for key in self.keys if key.name not in KERNEL_ONLY)
+        return tuple(key for key in self.keys if key.name not in self.own)
 
 
+@cache
 def families() -> tuple[Family, ...]:
     """Every family; the first is what an unknown operation is read as."""
-    gemm = Family(OPS, _with_op(KERNEL_KEYS), SWEEP_KEYS, _make_gemm, broken_rules)
+    gemm = Family(OPS, _with_op(KERNEL_KEYS), SWEEP_KEYS, _make_gemm, broken_rules, candidates=CANDIDATES)
     routers = (
-        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_router, broken_router_rules)
+        # The dtype of a file's GEMMs says nothing of logits, whose rounding changes which experts are chosen.
+        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_router, broken_router_rules, ROUTER_OWN)
         for op, keys in ROUTER_KEYS.items()
     )
     permutations = (

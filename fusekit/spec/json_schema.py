@@ -1,4 +1,10 @@
-"""The JSON Schema of spec files, for editors; made from the same table as the parser."""
+"""The JSON Schema of spec files, for editors; made from the same table as the parser.
+
+A kernel is checked against the keys of its own operation, which it names or takes from [defaults], and what is not
+allowed is a schema of its own (`NONE`), not `additionalProperties: false`: so an editor marks the key that is wrong, and
+not the whole table. A kernel's `properties` are those of every operation, for completion. Draft 7, as editors of TOML
+know it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -6,42 +12,75 @@ from typing import Any
 from fusekit.spec.family import Family, families
 from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key
 from fusekit.spec.parse import SCHEMA_VERSION
+from fusekit.spec.values import MAX_TEXT, MAX_VALUES
+
+NONE = {"not": {}, "description": "There is no such key."}
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one spec file. Combinations of keys are checked by the parser only."""
+    """The JSON Schema (draft 7) of one spec file. Combinations of keys are checked by the parser only."""
     by_name = {key.name: key for key in FILE_KEYS}
     properties = {name: _property(key) for name, key in by_name.items()}
     properties["schema"] = {"description": by_name["schema"].doc, "const": SCHEMA_VERSION}
     properties["defaults"] = {
         "description": by_name["defaults"].doc,
         "type": "object",
-        "properties": _defaults(),
-        "additionalProperties": False,
+        "properties": _union(defaults=True),
+        "additionalProperties": NONE,
     }
-    kernel = {"type": "object", "required": ["name"], "anyOf": [_kernel(family) for family in families()]}
+    op = next(key for key in families()[0].keys if key.name == "op")
+    kernel = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {**_union(defaults=False), "op": _property(op)},
+        "allOf": [_when(_op_is(family), _kernel_of(family)) for family in families()],
+    }
     properties["kernel"] = {"description": by_name["kernel"].doc, "type": "array", "minItems": 1, "items": kernel}
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": f"urn:fusekit:spec:{SCHEMA_VERSION}",
         "title": "fusekit kernel spec",
         "type": "object",
         "properties": properties,
         "required": [key.name for key in FILE_KEYS if key.required],
-        "additionalProperties": False,
+        "additionalProperties": NONE,
+        "allOf": [_inherited(family) for family in families()],
+        "definitions": {family.ops[0]: _kernel(family) for family in families()},
     }
 
 
+def _when(condition: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    return {"if": condition, "then": then}
+
+
+def _op_is(family: Family) -> dict[str, Any]:
+    return {"properties": {"op": {"enum": list(family.ops)}}, "required": ["op"]}
+
+
+def _kernel_of(family: Family) -> dict[str, Any]:
+    return {"$ref": f"#/definitions/{family.ops[0]}"}
+
+
+def _inherited(family: Family) -> dict[str, Any]:
+    """Kernels that leave `op` to [defaults]."""
+    kernel = _when({"not": {"required": ["op"]}}, _kernel_of(family))
+    return _when(
+        {"properties": {"defaults": _op_is(family)}, "required": ["defaults"]},
+        {"properties": {"kernel": {"items": kernel}}},
+    )
+
+
 def _kernel(family: Family) -> dict[str, Any]:
-    """A kernel of one family. What it lacks may come from [defaults], the operation too: nothing is required here."""
+    """A kernel of one family. What it lacks may come from [defaults]: nothing is required here."""
     keys = tuple(replace(key, choices=family.ops) if key.name == "op" else key for key in family.keys)
-    return {"properties": {key.name: _property(key) for key in keys}, "additionalProperties": False}
+    return {"properties": {key.name: _property(key) for key in keys}, "additionalProperties": NONE}
 
 
-def _defaults() -> dict[str, Any]:
+def _union(*, defaults: bool) -> dict[str, Any]:
     """Any key of any family; a value that one of them takes, since the file's kernels may belong to several."""
     forms: dict[str, list[dict[str, Any]]] = {}
     for family in families():
-        for key in family.defaults_keys:
+        for key in family.defaults_keys if defaults else family.keys:
             form = _property(key)
             if form not in forms.setdefault(key.name, []):
                 forms[key.name].append(form)
@@ -50,13 +89,17 @@ def _defaults() -> dict[str, Any]:
 
 def _property(key: Key) -> dict[str, Any]:
     if key.type == "table":
-        return _table(key, complete=True)
+        return {"description": key.doc, **_table(key)}
+    if key.type == "tables":
+        tables = {**_table(key), "minProperties": 1}
+        return {"description": key.doc, "type": "array", "items": tables, "maxItems": MAX_VALUES}
     single = _single(key)
     described: dict[str, Any] = {"description": key.doc}
     if key.default is not None:
         described["default"] = list(key.default) if isinstance(key.default, tuple) else key.default
     if key.sweep:
-        return described | {"anyOf": [single, {"type": "array", "items": single, "minItems": 1, "uniqueItems": True}]}
+        many = {"type": "array", "items": single, "minItems": 1, "maxItems": MAX_VALUES, "uniqueItems": True}
+        return described | {"anyOf": [single, many]}
     return described | single
 
 
@@ -67,7 +110,8 @@ def _single(key: Key) -> dict[str, Any]:
         case "pair" if key.choices:
             return {"enum": [list(choice) for choice in key.choices]}
         case "pair":
-            return {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2, "maxItems": 2}
+            side = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
+            return {"type": "array", "items": side, "minItems": 2, "maxItems": 2}
         case "bool":
             return {"type": "boolean"}
         case "int":
@@ -77,15 +121,13 @@ def _single(key: Key) -> dict[str, Any]:
         case _ if key.name == "name":
             return {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
         case _:
-            return {"type": "string"}
+            return {"type": "string", "maxLength": MAX_TEXT}
 
 
-def _table(key: Key, *, complete: bool) -> dict[str, Any]:
-    required = [sub.name for sub in key.keys if sub.required] if complete else []
+def _table(key: Key) -> dict[str, Any]:
     return {
-        "description": key.doc,
         "type": "object",
         "properties": {sub.name: _property(sub) for sub in key.keys},
-        "required": required,
-        "additionalProperties": False,
+        "required": [sub.name for sub in key.keys if sub.required],
+        "additionalProperties": NONE,
     }

@@ -1,6 +1,6 @@
 """Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.spec.budget import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
@@ -15,9 +15,9 @@ INT32_MAX = 2**31 - 1
 class Key:
     """One key.
 
-    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers) or "table". choices: allowed
-    strings, or allowed pairs. keys: a table's own keys. sweep: a list of values is allowed, and makes one kernel for
-    each.
+    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers), "table", or "tables" (a list of
+    them). choices: allowed strings, or allowed pairs. keys: a table's own keys. sweep: a list of values is allowed, and
+    makes one kernel for each.
     """
 
     name: str
@@ -59,11 +59,24 @@ PROBLEM_KEYS = (
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip
 
+_SWEPT = {
+    "arch": Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    "tile": Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step. Left out: chosen for "
+                "the problem.", sweep=True),
+    "cluster": Key("cluster", "pair", "CTAs of a cluster along the tile's two dims. Left out: chosen for the problem.",
+                   choices=CLUSTERS, sweep=True),
+    "mainloop": Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold "
+                    "the tile.", choices=MAINLOOPS, sweep=True),
+    "schedule": Key("schedule", "choice", "How tiles are dealt to clusters. Left out: dynamic.",
+                    choices=("static", "dynamic"), sweep=True),
+}  # fmt: skip
+SWEEP_KEYS = tuple(_SWEPT)
+
 KERNEL_KEYS = (
     Key("name", "string", "The kernel's name in this file.", required=True),
     Key("summary", "string", "One line about the kernel; default: the file's."),
     Key("op", "choice", "The operation.", choices=OPS, required=True),
-    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    _SWEPT["arch"],
     Key("dtype", "choice", "Type of x, w, bias, preactivation and dz; grouped-wgrad: of dy and x.", choices=DTYPES,
         default="bf16"),
     Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32" for grouped-wgrad only.', choices=OUT_DTYPES),
@@ -85,24 +98,21 @@ KERNEL_KEYS = (
         "grouped-wgrad: of dy, dbias[E, N].",
         default=False),
     Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
-    Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step.", required=True,
-        sweep=True),
-    Key("cluster", "pair", "CTAs of a cluster along the tile's two dims.", choices=CLUSTERS, default=(1, 1),
-        sweep=True),
-    Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold the tile.",
-        choices=MAINLOOPS, sweep=True),
-    Key("schedule", "choice", "How tiles are dealt to clusters.", choices=("static", "dynamic"), default="static",
-        sweep=True),
+    *(key for key in _SWEPT.values() if key.name != "arch"),
+    Key("exclude", "tables", "What a sweep leaves out: each combination that has all the values of one of the tables.",
+        keys=tuple(replace(key, required=False, sweep=False) for key in _SWEPT.values())),
     Key("cluster_margin", "int", "Clusters held back for other kernels; may be changed at launch.", default=0),
-    Key("problem", "table", "The shape that run and benchmarks use.", keys=PROBLEM_KEYS),
+    Key("problem", "table", "The shape that variants are chosen for, and that run and benchmarks use.",
+        keys=PROBLEM_KEYS),
 )  # fmt: skip
 
 KERNEL_ONLY = ("name", "summary")
-SWEEP_KEYS = ("arch", "tile", "cluster", "mainloop", "schedule")
 
 FILE_KEYS = (
+    Key("$schema", "string", "Where an editor finds the JSON Schema of this file; fusekit ignores it."),
     Key("schema", "int", "Version of this format: 1.", required=True),
     Key("summary", "string", "One line about the file."),
-    Key("defaults", "table", "Any key of a kernel but name and summary; a kernel's own value wins."),
+    Key("defaults", "table",
+        "Any key of a kernel but name and summary, and a router's dtype and out_dtype; a kernel's own value wins."),
     Key("kernel", "table", "The kernels, one [[kernel]] table each.", required=True),
-)
+)  # fmt: skip

@@ -51,7 +51,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The shape that `run` and the benchmarks use unless told otherwise: x[M, K], w of N x K for each of E groups.
+    """The shape that variants are chosen for, `run` and the benchmarks use: x[M, K], w of N x K for each of E groups.
 
     For grouped-wgrad: dy[M, N], x[M, K], dw of N x K for each of E groups. A backward activation does not halve N.
     """

@@ -1,35 +1,27 @@
 """TOML text -> expanded, validated specs. All problems of a file are reported in one SpecError."""
 
-import itertools
 import os
 import re
-import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
-from fusekit.errors import SpecError
+from fusekit.errors import SpecError, SpecWarning
+from fusekit.spec import document
 from fusekit.spec.family import Family, Spec, families, family_of
 from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
-from fusekit.spec.values import BAD, Reader, nearest, show, type_name
+from fusekit.spec.sweep import Expansion, combinations, expand
+from fusekit.spec.values import BAD, Reader, TooManyError, bare, nearest, show, type_name
 
 SCHEMA_VERSION = 1
-MAX_KERNELS = 4096  # a sweep that makes more is a slip
+MAX_KERNELS = 4096  # of a file; a sweep that makes more is a slip
+NOTICED = 4  # combinations of one rule that a notice names
 
 
 def parse_file(path: str | os.PathLike[str]) -> tuple[Spec, ...]:
     """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError."""
     path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise SpecError(f"{path}: there is no such file; give the path of a spec file, or a packaged name") from None
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}; give the path of a readable spec file") from error
-    except UnicodeDecodeError as error:
-        raise SpecError(
-            f"{path}: byte {error.start} is not UTF-8, which TOML is written in; save the file as UTF-8"
-        ) from None
-    return parse_text(text, path.stem, str(path))
+    return parse_text(document.read(path), path.stem, str(path))
 
 
 def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, ...]:
@@ -41,27 +33,31 @@ def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, .
         raise SpecError(
             f"{source}: the file is empty; a spec has schema = {SCHEMA_VERSION} and at least one [[kernel]] table"
         )
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{source}: not TOML: {error}; see toml.io for the syntax") from None
     reader = Reader()
-    specs = _File(reader, document, stem).expand()
+    file = _File(reader, document.parse(text, source), stem)
+    try:
+        specs = file.expand()
+    except TooManyError:
+        raise _error(source, reader.problems, "; there may be more: mend these first") from None
     if reader.problems:
         raise _error(source, reader.problems)
+    for notice in file.notices:
+        warnings.warn(f"{source}: {notice}", SpecWarning, stacklevel=2)
     return specs
 
 
-def _error(source: str, problems: list[str]) -> SpecError:
-    lines = tuple(dict.fromkeys(problems))  # variants of one kernel break the same rule in the same words
+def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
     if len(lines) == 1:
         return SpecError(f"{source}: {lines[0]}", problems=lines)
-    return SpecError(f"{source}: {len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines), problems=lines)
+    text = "\n".join(f"  {line}" for line in lines)
+    return SpecError(f"{source}: {len(lines)} problems{more}\n{text}", problems=lines)
 
 
 class _File:
     def __init__(self, reader: Reader, document: dict[str, Any], stem: str) -> None:
         self.reader, self.document, self.stem = reader, document, stem
+        self.kernels = 0
+        self.notices: list[str] = []
 
     def expand(self) -> tuple[Spec, ...]:
         self._check_top()
@@ -74,7 +70,7 @@ class _File:
         for number, table in enumerate(kernels, start=1):
             where = f"[[kernel]] {number}"
             name = table.get("name")
-            where += f" ({name}): " if isinstance(name, str) else ": "
+            where += f" ({name}): " if isinstance(name, str) and re.fullmatch(NAME_PATTERN, name) else ": "
             if isinstance(name, str) and seen.setdefault(name, number) != number:
                 self.reader.report(
                     where, "name", name, f"[[kernel]] {seen[name]} has this name already; name them apart"
@@ -96,10 +92,15 @@ class _File:
         A family leaves aside what only another one in the file knows. What none knows is an error.
         """
         used = list({family.ops: family for family in used or [family_of(None)]}.values())
-        known = {key.name for family in used for key in family.keys}
+        known = {key.name for family in used for key in family.defaults_keys}
+        theirs = {key.name for family in used for key in family.keys if key.name not in KERNEL_ONLY} - known
+        for name in sorted(defaults.keys() & theirs):
+            rule = f"of a router is said in its own [[kernel]] table; move {name} there"
+            self.reader.report("[defaults]: ", name, defaults[name], rule)
+        known |= theirs
         shared = {}
         for number, family in enumerate(used):
-            names = {key.name for key in family.keys} | (set(defaults) - known if number == 0 else set())
+            names = {key.name for key in family.defaults_keys} | (set(defaults) - known if number == 0 else set())
             mine = {name: value for name, value in defaults.items() if name in names}
             shared[family.ops] = self.reader.table("[defaults]: ", mine, family.defaults_keys, complete=False)
         return shared
@@ -113,16 +114,16 @@ class _File:
             if not hint and any(key.name == name for family in families() for key in family.keys):
                 hint = f"; {name} belongs into a [[kernel]] table or [defaults]"
             hint = hint or f"; the top level has {', '.join(known)}"
-            self.reader.problems.append(f"top level: {name} = {show(value)}: there is no such key{hint}")
+            self.reader.add(f"top level: {bare(name)} = {show(value)}: there is no such key{hint}")
         version = self.document.get("schema")
         if version is None:
-            self.reader.problems.append(f"top level: schema is missing: begin the file with schema = {SCHEMA_VERSION}")
+            self.reader.add(f"top level: schema is missing: begin the file with schema = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION or isinstance(version, bool) or not isinstance(version, int):
             rule = f"this version of fusekit reads schema = {SCHEMA_VERSION} (an integer)"
             self.reader.report("top level: ", "schema", version, rule)
-        if not isinstance(self.document.get("summary", ""), str):
-            value = self.document["summary"]
-            self.reader.report("top level: ", "summary", value, f"must be a string, is {type_name(value)}")
+        for name in ("$schema", "summary"):
+            if name in self.document:
+                self.reader.value("top level: ", known[name], self.document[name])
 
     def _table(self, name: str) -> dict[str, Any]:
         value = self.document.get(name, {})
@@ -134,11 +135,9 @@ class _File:
     def _kernels(self) -> list[dict[str, Any]]:
         value = self.document.get("kernel")
         if value is None or value == []:
-            self.reader.problems.append(
-                "top level: there is no [[kernel]] table; a spec file names at least one kernel"
-            )
+            self.reader.add("top level: there is no [[kernel]] table; a spec file names at least one kernel")
         elif isinstance(value, dict):
-            self.reader.problems.append("top level: [kernel] is a single table; write [[kernel]], with two brackets")
+            self.reader.add("top level: [kernel] is a single table; write [[kernel]], with two brackets")
         elif not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             self.reader.report("top level: ", "kernel", value, "must be [[kernel]] tables")
         else:
@@ -157,21 +156,34 @@ class _File:
             value is BAD for value in values.values()
         ):
             return []  # reported already
-        count = 1
-        for key in family.sweep_keys:
-            count *= len(values[key])
-        if count > MAX_KERNELS:
-            product = " x ".join(f"{len(values[key])} {key}" for key in family.sweep_keys if len(values[key]) > 1)
-            self.reader.problems.append(
-                f"{where}{product} = {count} kernels; at most {MAX_KERNELS} are expanded; sweep less"
+        self._count(where, family, values)
+        found = expand(family, self.stem, values)
+        for key, value, rule in found.broken:
+            base = key.partition(".")[0]
+            origin = "from [defaults]: " if base in shared and base not in own else ""
+            self.reader.report(f"{where}{origin}", key, value, rule)
+        self._notice(where, found, own)
+        return found.specs
+
+    def _count(self, where: str, family: Family, values: dict[str, Any]) -> None:
+        count = combinations(family, values)
+        self.kernels += count
+        if self.kernels > MAX_KERNELS:
+            swept = [f"{len(values[key])} {key}" for key in family.sweep_keys if len(values[key]) > 1]
+            product = f"{' x '.join(swept)} = {count} kernels" if swept else "one kernel more"
+            said = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"
+            self.reader.add(said)
+            raise TooManyError
+
+    def _notice(self, where: str, found: Expansion, own: dict[str, Any]) -> None:
+        by_rule: dict[tuple[str, ...], list[str]] = {}
+        for swept, rules in found.dropped:
+            by_rule.setdefault(rules, []).append(f"{{ {swept} }}")
+        for rules, swept_tables in by_rule.items():
+            some = ", ".join(swept_tables[:NOTICED]) + (" and more" if len(swept_tables) > NOTICED else "")
+            self.notices.append(
+                f"{where}left out of the sweep: {some}: {'; '.join(rules)}; name it in exclude, and this is not said"
             )
-            return []
-        specs = []
-        for choice in itertools.product(*(values[key] for key in family.sweep_keys)):
-            spec = family.make(self.stem, values, dict(zip(family.sweep_keys, choice, strict=True)))
-            specs.append(spec)
-            for key, value, rule in family.broken(spec):
-                base = key.partition(".")[0]
-                origin = "from [defaults]: " if base in shared and base not in own else ""
-                self.reader.report(f"{where}{origin}", key, value, rule)
-        return specs
+        for number in sorted(found.unused if "exclude" in own else ()):
+            table = show(own["exclude"][number - 1])
+            self.notices.append(f"{where}exclude: no combination of the sweep has {table}; leave that out")

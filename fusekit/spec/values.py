@@ -3,10 +3,16 @@
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key
+
+MAX_VALUES = 256  # of a list
+MAX_PROBLEMS = 50  # of a file
+MAX_TEXT = 1000  # characters of a string
+SHOWN, SHOWN_DEPTH = 80, 8  # characters of a value in a message; tables and arrays within one another
+_NEAR = 64  # characters of a word that is compared with others
 
 _TYPE_NAMES = (
     (bool, "a boolean"),
@@ -25,19 +31,49 @@ class Bad:
 BAD = Bad()
 
 
+class TooManyError(Exception):
+    """A file has more problems than anybody reads: the rest is not looked at."""
+
+
 def show(value: Any) -> str:
-    """The value as a TOML file would have it, shortened."""
-    if isinstance(value, dict):
-        text = "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
+    """The value as a TOML file would have it, shortened; what does not print is escaped."""
+    text = ""
+    for piece in _pieces(value, SHOWN_DEPTH):
+        text += piece
+        if len(text) > SHOWN:
+            return text[: SHOWN - 3] + "..."
+    return text
+
+
+def bare(key: str) -> str:
+    """A key as a TOML file would have it, shortened."""
+    return key if re.fullmatch(r"[$A-Za-z0-9_-]{1,64}", key) else show(key)
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, (dict, list, tuple)) and depth == 0:
+        yield "..."
+    elif isinstance(value, dict):
+        yield "{ "
+        for number, (key, item) in enumerate(value.items()):
+            yield f"{', ' if number else ''}{bare(key)} = "
+            yield from _pieces(item, depth - 1)
+        yield " }"
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(show(item) for item in value) + "]"
+        yield "["
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item, depth - 1)
+        yield "]"
     elif isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value[: SHOWN + 1], ensure_ascii=False)
+        yield "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
     elif isinstance(value, bool):
-        text = "true" if value else "false"
+        yield "true" if value else "false"
+    elif isinstance(value, int) and abs(value) > 10**SHOWN:
+        yield hex(value)  # of any length, which str is not
     else:
-        text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+        yield str(value)
 
 
 def type_name(value: Any) -> str:
@@ -47,6 +83,8 @@ def type_name(value: Any) -> str:
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """`; did you mean "x"?` for a word close to an allowed one, else nothing."""
+    if len(word) > _NEAR:
+        return ""
     from difflib import get_close_matches  # only where an error is being written
 
     words = list(allowed)
@@ -62,14 +100,26 @@ def one_of(allowed: Iterable[Any]) -> str:
 
 
 class Reader:
-    """Reads tables of one file; `problems` has a line for everything that is wrong."""
+    """Reads tables of one file; `problems` has a line for everything that is wrong, each once."""
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self._problems: dict[str, None] = {}
+        self._told = 0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(self._problems)
+
+    def add(self, problem: str) -> None:
+        """Adds a line. Raises TooManyError at the last one that is told."""
+        self._told += 1
+        self._problems[problem] = None
+        if len(self._problems) == MAX_PROBLEMS:
+            raise TooManyError
 
     def report(self, where: str, key: str, value: Any, rule: str) -> Bad:
         """Adds a line: where, the key, its value, the rule that it breaks."""
-        self.problems.append(f"{where}{key} = {show(value)}: {rule}")
+        self.add(f"{where}{key} = {show(value)}: {rule}")
         return BAD
 
     def table(
@@ -86,7 +136,7 @@ class Reader:
                 values[name] = self.value(where, known[name], value)
             else:
                 hint = nearest(name, known) or f"; the keys are {', '.join(known)}"
-                self.problems.append(f"{where}{name} = {show(value)}: there is no such key{hint}")
+                self.add(f"{where}{bare(name)} = {show(value)}: there is no such key{hint}")
         if complete:
             for key in keys:
                 if key.required and key.name not in table:
@@ -95,7 +145,7 @@ class Reader:
 
     def missing(self, where: str, key: Key) -> None:
         """Reports a required key that is absent."""
-        self.problems.append(f"{where}{key.name} is missing ({key.doc.rstrip('.')}); give {_expected(key)}")
+        self.add(f"{where}{key.name} is missing ({key.doc.rstrip('.')}); give {_expected(key)}")
 
     def value(self, where: str, key: Key, value: Any) -> Any:
         """The value, normalised; a sweep comes as a tuple of values, always, for a key that may be swept."""
@@ -108,12 +158,14 @@ class Reader:
             return self.report(
                 where, key.name, value, f"an empty sweep makes no kernel; give {_expected(key)}, or a list of them"
             )
+        if many and len(value) > MAX_VALUES:
+            return self.report(where, key.name, value, f"{len(value)} values; a list has at most {MAX_VALUES}")
         items = tuple(self._single(where, key, item) for item in (value if many else [value]))
         if any(item is BAD for item in items):
             return BAD
-        for index, item in enumerate(items):
-            if item in items[:index]:
-                return self.report(where, key.name, value, f"{show(item)} appears twice; a sweep names each value once")
+        if len(set(items)) < len(items):
+            twice = next(item for index, item in enumerate(items) if item in items[:index])
+            return self.report(where, key.name, value, f"{show(twice)} appears twice; a sweep names each value once")
         return items
 
     def _single(self, where: str, key: Key, value: Any) -> Any:
@@ -128,6 +180,8 @@ class Reader:
             return self._wrong_type(where, key, value)
         if key.name == "name" and not re.fullmatch(NAME_PATTERN, value):
             return self.report(where, key.name, value, NAME_RULE)
+        if len(value) > MAX_TEXT:
+            return self.report(where, key.name, value, f"{len(value)} characters; at most {MAX_TEXT}")
         return value
 
     def _choice(self, where: str, key: Key, value: Any) -> Any:
@@ -151,11 +205,15 @@ class Reader:
     def _float(self, where: str, key: Key, value: Any) -> Any:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return self._wrong_type(where, key, value)
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             return self.report(
                 where, key.name, value, "must be finite" + ("; leave limit out for none" if key.name == "limit" else "")
             )
-        return float(value)
+        return number
 
     def _pair(self, where: str, key: Key, value: Any) -> Any:
         whole = isinstance(value, list) and len(value) == 2
@@ -164,8 +222,8 @@ class Reader:
                 where, key.name, value, f"must be {_expected(key)}" + (", or a list of such pairs" if key.sweep else "")
             )
         pair = (value[0], value[1])
-        if min(pair) < 1:
-            return self.report(where, key.name, value, "both must be at least 1")
+        if min(pair) < 1 or max(pair) > INT32_MAX:
+            return self.report(where, key.name, value, f"both must be from 1 to {INT32_MAX}")
         if key.choices and pair not in key.choices:
             return self.report(where, key.name, value, f"must be {one_of(key.choices)}")
         return pair
@@ -174,9 +232,18 @@ class Reader:
         if not isinstance(value, dict):
             hint = f"; write {{ kind = {show(value)} }}" if key.name == "activation" and isinstance(value, str) else ""
             return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}{hint}")
-        before = len(self.problems)
+        before = self._told
         values = self.table(f"{where}{key.name}.", value, key.keys)
-        return values if len(self.problems) == before else BAD
+        return values if self._told == before else BAD
+
+    def _tables(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, list) or not all(isinstance(table, dict) and table for table in value):
+            return self.report(where, key.name, value, f"must be {_expected(key)}")
+        if len(value) > MAX_VALUES:
+            return self.report(where, key.name, value, f"{len(value)} tables; a list has at most {MAX_VALUES}")
+        before = self._told
+        tables = tuple(self.table(f"{where}{key.name}.", table, key.keys) for table in value)
+        return tables if self._told == before else BAD
 
 
 def _expected(key: Key) -> str:
@@ -185,6 +252,8 @@ def _expected(key: Key) -> str:
             return f"a string, {one_of(key.choices)}"
         case "pair":
             return "a pair of integers [M, N]"
+        case "tables":
+            return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in key.keys[1:3]) + " }]"
         case "table":
             return "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
         case "bool":

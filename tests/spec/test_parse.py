@@ -41,6 +41,8 @@ name = "linear"
 op = "dense-gemm"
 arch = "sm_90a"
 tile = [128, 128]
+cluster = [1, 1]
+schedule = "static"
 """
 
 
@@ -85,6 +87,7 @@ op = "grouped-wgrad"
 arch = "sm_90a"
 tile = [128, 192]
 cluster = [1, 2]
+schedule = "static"
 """
 
 
@@ -179,7 +182,7 @@ def test_file_summary_is_the_default():
 
 
 def test_sweep_is_every_combination_in_order():
-    text = SHORT.replace("tile = [128, 128]", "tile = [[128, 160], [256, 128]]\ncluster = [[1, 1], [2, 1]]")
+    text = SHORT.replace("[128, 128]", "[[128, 160], [256, 128]]").replace("[1, 1]", "[[1, 1], [2, 1]]")
     assert [spec.variant for spec in parse_text(text, "s")] == [
         "128x160-c1x1",
         "128x160-c2x1",

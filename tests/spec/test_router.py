@@ -60,10 +60,29 @@ def test_a_key_that_the_operation_lacks_is_neutral():
 
 def test_defaults_are_shared_with_another_family():
     """A key that one operation of the file knows is left aside by the others."""
-    head = HEAD + 'bias = true\ntile = [128, 128]\ndtype = "bf16"\nexpert_bias = true\nscore_function = "sigmoid"\n'
+    head = HEAD + 'bias = true\ntile = [128, 128]\nexpert_bias = true\nscore_function = "sigmoid"\n'
     gemm, topk, aux = specs('op = "grouped-gemm"', 'op = "router-topk"', 'op = "router-aux-score"', head=head)
     assert gemm.bias and topk.expert_bias and not aux.expert_bias
-    assert gemm.dtype == topk.dtype == aux.dtype == "bf16"
+    assert gemm.tile == (128, 128)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_dtype_of_gemms_is_not_that_of_logits(dtype):
+    """Rounded logits choose other experts: a router has the types that its own table gives it."""
+    head = f'{HEAD}dtype = "{dtype}"\nout_dtype = "{dtype}"\ntile = [128, 128]\n'
+    ops = [f'op = "{op}"' for op in ROUTER_KEYS]
+    gemm, asked, *routers = specs('op = "grouped-gemm"', 'op = "router-topk"\ndtype = "bf16"', *ops, head=head)
+    assert (gemm.dtype, gemm.out_dtype) == (dtype, dtype)
+    assert (asked.dtype, asked.out_dtype) == ("bf16", "bf16")
+    assert {(spec.dtype, spec.out_dtype) for spec in routers} == {("f32", "f32")}
+    head = 'schema = 1\n[defaults]\narch = "sm_90a"\ndtype = "bf16"\ntopk = 4\ntile = [128, 128]\n'
+    gemm, permute = specs('op = "grouped-gemm"', 'op = "moe-permute"', head=head)
+    assert gemm.dtype == permute.dtype == "bf16"
+
+
+def test_a_dtype_for_routers_alone_is_said_to_be_lost():
+    said = problem('op = "router-topk"', HEAD + 'dtype = "bf16"\n')
+    assert said == '[defaults]: dtype = "bf16": of a router is said in its own [[kernel]] table; move dtype there'
 
 
 def test_the_check_of_group_ends_takes_no_shape():

@@ -1,0 +1,118 @@
+"""What a kernel table makes: every combination of its swept keys, less what is excluded or cannot be built.
+
+A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fit its problem, by the model of
+fusekit.choice:
+
+- no tile: three. The best one of `TILES` and `CLUSTERS`, the same tile with the other cluster, and the best one with
+  another tile: of `COMMON`, if that is not much dearer, since for each of 30 kernels of five models that were measured
+  on an H200 one of those two tiles was within 2.5 % of the fastest.
+- no tile, but clusters: for each of them the best tile and that other one.
+- a tile, but no cluster: for each tile the better of `CLUSTERS`.
+- no schedule: dynamic.
+
+Without a problem they are those of `TYPICAL`. What a table does give stands: each value of its lists has a variant.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fusekit.choice import cost, rank
+from fusekit.spec.model import KernelSpec, Problem
+from fusekit.spec.values import show
+
+if TYPE_CHECKING:
+    from fusekit.spec.family import Family, Spec
+
+TILES = ((128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
+CLUSTERS = ((2, 1), (1, 2))
+CANDIDATES = {"tile": TILES, "cluster": CLUSTERS, "schedule": ("dynamic",)}
+COMMON = ((128, 192), (256, 192))
+MUCH_DEARER = 1.05
+TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(slots=True)
+class Expansion:
+    """What one table makes. broken: why it makes nothing. dropped: combinations that cannot be built, in a sweep that
+    has others, each with its rules. unused: numbers of the `exclude` tables that no combination matches.
+    """
+
+    specs: list["Spec"] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    dropped: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    unused: set[int] = field(default_factory=set)
+
+
+def combinations(family: "Family", values: Mapping[str, Any]) -> int:
+    """How many kernels the table makes at most."""
+    count = 1
+    for key in family.sweep_keys:
+        count *= len(values[key])
+    return count * (3 if values.get("tile") == (None,) else 1)
+
+
+def expand(family: "Family", stem: str, values: Mapping[str, Any]) -> Expansion:
+    """The specs of one kernel table; values: by key, complete, a tuple for each key that may be swept."""
+    free = {key: family.candidates[key] for key in family.candidates if values[key] == (None,)}
+    given = {key: values[key] for key in family.sweep_keys if key not in free}
+    excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
+    found = Expansion(unused=set(range(1, len(excluded) + 1)))
+    fatal = False
+    for choice in _product(given):
+        built: list[Spec] = []
+        broken: list[Broken] = []
+        for rest in _product(free):
+            spec = family.make(stem, values, choice | rest)
+            matching = {number for number, table in enumerate(excluded, start=1) if _matches(spec, table)}
+            found.unused -= matching
+            if matching:
+                continue
+            rules = family.broken(spec)
+            broken += rules
+            if not rules:
+                built.append(spec)
+        found.specs += _chosen(built, free) if free and built else built
+        if broken and not built:
+            fatal = fatal or any(key not in family.sweep_keys for key, _, _ in broken)
+            found.broken += broken
+            swept = ", ".join(f"{key} = {show(choice[key])}" for key in given if len(given[key]) > 1)
+            found.dropped.append((swept, tuple(dict.fromkeys(rule for _, _, rule in broken))))
+    if fatal and free:  # what holds for every candidate
+        found.broken = [each for each in found.broken if each[0] not in family.sweep_keys]
+    elif found.specs and not fatal:
+        found.broken = []
+    elif not found.specs and not found.broken:
+        found.broken = [("exclude", excluded, "leaves nothing of the sweep; exclude less")]
+    return found
+
+
+def _product(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for choice in itertools.product(*values.values()):
+        yield dict(zip(values, choice, strict=True))
+
+
+def _matches(spec: Any, table: Mapping[str, Any]) -> bool:
+    return all(getattr(spec, key) == value for key, value in table.items())
+
+
+def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
+    """Of variants that differ in the keys `free`, those to build."""
+    problem = _problem(specs[0])
+    ordered = sorted(specs, key=lambda spec: (*rank(spec.canonical(), problem), spec.variant))
+    first = ordered[0]
+    if "tile" not in free:
+        return [first]
+    dearest = MUCH_DEARER * cost(first.canonical(), problem)
+    others = [spec for spec in ordered if spec.tile != first.tile]
+    common = [spec for spec in others if spec.tile in COMMON and cost(spec.canonical(), problem) <= dearest]
+    twins = [spec for spec in ordered[1:] if spec.tile == first.tile]
+    return [first, *twins[:1], *(common or others)[:1]]
+
+
+def _problem(spec: KernelSpec) -> dict[str, int]:
+    shape = spec.problem or (replace(TYPICAL, E=1) if spec.op == "dense-gemm" else TYPICAL)
+    return {"E": shape.E, "M": shape.M, "N": shape.N, "K": shape.K}
