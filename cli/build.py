@@ -63,7 +63,7 @@ def command(
     with _executor(executor if wanted.misses else None) as pool, progress(session, "compiling") as update:
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
     report.seconds = round(time.perf_counter() - start, 3)
-    output.answer(session, _document(report), lambda: _text(session, report))
+    output.answer(session, _document(session, report), lambda: _text(session, report))
     _failures(session, report)
     return 0 if report.ok else 1
 
@@ -90,6 +90,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store) -> int:
             for each in missing
         ],
         "cached": cached,
+        "warnings": session.warned,
     }
 
     def text() -> None:
@@ -114,13 +115,13 @@ def _check(
         checked = check_build(
             manifest, targets, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool
         )
-    output.answer(session, _check_document(checked, manifest.arch), lambda: _check_text(session, checked))
+    output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
     _failures(session, checked.report)
     return 0 if checked.ok else 1
 
 
-def _check_document(checked: Checked, arch: str) -> dict[str, Any]:
-    return _document(checked.report) | comparison_document(checked.comparison, arch)
+def _check_document(session: Session, checked: Checked, arch: str) -> dict[str, Any]:
+    return _document(session, checked.report) | comparison_document(checked.comparison, arch)
 
 
 def comparison_document(comparison: Any, arch: str) -> dict[str, Any]:
@@ -152,13 +153,14 @@ def comparison_text(session: Session, comparison: Any) -> None:
         output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows)
 
 
-def _document(report: BuildReport) -> dict[str, Any]:
+def _document(session: Session, report: BuildReport) -> dict[str, Any]:
     keys = ("name", "arch", "key", "cubin_sha256", "bytes", "seconds", "proved_launches")
     return {
         "built": [{key: getattr(built, key) for key in keys} for built in report.built],
         "cached": report.cached,
         "failed": [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in report.failed],
         "seconds": report.seconds,
+        "warnings": session.warned,
     }
 
 

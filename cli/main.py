@@ -7,6 +7,7 @@ not in the store, 4 no usable GPU or driver; 130 after Ctrl-C.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
@@ -14,7 +15,7 @@ from keyword import iskeyword
 import click
 
 import fusekit
-from fusekit.errors import FusekitError
+from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
 
 INTERRUPTED = 130
@@ -76,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     session = Session()
     try:
-        code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", SpecWarning)
+            warnings.showwarning = session.warn
+            code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (click.Abort, KeyboardInterrupt):
         session.error("interrupted; what was published stays, the same command carries on")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 @dataclass
 class Session:
     """One command line. store: folder given with --store. sign: private key file given with --sign. json: one JSON
-    document on stdout. debug: show tracebacks.
+    document on stdout. debug: show tracebacks. warned: what spec files were warned of.
     """
 
     store: str | None = None
     sign: str | None = None
     json: bool = False
     debug: bool = False
+    warned: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def config(self) -> Config:
@@ -41,6 +42,12 @@ class Session:
     def note(self, message: str) -> None:
         """A line on stderr, beside the answer."""
         click.echo(message, err=True)
+
+    def warn(self, message: Warning | str, category: type[Warning], *place: Any) -> None:
+        """Stands for `warnings.showwarning`: a line on stderr, each once."""
+        if str(message) not in self.warned:
+            self.warned.append(str(message))
+            self.note(f"fusekit: warning: {message}")
 
     def error(self, message: str) -> None:
         """The one message of a command that failed."""

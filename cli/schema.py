@@ -11,7 +11,10 @@ from fusekit_cli.options import Session, common
 @click.command("schema")
 @common
 def command(session: Session) -> None:
-    """Print the JSON Schema of spec files, for an editor to check and complete them."""
+    """Print the JSON Schema of spec files, for an editor to check and complete them.
+
+    Write it to a file, and name that in the first line of a spec: "#:schema ./fusekit.schema.json".
+    """
     from fusekit.spec import schema
 
     output.print_json(schema())

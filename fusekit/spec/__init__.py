@@ -10,7 +10,9 @@
 | `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
+| `sweep` | a table's variants: what is swept, excluded, or chosen where it is left out |
 | `budget` | shared memory and register arithmetic |
+| `document` | a file's bytes to its TOML document, within bounds |
 | `parse` | a file: defaults, sweeps, all problems in one error |
 | `catalog` | the packaged files; finding kernels by name or glob |
 | `json_schema` | the JSON Schema of spec files |

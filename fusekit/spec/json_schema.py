@@ -1,9 +1,8 @@
 """The JSON Schema of spec files, for editors; made from the same table as the parser.
 
-A kernel is checked against the keys of its own operation, which it names or takes from [defaults], and what is not
-allowed is a schema of its own (`NONE`), not `additionalProperties: false`: so an editor marks the key that is wrong, and
-not the whole table. A kernel's `properties` are those of every operation, for completion. Draft 7, as editors of TOML
-know it.
+A kernel is checked against the keys of its own operation, which it names or takes from [defaults]. A key that is not
+allowed meets the schema `NONE`, not `additionalProperties: false`: so an editor marks that key and not the whole table.
+A kernel's `properties` are those of every operation, for completion. Draft 7, as editors of TOML know it.
 """
 
 from dataclasses import replace

@@ -11,11 +11,11 @@ from fusekit.spec import document
 from fusekit.spec.family import Family, Spec, families, family_of
 from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
 from fusekit.spec.sweep import Expansion, combinations, expand
-from fusekit.spec.values import BAD, Reader, TooManyError, bare, nearest, show, type_name
+from fusekit.spec.values import BAD, MAX_PROBLEMS, Reader, TooManyError, bare, nearest, show, type_name
 
 SCHEMA_VERSION = 1
 MAX_KERNELS = 4096  # of a file; a sweep that makes more is a slip
-NOTICED = 4  # combinations of one rule that a notice names
+NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
 def parse_file(path: str | os.PathLike[str]) -> tuple[Spec, ...]:
@@ -41,7 +41,7 @@ def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, .
         raise _error(source, reader.problems, "; there may be more: mend these first") from None
     if reader.problems:
         raise _error(source, reader.problems)
-    for notice in file.notices:
+    for notice in file.notices[:MAX_PROBLEMS]:
         warnings.warn(f"{source}: {notice}", SpecWarning, stacklevel=2)
     return specs
 
@@ -179,11 +179,12 @@ class _File:
         by_rule: dict[tuple[str, ...], list[str]] = {}
         for swept, rules in found.dropped:
             by_rule.setdefault(rules, []).append(f"{{ {swept} }}")
-        for rules, swept_tables in by_rule.items():
-            some = ", ".join(swept_tables[:NOTICED]) + (" and more" if len(swept_tables) > NOTICED else "")
-            self.notices.append(
-                f"{where}left out of the sweep: {some}: {'; '.join(rules)}; name it in exclude, and this is not said"
-            )
+        said = f"{where}left out of the sweep: "
+        for rules, tables in list(by_rule.items())[: NOTICED - 1]:
+            some = ", ".join(tables[:NOTICED]) + (" and more" if len(tables) > NOTICED else "")
+            self.notices.append(f"{said}{some}: {'; '.join(rules)}; name it in exclude to say so")
+        if more := sum(map(len, list(by_rule.values())[NOTICED - 1 :])):
+            self.notices.append(f"{said}{more} combinations more")
         for number in sorted(found.unused if "exclude" in own else ()):
             table = show(own["exclude"][number - 1])
             self.notices.append(f"{where}exclude: no combination of the sweep has {table}; leave that out")

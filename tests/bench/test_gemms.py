@@ -21,6 +21,7 @@ summary = "a small model"
 arch = "sm_90a"
 op = "grouped-gemm"
 schedule = "dynamic"
+cluster = [1, 1]
 tile = [[128, 64], [128, 128]]
 [[kernel]]
 name = "fc2-wgrad"

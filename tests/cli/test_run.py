@@ -40,7 +40,7 @@ tile = [128, 128]
 cluster = [2, 1]
 problem = { E = 3, M = 150, N = 256, K = 64 }
 """
-NAME = "made/fc1@128x128-c2x1"
+NAME = "made/fc1@128x128-c2x1-dynamic"
 
 
 def record() -> LaunchRecord:
