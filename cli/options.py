@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -43,7 +43,10 @@ class Session:
         """A line on stderr, beside the answer."""
         click.echo(message, err=True)
 
-    def warn(self, message: Warning | str, category: type[Warning], *place: Any) -> None:
+    def warn(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
         """Stands for `warnings.showwarning`: a line on stderr, each once."""
         if str(message) not in self.warned:
             self.warned.append(str(message))

@@ -33,6 +33,7 @@ MUCH_DEARER = 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
+_Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # keys, their values, numbers of `exclude` tables
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ def expand(family: "Family", stem: str, values: Mapping[str, Any]) -> Expansion:
     free = {key: family.candidates[key] for key in family.candidates if values[key] == (None,)}
     given = {key: values[key] for key in family.sweep_keys if key not in free}
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
+    index = _index(excluded)
     found = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
     for choice in _product(given):
@@ -67,7 +69,7 @@ def expand(family: "Family", stem: str, values: Mapping[str, Any]) -> Expansion:
         broken: list[Broken] = []
         for rest in _product(free):
             spec = family.make(stem, values, choice | rest)
-            matching = {number for number, table in enumerate(excluded, start=1) if _matches(spec, table)}
+            matching = _matching(spec, index)
             found.unused -= matching
             if matching:
                 continue
@@ -95,8 +97,18 @@ def _product(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(values, choice, strict=True))
 
 
-def _matches(spec: Any, table: Mapping[str, Any]) -> bool:
-    return all(getattr(spec, key) == value for key, value in table.items())
+def _index(tables: Sequence[Mapping[str, Any]]) -> _Index:
+    index: _Index = {}
+    for number, table in enumerate(tables, start=1):
+        keys = tuple(sorted(table))
+        index.setdefault(keys, {}).setdefault(tuple(table[key] for key in keys), set()).add(number)
+    return index
+
+
+def _matching(spec: Any, index: _Index) -> set[int]:
+    """Numbers of the tables all of whose values the spec has."""
+    found = (tables.get(tuple(getattr(spec, key) for key in keys)) for keys, tables in index.items())
+    return set().union(*filter(None, found))
 
 
 def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:

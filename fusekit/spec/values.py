@@ -47,7 +47,7 @@ def show(value: Any) -> str:
 
 def bare(key: str) -> str:
     """A key as a TOML file would have it, shortened."""
-    return key if re.fullmatch(r"[$A-Za-z0-9_-]{1,64}", key) else show(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key) else show(key)
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:

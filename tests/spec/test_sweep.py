@@ -87,6 +87,27 @@ def test_shapes_alone_are_as_good_as_the_packaged_choice(path):
         assert {spec.schedule for spec in specs} == {"dynamic"}
 
 
+def test_a_tile_alone_has_a_fit_cluster():
+    """Of the two clusters that were measured with a packaged tile, the one that is chosen is hardly slower."""
+    behind = []
+    for path in MODELS:
+        for spec in find([path.stem]):
+            times = measured(spec)
+            head = 'schema = 1\n[defaults]\narch = "sm_90a"\n'
+            table = canonical(spec)
+            keys = ("op", "b_major", "bias", "glu_layout", "save_preactivation", "recompute", "dbias", "tile")
+            lines = [f"{key} = {json.dumps(table[key])}" for key in keys]
+            lines.append(f'activation = {{ kind = "{spec.activation.kind}" }}')
+            lines.append("problem = {{ E = {E}, M = {M}, N = {N}, K = {K} }}".format(**table["problem"]))
+            (chosen,) = parse_text(head + '[[kernel]]\nname = "k"\n' + "\n".join(lines), "s")
+            assert tuning.features(canonical(chosen)) == tuning.features(table)
+            both = [us for variant, us in times.items() if variant.startswith(chosen.variant.partition("-")[0])]
+            behind.append(times[chosen.variant] / min(both))
+    assert len(behind) >= 120
+    assert max(behind) < 1.04
+    assert sum(each < 1.01 for each in behind) > 0.6 * len(behind)
+
+
 def test_the_file_for_the_gpu_has_nothing_but_shapes():
     """tests/gpu/test_shapes_only.py times it against the packaged files: the same kernels under names of its own."""
     assert not re.search(r"(?m)^ *(tile|cluster|schedule|mainloop)", SHAPES_ONLY.read_text())
