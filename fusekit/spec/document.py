@@ -22,7 +22,8 @@ MAX_PARTS = 16
 
 # Strings, to the end of the text where they are not closed, and comments: dots and brackets mean nothing in them.
 _PROSE = re.compile(
-    r'"""(?:[^\\]|\\.)*?(?:"""|\Z)|\'\'\'.*?(?:\'\'\'|\Z)|"(?:[^"\\\n]|\\[^\n])*"?|\'[^\'\n]*\'?|#[^\n]*', re.DOTALL
+    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'\'\'.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n]|\\[^\n])*"?|\'[^\'\n]*\'?|#[^\n]*',
+    re.DOTALL,
 )
 
 
@@ -79,7 +80,7 @@ def _check_size(size: int, source: str) -> None:
 
 def _check_nesting(text: str, source: str) -> None:
     """Deep brackets and long dotted keys take more than linear time to read, and every reader's stack."""
-    bare = _PROSE.sub("s", text)
+    bare = _PROSE.sub(lambda prose: "s" + "\n" * prose[0].count("\n"), text)
     depth = 0
     for match in re.finditer(r"[\[{]+|[\]}]+", bare):
         depth += len(match[0]) if match[0][0] in "[{" else -len(match[0])

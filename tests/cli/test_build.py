@@ -65,8 +65,8 @@ def test_a_dry_run_says_why(fusekit, tmp_path):
     (tmp_path / "two.toml").write_text(spec)  # the same kernel under another name, and a new one
     table = fusekit("build", "own.toml", "two.toml").out.splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [
-        ["own/k@128x128-c1x1", "sm_90a", "built"],
-        ["two/k@128x128-c1x1", "sm_90a", "hit"],
+        ["own/k@128x128-c1x2-dynamic", "sm_90a", "built"],
+        ["two/k@128x128-c1x2-dynamic", "sm_90a", "hit"],
     ]
     assert table[3].startswith("1 built, 1 cached (")
 

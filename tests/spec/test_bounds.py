@@ -71,6 +71,16 @@ def test_dotted_keys(text, parts, part):
     assert "a key of more than 16 parts" in message or "bytes; a spec file has at most" in message
 
 
+@pytest.mark.parametrize("quotes", ['"""', "'''"])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_nesting_after_a_string(quotes, more):
+    """Up to two quotes more than three end a long string; what follows them in its line counts."""
+    string = f"{quotes}a\n{quotes}" + quotes[0] * more
+    said = refusal(f"schema = 1\nx = [{string}, {'[' * DEEP}{']' * DEEP}]\n")
+    assert "line 3: more than 16 brackets" in said
+    assert "line 3: a key of more than" in refusal(f"schema = 1\nx = {{ y = {string}, {'a.' * 20_000}a = 1 }}\n")
+
+
 def test_what_strings_and_comments_hold_is_no_nesting():
     dots, brackets = "a." * 100, "[{" * 100
     text = f'''# {dots}{brackets}
