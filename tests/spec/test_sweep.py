@@ -109,7 +109,7 @@ def test_a_tile_alone_has_a_fit_cluster():
 
 
 def test_the_file_for_the_gpu_has_nothing_but_shapes():
-    """tests/gpu/test_shapes_only.py times it against the packaged files: the same kernels under names of its own."""
+    """tests/gpu/shapes_only.py times it against the packaged files: the same kernels under names of its own."""
     assert not re.search(r"(?m)^ *(tile|cluster|schedule|mainloop)", SHAPES_ONLY.read_text())
     packaged = {(str(tuning.features(canonical(spec))), spec.problem) for path in MODELS for spec in find([path.stem])}
     found = {spec.name: (str(tuning.features(canonical(spec))), spec.problem) for spec in parse_file(SHAPES_ONLY)}
