@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusekit.abi import Dim, IntegerParameter, LaunchRecord, PointerParameter, ScalarArgument, TensorArgument
 from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, TracePlan
-from fusekit.spec import PermutationSpec
+from fusekit.spec.permutation import PermutationSpec
 
 REPORT_WORDS = 8
 MOST_GROUPS = 65536

@@ -25,7 +25,7 @@ import traceback
 from typing import Any
 
 from fusekit.compiler.families import FAMILIES
-from fusekit.compiler.worker import clean_environment, serve
+from fusekit.compiler.worker import serve
 
 MESSAGE_BYTES = 1 << 16
 _PRELOADED = ("cutlass.cute", "llvmlite.binding", "fusekit.compiler.trace", *sorted(set(FAMILIES.values())))
@@ -33,7 +33,6 @@ _PRELOADED = ("cutlass.cute", "llvmlite.binding", "fusekit.compiler.trace", *sor
 
 def main(descriptor: int) -> None:
     """Serve requests on the socket `descriptor` until the other end hangs up."""
-    clean_environment()
     control = socket.socket(fileno=descriptor)
     for module in _PRELOADED:
         # What cannot be imported is said by the compile process that needs it.

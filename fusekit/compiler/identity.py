@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusekit.compiler.families import family
+from fusekit.compiler.options import compile_options
 from fusekit.compiler.sources import closure
-from fusekit.compiler.toolchain import compile_options, distributions
+from fusekit.compiler.toolchain import distributions
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from fusekit.abi import (
 )
 from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostStream, HostTensor, TracePlan
-from fusekit.spec import PermutationSpec
-from fusekit.spec.permutation import INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, VECTOR_BYTES
+from fusekit.spec.permutation import INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, VECTOR_BYTES, PermutationSpec
 
 WARP = 32
 MOST_ROWS = 2**31 - 2**16  # row, token and choice numbers of a last, partly empty block stay below 2**31

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
+from fusekit.compiler.options import environment
 from fusekit.compiler.worker import Answer, Done, Job
 from fusekit.errors import BuildError, FusekitError, ToolchainError
 
@@ -123,8 +124,8 @@ class ForkServer:
         with theirs, (self._folder / "server.log").open("ab") as log:
             command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], cwd=self._folder, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder),
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self._control = ours
         return ours

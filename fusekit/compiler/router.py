@@ -18,8 +18,7 @@ from fusekit.abi import (
 )
 from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, TracePlan
-from fusekit.spec import RouterSpec
-from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD
+from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD, RouterSpec
 
 WARP = 32
 VECTOR_BYTES = 16  # the widest access of a lane

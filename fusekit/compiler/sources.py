@@ -1,8 +1,10 @@
 """The source files that decide a kernel, found by following imports in the syntax tree, without running any of them.
 
-Followed are `fusekit.kernels` and `fusekit.compiler`, from the family module on. The arithmetic that sizes a kernel
-(`fusekit.spec.budget`) takes part as well. Everything else a family module imports reaches a key in another way: the
-spec by its own fields, the DSL by its version, the launch record by its schema version.
+Followed are `fusekit.kernels`, `fusekit.compiler` and `fusekit.abi`, from the family module and from what compiles its
+plan (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of
+`fusekit.spec`, the file itself counts, and its own imports are not followed. The values of a spec, with what it derives
+from them (`fusekit.spec.model`, `fusekit.spec.budget`), always take part. The DSL reaches a key by its version. The
+proof of a launch record changes nothing in it: its modules are left out.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from pathlib import Path
 
 from fusekit.errors import BuildError
 
-_FOLLOWED = ("fusekit.kernels", "fusekit.compiler")
-_ALWAYS = ("fusekit.spec.budget",)
+_FOLLOWED = ("kernels", "compiler", "abi")
+_ALWAYS = ("fusekit.compiler.trace", "fusekit.spec.budget", "fusekit.spec.model")
+_APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder"})
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
@@ -38,7 +41,8 @@ def closure(root: str, package: Path | None = None) -> dict[str, str]:
             if name not in digests:
                 data = path.read_bytes()
                 digests[name] = hashlib.sha256(data).hexdigest()
-                pending += _imports(data, path, package)
+                if name.startswith(tuple(f"{room}/" for room in _FOLLOWED)):
+                    pending += _imports(data, path, package)
     return dict(sorted(digests.items()))
 
 
@@ -99,7 +103,8 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
         top = module.partition(".")[0]
         if top not in _KNOWN or top in _DYNAMIC:
             raise _unidentified(path, module)
-    return [module for module in found if module.startswith(tuple(f"{name}." for name in _FOLLOWED))]
+    own = [module for module in found if module.startswith("fusekit.")]
+    return [module for module in own if not {module, module.rpartition(".")[0]} & _APART]
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

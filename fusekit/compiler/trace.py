@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -12,10 +13,10 @@ from typing import Any
 
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import cubin as cubins
+from fusekit.compiler.options import compile_options
 from fusekit.compiler.plan import TracePlan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
-from fusekit.compiler.toolchain import compile_options
 from fusekit.errors import BuildError, ToolchainError
 
 _PREFIX = "fusekit"
@@ -33,7 +34,8 @@ class Compiled:
 
 
 def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
-    """Traces, compiles and proves `plan` for its record's architecture. The DSL leaves files in `scratch` (a folder).
+    """Traces, compiles and proves `plan` for its record's architecture. The DSL leaves files in `scratch`, a
+    folder, which is the current one meanwhile.
 
     Not thread-safe, as the DSL is not. Raises BuildError when the DSL refuses the kernel or the cubin does not fit the
     record, ProofError when the record is wrong, ToolchainError when the DSL is missing.
@@ -78,9 +80,9 @@ def _trace(plan: TracePlan, scratch: Path) -> tuple[bytes, str, bytes]:
         from cutlass import cute
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
-    options = f"{compile_options(plan.record.arch)} --dump-dir={scratch}"
     try:
-        compiled = cute.compile(plan.function, *plan.arguments, options=options)
+        with contextlib.chdir(scratch):
+            compiled = cute.compile(plan.function, *plan.arguments, options=compile_options(plan.record.arch))
     except BuildError:
         raise
     except Exception as error:

@@ -1,8 +1,8 @@
 """A compile process: takes one kernel after the other from its parent, sends each back compiled and proven, or an
 error.
 
-It sees no GPU and none of the DSL's environment variables: they change what is compiled, and no key holds them. It is
-forked with a socket to speak over, in a scratch folder that the DSL may fill.
+It is forked with a socket to speak over, in a scratch folder that the DSL may fill. See fusekit.compiler.options for the
+environment that it has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.compiler.plan import TracePlan
-from fusekit.compiler.toolchain import describe, distributions
+from fusekit.compiler.toolchain import check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError
-
-_FOREIGN = ("CUTE_", "CUTLASS_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +51,6 @@ class Answer:
     memory: int
 
 
-def clean_environment() -> None:
-    """Hide the GPUs from this process, and from the DSL what it would read from the environment."""
-    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
-        del os.environ[name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def serve(socket: int) -> None:
     """Works until the parent hangs up. socket: file descriptor of this end."""
     connection: Connection[Any, Any] = Connection(socket)
@@ -79,7 +70,8 @@ def _work(job: Job) -> Done | FusekitError:
     start = time.perf_counter()
     try:
         compiled = compile_plan(job.planner(job.spec), Path.cwd())
-        toolchain = describe(distributions())
+        versions = distributions()
+        check_loaded(versions)
     except FusekitError as error:
         return error
     except MemoryError:
@@ -88,7 +80,7 @@ def _work(job: Job) -> Done | FusekitError:
         failure = BuildError(f"{type(error).__name__}: {error}; this is a defect of the kernel's family module")
         failure.add_note(traceback.format_exc())
         return failure
-    return Done(compiled, round(time.perf_counter() - start, 3), toolchain)
+    return Done(compiled, round(time.perf_counter() - start, 3), describe(versions))
 
 
 def _memory() -> int:

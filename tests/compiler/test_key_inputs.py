@@ -3,19 +3,22 @@
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import fusekit
 from fusekit.compiler import identity, toolchain
-from fusekit.compiler.families import FAMILIES
+from fusekit.compiler.families import BACKWARD, FAMILIES, family
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.sources import closure
+from fusekit.errors import ToolchainError
 from fusekit.spec import KernelSpec, find
 from fusekit.store import key_of, keys
 
@@ -115,6 +118,40 @@ def test_every_distribution_of_the_toolchain(installed):
     assert key() != before
 
 
+@pytest.mark.parametrize(
+    ("driver", "taken"), [(None, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13")], ids=["no driver", "12", "13", "14"]
+)
+def test_of_two_cuda_libraries_the_one_that_the_dsl_loads(installed, monkeypatch, driver, taken):
+    """The newest that the driver supports, as the DSL's own loader has it; the other one is no input."""
+    names = {f"nvidia-cutlass-dsl-libs-{each}" for each in ("cu12", "cu13")}
+    installed.update(dict.fromkeys(names, "4.8.1"))
+    monkeypatch.setattr(toolchain, "_driver_major", lambda: driver)
+    both = key()
+    assert names & toolchain.distributions().keys() == {f"nvidia-cutlass-dsl-libs-{taken}"}
+    (other,) = names - {f"nvidia-cutlass-dsl-libs-{taken}"}
+    del installed[other]
+    assert key() == both
+    installed[other] = installed.pop(f"nvidia-cutlass-dsl-libs-{taken}")
+    assert key() != both
+
+
+def test_no_cuda_library_for_the_driver(installed, monkeypatch):
+    installed.update(dict.fromkeys(("nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13"), "4.8.1"))
+    monkeypatch.setattr(toolchain, "_driver_major", lambda: 11)
+    with pytest.raises(ToolchainError, match=r"libraries for cu12, cu13, and the driver here supports CUDA 11"):
+        key()
+
+
+def test_another_library_than_the_key_names_is_refused(monkeypatch):
+    loaded = SimpleNamespace(__file__="/site/cutlass/_mlir/_mlir_libs/_cutlass_ir.cu13.cpython-311-x86_64-linux-gnu.so")
+    monkeypatch.setitem(sys.modules, "cutlass._mlir._mlir_libs._cutlass_ir", loaded)
+    named = {"nvidia-cutlass-dsl": "4.8.1", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+    toolchain.check_loaded(named)
+    named["nvidia-cutlass-dsl-libs-cu12"] = named.pop("nvidia-cutlass-dsl-libs-cu13")
+    with pytest.raises(ToolchainError, match="has loaded its library of CUDA 13"):
+        toolchain.check_loaded(named)
+
+
 def test_no_other_distribution(installed):
     before = key()
     installed["numpy"] = "99.0"
@@ -141,6 +178,56 @@ def copy(tmp_path_factory):
     place = tmp_path_factory.mktemp("elsewhere") / "fusekit"
     shutil.copytree(PACKAGE, place, ignore=shutil.ignore_patterns("__pycache__"))
     return place
+
+
+# What a compile process loads of fusekit and no key holds, with the reason.
+NO_SOURCE = {
+    "fusekit": "the package's list of names",
+    "fusekit.errors": "messages",
+    "fusekit.compiler.families": "says which module builds an operation: a key holds that module",
+    "fusekit.compiler.prove": "compares a launch record with the host code, and changes neither",
+    "fusekit.compiler.recorder": "for the proof",
+    "fusekit.compiler.hostcall": "for the proof",
+    "fusekit.compiler.samples": "for the proof",
+    "fusekit.abi.tensormap": "for the proof",
+    "fusekit.spec.keys": "how a file is read: what comes of it stands in the spec",
+    "fusekit.spec.token": "names and forms of a spec",
+    "fusekit.spec.router": "limits that other specs share; a key of the router's own kernels holds it",
+}  # fmt: skip
+COMPILE = """
+import json, pickle, sys, tempfile
+from pathlib import Path
+spec = pickle.loads(bytes.fromhex(sys.argv[1]))
+from fusekit.compiler.families import plan
+from fusekit.compiler.trace import compile_plan
+with tempfile.TemporaryDirectory() as scratch:
+    compile_plan(plan(spec), Path(scratch))
+files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+json.dump({name: file for name, file in files.items() if name.partition(".")[0] == "fusekit"}, sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("root", sorted({*FAMILIES.values(), BACKWARD}))
+def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(root):
+    """By construction: every module of fusekit that the process has in the end counts, or stands in the list above."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+    spec = next(spec for spec in find([]) if family(spec) == root)
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, pickle.dumps(spec).hex()], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    covered = closure(root)
+    loaded = {name: Path(file).relative_to(PACKAGE).as_posix() for name, file in json.loads(run.stdout).items() if file}
+    assert {"fusekit.compiler.trace", root, "fusekit.abi.record", "fusekit.spec.budget"} <= loaded.keys()
+    others = {name for name, file in loaded.items() if file not in covered} - NO_SOURCE.keys()
+    assert not others, "these take part in a compile and are in no key"
+
+
+def test_what_calls_the_compiler_is_an_input_of_every_kernel():
+    for root in {*FAMILIES.values(), BACKWARD}:
+        assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(root).keys()
+    assert "spec/permutation.py" in closure(FAMILIES["moe-permute"])
+    assert "spec/router.py" in closure(FAMILIES["router-topk"])
 
 
 @pytest.mark.parametrize("root", sorted(set(FAMILIES.values())))

@@ -1,5 +1,6 @@
 """Compile processes: blind, reusable, replaceable, and gone afterwards."""
 
+import json
 import os
 import signal
 import subprocess
@@ -33,16 +34,24 @@ def worker(server):
     return server.worker()
 
 
-def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehaving, worker, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
+def test_a_process_has_an_environment_of_its_own(misbehaving, worker, tmp_path, monkeypatch):
+    """What the DSL, the compilers inside it or Python could take from the user's has no way in."""
+    for name in ("CUTE_DSL_COMPILER_OPT", "CUTLASS_X", "CUDA_HOME", "NVVM_X", "LLVM_X", "PYTHONOPTIMIZE", "PATH", "HOME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
+    with pytest.raises(BuildError, match="ValueError: ") as caught:
+        worker.compile(Job("a", misbehaving.tells, None))
+    told, end = json.JSONDecoder().raw_decode(str(caught.value), str(caught.value).index("{"))
+    kept = {name: value for name, value in told.items() if not name.startswith("PYTHON") and name != "LC_CTYPE"}
+    assert kept == {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": "/nowhere", "TMPDIR": str(tmp_path)}
+    assert (told["PYTHONHASHSEED"], "PYTHONOPTIMIZE" in told) == ("0", False)
+    assert str(tmp_path) in str(caught.value)[end:]  # it works in its scratch folder
+
+
+def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehaving, worker):
     with pytest.raises(BuildError, match=r"IndexError: .*defect of the kernel's family module") as caught:
         worker.compile(Job("a", misbehaving.defective, None))
     assert "in defective" in caught.value.__notes__[0]
-    with pytest.raises(BuildError, match=r"ValueError: \[\] ''") as caught:
-        worker.compile(Job("a", misbehaving.tells, None))
-    assert str(tmp_path) in str(caught.value)  # it works in its scratch folder
-
     with pytest.raises(BuildError, match=r"died of file/kernel@v \(SIGSEGV\); its last words: .*a last word") as caught:
         worker.compile(Job("file/kernel@v", misbehaving.dies, None))
     assert caught.value.name == "file/kernel@v"

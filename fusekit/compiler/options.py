@@ -1,0 +1,24 @@
+"""How the DSL is called: its options, and the environment that a compile process has. Both are part of every key.
+
+The DSL, and the compilers inside it, read options, dump requests and the place of a CUDA toolkit from the environment.
+So a compile process begins with what is listed here, and with nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Where Python and its libraries are, and whether byte code is written: without these a process may not start at all.
+_KEPT = ("LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX")
+
+
+def compile_options(arch: str) -> str:
+    """The DSL's option string. What it dumps goes into the current folder: no path stands among the options."""
+    return f"--gpu-arch={arch} --keep-cubin --dump-dir=."
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of a compile process: it sees no GPU, and leaves its temporary files in `folder`."""
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
