@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import output
-from fusekit_cli.options import Session, common, signing
+from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 
 if TYPE_CHECKING:
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
     from fusekit.compiler.build import BuildPlan, BuildReport
     from fusekit.compiler.build_check import Checked
-    from fusekit.store import Store
+    from fusekit.compiler.naming import Left, Moved
+    from fusekit.store import DiscardReport, Store
+
+NAMED = 5  # names that a note lists
 
 
 @click.command("build")
-@click.argument("targets", metavar="[SPEC_FILE|NAME|GLOB]...", nargs=-1)
+@click.argument("targets", metavar="[TARGET]...", nargs=-1)
 @click.option("--arch", metavar="A,B", help="Only these architectures, such as sm_90a.")
 @click.option(
     "--jobs",
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Only say what would be built, and why.")
 @click.option("--check", metavar="MANIFEST", help="Build from nothing and compare with this cache manifest.")
 @click.option("--executor", metavar="URL", help="Compile on a cluster: dask://host:port, a Dask scheduler.")
+@click.option(
+    "--prune", is_flag=True, help="Remove the names that TARGET means and its spec file no longer has, as `rm` does."
+)
+@namespaced
 @signing
 @common
 def command(
@@ -44,26 +52,42 @@ def command(
     dry_run: bool,
     check: str | None,
     executor: str | None,
+    prune: bool,
+    namespace: str | None,
 ) -> int:
-    """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver."""
+    """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver.
+
+    A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
+    a packaged name (FILE, FILE/KERNEL, FILE/KERNEL@VARIANT), a quoted glob over either ('specs/*.toml', '*/fc1*'), or -
+    for a spec on stdin, whose names begin with stdin/.
+    """
     import time
 
-    from fusekit.compiler.build import execute, plan_build, select
+    from fusekit.compiler.build import execute, look_up, of_arch, plan_build, tidy
+    from fusekit.compiler.naming import left_behind
+    from fusekit.spec.catalog import specs_of
 
     start = time.perf_counter()
     if check is not None:
-        if dry_run or arch:
-            raise UsageError("--check with --dry-run or --arch: a manifest is of one architecture; leave those out")
-        return _check(session, check, targets, jobs, executor)
+        if dry_run or arch or prune:
+            raise UsageError(
+                "--check with --dry-run, --arch or --prune: a manifest is of one architecture, and --check writes no "
+                "store; leave those out"
+            )
+        return _check(session, check, targets, jobs, executor, namespace)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
-    wanted = plan_build(select(targets, archs), store)
+    found = look_up(targets, namespace)
+    wanted = plan_build(of_arch(specs_of(found), archs), store)
     if dry_run:
-        return _dry_run(session, wanted, store)
+        return _dry_run(session, wanted, store, left_behind(store, found, archs))
     with _executor(executor if wanted.misses else None) as pool, progress(session, "compiling") as update:
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
+    tidy(report, store, found, archs, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     output.answer(session, _document(session, report), lambda: _text(session, report))
+    _moved(session, report.moved)
+    _left(session, report.left, report.pruned, prune=prune)
     _failures(session, report)
     return 0 if report.ok else 1
 
@@ -79,7 +103,7 @@ def _executor(url: str | None) -> Iterator[Executor | None]:
         yield executor
 
 
-def _dry_run(session: Session, wanted: BuildPlan, store: Store) -> int:
+def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]) -> int:
     from fusekit.compiler.explain import explain
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]
@@ -91,6 +115,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store) -> int:
         ],
         "cached": cached,
         "warnings": session.warned,
+        "left_behind": _left_document(left),
     }
 
     def text() -> None:
@@ -101,11 +126,17 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store) -> int:
         click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")
 
     output.answer(session, document, text)
+    _left(session, left, None, prune=False)
     return 0
 
 
 def _check(
-    session: Session, manifest_path: str, targets: tuple[str, ...], jobs: int | None, executor: str | None
+    session: Session,
+    manifest_path: str,
+    targets: tuple[str, ...],
+    jobs: int | None,
+    executor: str | None,
+    namespace: str | None,
 ) -> int:
     from fusekit.compiler.build_check import check_build
     from fusekit.store.manifest import read_manifest
@@ -113,7 +144,12 @@ def _check(
     manifest = read_manifest(Path(manifest_path), session.open_store().trust)
     with _executor(executor) as pool, progress(session, "compiling") as update:
         checked = check_build(
-            manifest, targets, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool
+            manifest,
+            targets,
+            jobs,
+            lambda step: update(step.done, step.total, step.name, 0),
+            executor=pool,
+            namespace=namespace,
         )
     output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
     _failures(session, checked.report)
@@ -161,7 +197,14 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
         "failed": [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in report.failed],
         "seconds": report.seconds,
         "warnings": session.warned,
+        "moved": [dataclasses.asdict(each) for each in report.moved],
+        "left_behind": _left_document(report.left),
+        "pruned": [{"name": name, "arch": arch} for name, arch in report.pruned.names] if report.pruned else [],
     }
+
+
+def _left_document(left: list[Left]) -> list[dict[str, str]]:
+    return [{"name": each.name, "arch": each.arch, "layer": str(each.layer)} for each in left]
 
 
 def _text(session: Session, report: BuildReport) -> None:
@@ -188,6 +231,50 @@ def _text(session: Session, report: BuildReport) -> None:
         return
     counts = [(len(report.built), "built"), (len(report.hits), "cached"), (len(report.failed), "failed")]
     click.echo(f"{', '.join(f'{count} {what}' for count, what in counts if count)} ({report.seconds:.2f} s)")
+
+
+def _moved(session: Session, moved: list[Moved]) -> None:
+    """Says which names lead elsewhere now."""
+    other = [each for each in moved if each.differs]
+    for each in other[:NAMED]:
+        session.note(
+            f"{each.name} ({each.arch}) stood for another kernel before: {', '.join(each.differs)} "
+            f"{'differs' if len(each.differs) == 1 else 'differ'} in its spec"
+        )
+    if len(other) > NAMED:
+        session.note(f"... and {len(other) - NAMED} more; --json lists all")
+    if other:
+        file = other[0].name.partition("/")[0]
+        session.note(
+            f"where another spec file of the same stem ({file}) had these names, give one of the two a namespace: "
+            '--namespace TEXT, or namespace = "TEXT" in the file'
+        )
+    if same := len(moved) - len(other):
+        session.note(f"{output.plural(same, 'name')} moved on: same spec, other sources or another toolchain")
+
+
+def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, prune: bool) -> None:
+    """Says which names the spec files no longer have, or what became of them."""
+    gone = set() if pruned is None else set(pruned.names)
+    if gone:
+        session.note(f"removed what the spec no longer has: {_some([name for name, _ in sorted(gone)])}")
+    stay = [each for each in left if (each.name, each.arch) not in gone]
+    if not stay:
+        return
+    names = _some([each.name for each in stay])
+    why = ""
+    if pruned is not None:
+        why = "; they lie in a read-only layer, or are in use"
+    elif prune:
+        why = "; nothing is removed, as kernels have failed"
+    else:
+        why = "; remove them with --prune, or `fusekit rm NAME`"
+    session.note(f"in the store, and no longer in the spec: {names}{why}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _failures(session: Session, report: BuildReport) -> None:

@@ -8,26 +8,27 @@ import click
 
 from fusekit.errors import ToolchainError
 from fusekit_cli import output
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, namespaced
 
 
 @click.command("explain")
-@click.argument("patterns", metavar="NAME...", nargs=-1, required=True)
+@click.argument("patterns", metavar="TARGET...", nargs=-1, required=True)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
+@namespaced
 @common
-def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """Say whether a build of NAME (or of a spec file) would hit the store, and which key field differs if it would
-    not.
+def command(session: Session, patterns: tuple[str, ...], arch: str | None, namespace: str | None) -> None:
+    """Say whether a build of TARGET would hit the store, and which key field differs if it would not. A TARGET is what
+    `fusekit build` takes.
 
     A field is what a key is made of: `spec.<key>`, `toolchain.<distribution>`, `source.<file>`, `options`, `arch`,
     `schema`. Without the compiler the toolchain's fields, and so the key, are unknown: the others are compared.
     """
+    from fusekit.compiler.build import select
     from fusekit.compiler.explain import explain, explain_without_compiler
     from fusekit.compiler.identity import Identity
-    from fusekit.spec import find
 
     store = session.open_store()
-    specs = [spec for spec in find(patterns) if arch in (None, spec.arch)]
+    specs = select(patterns, arch, namespace)
     try:
         identity = Identity()
         found = [explain(store, spec, identity.key_fields(spec)) for spec in specs]

@@ -9,7 +9,7 @@ import click
 
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
 from fusekit_cli import output
-from fusekit_cli.lookup import chosen
+from fusekit_cli.lookup import check_alike, chosen
 from fusekit_cli.options import Session
 
 
@@ -21,14 +21,16 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
     for name in names:
-        for listed in chosen(store, name, arch):
+        found = chosen(store, name, arch)
+        check_alike(found)
+        for listed in found:
             record = listed.record
-            found = store.load(record.key)
-            if found is None:
+            stored = store.load(record.key)
+            if stored is None:
                 raise NotBuiltError.of(
                     record.name, record.arch, f"its name stands for entry {record.key}, which no layer holds"
                 )
-            entry, cubin = found
+            entry, cubin = stored
             try:
                 launch = LaunchRecord.from_json(dict(entry.launch))
             except RecordError as error:

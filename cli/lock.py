@@ -10,25 +10,34 @@ import click
 from fusekit.errors import FusekitError, UsageError
 from fusekit_cli import output
 from fusekit_cli.build import comparison_document, comparison_text
-from fusekit_cli.options import Session, common, signing
+from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 
 FOLDER = "cache_manifests"
 
 
 @click.command("lock")
-@click.argument("targets", metavar="[SPEC_FILE|NAME|GLOB]...", nargs=-1)
+@click.argument("targets", metavar="[TARGET]...", nargs=-1)
 @click.option("--write", is_flag=True, help="Build what the store lacks, then write the manifests.")
 @click.option(
     "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."
 )
 @click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Compile processes, with --write.")
+@namespaced
 @signing
 @common
-def command(session: Session, targets: tuple[str, ...], write: bool, folder: str | None, jobs: int | None) -> int:
+def command(
+    session: Session,
+    targets: tuple[str, ...],
+    write: bool,
+    folder: str | None,
+    jobs: int | None,
+    namespace: str | None,
+) -> int:
     """Compare what the store holds with the cache manifests, one for each architecture and toolchain, or write them.
 
-    Without TARGETS: every packaged spec. Nothing is compiled without --write; `fusekit build --check` rebuilds.
+    A TARGET is what `fusekit build` takes; without one: every packaged spec. Nothing is compiled without --write;
+    `fusekit build --check` rebuilds.
     """
     from fusekit.compiler.build import select
     from fusekit.compiler.build_check import locked_in
@@ -36,10 +45,10 @@ def command(session: Session, targets: tuple[str, ...], write: bool, folder: str
     from fusekit.store.files import exists
     from fusekit.store.manifest import Manifest, read_manifest, write_manifest
 
-    store, identity, specs = session.open_store(), Identity(), select(targets)
+    store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     where = _folder(folder, write)
     if write:
-        _build(session, targets, jobs)
+        _build(session, targets, jobs, namespace)
     document: dict[str, Any] = {"same": [], "changed": [], "missing": [], "written": []}
     comparisons = []
     for arch in sorted({spec.arch for spec in specs}):
@@ -91,7 +100,7 @@ def _folder(given: str | None, write: bool) -> Path:
     return Path(str(files(f"fusekit.{FOLDER}")))
 
 
-def _build(session: Session, targets: tuple[str, ...], jobs: int | None) -> None:
+def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespace: str | None) -> None:
     from fusekit.compiler.build import build
 
     with progress(session, "compiling") as update:
@@ -99,6 +108,7 @@ def _build(session: Session, targets: tuple[str, ...], jobs: int | None) -> None
             targets,
             jobs=jobs,
             config=session.config,
+            namespace=namespace,
             progress=lambda step: update(step.done, step.total, step.name, 0),
         )
     for failed in report.failed:

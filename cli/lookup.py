@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fusekit.errors import IntegrityError, NotBuiltError
-from fusekit.store import NameListing, Store
+from fusekit.store import NameListing, NameRecord, Store
 from fusekit.store.names import is_glob
 
 
 def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     """As `stored`, but where `pattern` is a kernel (`file/kernel`) only the variant, for each architecture, that
-    `load` takes.
+    `load` takes. UsageError where `load` takes none of them.
     """
     found = stored(store, pattern, arch)
     if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
@@ -17,10 +19,24 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     from fusekit.runtime import tuning
     from fusekit.runtime.select import choose
 
-    archs = sorted({listed.record.arch for listed in found})
-    by_arch = {each: [listed.record for listed in found if listed.record.arch == each] for each in archs}
-    records = [choose(records, tuning=tuning.load(store, each)) for each, records in by_arch.items()]
+    records = [choose(records, tuning=tuning.load(store, each)) for (_, each), records in _kernels(found).items()]
     return [listed for record in records for listed in found if listed.record is record]
+
+
+def check_alike(found: Sequence[NameListing]) -> None:
+    """Raises UsageError where variants of one kernel among `found` do not compute the same."""
+    from fusekit.runtime import select
+
+    for records in _kernels(found).values():
+        select.check_alike(records)
+
+
+def _kernels(found: Sequence[NameListing]) -> dict[tuple[str, str], list[NameRecord]]:
+    """The variants of each kernel, for each architecture."""
+    kernels: dict[tuple[str, str], list[NameRecord]] = {}
+    for listed in found:
+        kernels.setdefault((listed.record.name.partition("@")[0], listed.record.arch), []).append(listed.record)
+    return kernels
 
 
 def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:

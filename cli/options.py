@@ -80,6 +80,15 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def namespaced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb --namespace, which its function takes as an argument."""
+    return click.option(
+        "--namespace",
+        metavar="TEXT",
+        help="Begin every name with it, TEXT.FILE/KERNEL, in place of what the spec files say.",
+    )(function)
+
+
 def signing(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a verb --sign, which its session's configuration takes in."""
     return click.option(

@@ -5,6 +5,8 @@ remedy; `exit_code` is what the command line exits with. Attributes beyond the m
 defaults, so that every error survives pickling on its way out of a worker process.
 """
 
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -54,12 +56,42 @@ class NotBuiltError(FusekitError):
     @classmethod
     def of(cls, name: str, arch: str | None = None, detail: str = "") -> "NotBuiltError":
         """The error for `name` (of `arch`, where it was asked for), with the line that builds it."""
-        command = f"fusekit build '{name}'" if any(c in name for c in "*?[ ") else f"fusekit build {name}"
-        if arch is not None:
-            command += f" --arch {arch}"
         wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
         detail = f" ({detail})" if detail else ""
-        return cls(f"{wanted} is not in any store layer{detail}; build it with: {command}", name=name, command=command)
+        command, remedy = how_to_build(name, arch)
+        return cls(f"{wanted} is not in any store layer{detail}; {remedy}", name=name, command=command)
+
+
+def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
+    """(the `fusekit build` line that makes `name`, what to tell who lacks it); no line where none can make it.
+
+    Packaged spec files are searched for the words that would have to stand in them. Of a kernel of somebody's own only
+    he knows where its file is.
+    """
+    stem, _, kernel = name.partition("@")[0].partition("/")
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in _packaged() if fnmatchcase(path.stem, stem)}
+    with_kernel = [text for text in texts.values() if _is_glob(kernel) or not kernel or f'"{kernel}"' in text]
+    if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
+        return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
+    if with_kernel:
+        target, tell = name, "build it with"
+    else:
+        target = f"{stem}.toml{name[len(stem) :]}"
+        tell = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
+    command = f"fusekit build '{target}'" if _is_glob(target) or " " in target else f"fusekit build {target}"
+    command += f" --arch {arch}" if arch is not None else ""
+    return command, f"{tell}: {command}"
+
+
+def _packaged() -> list[Path]:
+    """The packaged spec files: inside an installed package, beside the package in a checkout."""
+    package = Path(__file__).parent
+    folder = package / "kernel_specs"
+    return sorted((folder if folder.is_dir() else package.parent / "kernel_specs").glob("*.toml"))
+
+
+def _is_glob(text: str) -> bool:
+    return any(character in text for character in "*?[")
 
 
 class StoreError(FusekitError):

@@ -55,11 +55,28 @@ def test_the_package_offers_it(name):
 
 
 def test_not_built_has_the_line_that_builds():
-    error = errors.NotBuiltError.of("model/fc1", arch="sm_90a")
-    assert error.name == "model/fc1"
-    assert error.command == "fusekit build model/fc1 --arch sm_90a"
+    error = errors.NotBuiltError.of("quickstart/moe-fc1", arch="sm_90a")
+    assert error.name == "quickstart/moe-fc1"
+    assert error.command == "fusekit build quickstart/moe-fc1 --arch sm_90a"
     assert str(error) == (
-        "'model/fc1' for sm_90a is not in any store layer; build it with: fusekit build model/fc1 --arch sm_90a"
+        "'quickstart/moe-fc1' for sm_90a is not in any store layer; build it with: "
+        "fusekit build quickstart/moe-fc1 --arch sm_90a"
     )
-    assert errors.NotBuiltError.of("model/*").command == "fusekit build 'model/*'"
+    assert errors.NotBuiltError.of("quick*/*").command == "fusekit build 'quick*/*'"
+    assert errors.NotBuiltError.of("*").command == "fusekit build '*'"
     assert "(nothing is)" in str(errors.NotBuiltError.of("a/b", detail="nothing is"))
+
+
+def test_a_remedy_can_work():
+    """A line is only given where it can make the kernel, as far as the packaged specs tell."""
+    own = errors.NotBuiltError.of("mine/fc1@128x128-c1x1")
+    assert own.command == "fusekit build mine.toml/fc1@128x128-c1x1"
+    assert str(own).endswith("no packaged spec has it; build it from its spec file: " + own.command)
+    assert errors.NotBuiltError.of("quickstart/mine").command == "fusekit build quickstart.toml/mine"
+    assert errors.NotBuiltError.of("mine/*").command == "fusekit build 'mine.toml/*'"
+    elsewhere = errors.NotBuiltError.of("quickstart/linear", "sm_100a", "only for sm_90a")
+    assert elsewhere.command == ""
+    assert str(elsewhere).endswith("the packaged spec of it is not for sm_100a, so it cannot be had for that")
+    assert "if that names sm_100a: fusekit build mine.toml/k --arch sm_100a" in str(
+        errors.NotBuiltError.of("mine/k", "sm_100a")
+    )

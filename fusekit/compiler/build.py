@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.families import plan
 from fusekit.compiler.identity import Identity
+from fusekit.compiler.naming import Left, Moved, give_names, left_behind, record_of
 from fusekit.compiler.sources import changed
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
@@ -23,8 +24,10 @@ from fusekit.errors import (
     ToolchainError,
     UsageError,
 )
-from fusekit.spec import Spec, find
-from fusekit.store import Entry, NameRecord, Store, key_of
+from fusekit.spec import Spec
+from fusekit.spec.catalog import Found, specs_of
+from fusekit.spec.catalog import targets as find_targets
+from fusekit.store import DiscardReport, Entry, Store, key_of
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE
 
@@ -97,12 +100,18 @@ class Failed:
 
 @dataclass(slots=True)
 class BuildReport:
-    """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call."""
+    """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call. moved: names that
+    stood for something else before. left: names that the store has, and the spec files no longer. pruned: those of
+    `left` that were removed, if that was asked for.
+    """
 
     built: list[Built] = field(default_factory=list)
     hits: list[Built] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     seconds: float = 0.0
+    moved: list[Moved] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    pruned: DiscardReport | None = None
 
     @property
     def cached(self) -> list[str]:
@@ -131,14 +140,19 @@ def build(
     config: Config | None = None,
     progress: Callable[[Progress], None] | None = None,
     executor: Executor | None = None,
+    namespace: str | None = None,
+    prune: bool = False,
 ) -> BuildReport:
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
-    targets: spec files, names or globs; none: every packaged spec. arch: only these architectures. jobs: compile
-    processes, fewer where the memory holds fewer; default: one for each processor this process may use. config: names
-    the store; default: from the environment. progress: called with a `Progress` at the start and after every kernel.
-    executor: compiles on its processes instead, of which each needs the same fusekit and the same toolchain, but not
-    the store; `jobs` is then how many kernels it is given at a time. It is left open.
+    targets: spec files (also with a kernel, `moe.toml/fc1`), folders of them, packaged names, or globs over either; see
+    `fusekit.spec.catalog.targets`; none: every packaged spec. namespace: begins every name, in place of the files' own.
+    prune: names in the writable store that the targets mean and their files no longer have are removed, once all is
+    built. arch: only these architectures. jobs: compile processes, fewer where the memory holds fewer; default: one for
+    each processor this process may use. config: names the store; default: from the environment. progress: called with a
+    `Progress` at the start and after every kernel. executor: compiles on its processes instead, of which each needs the
+    same fusekit and the same toolchain, but not the store; `jobs` is then how many kernels it is given at a time. It is
+    left open.
 
     Each kernel is published as it comes. One that fails, whose process dies, or in whose place in the store lies what
     cannot be replaced, does not stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad
@@ -147,18 +161,33 @@ def build(
     """
     start = time.perf_counter()
     store = Store.open(config or Config.from_environment())
-    wanted = plan_build(select(targets, arch), store)
-    report = execute(wanted, store, jobs, progress, executor=executor)
+    found = look_up(targets, namespace)
+    specs = of_arch(specs_of(found), arch)
+    report = execute(plan_build(specs, store), store, jobs, progress, executor=executor)
+    tidy(report, store, found, arch, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     return report
 
 
+def look_up(
+    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (), namespace: str | None = None
+) -> tuple[Found, ...]:
+    """What `targets` (one or several) mean, file by file."""
+    several = [targets] if isinstance(targets, str | os.PathLike) else list(targets)
+    return find_targets([os.fspath(target) for target in several], namespace)
+
+
 def select(
-    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (), arch: str | Sequence[str] | None = None
+    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    arch: str | Sequence[str] | None = None,
+    namespace: str | None = None,
 ) -> tuple[Spec, ...]:
     """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
-    several = [targets] if isinstance(targets, str | os.PathLike) else list(targets)
-    specs = find([os.fspath(target) for target in several])
+    return of_arch(specs_of(look_up(targets, namespace)), arch)
+
+
+def of_arch(specs: tuple[Spec, ...], arch: str | Sequence[str] | None) -> tuple[Spec, ...]:
+    """Those of `specs` for the architectures `arch` (None: all); UsageError when one of these has none."""
     if arch is None:
         return specs
     wanted = {arch} if isinstance(arch, str) else set(arch)
@@ -166,6 +195,15 @@ def select(
     for name in sorted(wanted - set(known)):
         raise UsageError(f"arch '{name}': none of the kernels named is for it; they are for {', '.join(known)}")
     return tuple(spec for spec in specs if spec.arch in wanted)
+
+
+def tidy(
+    report: BuildReport, store: Store, found: Sequence[Found], arch: str | Sequence[str] | None = None, *, prune: bool
+) -> None:
+    """Says in `report` which names are left behind, and removes them with `prune`, unless a kernel has failed."""
+    report.left = left_behind(store, found, {arch} if isinstance(arch, str) else arch)
+    if prune and report.ok:
+        report.pruned = store.discard([(each.name, each.arch) for each in report.left if each.layer == store.root])
 
 
 def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = None) -> BuildPlan:
@@ -185,7 +223,7 @@ def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = 
 def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[Spec, ...]) -> Task:
     summary = None
     for spec in specs:
-        summary = store.settled(_record(key, spec))
+        summary = store.settled(record_of(key, spec))
         if summary is None:
             break
     else:
@@ -211,7 +249,7 @@ def execute(
             assert task.summary is not None
             try:
                 if not task.named:
-                    _name(store, task)
+                    report.moved += give_names(store, task.key, task.specs)
             except IntegrityError as error:
                 _fail(report, task, error)
             else:
@@ -219,7 +257,7 @@ def execute(
         if wanted.misses:
             _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
-    for rows in (report.built, report.hits, report.failed):
+    for rows in (report.built, report.hits, report.failed, report.moved):
         rows.sort(key=lambda row: order[row.name, row.arch])
     return report
 
@@ -256,16 +294,17 @@ def _build(
             if isinstance(outcome, Exception):
                 _fail(report, task, outcome)
             else:
-                entry, made = outcome
+                entry, made, moved = outcome
+                report.moved += moved
                 (report.built if made else report.hits).extend(_rows(task, entry.summary()))
             notify(Progress(done, total, task.name, str(outcome) if isinstance(outcome, Exception) else ""))
 
 
 def _make(
     compiler: Compiler, task: Task, store: Store, planner: Callable[[Spec], TracePlan], waits: bool
-) -> tuple[Entry, bool]:
-    """The entry of `task`, and whether it was compiled now: another builder may have been faster. If it is at it now
-    this is postponed, as long as it `waits`: so builders of one catalogue share it.
+) -> tuple[Entry, bool, list[Moved]]:
+    """The entry of `task`, whether it was compiled now, and the names that it moved. Another builder may have been
+    faster. If it is at it now this is postponed, as long as it `waits`: so builders of one catalogue share it.
     """
     from fusekit.compiler.pool import PostponedError
     from fusekit.compiler.worker import Job
@@ -290,8 +329,7 @@ def _make(
     if found is None:
         raise PostponedError
     entry, made = found
-    _name(store, task, entry)
-    return entry, made
+    return entry, made, give_names(store, task.key, task.specs, entry)
 
 
 def _unchanged(task: Task) -> None:
@@ -302,15 +340,6 @@ def _unchanged(task: Task) -> None:
     if names:
         listed = ", ".join(dict.fromkeys(names))
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
-
-
-def _record(key: str, spec: Spec) -> NameRecord:
-    return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
-
-
-def _name(store: Store, task: Task, entry: Entry | None = None) -> None:
-    for spec in task.specs:
-        store.publish_name(_record(task.key, spec), entry)
 
 
 def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:

@@ -38,15 +38,17 @@ def check_build(
     jobs: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     executor: Executor | None = None,
+    namespace: str | None = None,
 ) -> Checked:
-    """Builds the kernels of `manifest` that `targets` name (none: all) from nothing, and compares the cubins.
+    """Builds the kernels of `manifest` that `targets` name (none: all) from nothing, and compares the cubins. targets,
+    namespace: as for `fusekit.build`.
 
     No store is read or written. Raises ToolchainError when the manifest is of another toolchain than the one installed
     here: other compilers make other bytes.
     """
     identity = Identity()
     same_toolchain(manifest, identity.toolchain)
-    wanted = chosen(manifest, targets)
+    wanted = chosen(manifest, targets, namespace)
     with tempfile.TemporaryDirectory(prefix="fusekit-check-") as folder:
         store = Store(Path(folder))
         report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)
@@ -56,10 +58,10 @@ def check_build(
     return Checked(manifest.compare(built, asked - failed), report)
 
 
-def chosen(manifest: Manifest, targets: Sequence[str] = ()) -> list[Spec]:
+def chosen(manifest: Manifest, targets: Sequence[str] = (), namespace: str | None = None) -> list[Spec]:
     """The specs of `targets` for the manifest's architecture; without targets those of the manifest that there are."""
     if targets:
-        return list(select(targets, manifest.arch))
+        return list(select(targets, manifest.arch, namespace))
     return [spec for spec in find([]) if spec.arch == manifest.arch and spec.full_name in manifest.kernels]
 
 

@@ -1,8 +1,8 @@
 """A compile process: takes one kernel after the other from its parent, sends each back compiled and proven, or an
 error.
 
-It is forked with a socket to speak over, in a scratch folder that the DSL may fill. See fusekit.compiler.options for the
-environment that it has.
+It is forked with a socket to speak over, in a scratch folder that the DSL may fill. fusekit.compiler.options says which
+environment it has.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusekit.config import Config
-from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError
+from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError, how_to_build
 from fusekit.runtime import tuning
 from fusekit.runtime.devices import Devices, archs_of
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.select import check_alike, choose
+from fusekit.runtime.select import choose
 from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ class Library:
         if arch is not None:
             raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
+        _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(
-            f"'{name}' is in the store for {stored}; expected a device of {stored}, found {target}; build it for this"
-            f" one with: fusekit build {name} --arch {wanted[0]}",
+            f"'{name}' is in the store for {stored}; expected a device of {stored}, found {target}; {remedy}",
             expected=stored,
             found=target.arch,
         )
@@ -173,7 +173,6 @@ class Library:
     def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:
         if len(variants) == 1:
             return variants[0]
-        check_alike(variants)
         arch = variants[0].arch
         if arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)

@@ -33,7 +33,7 @@ def check_alike(variants: Sequence[NameRecord]) -> None:
             raise UsageError(
                 f"{variants[0].name} and {record.name} for {record.arch} differ in {', '.join(keys)}; variants of one"
                 " kernel compute the same; one may be left from before its spec was changed: give the full name, or"
-                " build the spec into an empty store"
+                " remove what is left with `fusekit build --prune` of the spec file, or `fusekit rm NAME`"
             )
 
 
@@ -48,13 +48,16 @@ def choose(
     variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
     device: str | None = None,
 ) -> NameRecord:  # fmt: skip
-    """The variant to load; `variants` are those of one kernel, at least one.
+    """The variant to load; `variants` are those of one kernel, at least one. Raises UsageError as `check_alike` does.
+
+    Every way from a name without a variant to a kernel goes through here: load, show, export, run, bench.
 
     problem: overrides what the spec's own says of E, M, N, K (tokens T and width H). tuning: measured times; asked
     first. device: the name that the driver gives the device, whose own measurements count before others'.
     """
     if len(variants) == 1:
         return variants[0]
+    check_alike(variants)
     if tuning is not None:
         spec = variants[0].spec
         by_variant = {record.name.partition("@")[2]: record for record in variants}

@@ -60,7 +60,7 @@ def features(spec: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in sorted(spec.items()) if key not in _APART}
     activation = found.get("activation")
     if isinstance(activation, Mapping):  # its other members are run-time scalars
-        found["activation"] = {key: activation[key] for key in ("approximate", "kind")}
+        found["activation"] = {key: activation[key] for key in ("approximate", "kind") if key in activation}
     return found
 
 

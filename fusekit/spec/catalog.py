@@ -1,14 +1,35 @@
 """The packaged spec files, and finding kernels by path, name or glob."""
 
-from collections.abc import Sequence
+import glob
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
-from fusekit.errors import UsageError
+from fusekit.errors import SpecError, UsageError
+from fusekit.spec.document import MAX_BYTES
 from fusekit.spec.family import Spec
-from fusekit.spec.parse import parse_file
+from fusekit.spec.parse import parse_file, parse_text
 from fusekit.spec.values import nearest
+
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one target means in one spec file.
+
+    specs: the kernels that it names. every: all of the file, under the name `file` (with the namespace, if there is
+    one). means: whether the target means a full name, such as one that the file had before it was edited. source: what
+    messages call the file.
+    """
+
+    file: str
+    specs: tuple[Spec, ...]
+    every: tuple[Spec, ...]
+    means: Callable[[str], bool]
+    source: str
 
 
 def packaged_folder() -> Path:
@@ -23,57 +44,150 @@ def packaged_files() -> tuple[Path, ...]:
     return tuple(sorted(packaged_folder().glob("*.toml")))
 
 
-def find(patterns: Sequence[str] = ()) -> tuple[Spec, ...]:
-    """The kernels that the patterns name, in their order, each once; no pattern: every packaged one.
+def find(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple[Spec, ...]:
+    """The kernels that `targets` finds, each once, in their order."""
+    return specs_of(targets(patterns, namespace))
 
-    A pattern is the path of a spec file (it ends in `.toml`), or a packaged file's stem, a kernel's name
-    `file/kernel`, a full name `file/kernel@variant`, or a glob over any of the three. Only files that can match are
-    read. Raises UsageError for a pattern that names nothing, or for two files that give the same name to different
-    kernels; SpecError for a bad file.
-    """
-    found: dict[tuple[str, str], Spec] = {}
-    for pattern in patterns or ("*",):
-        for spec in _path(pattern) if pattern.endswith(".toml") else _match(pattern):
-            earlier = found.setdefault((spec.full_name, spec.arch), spec)
+
+def specs_of(found: Sequence[Found]) -> tuple[Spec, ...]:
+    """The kernels of `found`, each once. UsageError for two files that give the same name to different kernels."""
+    known: dict[tuple[str, str], Spec] = {}
+    for each in found:
+        for spec in each.specs:
+            earlier = known.setdefault((spec.full_name, spec.arch), spec)
             if earlier != spec:
                 raise UsageError(
-                    f"'{pattern}' gives {spec.full_name} another meaning than an earlier target; names are made from "
-                    "the file's stem; rename one of the files, or build them one after the other"
+                    f"{each.source} gives {spec.full_name} another meaning than an earlier target; names are made from "
+                    "the file's stem; rename one of the files, give it a namespace, or build them one after the other"
                 )
-    return tuple(found.values())
+    return tuple(known.values())
 
 
-def _path(pattern: str) -> tuple[Spec, ...]:
-    path = Path(pattern)
-    if path.name == pattern and not path.exists() and (packaged := packaged_folder() / pattern).is_file():
-        path = packaged
-    return parse_file(path)
+def targets(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple[Found, ...]:
+    """What the patterns name, file by file, in their order; no pattern: every packaged file.
+
+    A pattern is one of
+
+    - the path of a spec file (`specs/moe.toml`), or a glob over such paths (`specs/*.toml`);
+    - kernels of those: `specs/moe.toml/fc1`, `moe.toml/fc1@128x128-c2x1`, `specs/*.toml/fc*`;
+    - a folder, which means every spec file in it;
+    - a packaged file's stem, a kernel's name `file/kernel`, a full name `file/kernel@variant`, or a glob over any of
+      the three;
+    - `-`: a spec on stdin, whose stem is `stdin`.
+
+    What names something packaged is not looked for as a folder; `./name` is never packaged. namespace: of every file.
+    Only files that can match are read. Raises UsageError for a pattern that names nothing, SpecError for a bad file.
+    """
+    return tuple(each for pattern in patterns or ("*",) for each in _found(pattern, namespace))
 
 
-def _match(pattern: str) -> list[Spec]:
+def _found(pattern: str, namespace: str | None) -> list[Found]:
+    if pattern == STDIN:
+        return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace), "stdin", "*", "stdin")]
+    path, kernels = _split(pattern)
+    if path is not None:
+        found = [_of_path(each, kernels, namespace) for each in _files(path)]
+        return [each for each in found if each.specs] or _nothing_in(pattern, kernels, found)
+    packaged = _packaged(pattern, namespace)
+    if packaged:
+        return packaged
+    if _is_folder(pattern):
+        files = sorted(Path(pattern).glob("*.toml"))
+        if not files:
+            raise UsageError(f"'{pattern}' is a folder without a .toml file; name the folder of the spec files")
+        return [_of_path(each, "*", namespace) for each in files]
+    raise _nothing(pattern)
+
+
+def _split(pattern: str) -> tuple[str | None, str]:
+    """The path of a spec file and what is named in it; no path where no part of `pattern` ends in `.toml`."""
+    if pattern.endswith(".toml"):
+        return pattern, "*"
+    path, found, kernels = pattern.rpartition(".toml/")
+    if not found or "/" in kernels:
+        return None, ""
+    return f"{path}.toml", kernels or "*"
+
+
+def _files(path: str) -> list[Path]:
+    """The files that `path`, which may be a glob, means; a packaged one where there is no such file here."""
+    plain = Path(path)
+    if plain.exists():
+        return [plain]
+    if glob.has_magic(path):
+        if found := sorted(map(Path, glob.glob(path))):  # noqa: PTH207 - patterns may be absolute
+            return found
+        raise UsageError(f"'{path}' matches no file; give the path of a spec file, a folder or a packaged name")
+    packaged = packaged_folder() / path
+    return [packaged if plain.name == path and packaged.is_file() else plain]
+
+
+def _is_folder(pattern: str) -> bool:
+    return pattern != "" and Path(pattern).is_dir()
+
+
+def _of_path(path: Path, kernels: str, namespace: str | None) -> Found:
+    return _of_file(parse_file(path, namespace), path.stem, kernels, str(path))
+
+
+def _of_file(every: tuple[Spec, ...], stem: str, kernels: str, source: str) -> Found:
+    pattern = stem if kernels == "*" else f"{stem}/{kernels}"
+    return _found_in(every, stem, pattern, source)
+
+
+def _found_in(every: tuple[Spec, ...], stem: str, pattern: str, source: str) -> Found:
+    def means(name: str) -> bool:
+        # Patterns know nothing of namespaces, which stand before the stem.
+        rest = name.partition("/")[2]
+        return any(fnmatchcase(text, pattern) for text in (stem, f"{stem}/{rest.partition('@')[0]}", f"{stem}/{rest}"))
+
+    specs = tuple(spec for spec in every if means(spec.full_name))
+    return Found(every[0].file if every else stem, specs, every, means, source)
+
+
+def _packaged(pattern: str, namespace: str | None) -> list[Found]:
     files = packaged_files()
     stem_pattern = pattern.partition("/")[0] if "/" in pattern else None
     candidates = [path for path in files if stem_pattern is None or fnmatchcase(path.stem, stem_pattern)]
     if stem_pattern is None and any(path.stem == pattern for path in files):
         candidates = [path for path in candidates if path.stem == pattern]
-    specs = [spec for path in candidates for spec in parse_file(path)]
-    matches = partial(_matches, pattern)
-    return [spec for spec in specs if matches(spec)] or _nothing(pattern, specs)
+    found = [_found_in(parse_file(path, namespace), path.stem, pattern, path.name) for path in candidates]
+    return [each for each in found if each.specs]
 
 
-def _matches(pattern: str, spec: Spec) -> bool:
-    return any(fnmatchcase(text, pattern) for text in (spec.file, spec.name, spec.full_name))
+def _stdin() -> str:
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise SpecError(f"stdin: more than {MAX_BYTES} bytes; a spec has at most that many; split it")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"stdin: byte {error.start} is not UTF-8, which TOML is written in; send it as UTF-8") from None
 
 
-def _nothing(pattern: str, specs: list[Spec]) -> list[Spec]:
+def _nothing_in(pattern: str, kernels: str, found: list[Found]) -> list[Found]:
+    specs = [spec for each in found for spec in each.every]
+    names = [spec.full_name if "@" in kernels else spec.name for spec in specs]
+    known = list(dict.fromkeys(name.partition("/")[2] for name in names))
+    hint = nearest(kernels, known) or f"; there are {', '.join(known[:8])}"
+    raise UsageError(f"'{pattern}' names no kernel of {found[0].source}{hint}")
+
+
+def _nothing(pattern: str) -> UsageError:
     stems = [path.stem for path in packaged_files()]
-    if "@" in pattern:
-        names = [spec.full_name for spec in specs]
-    elif "/" in pattern and specs:
-        names = list(dict.fromkeys(spec.name for spec in specs))
+    stem, slash, _ = pattern.partition("/")
+    if slash and stem in stems:
+        specs = parse_file(packaged_folder() / f"{stem}.toml")
+        names = [spec.full_name for spec in specs] if "@" in pattern else [spec.name for spec in specs]
+        names = list(dict.fromkeys(names))
     else:
         names = stems
     hint = nearest(pattern, names) or (
         f"; there are {', '.join(names[:8])}" if names else "; no spec files are installed"
     )
-    raise UsageError(f"'{pattern}' names no packaged kernel{hint}; or give the path of a .toml file")
+    own = f"{stem}.toml{pattern[len(stem) :]}"
+    if stem and Path(f"{stem}.toml").is_file():
+        return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {own}")
+    return UsageError(
+        f"'{pattern}' names no packaged kernel{hint}; or give the path of a .toml file, which /KERNEL may follow"
+    )

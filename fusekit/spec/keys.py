@@ -111,6 +111,7 @@ KERNEL_ONLY = ("name", "summary")
 FILE_KEYS = (
     Key("$schema", "string", "Where an editor finds the JSON Schema of this file; fusekit ignores it."),
     Key("schema", "int", "Version of this format: 1.", required=True),
+    Key("namespace", "string", "Begins the names of this file's kernels, before its stem: namespace.stem/kernel."),
     Key("summary", "string", "One line about the file."),
     Key("defaults", "table",
         "Any key of a kernel but name and summary, and a router's dtype and out_dtype; a kernel's own value wins."),

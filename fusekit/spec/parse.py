@@ -18,13 +18,16 @@ MAX_KERNELS = 4096  # of a file; a sweep that makes more is a slip
 NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
-def parse_file(path: str | os.PathLike[str]) -> tuple[Spec, ...]:
-    """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError."""
+def parse_file(path: str | os.PathLike[str], namespace: str | None = None) -> tuple[Spec, ...]:
+    """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError.
+
+    namespace: takes the place of the file's own, if it has one.
+    """
     path = Path(path)
-    return parse_text(document.read(path), path.stem, str(path))
+    return parse_text(document.read(path), path.stem, str(path), namespace)
 
 
-def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, ...]:
+def parse_text(text: str, stem: str, source: str | None = None, namespace: str | None = None) -> tuple[Spec, ...]:
     """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
     source = source or f"{stem}.toml"
     if not re.fullmatch(NAME_PATTERN, stem):
@@ -34,7 +37,7 @@ def parse_text(text: str, stem: str, source: str | None = None) -> tuple[Spec, .
             f"{source}: the file is empty; a spec has schema = {SCHEMA_VERSION} and at least one [[kernel]] table"
         )
     reader = Reader()
-    file = _File(reader, document.parse(text, source), stem)
+    file = _File(reader, document.parse(text, source), stem, namespace)
     try:
         specs = file.expand()
     except TooManyError:
@@ -54,13 +57,15 @@ def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
 
 
 class _File:
-    def __init__(self, reader: Reader, document: dict[str, Any], stem: str) -> None:
+    def __init__(self, reader: Reader, document: dict[str, Any], stem: str, namespace: str | None) -> None:
         self.reader, self.document, self.stem = reader, document, stem
+        self.namespace = document.get("namespace") if namespace is None else namespace
         self.kernels = 0
         self.notices: list[str] = []
 
     def expand(self) -> tuple[Spec, ...]:
         self._check_top()
+        self._qualify()
         defaults = self._table("defaults")
         kernels = self._kernels()
         shared = self._shared(defaults, [self._family(table, defaults) for table in kernels])
@@ -124,6 +129,17 @@ class _File:
         for name in ("$schema", "summary"):
             if name in self.document:
                 self.reader.value("top level: ", known[name], self.document[name])
+
+    def _qualify(self) -> None:
+        """Puts the namespace before the stem."""
+        if self.namespace is None:
+            return
+        name = f"{self.namespace}.{self.stem}"
+        if isinstance(self.namespace, str) and all(re.fullmatch(NAME_PATTERN, part) for part in (self.namespace, name)):
+            self.stem = name
+        else:
+            rule = f"begins every kernel's name, as namespace.{self.stem}; {NAME_RULE}"
+            self.reader.report("top level: ", "namespace", self.namespace, rule)
 
     def _table(self, name: str) -> dict[str, Any]:
         value = self.document.get(name, {})

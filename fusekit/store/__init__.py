@@ -74,7 +74,7 @@ store.md, beside this file, says which test tries to break each of these promise
 """
 
 from fusekit.store.entries import Entry
-from fusekit.store.gc import CollectReport, Evicted
+from fusekit.store.gc import CollectReport, DiscardReport, Evicted
 from fusekit.store.keys import SCHEMA, canonical_json, key_fields, key_of
 from fusekit.store.listing import Listing, NameListing, Overview, Row
 from fusekit.store.names import NameRecord, matches
@@ -84,6 +84,7 @@ from fusekit.store.verify import Problem, VerifyReport
 __all__ = [
     "SCHEMA",
     "CollectReport",
+    "DiscardReport",
     "Entry",
     "Evicted",
     "Listing",

@@ -29,17 +29,21 @@ was wrong: what has no other counts as used now, and is marked so.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fusekit.errors import IntegrityError
 from fusekit.store import locks, marks, process
 from fusekit.store.files import Publisher, exists, store_error
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
+from fusekit.store.names import of_path
 from fusekit.store.removal import Remover
 from fusekit.store.scan import File, Item, Scan, scan
 
@@ -85,6 +89,39 @@ class CollectReport:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class DiscardReport:
+    """Which names were removed, or with `dry_run` would be, and what went with them.
+
+    names: (full name, architecture). missing: those that are gone, or were replaced meanwhile. shared: key -> the names
+    that still stand for its entry, so that it stays. in_use: keys of entries that no name stands for now and that a
+    build or a launch uses: they stay for a collection. entries: that went. freed_bytes: of all files.
+    """
+
+    dry_run: bool
+    names: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    shared: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    in_use: list[str] = field(default_factory=list)
+    entries: int = 0
+    freed_bytes: int = 0
+
+
+def discard(
+    layer: Layer, publisher: Publisher, unwanted: Collection[tuple[str, str]], *, dry_run: bool
+) -> DiscardReport:
+    """Remove the name records `unwanted` (full name, architecture) from the store of `layer`, the entries that no other
+    name stands for, and the cubins that no other entry needs. Raises StoreError as `collect` does.
+    """
+    report = DiscardReport(dry_run)
+    if not unwanted or not exists(layer.root):
+        return report
+    clock = time.time_ns if dry_run else lambda: _now(layer.root, publisher)
+    began = clock()
+    found = scan(layer)
+    return _Collection(layer, publisher, began, clock(), found, CollectReport(dry_run)).discard(unwanted, report)
+
+
 def collect(
     layer: Layer, publisher: Publisher, *, max_bytes: int | None, max_age: float | None, dry_run: bool
 ) -> CollectReport:
@@ -98,6 +135,12 @@ def collect(
     began = clock()
     found = scan(layer)
     return _Collection(layer, publisher, began, clock(), found, report).run(max_bytes, max_age)
+
+
+def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        with contextlib.suppress(IntegrityError):  # a strange file, which keeps what it mentions
+            yield of_path(file.path.parent.name, file.path.name)
 
 
 def _now(root: Path, publisher: Publisher) -> int:
@@ -149,6 +192,48 @@ class _Collection:
         report.kept_bytes = self.total
         report.in_use = len(stay)
         return report
+
+    def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> DiscardReport:
+        """Remove `unwanted` names, and what only they kept."""
+        paths = {self.layer.name_path(*name): name for name in unwanted}
+        gone: set[Path] = set()
+        victims: list[tuple[Item, str]] = []
+        for item in list(self.scan.entries.values()):
+            left = [file for file in item.names if file.path not in paths]
+            if len(left) == len(item.names):
+                continue
+            if left:
+                report.shared[item.key] = sorted(_names(left))
+            elif self._in_use(item):
+                report.in_use.append(item.key)
+            else:
+                victims.append((item, "removed"))
+                gone |= {file.path for file in item.names}
+                continue
+            for file in [file for file in item.names if file.path in paths]:
+                if self._remove_name(file):
+                    item.names.remove(file)
+                    gone.add(file.path)
+        unneeded: list[str] = []
+        stay = self._evict(victims, unneeded)
+        report.in_use += sorted(stay)
+        gone -= {file.path for item, _ in victims if item.key in stay for file in item.names}
+        known = {file.path for item in self.scan.entries.values() for file in item.names} | gone
+        for path in paths.keys() - known:  # it leads nowhere, or is damaged
+            if (loose := File.at(path)) is not None and self._remove_name(loose):
+                gone.add(path)
+        self._remove_blobs(unneeded)
+        self._signatures()
+        report.names = sorted(paths[path] for path in gone)
+        report.missing = sorted(paths[path] for path in paths.keys() - gone)
+        report.entries, report.freed_bytes = len(self.report.evicted), self.report.freed_bytes
+        return report
+
+    def _remove_name(self, file: File) -> bool:
+        if not self.report.dry_run and not self.remover.unchanged(file):
+            return False
+        self._freed(file.bytes)
+        return True
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,20 @@ def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
     problems: list[str] = []
     found = _search(layers, pattern, arch, Layer.name, problems)
     return Listing(tuple(NameListing(record, layer.root) for record, layer in found), tuple(problems))
+
+
+def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
+    """Full name and architecture of every record in `layer` that `pattern` means, damaged ones too; sorted. Reads
+    none of them.
+    """
+    stem = pattern.partition("/")[0]
+    found = []
+    for folder, filename in layer.name_files(None if names.is_glob(stem) else stem) if stem else ():
+        with contextlib.suppress(IntegrityError):
+            where = names.of_path(folder, filename)
+            if names.matches(pattern, where[0]) and arch in (None, where[1]):
+                found.append(where)
+    return sorted(found)
 
 
 def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overview:

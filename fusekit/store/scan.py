@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,15 @@ class File:
         except FileNotFoundError:
             return None
         return cls(Path(found.path), status.st_size, status.st_mtime_ns, state_of(status))
+
+    @classmethod
+    def at(cls, path: Path) -> File | None:
+        """The plain file at `path`; None for what is none, or is not there."""
+        try:
+            status = path.lstat()
+        except OSError:
+            return None
+        return cls(path, status.st_size, status.st_mtime_ns, state_of(status)) if stat.S_ISREG(status.st_mode) else None
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from fusekit.store import listing, marks, names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.files import Disk, Publisher, exists, read_file, revalidate
-from fusekit.store.gc import CollectReport, collect
+from fusekit.store.gc import CollectReport, DiscardReport, collect, discard
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
 from fusekit.store.listing import Listing, NameListing, Overview
@@ -212,6 +212,16 @@ class Store:
         """As `names`, with what was wrong with the records that were left out."""
         return listing.search(self.layers, pattern, arch)
 
+    def recorded(self, pattern: str = "*", arch: str | None = None) -> dict[tuple[str, str], Path]:
+        """Full name and architecture of every record that `pattern` means, with the root of the first layer that has
+        it. Reads none of them: a damaged one counts, too.
+        """
+        found: dict[tuple[str, str], Path] = {}
+        for layer in self.layers:
+            for where in listing.recorded(layer, pattern, arch):
+                found.setdefault(where, layer.root)
+        return dict(sorted(found.items()))
+
     def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
         """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
         return listing.overview(self.layers, pattern, arch)
@@ -363,6 +373,12 @@ class Store:
         what nobody needs: see fusekit.store.gc.
         """
         return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+
+    def discard(self, unwanted: Collection[tuple[str, str]], *, dry_run: bool = False) -> DiscardReport:
+        """Remove names (full name, architecture) from the writable store, with the entries and cubins that nothing else
+        there needs. Lower layers are left alone.
+        """
+        return discard(self.layers[0], self._publisher, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:
         """Publish the tuning table `data` for `arch` into the writable store, in place of the one there; its path."""

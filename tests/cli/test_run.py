@@ -375,7 +375,7 @@ def test_what_cannot_run_says_why(machine: Any, capsys: Any) -> None:
     assert main(["run", "made/fc1", "--rows", str(2**31)]) == 2
     assert "takes at most 2147483647; give fewer --rows" in capsys.readouterr().err
     assert main(["run", "made/other"]) == 3
-    assert "fusekit build made/other" in capsys.readouterr().err
+    assert "fusekit build made.toml/other" in capsys.readouterr().err
     machine().devices = 0
     assert main(["run", "made/fc1"]) == 4
     assert "the driver sees no GPU" in capsys.readouterr().err

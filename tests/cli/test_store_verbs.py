@@ -97,11 +97,19 @@ def test_show_of_several_is_a_list(store, fusekit):
     assert fusekit("show", "*/linear", "--json").json["name"] == NAMES[0]
 
 
-@pytest.mark.parametrize("name", ["nothing", "quickstart/other", "quickstart/linear@64x64-c1x1", "x*"])
-def test_show_of_what_is_not_there(store, fusekit, name):
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("nothing", "nothing.toml"),
+        ("quickstart/other", "quickstart.toml/other"),
+        ("quickstart/linear@64x64-c1x1", "quickstart/linear@64x64-c1x1"),
+        ("x*", "'x*.toml'"),
+    ],
+)
+def test_show_of_what_is_not_there(store, fusekit, name, target):
     result = fusekit("show", name, "--json", code=3)
     assert result.out == ""
-    assert f"fusekit build {name}" in result.err or f"fusekit build '{name}'" in result.err
+    assert result.err.endswith(f"fusekit build {target}\n")
 
 
 def test_show_of_what_is_damaged(store, fusekit):

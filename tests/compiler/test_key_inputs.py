@@ -225,7 +225,9 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(root):
 
 def test_what_calls_the_compiler_is_an_input_of_every_kernel():
     for root in {*FAMILIES.values(), BACKWARD}:
-        assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(root).keys()
+        assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(
+            root
+        ).keys()
     assert "spec/permutation.py" in closure(FAMILIES["moe-permute"])
     assert "spec/router.py" in closure(FAMILIES["router-topk"])
 

@@ -36,7 +36,16 @@ def worker(server):
 
 def test_a_process_has_an_environment_of_its_own(misbehaving, worker, tmp_path, monkeypatch):
     """What the DSL, the compilers inside it or Python could take from the user's has no way in."""
-    for name in ("CUTE_DSL_COMPILER_OPT", "CUTLASS_X", "CUDA_HOME", "NVVM_X", "LLVM_X", "PYTHONOPTIMIZE", "PATH", "HOME"):
+    for name in (
+        "CUTE_DSL_COMPILER_OPT",
+        "CUTLASS_X",
+        "CUDA_HOME",
+        "NVVM_X",
+        "LLVM_X",
+        "PYTHONOPTIMIZE",
+        "PATH",
+        "HOME",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
     with pytest.raises(BuildError, match="ValueError: ") as caught:

@@ -49,7 +49,7 @@ def test_a_variant_left_from_another_spec_is_not_taken(tmp_path: Path) -> None:
 def test_what_is_not_built_says_how_to_build_it(tmp_path: Path) -> None:
     opened, fake = library(publish(tmp_path))
     fake.calls.clear()
-    with pytest.raises(NotBuiltError, match="fusekit build other/fc1"):
+    with pytest.raises(NotBuiltError, match=r"from its spec file: fusekit build other\.toml/fc1"):
         opened.load("other/fc1")
     assert fake.calls == [], "a missing name needs no driver"
     with pytest.raises(NotBuiltError, match=r"only for sm_90a.*--arch sm_100a"):

@@ -1,0 +1,97 @@
+"""`fusekit rm`: take names out of the writable store, with what only they kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fusekit.errors import NotBuiltError
+from fusekit.store import DiscardReport, Store
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+
+@click.command("rm")
+@click.argument("patterns", metavar="NAME...", nargs=-1, required=True)
+@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@common
+def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> None:
+    """Remove NAME (a FILE, FILE/KERNEL, a full name or a glob) from the writable store, with the kernels that no other
+    name stands for.
+
+    A kernel that another name needs stays under that name. Read-only layers are left alone: what they have of NAME is
+    found again afterwards, which is said.
+    """
+    store = session.open_store()
+    unwanted = {where for pattern in patterns for where in _meant(store, pattern, arch)}
+    report = store.discard(unwanted, dry_run=dry_run)
+    document = removal(store, report)
+
+    def text() -> None:
+        would = "would be " if dry_run else ""
+        for name, each in report.names:
+            click.echo(f"{name}  {each}")
+        click.echo(
+            f"{output.plural(len(report.names), 'name')} and {output.plural(report.entries, 'kernel')} {would}removed, "
+            f"{output.size(report.freed_bytes)} {would}freed"
+        )
+
+    output.answer(session, document, text)
+    notes(session, document)
+
+
+def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
+    """The JSON document of a removal."""
+    below = [each for each in store.layers[1:] if report.names and each.root != store.root]
+    hidden = [
+        {"name": name, "arch": arch, "layer": str(layer.root)}
+        for name, arch in report.names
+        for layer in below
+        if layer.stamp_of_name(name, arch) is not None
+    ]
+    return {
+        "dry_run": report.dry_run,
+        "removed": [{"name": name, "arch": arch} for name, arch in report.names],
+        "kernels": report.entries,
+        "freed_bytes": report.freed_bytes,
+        "kept": [
+            {"key": key, "needed_by": [{"name": name, "arch": arch} for name, arch in names]}
+            for key, names in report.shared.items()
+        ],
+        "in_use": report.in_use,
+        "not_removed": [{"name": name, "arch": arch} for name, arch in report.missing],
+        "in_layers": hidden,
+    }
+
+
+def notes(session: Session, document: dict[str, Any]) -> None:
+    """What stays, and why, on stderr."""
+    for kept in document["kept"]:
+        first, *others = (each["name"] for each in kept["needed_by"])
+        more = f" and {len(others)} more" if others else ""
+        session.note(f"kernel {kept['key'][:12]} stays: {first}{more} needs it")
+    for key in document["in_use"]:
+        session.note(
+            f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"
+        )
+    for each in document["not_removed"]:
+        session.note(f"{each['name']} ({each['arch']}) was replaced, or asked for, meanwhile: it stays; try again")
+    for each in document["in_layers"]:
+        session.note(f"{each['name']} ({each['arch']}) is found in the read-only layer {each['layer']} from now on")
+
+
+def _meant(store: Store, pattern: str, arch: str | None) -> list[tuple[str, str]]:
+    own = store.writable().recorded(pattern, arch)
+    if own:
+        return list(own)
+    if lower := store.recorded(pattern, arch):
+        layer = next(iter(lower.values()))
+        raise NotBuiltError(
+            f"'{pattern}' is in the read-only layer {layer} alone; fusekit rm changes the writable store {store.root}; "
+            "remove it there, with --store",
+            name=pattern,
+        )
+    wanted = f"'{pattern}' for {arch}" if arch else f"'{pattern}'"
+    raise NotBuiltError(f"{wanted} is not in the store {store.root}; `fusekit ls` shows what is", name=pattern)

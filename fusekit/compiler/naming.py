@@ -1,0 +1,77 @@
+"""What a build does to names: which ones lead elsewhere from now on, and which ones the spec files no longer have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusekit.errors import IntegrityError, StoreError
+from fusekit.store import NameRecord, Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fusekit.spec import Spec
+    from fusekit.spec.catalog import Found
+    from fusekit.store import Entry
+
+_TEXT = frozenset({"summary", "problem"})  # of a spec: for people, and for benchmarks
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A name that stands for another kernel now, or for the same with other defaults.
+
+    before, now: keys. differs: the keys of the spec that have another value; empty where only sources, toolchain or
+    format of the key changed: then it computes the same.
+    """
+
+    name: str
+    arch: str
+    before: str
+    now: str
+    differs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A name in the store that a target means and that its spec file does not have. layer: root of where it lies."""
+
+    name: str
+    arch: str
+    layer: Path
+
+
+def record_of(key: str, spec: Spec) -> NameRecord:
+    """The record that makes the name of `spec` stand for `key`."""
+    return NameRecord(spec.full_name, spec.arch, key, spec.canonical(), spec.defaults())
+
+
+def give_names(store: Store, key: str, specs: Sequence[Spec], entry: Entry | None = None) -> list[Moved]:
+    """Publishes a name for each of `specs`; those that stood for something else."""
+    moved = []
+    for spec in specs:
+        record, before = record_of(key, spec), None
+        with suppress(IntegrityError, StoreError):  # a damaged one is replaced
+            before = store.find_name(record.name, record.arch)
+        store.publish_name(record, entry)
+        if before is not None and (before.key, before.defaults) != (record.key, record.defaults):
+            moved.append(Moved(record.name, record.arch, before.key, record.key, _differs(before.spec, record.spec)))
+    return moved
+
+
+def left_behind(store: Store, found: Sequence[Found], archs: Collection[str] | None = None) -> list[Left]:
+    """The names in `store`, of `archs` (None: of all), that the targets mean and their files no longer have."""
+    there = {(spec.full_name, spec.arch) for each in found for spec in each.every}
+    left: dict[tuple[str, str], Left] = {}
+    for each in found:
+        for (name, arch), layer in store.recorded(each.file).items():
+            if (name, arch) not in there and each.means(name) and (archs is None or arch in archs):
+                left[name, arch] = Left(name, arch, layer)
+    return [left[where] for where in sorted(left)]
+
+
+def _differs(before: Any, now: Any) -> tuple[str, ...]:
+    return tuple(key for key in sorted({*before, *now}) if key not in _TEXT and before.get(key) != now.get(key))
