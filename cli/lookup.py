@@ -49,4 +49,7 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
         return list(listing.names)
     if listing.problems and not is_glob(pattern):
         raise IntegrityError(listing.problems[0])
-    raise NotBuiltError.of(pattern, arch, f"left out: {listing.problems[0]}" if listing.problems else "")
+    detail = f"left out: {listing.problems[0]}" if listing.problems else ""
+    if arch is not None and (others := sorted({other for _, other in store.recorded(pattern)} - {arch})):
+        detail = f"only for {', '.join(others)}"
+    raise NotBuiltError.of(pattern, arch, detail)

@@ -77,7 +77,7 @@ def notes(session: Session, document: dict[str, Any]) -> None:
             f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"
         )
     for each in document["not_removed"]:
-        session.note(f"{each['name']} ({each['arch']}) was replaced, or asked for, meanwhile: it stays; try again")
+        session.note(f"{each['name']} ({each['arch']}) stays: it changed meanwhile, or is no plain file; try again")
     for each in document["in_layers"]:
         session.note(f"{each['name']} ({each['arch']}) is found in the read-only layer {each['layer']} from now on")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.errors import ArchMismatchError, DriverError
+from fusekit.errors import ArchMismatchError, DriverError, how_to_build
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.streams import LEGACY
 
@@ -54,9 +54,9 @@ def check_arch(arch: str, device: Device, name: str) -> None:
     exact = arch.endswith("a")
     if device.capability[0] == major and (device.capability[1] == minor if exact else device.capability[1] >= minor):
         return
+    _, remedy = how_to_build(name, device.arch)
     raise ArchMismatchError(
-        f"{name} is for {arch}, {device} is not; expected {arch}, found {device.arch}; build it for this device with:"
-        f" fusekit build '{name}' --arch {device.arch}",
+        f"{name} is for {arch}, {device} is not; expected {arch}, found {device.arch}; {remedy}",
         expected=arch,
         found=device.arch,
     )

@@ -39,11 +39,12 @@ class Fusekit:
         self.root = root
         self.environment = {"FUSEKIT_STORE": str(root), "PATH": "/usr/bin:/bin", "HOME": str(root.parent)}
 
-    def __call__(self, *arguments: str, code: int | None = 0, **environment: str) -> Result:
+    def __call__(self, *arguments: str, code: int | None = 0, stdin: str = "", **environment: str) -> Result:
         run = subprocess.run(
             [sys.executable, "-m", "fusekit_cli", *arguments],
             env=self.environment | environment,
             cwd=self.root.parent,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=120,
