@@ -1,10 +1,14 @@
 """The packaged specs, and finding kernels in them."""
 
+import io
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from fusekit.errors import SpecError, UsageError
 from fusekit.spec import KernelSpec, find, packaged_files, parse_file
-from fusekit.spec.catalog import packaged_folder
+from fusekit.spec.catalog import STDIN_BYTES, packaged_folder, targets
 
 MODELS = ("deepseek-v3", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-30b-a3b")
 SHAPES = {  # E, H, I, M
@@ -140,3 +144,94 @@ def test_a_broken_file_does_not_hide_the_others(tmp_path, monkeypatch):
     assert len(find(["good"])) == 4
     with pytest.raises(SpecError, match=r"broken\.toml"):
         find()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder `specs` with two copies of quickstart, in the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").mkdir()
+    for stem in ("one", "two"):
+        (tmp_path / "specs" / f"{stem}.toml").write_text((packaged_folder() / "quickstart.toml").read_text())
+    return tmp_path
+
+
+def kernels(*patterns):
+    return list(dict.fromkeys(spec.name for spec in find(patterns)))
+
+
+def test_kernels_of_files_and_folders(folder):
+    every = [f"{stem}/{kernel}" for stem in ("one", "two") for kernel in ("linear", "moe-fc1", "moe-fc2")]
+    assert kernels("specs") == kernels("./specs/") == kernels("specs/*.toml") == kernels(str(folder / "specs")) == every
+    assert kernels("specs/one.toml/linear") == ["one/linear"]
+    assert kernels("specs/*.toml/moe-*") == [name for name in every if "moe" in name]
+    assert names("specs/two.toml/moe-fc1@128x192*") == ["two/moe-fc1@128x192-c2x1"]
+    assert kernels("specs/one.toml/") == every[:3]
+    assert kernels("quickstart.toml/linear") == ["quickstart/linear"]
+
+
+def test_a_packaged_name_wins_over_a_folder(folder):
+    (folder / "quickstart").mkdir()
+    (folder / "quickstart" / "mine.toml").write_text((folder / "specs" / "one.toml").read_text())
+    assert kernels("quickstart") == ["quickstart/linear", "quickstart/moe-fc1", "quickstart/moe-fc2"]
+    assert kernels("./quickstart") == kernels("quickstart/") == ["mine/linear", "mine/moe-fc1", "mine/moe-fc2"]
+
+
+def test_a_target_means_what_a_file_had_before(folder):
+    """Of each file: all of it, what was asked for, and whether a name that it has no longer was asked for."""
+    (whole,), (part,) = targets(["specs/one.toml"], "team"), targets(["specs/one.toml/moe-*"])
+    assert (whole.file, part.file) == ("team.one", "one")
+    assert len(whole.every) == len(part.every) == 4
+    assert (len(whole.specs), len(part.specs)) == (4, 3)
+    assert whole.means("team.one/gone@x")
+    assert (part.means("one/moe-gone@x"), part.means("one/gone@x")) == (True, False)
+    (packaged,) = targets(["quickstart/moe-fc1@128x128-c2x1"])
+    assert not packaged.means("quickstart/moe-fc1@64x64-c1x1")
+
+
+@pytest.mark.parametrize("where", ["file", "argument", "both"])
+def test_a_namespace_begins_every_name(folder, where):
+    path = folder / "specs" / "one.toml"
+    if where != "argument":
+        own = "team-a" if where == "file" else "another"
+        path.write_text(f'namespace = "{own}"\n{path.read_text()}')
+    found = find(["specs/one.toml/linear"], None if where == "file" else "team-a")
+    assert [spec.name for spec in found] == ["team-a.one/linear"]
+    assert find(["quickstart/linear"], "team-a")[0].name == "team-a.quickstart/linear"
+
+
+@pytest.mark.parametrize("namespace", ["", "Team", "a/b", "..", "a" * 62, 3])
+def test_a_namespace_that_cannot_begin_a_name(folder, namespace):
+    with pytest.raises(SpecError, match=r"top level: namespace = .*begins every kernel's name, as namespace\.one"):
+        find(["specs/one.toml"], namespace)
+
+
+def test_a_spec_on_stdin(folder, monkeypatch):
+    def stdin(data):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+    stdin((folder / "specs" / "one.toml").read_bytes())
+    assert kernels("-") == ["stdin/linear", "stdin/moe-fc1", "stdin/moe-fc2"]
+    for data, message in ((b"\xff", "not UTF-8"), (b"", "is empty"), (b"#" * (STDIN_BYTES + 1), "has more than")):
+        stdin(data)
+        with pytest.raises(SpecError, match=f"stdin: .*{message}"):
+            find(["-"])
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            "specs/one.toml/lineer",
+            r"'specs/one.toml/lineer' names no kernel of specs/one.toml; did you mean \"linear\"",
+        ),
+        ("specs/t*.toml/none", "there are linear, moe-fc1, moe-fc2"),
+        ("specs/x*.toml", "matches no file"),
+        ("specs/x.toml/linear", "there is no such file"),
+        (".", "is a folder without a .toml file"),
+        ("one/linear", "names no packaged kernel"),
+    ],
+)
+def test_targets_that_name_nothing(folder, target, message):
+    with pytest.raises((UsageError, SpecError), match=message):
+        find([target])
