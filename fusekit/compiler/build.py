@@ -285,7 +285,7 @@ def _build(
 
     begun: dict[str, float] = {}  # key -> when it was first tried
 
-    def make(compiler: Compiler, task: Task) -> tuple[Entry, bool]:
+    def make(compiler: Compiler, task: Task) -> tuple[Entry, bool, list[Moved]]:
         waits = time.monotonic() - begun.setdefault(task.key, time.monotonic()) < PATIENCE
         return _make(compiler, task, store, planner, waits)
 
