@@ -57,7 +57,7 @@ def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
 
 
 class _File:
-    def __init__(self, reader: Reader, document: dict[str, Any], stem: str, namespace: str | None) -> None:
+    def __init__(self, reader: Reader, document: dict[str, Any], stem: str, namespace: str | None = None) -> None:
         self.reader, self.document, self.stem = reader, document, stem
         self.namespace = document.get("namespace") if namespace is None else namespace
         self.kernels = 0

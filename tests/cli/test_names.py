@@ -12,6 +12,8 @@ SPEC = """schema = 1
 [defaults]
 arch = "sm_90a"
 op = "grouped-gemm"
+cluster = [1, 1]
+schedule = "static"
 problem = {{ E = 4, M = 512, N = 384, K = 256 }}
 [[kernel]]
 name = "fc1"
@@ -100,7 +102,7 @@ def test_targets_are_files_folders_globs_and_stdin(fusekit, tmp_path):
     kernel = '[[kernel]]\nname = "fc2"\ntile = [64, 128]\n'
     spec(tmp_path / "specs", tile="[64, 128]", more=kernel)
     (tmp_path / "specs" / "other.toml").write_text(
-        'schema = 1\n[defaults]\narch = "sm_90a"\nop = "dense-gemm"\n' + kernel
+        'schema = 1\n[defaults]\narch = "sm_90a"\nop = "dense-gemm"\ncluster = [1, 1]\nschedule = "static"\n' + kernel
     )
 
     def would(*targets):

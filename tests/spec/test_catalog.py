@@ -8,7 +8,8 @@ import pytest
 
 from fusekit.errors import SpecError, UsageError
 from fusekit.spec import KernelSpec, find, packaged_files, parse_file
-from fusekit.spec.catalog import STDIN_BYTES, packaged_folder, targets
+from fusekit.spec.catalog import packaged_folder, targets
+from fusekit.spec.document import MAX_BYTES
 
 MODELS = ("deepseek-v3", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-30b-a3b")
 SHAPES = {  # E, H, I, M
@@ -212,7 +213,7 @@ def test_a_spec_on_stdin(folder, monkeypatch):
 
     stdin((folder / "specs" / "one.toml").read_bytes())
     assert kernels("-") == ["stdin/linear", "stdin/moe-fc1", "stdin/moe-fc2"]
-    for data, message in ((b"\xff", "not UTF-8"), (b"", "is empty"), (b"#" * (STDIN_BYTES + 1), "has more than")):
+    for data, message in ((b"\xff", "not UTF-8"), (b"", "is empty"), (b"#" * (MAX_BYTES + 1), "more than")):
         stdin(data)
         with pytest.raises(SpecError, match=f"stdin: .*{message}"):
             find(["-"])
