@@ -50,7 +50,7 @@ def router_work(spec: Mapping[str, Any], *, tokens: int) -> Work:
         moved += choices[spec["routing_map"]] + tokens * topk * gradients + logits * SIZES[spec["dtype"]]
     else:
         moved += 2 * row * SIZES[spec["out_dtype"]]
-        if spec["score_function"] != "softmax" and topk > 1:
+        if spec["score_function"] != "softmax":
             moved += tokens * SIZES["f32"]
     return Work(flops=0, bytes=moved)
 

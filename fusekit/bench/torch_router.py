@@ -151,7 +151,7 @@ def _map(indices: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _aux(spec: Mapping[str, Any], logits: Tensor) -> dict[str, Tensor]:
     logits = logits.float()
     scores = _scores(spec["score_function"], logits)
-    if spec["score_function"] != "softmax" and spec["topk"] > 1:
+    if spec["score_function"] != "softmax":
         scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
     indices = logits.topk(spec["topk"], dim=-1).indices
     return {"scores": scores, "routing_map": _map(indices, tuple(logits.shape))}

@@ -108,7 +108,7 @@ def _tensor(spec: RouterSpec, name: str) -> TensorArgument | None:
     elif name == "expert_bias":
         dtype, columns = "f32", spec.experts if spec.expert_bias else None
     elif name == "score_sum":
-        dtype, columns = "f32", 1 if spec.normalised else None
+        dtype, columns = "f32", None if spec.score_function == "softmax" else 1
     if name in ("counts", "loss", "grad_loss"):
         size, dtype = (spec.experts, "i32") if name == "counts" else (1, "f32")
         return TensorArgument(name, role, dtype, (size,), (1,), alignment=min(VECTOR_BYTES, 4 * size & -4 * size))

@@ -163,7 +163,7 @@ def logits_of(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> Floats:
 
 
 def normalised(keys: Mapping[str, Any]) -> bool:
-    """Whether scores are divided by their sum."""
+    """Whether the scores of chosen experts are divided by their sum."""
     return bool(keys["score_function"] != "softmax" and keys["topk"] > 1)
 
 
@@ -234,8 +234,6 @@ def aux_scores(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floa
     if keys["score_function"] == "softmax":
         return softmax(x), None
     made = score(keys["score_function"], x)
-    if not normalised(keys):
-        return made, None
     total = made.sum(axis=1, keepdims=True) + EPSILON
     return made / total, total
 
@@ -269,8 +267,8 @@ def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Fl
     gradient = values(inputs["grad_scores"], keys["out_dtype"]).astype(np.float64)
     if keys["score_function"] == "softmax":
         return _softmax_gradient(y, gradient)
-    total = inputs["score_sum"].astype(np.float64)[:, None] if normalised(keys) else None
-    made = y if total is None else y * total
+    total = inputs["score_sum"].astype(np.float64)[:, None]
+    made = y * total
     if keys["score_function"] == "sigmoid":
         slopes = made * (1.0 - made)
     else:

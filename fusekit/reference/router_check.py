@@ -80,8 +80,10 @@ def router_output_shapes(spec: RouterSpec | Mapping[str, Any], *, T: int) -> dic
             return {"probs": ((T, experts), keys["out_dtype"]), "routing_map": mapped}
         case "router-aux-score":
             assert mapped is not None
-            sums: dict[str, tuple[tuple[int, ...], str]] = {"score_sum": ((T,), "f32")} if ref.normalised(keys) else {}
-            return {"scores": ((T, experts), keys["out_dtype"]), **sums, "routing_map": mapped}
+            made: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((T, experts), keys["out_dtype"])}
+            if keys["score_function"] != "softmax":
+                made["score_sum"] = ((T,), "f32")
+            return made | {"routing_map": mapped}
         case "moe-aux-loss":
             return {"loss": ((1,), "f32")}
         case "moe-aux-loss-bwd":

@@ -101,11 +101,6 @@ class RouterSpec(TokenSpec):
         """Whether the kernel takes a scaling factor."""
         return self.op in (FORWARD, BACKWARD)
 
-    @property
-    def normalised(self) -> bool:
-        """Whether scores are divided by their sum: sigmoid and sqrtsoftplus with several experts a token."""
-        return self.score_function != "softmax" and self.topk > 1
-
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out."""
         if self.op in (AUX_LOSS, AUX_LOSS_BACKWARD):

@@ -44,6 +44,11 @@ KERNELS = {
         8 * 32 * 8,
     ),
     "aux-softmax": ('op = "router-aux-score"\nexperts = 128\ntopk = 1', "logits scores routing_map", 8 * 32 * 8),
+    "aux-one-choice": (
+        'op = "router-aux-score"\nexperts = 61\ntopk = 1\nscore_function = "sigmoid"',
+        "logits scores score_sum routing_map",
+        8 * 32 * 8,
+    ),
     "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
     "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),

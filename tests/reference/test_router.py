@@ -80,7 +80,13 @@ def test_groups_by_the_sum_of_their_best():
 def test_one_choice_is_not_normalised():
     outputs = route(spec_of(topk=1, score_function="sigmoid", experts=2), row(0, -1))
     assert outputs["probs"].tolist() == [[0.5, 0]]
-    assert "score_sum" not in route(spec_of("router-aux-score", topk=1, score_function="sigmoid", experts=2), row(0, 1))
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_scores_over_all_experts_are_normalised_for_every_k(topk):
+    outputs = route(spec_of("router-aux-score", topk=topk, score_function="sigmoid", experts=2), row(0, np.log(3)))
+    assert np.allclose(outputs["scores"], [[0.4, 0.6]])
+    assert np.allclose(outputs["score_sum"], [1.25])
 
 
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 64, 100])

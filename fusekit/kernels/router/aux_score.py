@@ -1,7 +1,7 @@
 """router-aux-score and its backward: scores over all experts, for the load-balancing loss, and their own top K.
 
     softmax                 y = softmax(x)
-    sigmoid, sqrtsoftplus   y = s / S, S = sum of s + 1e-20 (K > 1); y = s (K = 1)
+    sigmoid, sqrtsoftplus   y = s / S, S = sum of s + 1e-20
 
 Backward, from y itself and the sum: dx = y (g - sum g y) for softmax; else dx_j = (g_j - sum g y) s'(x_j) / S, where
 s = y S and s' is a function of s. So y and, for the latter two, one float32 a token are all that is kept.
@@ -31,6 +31,7 @@ class RouterAuxScore(RouterKernel):
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
+        self.softmax = config.score_function == "softmax"
         self.select = TopK(self.row, config.topk)
         self.map = MapWriter(config)
         self.warp_bytes = self.select.shared_bytes + self.map.shared_bytes
@@ -38,12 +39,12 @@ class RouterAuxScore(RouterKernel):
 
     @cute.jit
     def __call__(self, logits: cute.Tensor, scores: cute.Tensor, score_sum, routing_map: cute.Tensor, stream: CUstream):
-        """Launch; score_sum is None where scores are not divided by it."""
+        """Launch; score_sum is None for softmax."""
         tokens = logits.shape[0]
         self.kernel(
             logits.iterator,
             scores.iterator,
-            score_sum.iterator if cutlass.const_expr(self.config.normalised) else None,
+            None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             routing_map.iterator,
             tokens,
         ).launch(
@@ -79,18 +80,17 @@ class RouterAuxScore(RouterKernel):
             self.map.put(map_row, words, expert, rank < config.topk)
         self.map.finish(map_row, words, lane)
 
-        if cutlass.const_expr(config.score_function == "softmax"):
+        if cutlass.const_expr(self.softmax):
             made = [exp_nonpositive(x - largest) for x in self.values(keys, lane)]
         else:
             made = [score(x, config.score_function) for x in self.values(keys, lane)]
-        if cutlass.const_expr(config.score_function == "softmax" or config.normalised):
-            total = lanes.warp_sum(self.add_up(made))
-            if cutlass.const_expr(config.normalised):
-                total += Float32(EPSILON)
-                if lane == 0:
-                    self.put_element(self.address(score_sum, token, 1, 4), Int32(0), total, "f32", None)
-            inverse = reciprocal_approx(total)
-            made = [x * inverse for x in made]
+        total = lanes.warp_sum(self.add_up(made))
+        if cutlass.const_expr(not self.softmax):
+            total += Float32(EPSILON)
+            if lane == 0:
+                self.put_element(self.address(score_sum, token, 1, 4), Int32(0), total, "f32", None)
+        inverse = reciprocal_approx(total)
+        made = [x * inverse for x in made]
         lanes.store_row(
             self.address(scores, token, config.experts, dtype_bytes(config.out_dtype)),
             self.row, lane, made, config.out_dtype,
@@ -105,6 +105,7 @@ class RouterAuxScoreBackward(RouterKernel):
         while config.experts * 2 > LANE_ELEMENTS * row_lanes and row_lanes < config.warps * WARP:
             row_lanes *= 2
         super().__init__(config, row_lanes, rows=2)
+        self.softmax = config.score_function == "softmax"
         self.row_warps = row_lanes // WARP
         self.shared_bytes = config.warps * 4 if self.row_warps > 1 else 0
 
@@ -112,11 +113,11 @@ class RouterAuxScoreBackward(RouterKernel):
     def __call__(
         self, scores: cute.Tensor, score_sum, grad_scores: cute.Tensor, grad_logits: cute.Tensor, stream: CUstream
     ):
-        """Launch; score_sum is None where scores are not divided by it."""
+        """Launch; score_sum is None for softmax."""
         tokens = scores.shape[0]
         self.kernel(
             scores.iterator,
-            score_sum.iterator if cutlass.const_expr(self.config.normalised) else None,
+            None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             grad_scores.iterator,
             grad_logits.iterator,
             tokens,
@@ -149,18 +150,15 @@ class RouterAuxScoreBackward(RouterKernel):
         size = dtype_bytes(config.out_dtype)
         y = lanes.load_row(self.address(scores, token, config.experts, size), self.row, lane, config.out_dtype)
         g = lanes.load_row(self.address(grad_scores, token, config.experts, size), self.row, lane, config.out_dtype)
-        if cutlass.const_expr(config.normalised):
+        if cutlass.const_expr(not self.softmax):
             total = self.element(self.address(score_sum, token, 1, 4), Int32(0), "f32", None)
             inverse = reciprocal_approx(total)
-        if cutlass.const_expr(config.score_function == "softmax" or config.normalised):
-            dot = self.row_sum(self.add_up(a * b for a, b in zip(y, g, strict=True)), place, shared)
-        if cutlass.const_expr(config.score_function == "softmax"):
+        dot = self.row_sum(self.add_up(a * b for a, b in zip(y, g, strict=True)), place, shared)
+        if cutlass.const_expr(self.softmax):
             result = [a * (b - dot) for a, b in zip(y, g, strict=True)]
         else:
-            s = y
-            if cutlass.const_expr(config.normalised):
-                s = [a * total for a in y]
-                g = [(b - dot) * inverse for b in g]
+            s = [a * total for a in y]
+            g = [(b - dot) * inverse for b in g]
             if cutlass.const_expr(config.score_function == "sigmoid"):
                 slopes = [a * (Float32(1.0) - a) for a in s]
             else:
