@@ -148,7 +148,7 @@ static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
     name = kernel->record->name;
     if (kernel->workspaces != NULL) result = fk_free_workspaces(kernel->workspaces);
     if (kernel->library != NULL) {
-        other = fk_apart(driver, &mode);
+        other = fk_apart(driver, FK_THREAD_LOCAL, &mode);
         if (other != 0 || (other = driver->library_unload(kernel->library)) != 0) result = other;
         driver->capture_mode(&mode);
     }
@@ -188,7 +188,7 @@ static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *rec
         fk_unload(kernel, NULL);
         return FUSEKIT_CUDA_ERROR;
     }
-    result = fk_apart(driver, &mode);
+    result = fk_apart(driver, FK_THREAD_LOCAL, &mode);
     if (result == 0) {
         result = fk_capturing(driver);
         if (result != 0)

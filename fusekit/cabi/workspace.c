@@ -58,9 +58,12 @@ static int fk_zero(const fusekit_driver *driver, unsigned long long address, siz
     return result != 0 ? result : other;
 }
 
-/* Inside, what this thread asks of the driver is no danger to streams that other threads capture. */
-static int fk_apart(const fusekit_driver *driver, int *mode) {
-    *mode = 1; /* thread-local */
+enum { FK_THREAD_LOCAL = 1, FK_RELAXED = 2 };
+
+/* Inside, what this thread asks of the driver is no danger to streams that other threads capture; relaxed: nor to those that
+ * this one does. */
+static int fk_apart(const fusekit_driver *driver, int kind, int *mode) {
+    *mode = kind;
     return driver->capture_mode(mode);
 }
 
@@ -70,7 +73,7 @@ static fusekit_status fk_allocate(const fk_workspaces *own, size_t size, int zer
     void *before;
     int mode, result = driver->push(own->context);
     if (result == 0) {
-        result = fk_apart(driver, &mode);
+        result = fk_apart(driver, FK_RELAXED, &mode); /* the first launch in a stream may be one that is captured */
         if (result == 0) {
             result = driver->allocate(address, size);
             if (result == 0 && zeroed && (result = fk_zero(driver, *address, size)) != 0) driver->free_memory(*address);
@@ -175,7 +178,7 @@ static int fk_free_workspaces(fk_workspaces *own) {
     void *before;
     int result = 0, other, mode;
     if ((own->stocks != NULL || own->pieces != NULL) && (result = driver->push(own->context)) == 0) {
-        result = fk_apart(driver, &mode);
+        result = fk_apart(driver, FK_THREAD_LOCAL, &mode);
         while (own->stocks != NULL) {
             fk_stock *stock = own->stocks;
             own->stocks = stock->next;

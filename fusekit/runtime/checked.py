@@ -172,7 +172,7 @@ class Checks:
     def _stock(self, device: Device) -> None:
         api, check = self._devices.driver.api, self._devices.driver.check
         what = f"{_STOCK} reports of {CHECK} for {device}"
-        with self._devices.active(device), self._devices.apart():
+        with self._devices.active(device), self._devices.apart(capturing=True):
             host = int(check(api.cuMemHostAlloc(_STOCK * _REPORT_BYTES, _PORTABLE_MAPPED), what))
             self._pages.append((device, host))
             address = int(check(api.cuMemHostGetDevicePointer(host, 0), what))

@@ -92,13 +92,15 @@ class Devices:
         return device
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, *, capturing: bool = False) -> Iterator[None]:
         """Inside, what this thread asks of the driver is no danger to streams that other threads capture.
 
         Loading, allocating and unloading would otherwise be refused, and break those captures, if they are global ones.
+        capturing: nor to those that this thread captures, for memory that a captured launch needs.
         """
         exchange, check = self.driver.api.cuThreadExchangeStreamCaptureMode, self.driver.check
-        mode = self.driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        modes = self.driver.api.CUstreamCaptureMode
+        mode = modes.CU_STREAM_CAPTURE_MODE_RELAXED if capturing else modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         before = check(exchange(mode), "cuThreadExchangeStreamCaptureMode")
         try:
             yield

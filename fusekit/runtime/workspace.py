@@ -60,7 +60,7 @@ class Workspaces:
         api, check = self._devices.driver.api, self._devices.driver.check
         total = self._count * self._size
         what = f"{self._name}: {self._count} workspaces of {self._size} bytes on {self._device}"
-        with self._devices.active(self._device), self._devices.apart():
+        with self._devices.active(self._device), self._devices.apart(capturing=True):
             base = int(check(api.cuMemAlloc(total), what))
             self._allocations.append(base)
             if self._zeroed:
@@ -109,7 +109,7 @@ class Scratch:
             wanted = max(size, there * 3 // 2)
             wanted = -(-wanted // _SCRATCH_GRANULE) * _SCRATCH_GRANULE
             what = f"{self._name}: {wanted} bytes of scratch on {self._device}"
-            with self._devices.active(self._device), self._devices.apart():
+            with self._devices.active(self._device), self._devices.apart(capturing=True):
                 address = int(self._devices.driver.check(self._devices.driver.api.cuMemAlloc(wanted), what))
             self._allocations.append(address)
             self._given[key] = address, wanted

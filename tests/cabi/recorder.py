@@ -20,6 +20,9 @@ DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
 NO_TENSOR_MAPS = 0x7777
 # Where the first stock of workspaces begins, and how far behind it the next.
 WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
+# What a driver refuses while a stream is captured, and the mode of a thread in which it does not.
+UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery", "cuLibraryLoadData"}
+RELAXED = 2
 ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
 
 
@@ -69,6 +72,7 @@ class Recorder:
     sm_counts: dict[int, int] = field(default_factory=dict)  # of devices that differ from the rest
     strict: bool = False  # a launch wants the kernel's context to be current, whatever the stream
     capture_mode: int = 0  # global, as a thread begins
+    capturing: bool = False  # this thread captures a stream: what is unsafe is refused in any mode but relaxed
     sizes: list[int] = field(default_factory=list)  # of allocations
     filled: list[tuple[int, int]] = field(default_factory=list)
 
@@ -90,6 +94,8 @@ class Recorder:
 
         def called(*values: Any) -> int:
             self.calls.append(name)
+            if self.capturing and self.capture_mode != RELAXED and name in UNSAFE:
+                return 900
             return self.fail.get(name) or function(*values) or 0
 
         return CFUNCTYPE(c_int, *arguments)(called)

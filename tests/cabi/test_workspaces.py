@@ -216,6 +216,22 @@ def test_what_loads_leaves_the_captures_of_other_threads_alone(made):
     assert launcher.recorder.capture_mode == 0
 
 
+def test_a_first_launch_may_be_one_that_is_captured(made):
+    """Scratch; a workspace after the stock is used up; then a load, which is refused."""
+    for index, streams in ((3, 1), (1, STOCK + 1)):
+        launcher = load(made, index)
+        launcher.recorder.capturing = True
+        for stream in range(100, 100 + streams):
+            assert launcher.launch(usual(launcher), stream) == OK, str(launcher.error)
+        assert launcher.recorder.capture_mode == 0
+        assert launcher.recorder.allocated == (1 if index == 3 else 2)
+        launcher.recorder.capturing = False
+        assert launcher.unload() == OK
+    shared, kernels = made
+    refused = Launcher(shared, kernels, 3, "demo", Recorder(kernels[3].record, capturing=True))
+    assert refused.load() == CUDA_ERROR
+
+
 @pytest.mark.parametrize("call", ["cuEventQuery", "cuStreamIsCapturing"])
 def test_nothing_is_loaded_while_a_stream_is_captured(made, call):
     shared, kernels = made

@@ -46,11 +46,11 @@ def test_graph_replays_with_other_counts(gpu, specs, name):
         gpu.driver.check(gpu.api.cuGraphExecDestroy(graph), "cuGraphExecDestroy")
 
 
-def captured(gpu, stream, launch):
+def captured(gpu, stream, launch, mode="GLOBAL"):
     """An executable graph of one launch."""
     check, api = gpu.driver.check, gpu.api
-    mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-    check(api.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")
+    kind = getattr(api.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
+    check(api.cuStreamBeginCapture(stream, kind), "cuStreamBeginCapture")
     launch(stream)
     graph = check(api.cuStreamEndCapture(stream), "cuStreamEndCapture")
     executable = check(api.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")

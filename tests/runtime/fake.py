@@ -27,10 +27,17 @@ class CUresult(IntEnum):
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901
     CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
 
 OK = CUresult.CUDA_SUCCESS
+# What the driver calls potentially unsafe while a stream is captured.
+UNSAFE = {
+    "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuEventQuery", "cuStreamSynchronize",
+    "cuLibraryLoadData", "cuLibraryUnload",
+}  # fmt: skip
+RELAXED, GLOBAL = "CU_STREAM_CAPTURE_MODE_RELAXED", "CU_STREAM_CAPTURE_MODE_GLOBAL"
 
 
 class Names:
@@ -94,6 +101,7 @@ class FakeDriver:
         self.mapped: set[int] = set()
         self.host_memory: dict[int, Any] = {}
         self.owner: dict[int, int] = {}
+        self.captures: dict[int, tuple[str, int]] = {}  # by stream: mode, and the thread that began it
         self._local = threading.local()
         self._numbers = itertools.count(1)
         self.CUresult = CUresult
@@ -119,6 +127,9 @@ class FakeDriver:
         def called(*arguments: Any) -> Any:
             self.calls.append(name)
             status = self.fail.get(name)
+            if name in UNSAFE and self._captured():
+                self.captures = dict.fromkeys(self.captures, ("", 0))
+                status = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
             return (status, None) if status else found(*arguments)
 
         return called
@@ -271,13 +282,33 @@ class FakeDriver:
         self.on_launch(launched)
         return (OK,)
 
-    # -- streams and events
+    # -- streams, captures and events
+
+    @property
+    def capture_mode(self) -> str:
+        return getattr(self._local, "capture_mode", GLOBAL)
+
+    def _captured(self) -> bool:
+        """Whether this thread must not ask for what is unsafe: for a capture of its own, or another's that is global."""
+        if self.capture_mode == RELAXED:
+            return False
+        mine = any(mode != RELAXED and thread == threading.get_ident() for mode, thread in self.captures.values())
+        return mine or (self.capture_mode == GLOBAL and any(mode == GLOBAL for mode, _ in self.captures.values()))
+
+    def cuStreamBeginCapture(self, stream: int, mode: str) -> Any:  # noqa: N802
+        self.captures[stream] = mode, threading.get_ident()
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: int) -> Any:  # noqa: N802
+        mode, _ = self.captures.pop(stream)
+        return (OK, "graph") if mode else (CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, None)
 
     def cuStreamCreate(self, flags: int) -> Any:  # noqa: N802
         return OK, 4096 + next(self._numbers)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: str) -> Any:  # noqa: N802
-        return OK, "CU_STREAM_CAPTURE_MODE_GLOBAL"
+        before, self._local.capture_mode = self.capture_mode, mode
+        return OK, before
 
     def cuEventQuery(self, event: int) -> Any:  # noqa: N802
         return (OK,)

@@ -97,6 +97,16 @@ def test_good_offsets_are_no_problem(tmp_path: Path) -> None:
     assert library.problems() == []
 
 
+def test_captured_launches_may_need_more_reports_than_the_stock_has(tmp_path: Path) -> None:
+    library, fake = opened(tmp_path)
+    kernel, given = library.load(NAME), arguments(library, GOOD)
+    for stream in range(100, 165):
+        fake.cuStreamBeginCapture(stream, "CU_STREAM_CAPTURE_MODE_GLOBAL")
+        kernel(**given, stream=stream)
+        assert fake.cuStreamEndCapture(stream)[0] == CUresult.CUDA_SUCCESS
+    assert fake.calls.count("cuMemHostAlloc") == 2
+
+
 @pytest.mark.parametrize(
     ("values", "group", "begin", "end"), [(FALLS, 2, 30, 20), (BEYOND, 3, 90, 97), (NEGATIVE, 0, 0, -1)]
 )

@@ -26,7 +26,7 @@ class RouterConfig:
 
     @property
     def normalised(self) -> bool:
-        """Whether the scores of chosen experts are divided by their sum: sigmoid and sqrtsoftplus with several experts a token."""
+        """Whether the scores of chosen experts are divided by their sum: sigmoid and sqrtsoftplus, several chosen."""
         return self.score_function != "softmax" and self.topk > 1
 
     @property
