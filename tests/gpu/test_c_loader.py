@@ -22,6 +22,7 @@ KERNELS = [
     "dynamic-swiglu-concat@128x160-c2x1-dynamic",
     "wgrad-cooperative@256x128-c2x1-dynamic",
     "dswiglu-interleaved@128x192-c1x2-dynamic",
+    "dswiglu-whole@128x160-c1x1-dynamic",
 ]
 DYNAMIC = KERNELS[2]
 STREAMS, LAUNCHES = 6, 50
@@ -135,7 +136,7 @@ def test_streams_at_once_share_no_workspace(gpu, specs, loader):
     assert kernel.unload() == OK
 
 
-@pytest.mark.parametrize("name", [KERNELS[0], DYNAMIC])
+@pytest.mark.parametrize("name", [KERNELS[0], DYNAMIC, KERNELS[-1]])
 def test_a_graph_of_it_replays(gpu, specs, loader, name):
     spec = specs[name]
     kernel = Loaded(*loader, gpu.kernel(spec))

@@ -5,6 +5,8 @@ import pytest
 
 from fusekit import DriverError, reference
 
+from .cases import Case
+from .harness import faults, prepare
 from .test_streams import captured
 
 GROUPS, ROWS, H, I = 5, 300, 128, 256  # noqa: E741 (the field's own name)
@@ -12,6 +14,8 @@ GROUPS, ROWS, H, I = 5, 300, 128, 256  # noqa: E741 (the field's own name)
 ENDS = np.array(
     [[60, 120, 180, 240, 300], [0, 0, 300, 300, 300], [1, 2, 3, 4, 5], [128, 257, 257, 257, 300], [0] * 5], np.int32
 )
+# With scratch for sums of gradients, and a workspace.
+SUMS = ["dswiglu-dprob@128x128-c2x1", "dswiglu-whole@128x160-c1x1", "dswiglu-whole@128x160-c1x1-dynamic"]
 FIRST, SECOND, THIRD = "swiglu-concat@128x128-c1x1", "identity@128x128-c1x1", "identity@128x160-c1x1"
 REPLAYS = 10_000
 
@@ -185,6 +189,34 @@ def test_a_capture_of_another_thread_is_left_in_peace(gpu, specs, step):
         graph = check(api.cuStreamEndCapture(stream), "cuStreamEndCapture")
         check(api.cuGraphDestroy(graph), "cuGraphDestroy")
     assert failures == []
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warmed-up"])
+@pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
+@pytest.mark.parametrize("name", SUMS)
+def test_scratch_for_a_first_launch_that_is_captured(gpu, specs, name, mode, warm):
+    """At once, and as PyTorch's recipe has it: warmed up in a side stream, captured in another."""
+    spec = specs[name]
+    prepared = prepare(spec, Case("captured", (90, 0, 100, 33), 2 * spec.tile[1], 72, spare=5))
+    placed = gpu.arguments(prepared)
+    kernel = gpu.library.load(spec.full_name)  # not the one of other tests, which has launched before
+    launch = kernel.bind(**placed)
+    with gpu.stream() as side, gpu.stream() as stream:
+        for _ in range(3 if warm else 0):
+            launch(side)
+        gpu.finish("the warm-up", side)
+        graph = captured(gpu, stream, launch, mode)
+        for _ in range(3):
+            again = prepared.fresh()
+            launch(stream)
+            gpu.finish("the stream of the capture", stream)
+            gpu.upload(again, placed)
+            gpu.driver.check(gpu.api.cuGraphLaunch(graph, side), "cuGraphLaunch")
+            gpu.finish(f"{name} replayed", side)
+            gpu.download(again, placed)
+            assert not faults(again), "\n".join(faults(again))
+        gpu.driver.check(gpu.api.cuGraphExecDestroy(graph), "cuGraphExecDestroy")
+    kernel.unload()
 
 
 def test_a_graph_holds_what_was_captured(gpu, specs, step):

@@ -7,6 +7,9 @@ import pytest
 
 from fusekit import reference
 
+from .cases import Case
+from .harness import faults, prepare
+
 GROUPS, ROWS, N, K = 3, 200, 320, 136
 BF16, FP16, DENSE = "swiglu-interleaved@128x160-c2x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1"
 
@@ -146,6 +149,31 @@ def test_torch_graph(gpu, specs, torch):
     graph.replay()
     torch.cuda.synchronize()
     assert_right(spec, inputs | {"offsets": offsets}, torch_outputs(torch, spec, tensors))
+
+
+def test_torch_recipe_for_a_kernel_with_scratch(gpu, specs, torch):
+    """Warmed up in a side stream, captured in a stream of PyTorch's own."""
+    spec = specs["dswiglu-whole@128x160-c1x1"]
+    prepared = prepare(spec, Case("recipe", (90, 0, 100, 33), 2 * spec.tile[1], 72))
+    placed = gpu.arguments(prepared)
+    kernel = gpu.library.load(spec.full_name)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            kernel(**placed, stream=side)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(**placed, stream=torch.cuda.current_stream())
+    again = prepared.fresh()
+    gpu.upload(again, placed)
+    graph.replay()
+    torch.cuda.synchronize()
+    gpu.download(again, placed)
+    assert not faults(again), "\n".join(faults(again))
+    del graph
+    kernel.unload()
 
 
 def test_cupy(gpu, specs):

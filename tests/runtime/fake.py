@@ -289,7 +289,7 @@ class FakeDriver:
         return getattr(self._local, "capture_mode", GLOBAL)
 
     def _captured(self) -> bool:
-        """Whether this thread must not ask for what is unsafe: for a capture of its own, or another's that is global."""
+        """Whether what is unsafe is refused: for a capture of this thread's, or one of another's that is global."""
         if self.capture_mode == RELAXED:
             return False
         mine = any(mode != RELAXED and thread == threading.get_ident() for mode, thread in self.captures.values())
