@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusekit.abi import TensorMapParameter, evaluate, evaluate_address
 from fusekit.abi.expr import variables
+from fusekit.abi.parameters import TENSOR_MAP_BYTES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
@@ -76,7 +78,10 @@ class MapSlot:
 
     def move(self, tensor_map: Any, address: int) -> None:
         """Gives a map that `encode` has made another address, in place. Errors are those of `encode`."""
-        if self._driver.api.cuTensorMapReplaceAddress(tensor_map, address)[0]:
+        if not address:  # an empty tensor's: the driver encodes it, but does not put it into a map that is there
+            made = self.encode(address)  # kept while it is copied
+            ctypes.memmove(tensor_map.getPtr(), made.getPtr(), TENSOR_MAP_BYTES)
+        elif self._driver.api.cuTensorMapReplaceAddress(tensor_map, address)[0]:
             self._call(self._driver.api.cuTensorMapReplaceAddress, tensor_map, address)
 
     def _call(self, function: Any, *arguments: Any) -> Any:

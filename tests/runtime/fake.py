@@ -246,6 +246,8 @@ class FakeDriver:
     def cuTensorMapReplaceAddress(self, tensor_map: CUtensorMap, address: int) -> Any:  # noqa: N802
         if not self.stack:
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if not address:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         ctypes.memmove(tensor_map.getPtr(), struct.pack("<Q", address), 8)
         return (OK,)
 

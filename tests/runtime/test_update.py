@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fusekit.errors import ArgumentError
-from tests.runtime.samples import Torchlike, load, tensors
+from tests.runtime.samples import Torchlike, load, record, tensors
 
 Y, OTHER = Torchlike((96, 160), address=0x6000_0000), Torchlike((96, 160), address=0x6100_0000)
 
@@ -133,6 +134,49 @@ def test_other_shapes_scalars_and_rows_are_bound_afresh() -> None:
     assert len(fake.launches) == count
     launch.update(**more)(9)
     assert len(fake.launches) == count + 1
+
+
+def empty(address: int) -> dict[str, Any]:
+    """No rows, as frameworks make such tensors: at no address, or with one."""
+    return {"x": Torchlike((0, 128), address=address), "y": Torchlike((0, 160), address=address and address + 4096)}
+
+
+@pytest.mark.parametrize("address", [0, 0x7000_0000])
+def test_a_launch_of_nothing_stays_one(address: int) -> None:
+    kernel, fake = load()
+    launch = kernel.bind(**(tensors() | empty(0)))
+    more = {**empty(address), "w": Torchlike((4, 320, 128), address=0x2200_0000), "act_alpha": 2.5}
+    for changed in (more, *({name: value} for name, value in more.items())):
+        launch.update(**changed)(9)
+    assert (fake.launches, fake.encoded) == ([], [])
+    with pytest.raises(ArgumentError, match="y has 0 at dim 0"):
+        launch.update(x=Torchlike((96, 128), address=0x1000_0000))
+    launch.update(x=Torchlike((96, 128), address=0x1000_0000), y=Y)(9)
+    assert struct.unpack_from("<Q", parameters(fake)[1]) == (0x2200_0000 + 2 * 128,)
+
+
+def test_a_kernel_that_runs_without_rows_has_maps_at_no_address() -> None:
+    """As those that write sums over rows; its maps claim a row, which is never read."""
+    base = record()
+    x_map = replace(base.parameters[0], dims=("K", ("max", 1, "M")))
+    kernel, fake = load(record(parameters=(x_map, *base.parameters[1:]), skip_if_zero=()))
+    launch, found = kernel.bind(**(tensors() | empty(0))), []
+    steps: list[dict[str, Any]] = [
+        {},
+        {"x": empty(0)["x"]},
+        empty(0),
+        {"w": Torchlike((4, 320, 128), address=0x2200_0000)},
+        empty(0x7000_0000),
+        empty(0),
+        {"x": Torchlike((96, 128), address=0x1000_0000), "y": Y},
+        empty(0),
+    ]
+    for changed in steps:
+        launch.update(**changed)(9)
+        found.append(struct.unpack_from("<Q", parameters(fake)[0])[0])
+    assert found == [0, 0, 0, 0, 0x7000_0000, 0, 0x1000_0000, 0]
+    for w in (0x2000_0000, 0x2200_0000):  # a call takes the block of the one before
+        kernel(**(tensors() | empty(0) | {"w": Torchlike((4, 320, 128), address=w)}), stream=9)
 
 
 def test_two_outputs_in_turn() -> None:
