@@ -24,7 +24,7 @@ from fusekit.runtime.tuning import Row, features
 PEERS = ("torch", "te")
 _LEAST_ROUNDS = 7
 _SHARE = 0.25
-_WIDE = ("moe-permute", "moe-unpermute", "moe-unpermute-bwd")  # whose rows have H elements
+_WIDE = ("moe-permute", "moe-permute-bwd", "moe-unpermute", "moe-unpermute-bwd")  # whose rows have H elements
 _NOISE = 1 << 24
 _LINE = 128
 

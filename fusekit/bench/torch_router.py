@@ -54,6 +54,9 @@ def eager(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], defaults: Mapp
             return lambda: _index(t["indices"], spec["experts"])
         case "moe-permute":
             token = _token_of_row(t["inverse"])
+            if spec["scaled"]:
+                scale = _weight_of_row(t["inverse"], t["weights"])[:, None]
+                return lambda: (t["x"].index_select(0, token) * scale).to(t["x"].dtype)
             weights = _weight_of_row(t["inverse"], t["weights"]) if spec["weighted"] else None
             return lambda: (t["x"].index_select(0, token), weights)
         case "moe-unpermute":

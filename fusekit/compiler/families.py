@@ -22,6 +22,7 @@ FAMILIES = {
     "moe-index": "fusekit.compiler.permutation",
     "moe-permute": "fusekit.compiler.permutation",
     "moe-unpermute": "fusekit.compiler.permutation",
+    "moe-permute-bwd": "fusekit.compiler.permutation",
     "moe-unpermute-bwd": "fusekit.compiler.permutation",
     "router-topk": "fusekit.compiler.router",
     "router-topk-bwd": "fusekit.compiler.router",

@@ -15,25 +15,42 @@ from fusekit.abi import (
 )
 from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostStream, HostTensor, TracePlan
-from fusekit.spec.permutation import INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, VECTOR_BYTES, PermutationSpec
+from fusekit.spec.permutation import (
+    BACKWARDS,
+    INDEX,
+    PERMUTE,
+    PERMUTE_BACKWARD,
+    UNPERMUTE,
+    UNPERMUTE_BACKWARD,
+    VECTOR_BYTES,
+    PermutationSpec,
+)
 
 WARP = 32
 MOST_ROWS = 2**31 - 2**16  # row, token and choice numbers of a last, partly empty block stay below 2**31
 MOST_COLUMNS = 2**28  # of a row's bytes, an int32 with room for the last piece
 LINES = {PERMUTE: 8, UNPERMUTE: 4, UNPERMUTE_BACKWARD: 4}  # of a piece; what a lane holds is in registers, K times
+SUMMED = 16  # elements that a lane of the backward of permute holds of each row, and sums
 
 # Operands in the order of the host functions, (name, role); rows are [M, H] or [T, H].
 OPERANDS = {
     INDEX: (("indices", "input"), ("offsets", "output"), ("order", "output"), ("inverse", "output")),
     PERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output"), ("row_scale", "output")),
     UNPERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output")),
+    PERMUTE_BACKWARD: (
+        ("x", "input"), ("grad_y", "input"), ("inverse", "input"), ("weights", "input"), ("grad_x", "output"),
+        ("grad_weights", "output"),
+    ),
     UNPERMUTE_BACKWARD: (
         ("grad_y", "input"), ("x", "input"), ("inverse", "input"), ("weights", "input"), ("grad_x", "output"),
         ("grad_weights", "output"),
     ),
 }  # fmt: skip
-# Whose rows are tokens'; the others' are experts'.
-TOKEN_ROWS = {PERMUTE: ("x",), UNPERMUTE: ("y",), UNPERMUTE_BACKWARD: ("grad_y",)}
+# Whose rows are tokens', and whose are experts'.
+TOKEN_ROWS = {
+    PERMUTE: ("x",), UNPERMUTE: ("y",), PERMUTE_BACKWARD: ("x", "grad_x"), UNPERMUTE_BACKWARD: ("grad_y",),
+}  # fmt: skip
+ROWS = ("x", "grad_y", "y", "grad_x")
 
 
 def plan(spec: PermutationSpec) -> TracePlan:
@@ -55,7 +72,7 @@ def _tensors(spec: PermutationSpec) -> tuple[TensorArgument, ...]:
 
 def _tensor(spec: PermutationSpec, name: str, role: str) -> TensorArgument | None:
     """The tensor called `name`; None where the spec has none."""
-    if name in ("weights", "row_scale") and not spec.weighted:
+    if (name == "weights" and not (spec.weighted or spec.scaled)) or (name == "row_scale" and not spec.weighted):
         return None
     if name in ("indices", "inverse", "weights", "grad_weights"):
         dtype = "i32" if name in ("indices", "inverse") else "f32"
@@ -91,9 +108,11 @@ def _rows_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> 
     row_bytes: Expr = ["mul", size, "H"]
     parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
     parameters += [IntegerParameter("tokens", "i32", "T"), IntegerParameter("row_bytes", "i32", row_bytes)]
-    for name in {PERMUTE: ("x", "y"), UNPERMUTE: ("x", "y"), UNPERMUTE_BACKWARD: ("grad_y", "x", "grad_x")}[spec.op]:
-        parameters.append(IntegerParameter(f"{name}_stride", "i64", ["mul", size, f"{name}.stride0"]))
-    pieces: Expr = ["ceildiv", row_bytes, LINES[spec.op] * WARP * VECTOR_BYTES]
+    for tensor in tensors:
+        if tensor.name in ROWS:
+            stride: Expr = ["mul", size, f"{tensor.name}.stride0"]
+            parameters.append(IntegerParameter(f"{tensor.name}_stride", "i64", stride))
+    pieces: Expr = ["ceildiv", row_bytes, _lines(spec) * WARP * VECTOR_BYTES]
     tokens: Expr = ["ceildiv", "T", spec.warps]
     divisor = VECTOR_BYTES // size
     return LaunchRecord(
@@ -105,10 +124,15 @@ def _rows_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> 
             Dim("H", divisor, divisor, MOST_COLUMNS // size),
         ),
         parameters=tuple(parameters),
-        grid=(tokens if spec.op == UNPERMUTE_BACKWARD else ["mul", tokens, pieces], 1, 1),
+        grid=(tokens if spec.op in BACKWARDS else ["mul", tokens, pieces], 1, 1),
         block=(WARP * spec.warps, 1, 1),
         skip_if_zero=("T",),
     )
+
+
+def _lines(spec: PermutationSpec) -> int:
+    """Accesses of a warp that make a piece."""
+    return SUMMED * DTYPE_BYTES[spec.dtype] // VECTOR_BYTES if spec.op == PERMUTE_BACKWARD else LINES[spec.op]
 
 
 def _function(spec: PermutationSpec) -> Any:
@@ -117,8 +141,8 @@ def _function(spec: PermutationSpec) -> Any:
 
     if spec.op == INDEX:
         return MoeIndex(spec.experts, spec.topk)
-    made = {PERMUTE: MoePermute, UNPERMUTE: MoeUnpermute, UNPERMUTE_BACKWARD: MoeUnpermuteBackward}
-    return made[spec.op](spec.topk, spec.dtype, spec.weighted, spec.warps, LINES[spec.op])
+    made = {PERMUTE: MoePermute, UNPERMUTE: MoeUnpermute}.get(spec.op, MoeUnpermuteBackward)
+    return made(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.warps, _lines(spec))
 
 
 def _fake_arguments(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> tuple[Any, ...]:

@@ -25,6 +25,10 @@ DROPPED = 0.02  # of made-up choices
 CHUNK = 4 * 10**6  # elements that are widened to float64 at a time
 SAMPLED = 10**8  # elements of a large problem that sums are compared for, in about a second
 
+# Which input has a row for each token, and which has one for each row of an expert.
+BY_TOKEN = {"moe-permute": "x", "moe-permute-bwd": "x", "moe-unpermute-bwd": "grad_y"}
+BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-bwd": "x"}
+
 
 def index(indices: Array, experts: int) -> dict[str, Array]:
     """offsets int32[experts], order int32[rows], inverse int32[T, K] of the choices indices [T, K]."""
@@ -54,13 +58,16 @@ def unpermute(x: Array, inverse: Array, weights: Array | None) -> tuple[Array, A
     return total, size
 
 
-def unpermute_gradient(grad_y: Array, x: Array, inverse: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """float64: grad_x of each choice [T, K, H], grad_weights [T, K], and the magnitudes that the latter sums."""
-    there = inverse >= 0
-    rows = np.where(there[..., None], x[inverse], 0.0)
-    grad_x = weights.astype(np.float64)[..., None] * grad_y[:, None, :]
-    products = rows * grad_y[:, None, :]
-    return grad_x, products.sum(axis=-1), np.abs(products).sum(axis=-1)
+def spread(x: Array, weights: Array) -> Array:
+    """float64[T, K, H]: each token's row of x (float64 [T, H]) times the weight of each of its choices."""
+    made: Array = weights.astype(np.float64)[..., None] * x[:, None, :]
+    return made
+
+
+def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[Array, Array]:
+    """float64[T, K]: products of a token's row ([T, H]) and its choices' rows ([M, H]), and the magnitudes summed."""
+    products = np.where((inverse >= 0)[..., None], by_expert[inverse], 0.0) * by_token[:, None, :]
+    return products.sum(axis=-1), np.abs(products).sum(axis=-1)
 
 
 def _canonical(spec: PermutationSpec | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,12 +99,13 @@ def permutation_inputs(
             return bits((rows, H), "bf16", seed + number)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
-    names = {"moe-permute": ("x",), "moe-unpermute": (), "moe-unpermute-bwd": ("grad_y",)}[keys["op"]]
-    inputs: dict[str, Any] = {name: matrix(T, 1) for name in names}
-    if keys["op"] != "moe-permute":
-        inputs["x"] = matrix(T * topk, 2)
+    inputs: dict[str, Any] = {}
+    if keys["op"] in BY_TOKEN:
+        inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
+    if keys["op"] in BY_EXPERT:
+        inputs[BY_EXPERT[keys["op"]]] = matrix(T * topk, 2)
     inputs["inverse"] = index(indices, experts)["inverse"]
-    if keys["weighted"]:
+    if keys["weighted"] or keys["scaled"]:
         inputs["weights"] = rng.standard_normal((T, topk), dtype=np.float32)
     return inputs
 
@@ -123,8 +131,9 @@ def permutation_output_shapes(
             return rows | ({"row_scale": ((T * topk,), "f32")} if keys["weighted"] else {})
         case "moe-unpermute":
             return {"y": ((T, H), dtype)}
-        case _:
-            return {"grad_x": ((T * topk, H), dtype), "grad_weights": ((T, topk), "f32")}
+        case op:
+            rows_of_x = T if op == "moe-permute-bwd" else T * topk
+            return {"grad_x": ((rows_of_x, H), dtype), "grad_weights": ((T, topk), "f32")}
 
 
 def permutation_check(
@@ -136,24 +145,15 @@ def permutation_check(
         return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
     inverse = inputs["inverse"]
     measured: list[Measurement] = []
-    by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute": (), "moe-unpermute-bwd": ("grad_x",)}[keys["op"]]
+    by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())
     problems = _strays(inverse, {name: outputs[name] for name in by_row if name in outputs})
-    if keys["op"] == "moe-permute":
+    if keys["op"] == "moe-permute" and not keys["scaled"]:
         return measured, problems + _check_permute(inputs, outputs)
-    width = outputs["y" if keys["op"] == "moe-unpermute" else "grad_x"].shape[1]
+    width = next(array.shape[1] for name, array in outputs.items() if name in ("y", "grad_x"))
     step = max(1, CHUNK // (width * (keys["topk"] + 1)))
     chosen = _sample(len(inverse), max(step, SAMPLED // (width * (keys["topk"] + 1))))
     for start in range(0, len(chosen), step):
-        tokens = chosen[start : start + step]
-        part = {**inputs, **{name: inputs[name][tokens] for name in ("inverse", "weights", "grad_y") if name in inputs}}
-        if keys["op"] == "moe-unpermute":
-            there = part["inverse"] >= 0
-            local = np.where(there, np.arange(there.size).reshape(there.shape), -1)
-            rows = inputs["x"][np.where(there, part["inverse"], 0).reshape(-1)]
-            want, size = unpermute(_wide(keys, rows), local, part.get("weights"))
-            measured.append(_measure("y", outputs["y"][tokens], keys["dtype"], want, size))
-        else:
-            measured += _check_backward(keys, part, outputs, tokens)
+        measured += _check_tokens(keys, inputs, outputs, chosen[start : start + step])
     return measured, problems
 
 
@@ -207,19 +207,25 @@ def _check_permute(inputs: Mapping[str, Any], outputs: Mapping[str, Array]) -> l
     return problems
 
 
-def _check_backward(
+def _check_tokens(
     keys: Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array], tokens: Array
 ) -> list[Measurement]:
-    inverse = inputs["inverse"]
+    op, dtype, inverse = keys["op"], keys["dtype"], inputs["inverse"][tokens]
     there = inverse >= 0
-    rows = inputs["x"][np.where(there, inverse, 0)]
-    local = np.arange(inverse.size).reshape(inverse.shape)
-    wide = _wide(keys, rows.reshape(inverse.size, -1))
-    gradient, dots, sizes = unpermute_gradient(
-        _wide(keys, inputs["grad_y"]), wide, np.where(there, local, -1), inputs["weights"]
-    )
-    got = outputs["grad_x"][inverse[there]]
-    return [
-        _measure("grad_x", got, keys["dtype"], gradient[there], np.abs(gradient[there])),
-        _measure("grad_weights", outputs["grad_weights"][tokens], "f32", dots, sizes),
-    ]
+    weights = inputs["weights"][tokens] if "weights" in inputs else None
+    name = "y" if "y" in outputs else "grad_x"
+    if op in BY_TOKEN:
+        by_token = _wide(keys, inputs[BY_TOKEN[op]][tokens])
+    if op in BY_EXPERT:
+        local = np.where(there, np.arange(inverse.size).reshape(inverse.shape), -1)
+        by_expert = _wide(keys, inputs[BY_EXPERT[op]][np.where(there, inverse, 0).reshape(-1)])
+    if op in ("moe-unpermute", "moe-permute-bwd"):
+        measured = [_measure(name, outputs[name][tokens], dtype, *unpermute(by_expert, local, weights))]
+    else:
+        assert weights is not None
+        want = spread(by_token, weights)[there]
+        measured = [_measure(name, outputs[name][inverse[there]], dtype, want, np.abs(want))]
+    if "grad_weights" in outputs:
+        sums = weight_gradient(by_token, by_expert, local)
+        measured.append(_measure("grad_weights", outputs["grad_weights"][tokens], "f32", *sums))
+    return measured

@@ -9,9 +9,10 @@ from fusekit.spec.model import ARCHES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import TokenProblem, TokenSpec
 
-INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD = "moe-index", "moe-permute", "moe-unpermute", "moe-unpermute-bwd"
-CHECK = "moe-check"
-PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, UNPERMUTE_BACKWARD, CHECK)
+INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
+PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
+BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
+PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, *BACKWARDS, CHECK)
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 ELEMENT_BYTES = {"f32": 4, "bf16": 2}
@@ -34,6 +35,8 @@ _ROWS = (
 )  # fmt: skip
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
                 default=False)  # fmt: skip
+_SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
+              default=False)  # fmt: skip
 PERMUTATION_KEYS = {
     INDEX: (
         _NAME,
@@ -44,9 +47,9 @@ PERMUTATION_KEYS = {
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
     ),
-    PERMUTE: (*_ROWS, _WEIGHTED),
+    PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
     UNPERMUTE: (*_ROWS, _WEIGHTED),
-    UNPERMUTE_BACKWARD: _ROWS,
+    **dict.fromkeys(BACKWARDS, _ROWS),
     CHECK: (
         _NAME,
         _SUMMARY,
@@ -63,8 +66,8 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its neutral value: experts and topk 0, dtype "none". moe-unpermute-bwd is
-    weighted.
+    A key that the operation lacks has its neutral value: experts and topk 0, dtype "none". Backward operations are
+    weighted, moe-permute-bwd is scaled.
     """
 
     file: str
@@ -75,6 +78,7 @@ class PermutationSpec(TokenSpec):
     experts: int
     topk: int
     weighted: bool
+    scaled: bool
     warps: int
     problem: TokenProblem | None
     summary: str
@@ -94,7 +98,8 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Per
         dtype=values.get("dtype", "none"),
         experts=values.get("experts", 0),
         topk=values.get("topk", 0),
-        weighted=values.get("weighted", values["op"] == UNPERMUTE_BACKWARD),
+        weighted=values.get("weighted", values["op"] in BACKWARDS),
+        scaled=values.get("scaled", values["op"] == PERMUTE_BACKWARD),
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
@@ -108,6 +113,9 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} experts are ordered; say fewer"))
     if spec.topk > MAX_TOPK:
         found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
+    if spec.op == PERMUTE and spec.scaled and spec.weighted:
+        rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
+        found.append(("scaled", True, rule))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))

@@ -106,6 +106,13 @@ def _operands(spec: KernelSpec) -> list[Broken]:
     if spec.out_dtype == "f32":
         rule = f'only grouped-wgrad writes float32, not {spec.op}; say "bf16" or "fp16"'
         found.append(("out_dtype", spec.out_dtype, rule))
+    if spec.bias and spec.row_scale and spec.activation.kind == "identity":
+        # y = p (x w + b): dprob of the backward kernels lacks dy . b, and dbias is not weighted.
+        rule = (
+            "a bias that row_scale multiplies has no right gradient, and neither has row_scale; leave row_scale out and"
+            " let moe-unpermute multiply: weighted = true"
+        )
+        found.append(("row_scale", True, rule))
     if spec.accumulate:
         found.append(("accumulate", True, f"only grouped-wgrad adds to what is there, not {spec.op}; leave it out"))
     return found

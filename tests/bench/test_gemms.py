@@ -46,7 +46,6 @@ recompute = true
 problem = { E = 3, M = 150, N = 96, K = 64 }
 [[kernel]]
 name = "fc2-fwd"
-bias = true
 row_scale = true
 problem = { E = 3, M = 150, N = 64, K = 96 }
 [[kernel]]

@@ -217,12 +217,20 @@ def test_eager_permutation_means_the_same() -> None:
     row = made["inverse"][token, choice]
     assert np.array_equal(y.float().numpy()[row], given["x"].float().numpy()[token])
     assert np.array_equal(weights.numpy()[row], made["weights"][token, choice])
+    made, given, y = tensors("scaled")
+    scaled = given["x"].double().numpy()[token] * made["weights"][token, choice, None]
+    assert np.allclose(y.double().numpy()[row], scaled, rtol=2.0**-8, atol=0)
     made, given, y = tensors("unpermute")
     total, size = unpermute(given["x"].double().numpy(), made["inverse"], made["weights"])
     assert np.all(np.abs(y.double().numpy() - total) <= 2.0**-8 * np.abs(total) + 1e-6 * size + 1e-30)
 
 
 UNPERMUTE = """
+[[kernel]]
+name = "scaled"
+op = "moe-permute"
+scaled = true
+problem = { T = 24, H = 64 }
 [[kernel]]
 name = "unpermute"
 op = "moe-unpermute"

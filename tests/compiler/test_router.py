@@ -54,6 +54,12 @@ KERNELS = {
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
     "check": ('op = "moe-check"', "offsets report", 0),
     "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
+    "permute-scaled": ('op = "moe-permute"\ntopk = 64\nscaled = true', "x inverse weights y", 0),
+    "permute-backward": (
+        'op = "moe-permute-bwd"\ntopk = 64',
+        "x grad_y inverse weights grad_x grad_weights",
+        0,
+    ),
     "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
     "unpermute-backward": (
         'op = "moe-unpermute-bwd"\ntopk = 4',

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from fusekit.reference import permutation, permutation_check, permutation_inputs, permutation_output_shapes
+from fusekit.reference import (
+    encode,
+    formats,
+    permutation,
+    permutation_check,
+    permutation_inputs,
+    permutation_output_shapes,
+)
 from fusekit.spec import parse_text
 
 TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
@@ -36,12 +43,13 @@ def test_permute_and_unpermute_are_transposed():
     assert np.isclose((permuted * y).sum(), (x * gathered).sum())
 
 
-def test_the_backward_is_the_derivative():
+def test_the_backward_of_unpermute_is_the_derivative():
     rng = np.random.default_rng(1)
     inverse = permutation.index(rng.integers(-1, 4, (4, 2)), 4)["inverse"]
     x, weights = rng.standard_normal((8, 3)), rng.standard_normal((4, 2))
     gradient = rng.standard_normal((4, 3))
-    grad_x, grad_weights, _ = permutation.unpermute_gradient(gradient, x, inverse, weights)
+    grad_x = permutation.spread(gradient, weights)
+    grad_weights, _ = permutation.weight_gradient(gradient, x, inverse)
 
     def loss(rows, factors):
         return float((permutation.unpermute(rows, inverse, factors)[0] * gradient).sum())
@@ -56,10 +64,16 @@ def test_the_backward_is_the_derivative():
             assert np.isclose((loss(x + step, weights) - loss(x - step, weights)) / 2e-6, grad_x[index].sum())
 
 
-@pytest.mark.parametrize("op", ["moe-index", "moe-permute", "moe-unpermute", "moe-unpermute-bwd"])
-def test_poison_is_wrong(op):
+@pytest.mark.parametrize(
+    ("op", "keys"),
+    [
+        ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
+        ("moe-unpermute", {}), ("moe-unpermute-bwd", {}),
+    ],
+)  # fmt: skip
+def test_poison_is_wrong(op, keys):
     """A kernel that writes nothing does not pass."""
-    spec = spec_of(op, **({"experts": 5} if op == "moe-index" else {}))
+    spec = spec_of(op, **keys)
     inputs = permutation_inputs(spec, T=11, H=8, seed=1)
     outputs = {
         name: np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize, TYPES[dtype]).reshape(
@@ -69,6 +83,49 @@ def test_poison_is_wrong(op):
     }
     measured, problems = permutation_check(spec, inputs, outputs)
     assert problems or not all(each.ok for each in measured)
+
+
+def test_the_backward_of_a_scaled_permute_is_the_derivative():
+    rng = np.random.default_rng(2)
+    inverse = permutation.index(rng.integers(-1, 4, (4, 3)), 4)["inverse"]
+    x, weights, there = rng.standard_normal((4, 5)), rng.standard_normal((4, 3)), inverse >= 0
+    gradient = rng.standard_normal((12, 5))
+    grad_x, _ = permutation.unpermute(gradient, inverse, weights)
+    grad_weights, _ = permutation.weight_gradient(x, gradient, inverse)
+
+    def loss(tokens, factors):
+        return float((permutation.spread(tokens, factors)[there] * gradient[inverse[there]]).sum())
+
+    for tensor, found in ((x, grad_x), (weights, grad_weights)):
+        for index in np.ndindex(tensor.shape):
+            step = np.zeros_like(tensor)
+            step[index] = 1e-6
+            sides = [(x + s * step, weights) if tensor is x else (x, weights + s * step) for s in (1, -1)]
+            assert np.isclose((loss(*sides[0]) - loss(*sides[1])) / 2e-6, found[index], atol=1e-8)
+
+
+@pytest.mark.parametrize("op", ["moe-permute", "moe-permute-bwd"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_what_is_right_passes_and_an_unscaled_row_does_not(op, dtype):
+    spec = spec_of(op, dtype=dtype, **({"scaled": True} if op == "moe-permute" else {}))
+    inputs = permutation_inputs(spec, T=7, H=16, seed=3)
+    wide = {name: formats.values(inputs[name], dtype).astype(np.float64) for name in ("x", "grad_y") if name in inputs}
+    inverse, weights, there = inputs["inverse"], inputs["weights"], inputs["inverse"] >= 0
+
+    def outputs(factors):
+        if op == "moe-permute-bwd":
+            total, _ = permutation.unpermute(wide["grad_y"], inverse, factors)
+            dots, _ = permutation.weight_gradient(wide["x"], wide["grad_y"], inverse)
+            return {"grad_x": encode(total, dtype), "grad_weights": dots.astype(np.float32)}
+        y = encode(np.zeros((inverse.size, 16)), dtype)
+        y.view(np.uint8)[:] = 0xFF
+        y[inverse[there]] = encode(permutation.spread(wide["x"], factors), dtype)[there]
+        return {"y": y}
+
+    measured, problems = permutation_check(spec, inputs, outputs(weights))
+    assert not problems and all(each.ok for each in measured)
+    measured, problems = permutation_check(spec, inputs, outputs(np.ones_like(weights)))
+    assert not all(each.ok for each in measured)
 
 
 def test_a_write_to_a_free_row_is_seen():

@@ -51,6 +51,8 @@ def kernels(draw):
         activation["kind"] = f"d{activation['kind']}"
         table |= {"alpha": "none", "bias": False, "save_preactivation": False, "recompute": True}
         table |= {"dprob": table["row_scale"] and draw(st.booleans()), "dbias": draw(st.booleans())}
+    if activation["kind"] == "identity":
+        table["row_scale"] &= not table["bias"]  # a scaled bias is refused
     if activation["kind"].removeprefix("d") in GATED_ACTIVATIONS:
         table["glu_layout"] = draw(st.sampled_from(["concat", "interleaved", "interleaved-32"]))
     if draw(st.booleans()):

@@ -219,6 +219,11 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
         (GOOD + 'activation = { kind = "dgeglu", alpha = 2 }', "only swiglu has it, not dgeglu"),
         (GOOD + 'activation = { kind = "dsilu", approximate = "tanh" }', "only gelu and geglu have it, not dsilu"),
         (GOOD + 'activation = { kind = "dsilu" }\nglu_layout = "concat"', "the activation dsilu is not gated"),
+        (
+            GOOD + "bias = true\nrow_scale = true",
+            "row_scale = true: a bias that row_scale multiplies has no right gradient, and neither has row_scale;"
+            " leave row_scale out and let moe-unpermute multiply: weighted = true",
+        ),
         (BACKWARD + 'glu_layout = "none"', "dswiglu is gated: say how gate and up lie along N"),
         (BACKWARD + "bias = true", "bias = true: dswiglu takes no bias: the bias took part in z"),
         (BACKWARD + 'alpha = "scalar"', 'alpha = "scalar": dswiglu takes no alpha'),

@@ -160,6 +160,12 @@ topk = 8
         ('op = "moe-permute"\nproblem = { T = 1 }', "H is missing"),
         ('op = "moe-permute"\nexperts = 8', "there is no such key"),
         ('op = "moe-unpermute-bwd"\nweighted = true', "there is no such key"),
+        ('op = "moe-permute-bwd"\nscaled = true', "there is no such key"),
+        ('op = "moe-unpermute"\nscaled = true', "there is no such key"),
+        (
+            'op = "moe-permute"\nscaled = true\nweighted = true',
+            "scaled = true: rows that are scaled have their weights",
+        ),
         ('op = "moe-index"', "experts is missing"),
     ],
 )

@@ -1,8 +1,11 @@
-"""moe-permute, moe-unpermute and moe-unpermute-bwd: rows of tokens to rows of experts and back.
+"""moe-permute, moe-unpermute and their backward: rows of tokens to rows of experts and back.
 
-    permute         y[inverse[t, k]] = x[t], and with weights row_scale[inverse[t, k]] = weights[t, k]
-    unpermute       y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k
-    unpermute-bwd   grad_x[inverse[t, k]] = weights[t, k] grad_y[t]; grad_weights[t, k] = grad_y[t] . x[inverse[t, k]]
+    permute          y[inverse[t, k]] = x[t], and with weights row_scale[inverse[t, k]] = weights[t, k]
+    permute, scaled  y[inverse[t, k]] = weights[t, k] x[t]
+    permute-bwd      grad_x[t] = sum over k of weights[t, k] grad_y[inverse[t, k]], in float32, in the order of k;
+                     grad_weights[t, k] = x[t] . grad_y[inverse[t, k]]
+    unpermute        y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k
+    unpermute-bwd    grad_x[inverse[t, k]] = weights[t, k] grad_y[t]; grad_weights[t, k] = grad_y[t] . x[inverse[t, k]]
 
 Without weights they are 1, permute is the backward of unpermute and the other way round. A choice with inverse -1 has
 no row: it is not written, adds nothing, and its weight's gradient is 0. Rows that no choice has are left alone.
@@ -25,10 +28,10 @@ LINE = WARP * 16  # bytes of a warp's access
 
 
 class Permutation:
-    """What the three kernels share. lines: accesses of a warp that make a piece."""
+    """What the kernels share. lines: accesses of a warp that make a piece; scaled: permute multiplies by weights."""
 
-    def __init__(self, topk: int, dtype: str, weighted: bool, warps: int, lines: int) -> None:
-        self.topk, self.dtype, self.weighted = topk, dtype, weighted
+    def __init__(self, topk: int, dtype: str, weighted: bool, scaled: bool, warps: int, lines: int) -> None:
+        self.topk, self.dtype, self.weighted, self.scaled = topk, dtype, weighted, scaled
         self.size = dtype_bytes(dtype)
         self.warps, self.threads = warps, warps * WARP
         self.lines, self.piece = lines, lines * LINE
@@ -92,11 +95,11 @@ class MoePermute(Permutation):
 
     @cute.jit
     def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, row_scale, stream: CUstream):
-        """Launch; weights and row_scale are None together."""
+        """Launch; weights may be None, row_scale is None unless it is to be written."""
         self.kernel(
             x.iterator,
             inverse.iterator,
-            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            weights.iterator if cutlass.const_expr(self.weighted or self.scaled) else None,
             y.iterator,
             row_scale.iterator if cutlass.const_expr(self.weighted) else None,
             x.shape[0],
@@ -115,9 +118,15 @@ class MoePermute(Permutation):
         if token < tokens:
             rows = self.per_choice(inverse.toint(), token, lane, -1)
             words = self.load_piece(self.row_of(x.toint(), token, x_stride), first, row_bytes)
+            if cutlass.const_expr(self.scaled):
+                given = self.per_choice(weights.toint(), token, lane, 0)
             for choice in cutlass.range_constexpr(self.topk):
                 row = Int32(self.of_choice(rows, choice))
-                self.store_piece(self.row_of(y.toint(), row, y_stride), first, row_bytes, words, row >= 0)
+                moved = words
+                if cutlass.const_expr(self.scaled):
+                    weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                    moved = lanes.pack([value * weight for value in self.floats(words)], self.dtype)
+                self.store_piece(self.row_of(y.toint(), row, y_stride), first, row_bytes, moved, row >= 0)
             if cutlass.const_expr(self.weighted):
                 given = self.per_choice(weights.toint(), token, lane, 0)
                 for slot in cutlass.range_constexpr(self.slots):
@@ -169,34 +178,38 @@ class MoeUnpermute(Permutation):
 
 
 class MoeUnpermuteBackward(Permutation):
-    """The kernel of moe-unpermute-bwd, with weights; calling it traces host function and kernel."""
+    """The kernel of moe-unpermute-bwd, and scaled of moe-permute-bwd; calling it traces host function and kernel.
+
+    Either way a weight's gradient is the product of a token's row and an expert's row, and the other gradient comes of
+    the rows that are a gradient themselves: the token's goes to every choice, or those of all choices add up.
+    """
 
     @cute.jit
     def __call__(
-        self, grad_y: cute.Tensor, x: cute.Tensor, inverse: cute.Tensor, weights: cute.Tensor, grad_x: cute.Tensor,
-        grad_weights: cute.Tensor, stream: CUstream,
+        self, by_token: cute.Tensor, by_expert: cute.Tensor, inverse: cute.Tensor, weights: cute.Tensor,
+        grad_x: cute.Tensor, grad_weights: cute.Tensor, stream: CUstream,
     ):  # fmt: skip
-        """Launch."""
-        tokens = grad_y.shape[0]
+        """Launch; (by_token, by_expert) are (grad_y, x), or (x, grad_y) of moe-permute-bwd."""
+        tokens = by_token.shape[0]
         self.kernel(
-            grad_y.iterator,
-            x.iterator,
+            by_token.iterator,
+            by_expert.iterator,
             inverse.iterator,
             weights.iterator,
             grad_x.iterator,
             grad_weights.iterator,
             tokens,
-            grad_y.shape[1] * self.size,
-            Int64(grad_y.stride[0]) * self.size,
-            Int64(x.stride[0]) * self.size,
+            by_token.shape[1] * self.size,
+            Int64(by_token.stride[0]) * self.size,
+            Int64(by_expert.stride[0]) * self.size,
             Int64(grad_x.stride[0]) * self.size,
         ).launch(grid=[(tokens - 1) // self.warps + 1, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
-        self, grad_y: cute.Pointer, x: cute.Pointer, inverse: cute.Pointer, weights: cute.Pointer,
-        grad_x: cute.Pointer, grad_weights: cute.Pointer, tokens: Int32, row_bytes: Int32, y_stride: Int64,
-        x_stride: Int64, grad_stride: Int64,
+        self, by_token: cute.Pointer, by_expert: cute.Pointer, inverse: cute.Pointer, weights: cute.Pointer,
+        grad_x: cute.Pointer, grad_weights: cute.Pointer, tokens: Int32, row_bytes: Int32, token_stride: Int64,
+        expert_stride: Int64, grad_stride: Int64,
     ):  # fmt: skip
         """See the module's docstring."""
         token, lane, start = self.place()
@@ -207,18 +220,30 @@ class MoeUnpermuteBackward(Permutation):
             dots.fill(0.0)
             for piece in cutlass.range(0, row_bytes, self.piece):
                 first = start + piece
-                gradient = self.floats(self.load_piece(self.row_of(grad_y.toint(), token, y_stride), first, row_bytes))
+                common = self.floats(
+                    self.load_piece(self.row_of(by_token.toint(), token, token_stride), first, row_bytes)
+                )
+                sums = [Float32(0.0)] * len(common)
                 for choice in cutlass.range_constexpr(self.topk):
                     row = Int32(self.of_choice(rows, choice))
                     weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
-                    words = self.load_piece(self.row_of(x.toint(), row, x_stride), first, row_bytes, row >= 0)
+                    source = self.row_of(by_expert.toint(), row, expert_stride)
+                    own = self.floats(self.load_piece(source, first, row_bytes, row >= 0))
                     dot = dots[choice]
-                    for value, other in zip(self.floats(words), gradient, strict=True):
+                    for value, other in zip(own, common, strict=True):
                         dot = fma(value, other, dot)
                     dots[choice] = dot
-                    result = lanes.pack([value * weight for value in gradient], self.dtype)
-                    target = self.row_of(grad_x.toint(), row, grad_stride)
-                    self.store_piece(target, first, row_bytes, result, row >= 0)
+                    if cutlass.const_expr(self.scaled):
+                        weight = choose(row >= 0, weight, Float32(0.0))
+                        sums = [fma(value, weight, total) for value, total in zip(own, sums, strict=True)]
+                    else:
+                        result = lanes.pack([value * weight for value in common], self.dtype)
+                        target = self.row_of(grad_x.toint(), row, grad_stride)
+                        self.store_piece(target, first, row_bytes, result, row >= 0)
+                if cutlass.const_expr(self.scaled):
+                    result = lanes.pack(sums, self.dtype)
+                    target = self.row_of(grad_x.toint(), token, grad_stride)
+                    self.store_piece(target, first, row_bytes, result, token < tokens)
             target = grad_weights.toint() + Int64(token) * (self.topk * 4)
             for choice in cutlass.range_constexpr(self.topk):
                 total = lanes.warp_sum(dots[choice])
