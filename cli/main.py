@@ -22,6 +22,7 @@ INTERRUPTED = 130
 
 # What `--help` shows; a verb's own file is only imported when it is called.
 VERBS = {
+    "new": "Write a spec file for a model from its config.json.",
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List what the store holds.",
     "show": "Show one entry whole.",

@@ -16,6 +16,9 @@
 | `parse` | a file: defaults, sweeps, all problems in one error |
 | `catalog` | the packaged files; finding kernels by name or glob |
 | `json_schema` | the JSON Schema of spec files |
+| `operands` | what the arguments of a launch are, in words; operations.md beside it is the page |
+| `config_fields`, `hf_config` | the MLPs and the router of a model, from its Hugging Face config |
+| `model_kernels`, `new_spec` | the kernels of such a model, and the text of a spec file for them |
 
 What reads files is imported on first use: a launch needs the values alone.
 """

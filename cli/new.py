@@ -1,0 +1,139 @@
+"""`fusekit new`: a commented spec file for a model."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from fusekit.errors import FusekitError, UsageError
+from fusekit_cli import output
+from fusekit_cli.options import Session, common
+
+
+@click.command("new")
+@click.argument("model", metavar="MODEL")
+@click.option("-o", "--output", "out", metavar="FILE", help="Where to write it: a file or a folder (default: stdout).")
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.option("--name", metavar="NAME", help="The file's stem, the first part of every kernel's name.")
+@click.option(
+    "--tokens", metavar="T", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens a launch."
+)
+@click.option(
+    "--expert-parallel", "ranks", metavar="R", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Ranks that share the experts of a layer.",
+)  # fmt: skip
+@click.option("--training", is_flag=True, help="Only the kernels of training (default: of both).")
+@click.option("--inference", is_flag=True, help="Only the kernels of inference.")
+@click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
+@click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
+@common
+def command(
+    session: Session,
+    model: str,
+    out: str | None,
+    force: bool,
+    name: str | None,
+    tokens: int,
+    ranks: int,
+    training: bool,
+    inference: bool,
+    arch: str,
+    family: str | None,
+) -> None:
+    """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
+
+    The file has the kernels of one layer: the MLP of a dense model; router, permutation and experts of a
+    mixture-of-experts model. What of the model does not fit is a comment that says why.
+    """
+    from fusekit.spec.hf_config import read_model
+    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
+    from fusekit.spec.model import ARCHES
+    from fusekit.spec.model_kernels import Request
+    from fusekit.spec.new_spec import new_spec
+
+    if training and inference:
+        raise UsageError("--training with --inference: each leaves out the other's kernels; leave out both for both")
+    if arch not in ARCHES:
+        raise UsageError(f"--arch {arch}: there are no kernels for it; it is one of {', '.join(ARCHES)}")
+    text, source = _read(model)
+    read = read_model(text, source, family)
+    stem = name if name is not None else _stem(model, out, read.model_type)
+    if not re.fullmatch(NAME_PATTERN, stem):
+        raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
+    wanted = Request(
+        stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name
+    )
+    made = new_spec(read, wanted)
+    written = _write(out, made, stem, force) if out is not None else None
+    document = {"name": stem, "model_type": read.model_type, "file": written, "spec": made}
+    output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
+
+
+def _read(model: str) -> tuple[str, str]:
+    """The text of the config, and what errors call it."""
+    from fusekit.spec.hf_config import MAX_BYTES
+
+    path = Path(model)
+    try:
+        if model == "-":
+            source, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            path = path / "config.json" if path.is_dir() else path
+            source = str(path)
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; give a config.json, a folder that holds one, or - for stdin"
+        ) from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{source}: longer than {MAX_BYTES} bytes; give the config.json of a Hugging Face model")
+    try:
+        return data.decode("utf-8"), source
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: byte {error.start} is not UTF-8; give the config.json of a model") from None
+
+
+def _stem(model: str, out: str | None, model_type: str) -> str:
+    """The file's stem, as far as it can be told from its path, the model's folder or the model's type."""
+    if out is not None and not Path(out).is_dir():
+        return Path(out).stem
+    path = Path(model).absolute()
+    folder = path if path.is_dir() else path.parent
+    if folder.parent.name == "snapshots":  # of Hugging Face's cache: models--ORGANISATION--NAME/snapshots/REVISION
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
+    if model == "-":
+        told = model_type
+    elif path.is_dir() or path.stem == "config":
+        told = folder.name
+    else:
+        told = path.stem
+    return re.sub(r"[^a-z0-9._-]+", "-", told.lower()).strip("-._")[:64] or "model"
+
+
+def _write(out: str, text: str, stem: str, force: bool) -> str:
+    """Write the file, whole or not at all; returns its path."""
+    path = Path(out) / f"{stem}.toml" if Path(out).is_dir() else Path(out)
+    if path.suffix != ".toml" or path.stem != stem:
+        raise UsageError(f"-o {out}: the file's name is the kernels' first: it must be {stem}.toml, or a folder")
+    try:
+        if not force:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+            return str(path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with partial.open("x", encoding="utf-8") as file:
+                file.write(text)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return str(path)
+    except FileExistsError:
+        raise UsageError(f"{path} exists; give --force to overwrite it, or another -o") from None
+    except OSError as error:
+        raise FusekitError(f"{path}: cannot be written: {error.strerror}; choose another -o") from error

@@ -1,0 +1,380 @@
+"""The MLPs and the router of a model, read from its Hugging Face `config.json`.
+
+Each model type that `FAMILIES` lists is read as the class of that name in Transformers computes it. A model type
+outside the list, a field of the wrong type and fields that contradict each other are errors. What the file leaves out
+takes the default of that class, and is said in `Model.notes`; so are fields that such a class does not read.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fusekit.errors import SpecError
+from fusekit.spec.config_fields import Fields
+from fusekit.spec.values import nearest, show, type_name
+
+MAX_BYTES = 2**22  # of a config.json; real ones have a few kilobytes
+MAX_LAYERS = 10_000
+
+# hidden_act -> the activation of a gated MLP, and of a plain one.
+GATED = {
+    "silu": {"kind": "swiglu"},
+    "swish": {"kind": "swiglu"},
+    "quick_gelu": {"kind": "swiglu", "alpha": 1.702},
+    "gelu": {"kind": "geglu"},
+    "gelu_pytorch_tanh": {"kind": "geglu", "approximate": "tanh"},
+    "gelu_new": {"kind": "geglu", "approximate": "tanh"},
+    "gelu_fast": {"kind": "geglu", "approximate": "tanh"},
+    "relu": {"kind": "reglu"},
+}
+PLAIN = {
+    "silu": {"kind": "silu"},
+    "swish": {"kind": "silu"},
+    "gelu": {"kind": "gelu"},
+    "gelu_pytorch_tanh": {"kind": "gelu", "approximate": "tanh"},
+    "gelu_new": {"kind": "gelu", "approximate": "tanh"},
+    "gelu_fast": {"kind": "gelu", "approximate": "tanh"},
+    "relu": {"kind": "relu"},
+    "relu2": {"kind": "srelu"},
+}
+
+SEPARATE = "w1 is gate_proj.weight over up_proj.weight, stacked once; w2 is down_proj.weight"
+STACKED = "w1[e] is gate_proj.weight over up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
+FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
+TRANSPOSED = (
+    "w1 and w2 are the transposes, made once, of gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. To use those as "
+    'they are, exchange b_major = "k", the default, and "n" in the GEMMs, and dy and x in a launch of grouped-wgrad, '
+    "which then sums no gradient of a bias"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """One kind of MLP of the model: w2[H, I], and w1[2 I, H] where it is gated, else [I, H].
+
+    role: "experts", "shared" (experts that every token goes through) or "dense". activation: a spec's table; None
+    where fusekit has no such activation, and `why` then says so. weights: where w1 and w2 are in the checkpoint.
+    layers: which layers have it.
+    """
+
+    role: str
+    intermediate: int
+    activation: Mapping[str, Any] | None
+    gated: bool = True
+    glu_layout: str = "concat"
+    bias: bool = False
+    weights: str = SEPARATE
+    layers: str = "every layer"
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a token's experts are chosen; the keys are those of `router-topk`.
+
+    scales_input: the weight multiplies the expert's input, not its output. aux_loss: coefficient of the load-balancing
+    loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it.
+    """
+
+    experts: int
+    topk: int
+    keys: Mapping[str, Any]
+    scales_input: bool = False
+    aux_loss: float = 0.0
+    aux_note: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What fusekit's kernels need to know of a model. hidden: H. dtype: "bf16" or "fp16"."""
+
+    model_type: str
+    hidden: int
+    mlps: tuple[Mlp, ...]
+    router: Router | None = None
+    dtype: str = "bf16"
+    notes: tuple[str, ...] = ()
+
+
+def read_model(text: str, source: str, family: str | None = None) -> Model:
+    """The model of a `config.json`.
+
+    source: what errors call the file. family: the model type to read it as, in place of its own. Raises SpecError for
+    what is not a config, a model type that is not known, and fields that are missing or contradict each other.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise SpecError(f"{source}: not JSON: {reason}; give the config.json of a Hugging Face model") from None
+    if not isinstance(document, dict):
+        raise SpecError(f"{source}: it holds {type_name(document)}; a config.json holds one object")
+    outer = Fields(document, source)
+    inner = outer.values.get("text_config")
+    fields = outer
+    if isinstance(inner, dict) and "hidden_size" not in outer.values:
+        shared = ("model_type", "dtype", "torch_dtype", "quantization_config")
+        above = {name: outer.values.get(name) for name in shared}
+        fields = Fields(above | {name: value for name, value in inner.items() if value is not None}, source)
+        fields.notes.append("only text_config is read: other parts of the model, such as vision, have no kernels here")
+    own = fields.word("model_type")
+    name = family or own
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise fields.error(
+            f"model_type = {show(name)}: how its MLPs are computed is not known{nearest(name, FAMILIES)}; known are "
+            f"{known}; if its MLPs and router are those of one of them, name it with --family"
+        )
+    model = FAMILIES[name](fields)
+    if family and family != own:
+        fields.notes.insert(0, f"the config's model_type is {show(own)}; it is read as {family}, as was asked for")
+    dtype = _dtype(fields)
+    return replace(model, model_type=own, dtype=dtype, notes=(*fields.notes, *fields.unread(), *_quantised(fields)))
+
+
+def _dtype(fields: Fields) -> str:
+    value = fields.values.get("dtype", fields.values.get("torch_dtype", "bfloat16"))
+    if value == "float16":
+        return "fp16"
+    if value != "bfloat16":
+        fields.notes.append(f"torch_dtype is {show(value)}: the kernels take 16-bit operands, here bf16")
+    return "bf16"
+
+
+def _quantised(fields: Fields) -> list[str]:
+    config = fields.values.get("quantization_config")
+    if not config:
+        return []
+    method = config.get("quant_method", config) if isinstance(config, dict) else config
+    return [
+        f"the checkpoint is quantised ({show(method)}): these kernels take 16-bit weights; dequantise them when loading"
+    ]
+
+
+def _activation(fields: Fields, gated: bool, name: str = "hidden_act", default: str = "silu") -> tuple[Any, str]:
+    """The activation's table, or None and why there is none."""
+    value = fields.word(name, default=default)
+    table = (GATED if gated else PLAIN).get(value)
+    if table is not None:
+        return table, ""
+    known = ", ".join(GATED if gated else PLAIN)
+    kind = "gated" if gated else "plain"
+    return None, f"{name} = {show(value)} is no activation of a {kind} MLP that fusekit computes; it computes {known}"
+
+
+def _mlp(fields: Fields, role: str, intermediate: int, **rest: Any) -> Mlp:
+    activation, why = _activation(fields, rest.get("gated", True))
+    return Mlp(role, intermediate, activation, why=why, **rest)
+
+
+def _dense(
+    fields: Fields,
+    *,
+    gated: bool = True,
+    act: tuple[str, str] = ("hidden_act", "silu"),
+    bias: bool | tuple[str, bool] = False,
+    weights: str = SEPARATE,
+) -> Model:
+    """A model whose every layer has the same MLP. act, bias: the field and its default; a bool: no field decides."""
+    activation, why = _activation(fields, gated, *act)
+    has_bias = bias if isinstance(bias, bool) else fields.flag(bias[0], default=bias[1])
+    mlp = Mlp("dense", fields.size("intermediate_size"), activation, gated, bias=has_bias, weights=weights, why=why)
+    return Model("", fields.size("hidden_size"), (mlp,))
+
+
+def _softmax(fields: Fields, experts: int, topk: int, normalised: bool) -> Router:
+    """Softmax over all experts, divided by the sum of the chosen where `normalised`: then it is over those alone."""
+    keys: dict[str, Any] = {"score_function": "softmax"}
+    if not normalised:
+        keys["pre_softmax"] = True
+    aux = fields.number("router_aux_loss_coef", default=0.001)
+    note = "Transformers' load_balancing_loss_func gives K times what aux-loss gives, over all layers at once"
+    return _router(fields, Router(experts, topk, keys, aux_loss=aux, aux_note=note))
+
+
+def _router(fields: Fields, router: Router) -> Router:
+    if router.topk > router.experts:
+        raise fields.error(
+            f"num_experts_per_tok = {router.topk}: there are {router.experts} experts; correct one of the two numbers"
+        )
+    return router
+
+
+def _mixtral(fields: Fields) -> Model:
+    weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
+    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
+    experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
+    return Model("", fields.size("hidden_size"), (mlp,), _softmax(fields, experts, topk, normalised=True))
+
+
+def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, shared: bool = False) -> Model:
+    """Qwen's and OLMoE's: softmax, with norm_topk_prob or without; some have a shared expert and dense layers."""
+    size = fields.size(expert_size)
+    total, step = (
+        fields.size("num_hidden_layers", most=MAX_LAYERS),
+        fields.size("decoder_sparse_step", default=1, quiet=True),
+    )
+    alone = set(fields.layers("mlp_only_layers"))
+    sparse = [layer for layer in range(total) if layer not in alone and (layer + 1) % step == 0]
+    mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(len(sparse), total))]
+    if shared and (width := fields.size("shared_expert_intermediate_size", minimum=0)):
+        mlps.append(_mlp(fields, "shared", width, layers=_count(len(sparse), total)))
+        fields.notes.append("the shared expert's output is multiplied by sigmoid(x . shared_expert_gate), left to you")
+    if len(sparse) < total:
+        width = fields.size("intermediate_size")
+        mlps.append(_mlp(fields, "dense", width, layers=_count(total - len(sparse), total)))
+    norm = fields.flag("norm_topk_prob", default=normalised)
+    router = _softmax(fields, fields.size("num_experts", "num_local_experts"), fields.size("num_experts_per_tok"), norm)
+    return Model("", fields.size("hidden_size"), tuple(mlps), router)
+
+
+def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Model:
+    """DeepSeek's, Kimi's and GLM's: sigmoid scores and a bias (V2: softmax), groups, shared experts."""
+    size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    first, every = (
+        fields.size("first_k_dense_replace", default=0, minimum=0),
+        fields.size("moe_layer_freq", default=1, quiet=True),
+    )
+    sparse = sum(layer >= first and layer % every == 0 for layer in range(total))
+    mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(sparse, total))]
+    if shared := fields.size("n_shared_experts", default=0, minimum=0):
+        mlps.append(_mlp(fields, "shared", shared * size, layers=_count(sparse, total)))
+    if sparse < total:
+        width = fields.size("intermediate_size")
+        mlps.append(_mlp(fields, "dense", width, layers=_count(total - sparse, total)))
+    experts, topk = fields.size("n_routed_experts", "num_experts"), fields.size("num_experts_per_tok")
+    keys, why = _deepseek_router(fields, score, topk)
+    aux = fields.number("aux_loss_alpha", default=0.0, quiet=True)
+    note = ""
+    if fields.peek("seq_aux") is True:
+        note = "seq_aux is true: the loss is that of each sequence; launch the loss's four kernels for each of them"
+    router = _router(fields, Router(experts, topk, keys, aux_loss=aux, aux_note=note, why=why))
+    return Model("", fields.size("hidden_size"), tuple(mlps), router)
+
+
+def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, Any], str]:
+    """The keys of the router, and what of it the kernels cannot do."""
+    given = fields.peek("scoring_func", score)
+    method = fields.peek("topk_method", "noaux_tc" if score == "sigmoid" else "greedy")
+    methods = ("noaux_tc",) if score == "sigmoid" else ("greedy", "group_limited_greedy")
+    if given != score or method not in methods:
+        why = f"scoring_func = {show(given)} with topk_method = {show(method)} is not what this model type computes"
+        return {}, f"{why}, {score} with {' or '.join(methods)}"
+    norm = fields.flag("norm_topk_prob", default=score == "sigmoid")
+    keys: dict[str, Any] = {"score_function": score}
+    why = ""
+    if score == "sigmoid":
+        keys["expert_bias"] = True
+        if not norm and topk > 1:
+            why = "norm_topk_prob is false, and router-topk divides sigmoid scores by their sum"
+    elif norm:
+        why = "Transformers ignores norm_topk_prob for this model type, and the model's own code does not"
+    else:
+        keys["pre_softmax"] = True
+    groups, kept = fields.size("n_group", default=1), fields.size("topk_group", default=1)
+    if method != "greedy" and groups > 1:
+        keys |= {"num_groups": groups, "group_topk": kept}
+        summed = 2 if score == "sigmoid" else 1
+        if topk != summed * kept:
+            why = (
+                f"a group's score is the sum of its best {summed}, and router-topk sums the best topk / group_topk = "
+                f"{topk} / {kept}"
+            )
+    factor = fields.number("routed_scaling_factor", default=1.0)
+    return keys | ({"scaling_factor": factor} if factor != 1.0 else {}), why
+
+
+def _minimax(fields: Fields) -> Model:
+    """Sigmoid scores with a bias in the selection, normalised; every layer sparse."""
+    weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
+    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
+    keys = {"score_function": "sigmoid", "expert_bias": True}
+    scoring = fields.peek("scoring_func", "sigmoid")
+    why = "" if scoring == "sigmoid" else f"scoring_func = {show(scoring)}, and this model type computes sigmoid"
+    experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
+    return Model("", fields.size("hidden_size"), (mlp,), _router(fields, Router(experts, topk, keys, why=why)))
+
+
+def _gpt_oss(fields: Fields) -> Model:
+    """Clamped SwiGLU with biases, gate and up interleaved; softmax over the chosen."""
+    activation, why = _activation(fields, gated=True)
+    alpha, limit = fields.number("swiglu_alpha", default=1.702, quiet=True), fields.number("swiglu_limit", default=7.0)
+    if activation is not None:
+        activation = {"kind": "swiglu", "alpha": alpha, "limit": limit, "up_offset": 1.0}
+        if fields.word("hidden_act", default="silu") not in ("silu", "swish"):
+            activation, why = None, f"hidden_act = {show(fields.values['hidden_act'])}, and this model type has SwiGLU"
+    size = fields.size("intermediate_size")
+    mlp = Mlp("experts", size, activation, True, "interleaved", True, TRANSPOSED, why=why)
+    experts = fields.size("num_local_experts", "num_experts")
+    topk = fields.size("num_experts_per_tok", "experts_per_token")
+    fields.notes.append("the router's linear layer has a bias; its logits x . Wr^T + b are left to you")
+    return Model("", fields.size("hidden_size"), (mlp,), _softmax(fields, experts, topk, normalised=True))
+
+
+def _llama4(fields: Fields) -> Model:
+    """Sigmoid of the chosen logits, which scale the experts' input; a shared expert in each such layer."""
+    size, total = fields.size("intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    if "moe_layers" in fields.values:
+        sparse = len(fields.layers("moe_layers"))
+    else:
+        step = fields.size("interleave_moe_layer_step", default=1)
+        sparse = len(range(step - 1, total, step))
+    mlps = [_mlp(fields, "experts", size, weights=TRANSPOSED, layers=_count(sparse, total))]
+    mlps.append(_mlp(fields, "shared", size, layers=_count(sparse, total)))
+    if sparse < total:
+        width = fields.size("intermediate_size_mlp")
+        mlps.append(_mlp(fields, "dense", width, layers=_count(total - sparse, total)))
+    experts, topk = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
+    why = "" if topk == 1 else "several sigmoid scores a token are not divided by their sum, and router-topk does that"
+    router = Router(experts, topk, {"score_function": "sigmoid"}, scales_input=True, why=why)
+    return Model("", fields.size("hidden_size"), tuple(mlps), _router(fields, router))
+
+
+def _count(some: int, total: int) -> str:
+    return "every layer" if some == total else f"{some} of {total} layers"
+
+
+TANH = ("hidden_activation", "gelu_pytorch_tanh")
+TWO_LAYERS = "w1 is {}.weight and w2 is {}.weight, as the checkpoint has them"
+FAMILIES: Mapping[str, Callable[[Fields], Model]] = {
+    "llama": partial(_dense, bias=("mlp_bias", False)),
+    "granite": partial(_dense, bias=("mlp_bias", False)),
+    "smollm3": partial(_dense, bias=("mlp_bias", False)),
+    "mistral": _dense,
+    "qwen2": _dense,
+    "qwen3": _dense,
+    "olmo2": _dense,
+    "gemma2": partial(_dense, act=TANH),
+    "gemma3_text": partial(_dense, act=TANH),
+    "glm4": partial(_dense, weights=FUSED),
+    "phi3": partial(_dense, weights=FUSED),
+    "starcoder2": partial(
+        _dense, gated=False, act=("hidden_act", "gelu_pytorch_tanh"), bias=("use_bias", True),
+        weights=TWO_LAYERS.format("c_fc", "c_proj"),
+    ),
+    "nemotron": partial(
+        _dense, gated=False, act=("hidden_act", "relu2"), bias=("mlp_bias", False),
+        weights=TWO_LAYERS.format("up_proj", "down_proj"),
+    ),
+    "gpt_neox": partial(
+        _dense, gated=False, act=("hidden_act", "gelu"), bias=True,
+        weights=TWO_LAYERS.format("dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    "mixtral": _mixtral,
+    "olmoe": partial(_qwen_moe, expert_size="intermediate_size"),
+    "qwen2_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", shared=True),
+    "qwen3_moe": partial(_qwen_moe, expert_size="moe_intermediate_size"),
+    "qwen3_next": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
+    "deepseek_v2": partial(_deepseek, score="softmax"),
+    "deepseek_v3": _deepseek,
+    "deepseek_v32": _deepseek,
+    "kimi_k2": _deepseek,
+    "glm4_moe": _deepseek,
+    "minimax_m2": _minimax,
+    "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
+    "llama4_text": _llama4,
+}  # fmt: skip

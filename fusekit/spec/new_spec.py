@@ -1,0 +1,150 @@
+"""The text of a commented spec file for a model."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fusekit.errors import SpecError
+from fusekit.spec.family import family_of
+from fusekit.spec.hf_config import Model
+from fusekit.spec.keys import Key
+from fusekit.spec.model_kernels import Kernel, Request, Sizes, sections, sizes_of
+from fusekit.spec.parse import parse_text
+
+WIDTH = 118
+SCHEMA_FILE = "fusekit.schema.json"
+WGRAD = "grouped-wgrad"
+
+
+def new_spec(model: Model, request: Request) -> str:
+    """The text of the spec file. Raises SpecError where no kernel fits, or the ranks do not divide the experts."""
+    sizes = sizes_of(model, request)
+    writer = _Writer(model, request, sizes)
+    writer.header()
+    for title, kernels in sections(model, sizes, request):
+        writer.section(title, kernels)
+    if not writer.written:
+        raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(dict.fromkeys(writer.left_out))}")
+    text = "\n".join(writer.lines) + "\n"
+    parse_text(text, request.name)  # what is written can be read
+    return text
+
+
+def toml(value: Any) -> str:
+    """The value as a TOML file has it: a string, a number, a boolean, or a table of them on one line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {toml(item)}" for name, item in value.items()) + " }"
+    return json.dumps(value)
+
+
+class _Writer:
+    """The lines of the file. A key is explained where it first stands."""
+
+    def __init__(self, model: Model, request: Request, sizes: Sizes) -> None:
+        self.model, self.request, self.sizes = model, request, sizes
+        self.lines: list[str] = []
+        self.explained: set[str] = set()
+        self.written: list[str] = []
+        self.left_out: list[str] = []
+
+    def comment(self, text: str, indent: str = "") -> None:
+        """Wrapped lines of a comment; what TOML does not allow in one becomes a question mark."""
+        clean = "".join(each if each.isprintable() else "?" for each in text)
+        self.lines += textwrap.wrap(
+            clean, WIDTH, initial_indent="# ", subsequent_indent=f"# {indent}", break_on_hyphens=False
+        )
+
+    def header(self) -> None:
+        """What the file is, the model's numbers, and what is not in it."""
+        model, request, sizes = self.model, self.request, self.sizes
+        file = f"{request.name}.toml"
+        self.lines += [f"#:schema ./{SCHEMA_FILE}"]
+        self.comment(
+            f"Kernels of {request.name}, made by `fusekit new` from {request.origin} (model_type {model.model_type}). "
+            f"`fusekit build {file}` builds them, and with --dry-run says which. `fusekit show {request.name}/KERNEL` "
+            "lists a kernel's arguments. tile, cluster and schedule are left out: they are chosen for each problem. An "
+            f"editor checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
+        )
+        self.lines += ["#"]
+        self.comment(
+            f"H = {model.hidden} is the hidden size, I an intermediate size, T = {sizes.tokens} tokens a launch."
+        )
+        router = model.router
+        if router is not None:
+            of = "" if request.ranks == 1 else f" on each of {request.ranks} ranks"
+            self.comment(
+                f"X = {router.experts} experts, K = {router.topk} of them for each token. "
+                f"E = {sizes.groups} experts{of} share M = T K = {sizes.rows} rows{', on average' if of else ''}."
+            )
+        for note in self._notes():
+            self.comment(f"- {note}.", "  ")
+        summary = f"{request.name}: MLP of one layer, {model.dtype}"
+        self.lines += ["", "schema = 1", f"summary = {toml(summary)}", "", "[defaults]"]
+        shared = {key.name: key for key in family_of(WGRAD).keys}
+        self._key(shared["arch"], request.arch)
+        self._key(shared["dtype"], model.dtype)
+
+    def _notes(self) -> Iterator[str]:
+        yield from self.model.notes
+        if self.request.ranks > 1:
+            yield (
+                "the router's kernels see all X experts, and index sees those of this rank: subtract its first expert "
+                "from the indices, and a choice outside [0, E) gets no row. The exchange between ranks is not fusekit's"
+            )
+        router = self.model.router
+        if router is not None and router.aux_loss and router.aux_note and not router.why and self.request.training:
+            yield router.aux_note
+        if self.model.dtype == "fp16" and router is not None:
+            yield "permutation moves bf16 and f32 rows, so its kernels are left out for fp16"
+
+    def section(self, title: str, kernels: list[Kernel]) -> None:
+        """A title, and the kernels that fit; the others as comments with the reason."""
+        self.lines += [""]
+        self.comment(f"---- {title}.", "     ")
+        for kernel in kernels:
+            self._kernel(kernel)
+
+    def _kernel(self, kernel: Kernel) -> None:
+        table = {"name": kernel.name, "summary": kernel.summary, **kernel.keys}
+        why = kernel.why or self._refusal(table)
+        self.lines += [""]
+        if why:
+            self.left_out.append(why)
+            self.comment(f"Left out: {kernel.name} ({kernel.summary}). {why}.", "  ")
+            return
+        self.written.append(kernel.name)
+        self.comment(kernel.tensors, "  ")
+        self.lines += ["[[kernel]]"]
+        docs = {key.name: key for key in family_of(kernel.keys["op"]).keys}
+        for name, value in table.items():
+            self._key(docs[name], value)
+
+    def _refusal(self, table: Mapping[str, Any]) -> str:
+        """Why the kernel cannot be built; empty where it can."""
+        known = {key.name for key in family_of(table["op"]).keys}
+        shared = {"arch": self.request.arch, "dtype": self.model.dtype}
+        whole: dict[str, Any] = {**{name: value for name, value in shared.items() if name in known}, **table}
+        try:
+            parse_text(
+                "\n".join(["schema = 1", "[[kernel]]", *(f"{name} = {toml(whole[name])}" for name in whole)]), "new"
+            )
+        except SpecError as error:
+            where = f"[[kernel]] 1 ({table['name']}): "
+            return "; ".join(problem.removeprefix(where) for problem in error.problems) or str(error)
+        return ""
+
+    def _key(self, key: Key, value: Any) -> None:
+        line, doc = f"{key.name} = {toml(value)}", self._doc(key, value)
+        if doc and len(line) + len(doc) + 4 <= WIDTH:
+            line = f"{line}  # {doc}"
+        elif doc:
+            self.comment(f"{key.name}: {doc}", "  ")
+        self.lines += [line]
+
+    def _doc(self, key: Key, value: Any) -> str:
+        """What the key means, the first time that it stands in the file."""
+        parts = [key.doc] + [f"{each.name}: {each.doc}" for each in key.keys if each.name in value]
+        new = [part for part in parts if key.name != "name" and part not in self.explained]
+        self.explained.update(new)
+        return " ".join(new)

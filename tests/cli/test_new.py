@@ -1,0 +1,141 @@
+"""`fusekit new`: where the file goes, what it is called, and that a build takes it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.spec.configs import CONFIGS
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a model's config, as a download has it."""
+    folder = tmp_path / "models" / "Mixtral-8x7B v0.1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["mixtral-8x7b"]))
+    return folder
+
+
+def test_to_stdout_to_a_file_and_to_a_folder(fusekit, model, tmp_path):
+    text = fusekit("new", str(model)).out
+    assert text == fusekit("new", str(model / "config.json")).out
+    assert "made by `fusekit new`" in text
+    assert "mixtral-8x7b-v0.1" in text
+    result = fusekit("new", str(model), "-o", str(tmp_path / "mine.toml"))
+    assert result.out == f"{tmp_path / 'mine.toml'}\n"
+    assert 'summary = "mine: ' in (tmp_path / "mine.toml").read_text()
+    assert fusekit("new", str(model), "-o", str(tmp_path)).out == f"{tmp_path / 'mixtral-8x7b-v0.1.toml'}\n"
+    document = fusekit("new", str(model), "--name", "other", "--json").json
+    assert (document["name"], document["model_type"], document["file"]) == ("other", "mixtral", None)
+    assert 'summary = "other: ' in document["spec"]
+
+
+def test_from_stdin(fusekit):
+    run = subprocess.run(
+        [sys.executable, "-m", "fusekit_cli", "new", "-"], input=json.dumps(CONFIGS["llama-3-8b"]), text=True,
+        env=fusekit.environment, cwd=fusekit.root.parent, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert 'summary = "llama: ' in run.stdout
+
+
+def test_the_name_in_a_cache_of_downloads(fusekit, tmp_path):
+    folder = tmp_path / "hub" / "models--openai--gpt-oss-20b" / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["gpt-oss-20b"]))
+    assert fusekit("new", str(folder), "--json").json["name"] == "gpt-oss-20b"
+
+
+def test_a_file_is_not_overwritten_unasked(fusekit, model, tmp_path):
+    out = tmp_path / "mine.toml"
+    out.write_text("mine")
+    err = fusekit("new", str(model), "-o", str(out), code=2).err
+    assert "exists; give --force" in err
+    assert out.read_text() == "mine"
+    fusekit("new", str(model), "-o", str(out), "--force")
+    assert out.read_text().startswith("#:schema")
+    assert [path.name for path in tmp_path.glob("*mine*")] == ["mine.toml"]
+
+
+def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path):
+    target, out = tmp_path / "target.toml", tmp_path / "mine.toml"
+    target.write_text("theirs")
+    out.symlink_to(target)
+    fusekit("new", str(model), "-o", str(out), code=2)
+    fusekit("new", str(model), "-o", str(out), "--force")
+    assert target.read_text() == "theirs"
+    assert not out.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{model}/none"], "No such file or directory; give a config.json"),
+        (["{model}", "-o", "x.json"], "it must be x.toml"),
+        (["{model}", "-o", "x.toml", "--name", "y"], "it must be y.toml"),
+        (["{model}", "-o", "none/x.toml"], "cannot be written: No such file or directory"),
+        (["{model}", "--name", "A B"], "a name is lower-case letters"),
+        (["{model}", "--arch", "sm_80"], "--arch sm_80: there are no kernels for it"),
+        (["{model}", "--training", "--inference"], "leave out both"),
+        (["{model}", "--expert-parallel", "3"], "1, 2, 4, 8 do"),
+        (["{model}", "--family", "mixtrall"], 'did you mean "mixtral"'),
+        (["{model}", "--tokens", "0"], "--tokens"),
+    ],
+)
+def test_errors_are_one_message(fusekit, model, arguments, words):
+    result = fusekit("new", *(each.format(model=model) for each in arguments), code=None)
+    assert result.code == (1 if "none/x.toml" in arguments else 2)
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def test_what_is_too_long_or_no_text_is_refused(fusekit, tmp_path):
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), 2**40)  # sparse
+    assert "longer than" in fusekit("new", str(path), code=2).err
+    path.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in fusekit("new", str(path), code=2).err
+
+
+def test_a_build_takes_every_file(fusekit, tmp_path):
+    """Every model at once: what would be built, from the files alone."""
+    for name, config in CONFIGS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        fusekit("new", str(tmp_path / f"{name}.json"), "-o", str(tmp_path / f"{name}.toml"))
+    plan = fusekit("build", *(str(tmp_path / f"{name}.toml") for name in CONFIGS), "--dry-run", "--json").json
+    named = {re.sub(r"/.*", "", row["name"]) for row in plan["would_build"]}
+    assert named == set(CONFIGS)
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 96, "num_local_experts": 8}
+CHOICES = {"num_experts_per_tok": 2, "experts_per_token": 2}
+ONE_VARIANT = '[defaults]\ntile = [128, 128]\ncluster = [2, 1]\nschedule = "static"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kernels"), [("gpt-oss-20b", ["--inference"], 6), ("starcoder2-3b", [], 7)]
+)
+def test_a_small_model_builds(fusekit, tmp_path, name, options, kernels):
+    pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | SMALL | CHOICES))
+    text = fusekit("new", str(tmp_path / "config.json"), "--name", "small", "--tokens", "64", *options).out
+    (tmp_path / "small.toml").write_text(text.replace("[defaults]\n", ONE_VARIANT))
+    report = fusekit("build", str(tmp_path / "small.toml"), "--json", "--jobs", "2").json
+    assert (len(report["built"]), report["failed"]) == (kernels, [])
+    assert all(row["proved_launches"] for row in report["built"])
+
+
+def test_new_loads_no_compiler(model, tmp_path):
+    code = (
+        "import sys; from fusekit_cli.main import main; main(['new', sys.argv[1], '-o', sys.argv[2]]); "
+        "print(*({'cutlass', 'numpy', 'cuda', 'rich', 'llvmlite', 'torch'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(model), str(tmp_path / "m.toml")], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == [str(tmp_path / "m.toml")]

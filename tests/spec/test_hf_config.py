@@ -1,0 +1,197 @@
+"""Configs of Hugging Face models: what is read of them, and what is refused."""
+
+import json
+
+import pytest
+
+from fusekit.errors import SpecError
+from fusekit.spec.hf_config import FAMILIES, read_model
+from tests.spec.configs import CONFIGS
+
+
+def read(config, **changes):
+    """The model of a config, by name or as it is, with fields changed; a field given as None is left out."""
+    values = dict(CONFIGS[config] if isinstance(config, str) else config) | changes
+    return read_model(json.dumps(values), "config.json")
+
+
+def refusal(config, **changes):
+    with pytest.raises(SpecError) as error:
+        read(config, **changes)
+    assert str(error.value).startswith("config.json: ")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+SIZES = {  # model: H, then (role, I) of each MLP; experts and experts a token
+    "gpt-oss-20b": (2880, [("experts", 2880)], (32, 4)),
+    "gpt-oss-120b": (2880, [("experts", 2880)], (128, 4)),
+    "qwen3-30b-a3b": (2048, [("experts", 768)], (128, 8)),
+    "qwen2-57b-a14b": (3584, [("experts", 2560), ("shared", 20480)], (64, 8)),
+    "deepseek-v3": (7168, [("experts", 2048), ("shared", 2048), ("dense", 18432)], (256, 8)),
+    "deepseek-v2": (5120, [("experts", 1536), ("shared", 3072), ("dense", 12288)], (160, 6)),
+    "glm-4.5": (5120, [("experts", 1536), ("shared", 1536), ("dense", 12288)], (160, 8)),
+    "mixtral-8x7b": (4096, [("experts", 14336)], (8, 2)),
+    "llama-4-maverick": (5120, [("experts", 8192), ("shared", 8192), ("dense", 16384)], (128, 1)),
+    "kimi-k2": (7168, [("experts", 2048), ("shared", 2048), ("dense", 18432)], (384, 8)),
+    "minimax-m2": (3072, [("experts", 1536)], (256, 8)),
+    "llama-3-8b": (4096, [("dense", 14336)], None),
+    "qwen3-8b": (4096, [("dense", 12288)], None),
+    "gemma-2-9b": (3584, [("dense", 14336)], None),
+    "starcoder2-3b": (3072, [("dense", 12288)], None),
+}
+ROUTERS = {
+    "gpt-oss-120b": {"score_function": "softmax"},
+    "mixtral-8x7b": {"score_function": "softmax"},
+    "qwen3-30b-a3b": {"score_function": "softmax"},
+    "qwen2-57b-a14b": {"score_function": "softmax", "pre_softmax": True},
+    "deepseek-v3": {
+        "score_function": "sigmoid", "expert_bias": True, "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5,
+    },
+    "glm-4.5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
+    "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
+    "llama-4-maverick": {"score_function": "sigmoid"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_of_public_models(name):
+    hidden, mlps, experts = SIZES[name]
+    model = read(name)
+    assert model.hidden == hidden
+    assert [(mlp.role, mlp.intermediate) for mlp in model.mlps] == mlps
+    assert (model.router and (model.router.experts, model.router.topk)) == experts
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_of_public_models(name):
+    router = read(name).router
+    assert (router.keys, router.why) == (ROUTERS[name], "")
+    assert router.scales_input == (name == "llama-4-maverick")
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "layout", "bias"),
+    [
+        ("gpt-oss-20b", {"kind": "swiglu", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}, "interleaved", True),
+        ("deepseek-v3", {"kind": "swiglu"}, "concat", False),
+        ("gemma-2-9b", {"kind": "geglu", "approximate": "tanh"}, "concat", False),
+        ("starcoder2-3b", {"kind": "gelu", "approximate": "tanh"}, "concat", True),
+    ],
+)
+def test_activations(name, activation, layout, bias):
+    mlp = read(name).mlps[0]
+    assert (mlp.activation, mlp.glu_layout, mlp.bias) == (activation, layout, bias)
+    assert mlp.gated == (name != "starcoder2-3b")
+
+
+def test_layers_are_counted():
+    assert [mlp.layers for mlp in read("deepseek-v3").mlps] == ["58 of 61 layers", "58 of 61 layers", "3 of 61 layers"]
+    assert read("llama-4-maverick").mlps[0].layers == "24 of 48 layers"
+    sparse = read("qwen3-30b-a3b", decoder_sparse_step=2, mlp_only_layers=[1, 3])
+    assert [(mlp.role, mlp.intermediate, mlp.layers) for mlp in sparse.mlps] == [
+        ("experts", 768, "22 of 48 layers"), ("dense", 6144, "26 of 48 layers"),
+    ]  # fmt: skip
+
+
+def test_what_is_left_out_is_said():
+    model = read("qwen3-30b-a3b", norm_topk_prob=None, hidden_act=None)
+    assert model.router.keys == {"score_function": "softmax", "pre_softmax": True}
+    assert any(note.startswith("norm_topk_prob is left out of the config: false") for note in model.notes)
+    assert any(note.startswith('hidden_act is left out of the config: "silu"') for note in model.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        ("llama-3-8b", {"num_experts": 8}, "num_experts = 8"),
+        ("deepseek-v3", {"swiglu_limit": 10.0}, "swiglu_limit = 10.0"),
+        ("qwen3-8b", {"mlp_bias": True}, "mlp_bias = true"),
+        ("mixtral-8x7b", {"n_shared_experts": 1}, "n_shared_experts = 1"),
+    ],
+)
+def test_a_field_that_the_model_type_does_not_read_is_said(config, changes, said):
+    assert not any("does not read it" in note for note in read(config).notes)
+    notes = [note for note in read(config, **changes).notes if "does not read it" in note]
+    assert len(notes) == 1
+    assert said in notes[0]
+
+
+def test_quantised_checkpoints_and_dtypes_are_said():
+    assert any('quantised ("mxfp4")' in note for note in read("gpt-oss-20b").notes)
+    assert any('torch_dtype is "float32"' in note for note in read("gemma-2-9b").notes)
+    assert read("starcoder2-3b").dtype == "fp16"
+    assert read("mixtral-8x7b", torch_dtype=None, dtype="float16").dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        ("deepseek-v2", {}, "6 / 3"),
+        ("deepseek-v3", {"topk_group": 2}, "8 / 2"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, 'scoring_func = "softmax"'),
+        ("deepseek-v3", {"topk_method": "aux"}, 'topk_method = "aux"'),
+        ("llama-4-maverick", {"text_config": CONFIGS["llama-4-maverick"]["text_config"] | {"num_experts_per_tok": 2}},
+         "several sigmoid scores"),
+        ("minimax-m2", {"scoring_func": "softmax"}, 'scoring_func = "softmax"'),
+    ],
+)  # fmt: skip
+def test_a_router_that_does_not_fit_says_why(config, changes, why):
+    assert why in read(config, **changes).router.why
+
+
+def test_an_activation_that_does_not_fit_says_why():
+    mlp = read("llama-3-8b", hidden_act="xielu").mlps[0]
+    assert mlp.activation is None
+    assert 'hidden_act = "xielu"' in mlp.why
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        ("llama-3-8b", {"model_type": "bert"}, ['model_type = "bert"', "--family"]),
+        ("llama-3-8b", {"model_type": "lama"}, ['did you mean "llama"']),
+        ("llama-3-8b", {"model_type": None}, ["model_type is missing"]),
+        ("llama-3-8b", {"intermediate_size": None}, ["intermediate_size is missing"]),
+        ("llama-3-8b", {"hidden_size": "4096"}, ['hidden_size = "4096"', "whole number"]),
+        ("llama-3-8b", {"hidden_size": True}, ["hidden_size = true"]),
+        ("llama-3-8b", {"hidden_size": 10**400}, ["hidden_size = ", "whole number from 1"]),
+        ("deepseek-v3", {"num_hidden_layers": 2**31 - 1}, ["num_hidden_layers = 2147483647", "to 10000"]),
+        ("llama-3-8b", {"hidden_act": 7}, ["hidden_act = 7", "string"]),
+        ("llama-3-8b", {"mlp_bias": 1}, ["mlp_bias = 1", "true or false"]),
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, ["num_experts_per_tok = 9", "8 experts"]),
+        ("mixtral-8x7b", {"num_experts": 16}, ["num_local_experts = 8 and num_experts = 16", "contradict"]),
+        ("gpt-oss-20b", {"experts_per_token": 8}, ["num_experts_per_tok = 4 and experts_per_token = 8"]),
+        ("qwen3-30b-a3b", {"mlp_only_layers": "all"}, ['mlp_only_layers = "all"']),
+        ("gpt-oss-20b", {"swiglu_limit": "7"}, ['swiglu_limit = "7"', "number"]),
+        ("deepseek-v3", {"routed_scaling_factor": float("inf")}, ["routed_scaling_factor = inf"]),
+    ],
+)
+def test_bad_fields_are_refused(config, changes, words):
+    message = refusal(config, **changes)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", '{"a": 1' + "0" * 5000 + "}", "[" * 100000, '"x"', "\x00"])
+def test_what_is_no_config_is_refused(text):
+    with pytest.raises(SpecError, match=r"^config\.json: (not JSON|it holds)"):
+        read_model(text, "config.json")
+
+
+def test_a_family_can_be_named():
+    config = json.dumps(CONFIGS["llama-3-8b"] | {"model_type": "mine"})
+    model = read_model(config, "config.json", "llama")
+    assert model.model_type == "mine"
+    assert model.mlps == read("llama-3-8b").mlps
+    assert "read as llama" in model.notes[0]
+
+
+def test_every_family_has_a_config_or_a_likeness():
+    """Types that share their reading with one of CONFIGS."""
+    alike = {
+        "granite", "smollm3", "mistral", "qwen2", "olmo2", "gemma3_text", "glm4", "phi3", "nemotron", "gpt_neox",
+        "olmoe", "qwen3_next", "deepseek_v32", "llama4_text",
+    }  # fmt: skip
+    assert {config["model_type"] for config in CONFIGS.values()} | alike == set(FAMILIES)

@@ -1,0 +1,143 @@
+"""Spec files for models: what they hold, against the packaged ones, and that they can be read."""
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from fusekit.errors import SpecError
+from fusekit.spec import parse_file, parse_text
+from fusekit.spec.catalog import packaged_folder
+from fusekit.spec.family import families
+from fusekit.spec.hf_config import read_model
+from fusekit.spec.model_kernels import Request
+from fusekit.spec.new_spec import SCHEMA_FILE, WIDTH, new_spec
+from tests.spec.configs import CONFIGS
+
+FORWARD = ["router-topk", "index", "permute", "unpermute", "fc1-infer", "fc2-fwd"]
+MLP = ["fc1-fwd", "fc1-infer", "fc2-fwd", "fc2-dgrad", "fc1-dgrad", "fc1-wgrad", "fc2-wgrad"]
+ROUTER = ["router-topk", "router-topk-bwd"]
+LOSS = ["router-aux-score", "router-aux-score-bwd", "aux-loss", "aux-loss-bwd"]
+PERMUTATION = ["index", "permute", "unpermute", "unpermute-bwd", "permute-bwd"]
+CHOSEN = ("tile", "cluster", "mainloop", "schedule", "file", "summary")  # what a spec for a model leaves to the library
+
+
+def text_of(config, name="model", family=None, **request):
+    values = CONFIGS[config] if isinstance(config, str) else config
+    return new_spec(read_model(json.dumps(values), "config.json", family), Request(name, **request))
+
+
+def kernels_of(text, name="model"):
+    """Each kernel's name and one of its variants."""
+    return {spec.kernel: spec for spec in parse_text(text, name)}
+
+
+def meaning(spec):
+    return {name: value for name, value in spec.canonical().items() if name not in CHOSEN}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_gives_a_file_that_can_be_read(name):
+    text = text_of(name, name)
+    assert text.startswith(f"#:schema ./{SCHEMA_FILE}\n")
+    assert max(map(len, text.splitlines())) <= WIDTH + 2
+    kernels = kernels_of(text, name)
+    roles = [mlp.role for mlp in read_model(json.dumps(CONFIGS[name]), "").mlps]
+    prefixes = {"experts": "", "shared": "shared-", "dense": "" if roles == ["dense"] else "dense-"}
+    wanted = {prefixes[role] + kernel for role in roles for kernel in MLP}
+    if "experts" in roles:
+        router = [] if name == "deepseek-v2" else ROUTER
+        loss = LOSS if name not in ("deepseek-v2", "glm-4.5", "llama-4-maverick", "minimax-m2") else []
+        wanted |= {*router, *loss, *PERMUTATION}
+    assert set(kernels) == wanted
+    assert ("Left out" in text) == (name == "deepseek-v2")
+
+
+@pytest.mark.parametrize(
+    ("model", "request_"),
+    [
+        ("gpt-oss-20b", {"tokens": 24576}),
+        ("gpt-oss-120b", {"tokens": 24576}),
+        ("mixtral-8x7b", {"tokens": 8192}),
+        ("deepseek-v3", {"tokens": 8192, "ranks": 32}),
+        ("qwen3-30b-a3b", {}),
+    ],
+)
+def test_the_packaged_kernels_mean_the_same(model, request_):
+    packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / f"{model}.toml")}
+    if not request_:
+        request_ = {"tokens": packaged["fc1-fwd"].problem.M // 8}
+    made = kernels_of(text_of(model, model, **request_), model)
+    assert set(packaged) == set(MLP)
+    for name, spec in packaged.items():
+        assert meaning(made[name]) == meaning(spec), name
+
+
+def test_the_packaged_routers_mean_the_same():
+    packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / "router.toml")}
+    for name, model in {"deepseek-v3": "deepseek-v3", "gpt-oss-120b": "gpt-oss-120b", "kimi-k2": "kimi-k2"}.items():
+        made = kernels_of(text_of(model))["router-topk"]
+        same = {**meaning(packaged[f"{name}-topk"]), "kernel": "router-topk"}
+        assert meaning(made) == same
+
+
+def test_what_a_file_is_for():
+    assert list(kernels_of(text_of("mixtral-8x7b", inference=True, training=False))) == FORWARD
+    training = list(kernels_of(text_of("mixtral-8x7b", inference=False)))
+    assert training == [*ROUTER, *LOSS, *PERMUTATION, *(name for name in MLP if name != "fc1-infer")]
+    assert list(kernels_of(text_of("llama-3-8b", inference=False))) == [name for name in MLP if name != "fc1-infer"]
+
+
+def test_ranks_share_the_experts():
+    kernels = kernels_of(text_of("qwen3-30b-a3b", tokens=1000, ranks=8))
+    assert (kernels["fc1-fwd"].problem.E, kernels["fc1-fwd"].problem.M) == (16, 8000)
+    assert (kernels["index"].experts, kernels["router-topk"].experts) == (16, 128)
+    with pytest.raises(SpecError, match=r"--expert-parallel 3: 128 experts .* 1, 2, 4, 8, 16, 32, 64, 128 do"):
+        text_of("qwen3-30b-a3b", ranks=3)
+    with pytest.raises(SpecError, match="no experts"):
+        text_of("llama-3-8b", ranks=2)
+
+
+def test_the_weights_of_llama_4_scale_the_input():
+    kernels = kernels_of(text_of("llama-4-maverick"))
+    assert kernels["permute"].scaled
+    assert not kernels["permute"].weighted
+    assert not kernels["unpermute"].weighted
+    assert (kernels["unpermute-bwd"].op, kernels["unpermute-bwd"].scaled) == ("moe-permute", False)
+    assert kernels["permute-bwd"].op == "moe-permute-bwd"
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason():
+    odd = text_of(CONFIGS["mixtral-8x7b"] | {"intermediate_size": 1001})
+    left = set(re.findall(r"^# Left out: ([\w-]+)", odd, re.MULTILINE))
+    assert left == {*MLP}
+    assert "1001 elements of 2 bytes = 2002 bytes, which must be a multiple of 16" in odd.replace("\n#  ", "")
+    strange = text_of(CONFIGS["mixtral-8x7b"] | {"hidden_act": "xielu"})
+    left = set(re.findall(r"^# Left out: ([\w-]+)", strange, re.MULTILINE))
+    assert left == {"fc1-fwd", "fc1-infer", "fc2-dgrad"}
+    half = text_of(CONFIGS["mixtral-8x7b"] | {"torch_dtype": "float16"})
+    assert set(re.findall(r"^# Left out: ([\w-]+)", half, re.MULTILINE)) == set(PERMUTATION) - {"index"}
+    assert {spec.dtype for name, spec in kernels_of(half).items() if name.startswith("fc")} == {"fp16"}
+    assert kernels_of(half)["router-topk"].dtype == "f32"
+
+
+def test_a_model_that_fits_nowhere_is_refused():
+    with pytest.raises(SpecError, match=r"config\.json: no kernel fits this model: .* must be a multiple of 16"):
+        text_of(CONFIGS["llama-3-8b"] | {"hidden_size": 1001, "intermediate_size": 1003})
+
+
+def test_each_key_is_explained_once():
+    text = text_of("deepseek-v3")
+    said = re.sub(r"\n# +", " ", text)
+    docs = {key.name: key.doc for family in families() for key in family.keys if key.type != "table"}
+    for name in ("arch", "b_major", "glu_layout", "save_preactivation", "recompute", "weighted", "num_groups", "warps"):
+        used = re.search(rf"^{name} = ", text, re.MULTILINE) is not None
+        assert said.count(docs[name]) == used, name
+
+
+def test_hostile_words_stay_in_comments():
+    config = CONFIGS["llama-3-8b"] | {"model_type": 'x"\n[evil]\nkey = 1\x1b[2J\x7f', "swiglu_limit": "\n[worse]\n"}
+    text = text_of(config, family="llama", origin="a\nb.json")
+    assert set(tomllib.loads(text)) == {"schema", "summary", "defaults", "kernel"}
+    assert all(line.isprintable() for line in text.splitlines())
