@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ from fusekit_cli.options import Session, common
 @click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
 @common
 def command(session: Session, name: str, arch: str | None) -> None:
-    """Show everything the store knows about NAME: spec, launch record, resources, toolchain, proof.
+    """Show everything the store knows about NAME: spec, launch record, arguments, resources, toolchain, proof.
 
     FILE/KERNEL shows the variant that loading it takes. A FILE or a glob shows each kernel it means; with --json that
     is a list if there are several, and one object otherwise.
@@ -30,7 +31,12 @@ def command(session: Session, name: str, arch: str | None) -> None:
         for index, document in enumerate(documents):
             if index:
                 click.echo()
-            output.tree(document)
+            rest = dict(document)
+            arguments = rest.pop("arguments")
+            output.tree(rest)
+            click.echo("arguments")
+            rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in arguments]
+            output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT IT IS"), rows)
 
     output.answer(session, output.one_or_many(documents), text)
 
@@ -56,4 +62,23 @@ def _describe(store: Store, listed: NameListing) -> dict[str, Any]:
         "defaults": record.defaults,
         "launch": entry.launch,
         "fields": entry.fields,
+        "arguments": _arguments(record.spec, entry.launch),
     }
+
+
+def _arguments(spec: Mapping[str, Any], launch: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a launch is given, in words: name, role, dtype, shape and meaning of each argument."""
+    from fusekit.abi import render
+    from fusekit.spec.operands import operands
+
+    known = operands(spec)
+    return [
+        {
+            "name": argument["name"],
+            "role": argument.get("role", "scalar"),
+            "dtype": argument["dtype"],
+            "shape": "[" + ", ".join(map(render, argument["shape"])) + "]" if "shape" in argument else "",
+            "what": known.get(argument["name"], ""),
+        }
+        for argument in launch.get("arguments", [])
+    ]

@@ -1,9 +1,13 @@
 """ls, show, verify over a made-up store."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from fusekit.compiler.gemm import record
+from fusekit.spec import parse_text
+from fusekit.store import NameRecord, Store
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry
@@ -85,6 +89,33 @@ def test_show(store, fusekit):
     out = fusekit("show", NAMES[0]).out
     assert entry.key in out
     assert "registers    168" in out
+
+
+def test_show_says_what_the_arguments_are(fusekit):
+    text = 'schema = 1\n[[kernel]]\nname = "fc1"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [128, 128]\n'
+    (spec,) = parse_text(text + 'activation = { kind = "swiglu" }\nb_major = "n"\n', "model")
+    launch = record(spec).to_json() | {"symbol": "kernel"}
+    for number, parameter in enumerate(launch["parameters"]):
+        parameter["offset"] = 128 * number
+    entry, cubin = build_entry()
+    store = Store(fusekit.root)
+    store.publish(replace(entry, launch=launch), cubin)
+    store.publish_name(NameRecord(spec.full_name, "sm_90a", entry.key, spec.canonical(), {}))
+    rows = fusekit("show", "model/fc1", "--json").json["arguments"]
+    assert [row["name"] for row in rows] == ["x", "w", "y", "offsets", "act_alpha", "act_limit", "act_up_offset"]
+    assert rows[1] | {"what": ""} == {
+        "name": "w",
+        "role": "input",
+        "dtype": "bf16",
+        "shape": "[E, K, 2 * I]",
+        "what": "",
+    }
+    assert rows[3]["what"].startswith("End row of each group, cumulative")
+    assert (rows[4]["role"], rows[4]["shape"]) == ("scalar", "")
+    table = fusekit("show", "model/fc1").out.partition("\narguments\n")[2].splitlines()
+    assert table[0].split() == ["ARGUMENT", "ROLE", "DTYPE", "SHAPE", "WHAT", "IT", "IS"]
+    assert [line.split()[0] for line in table[1:]] == [row["name"] for row in rows]
+    assert all(line.endswith(row["what"]) for line, row in zip(table[1:], rows, strict=True))
 
 
 def test_show_of_a_kernel_is_the_variant_that_is_loaded(store, fusekit):

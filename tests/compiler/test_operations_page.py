@@ -1,0 +1,103 @@
+"""The page of the operations has every operation, every argument of its launches, and the words that `show` has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fusekit.abi import TensorArgument
+from fusekit.compiler.families import plan
+from fusekit.reference.layouts import gate_columns
+from fusekit.spec import parse_text
+from fusekit.spec.family import ALL_OPS
+from fusekit.spec.hf_config import FAMILIES
+from fusekit.spec.operands import BACKWARD, OPERANDS, operands
+
+PAGE = (Path(__file__).parents[2] / "fusekit" / "spec" / "operations.md").read_text()
+GEMM = "tile = [128, 128]\n"
+GATED = 'activation = { kind = "swiglu" }\nsave_preactivation = true\nbias = true\nrow_scale = true\n'
+SCORES = "experts = 16\ntopk = 2\nscore_function = 'sigmoid'\n"
+DERIVATIVE = 'activation = { kind = "dswiglu" }\nrecompute = true\nrow_scale = true\ndprob = true\ndbias = true\n'
+COMPACT, BITS = 'outputs = "compact"\n', 'routing_map = "bits"\n'
+VARIANTS = {  # which kernels have all the arguments of an operation between them
+    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n'],
+    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\n'],
+    BACKWARD: [GEMM + DERIVATIVE],
+    "grouped-wgrad": [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n'],
+    "router-topk": [
+        SCORES + "expert_bias = true\n",
+        SCORES + 'outputs = "compact"\n',
+        SCORES + 'routing_map = "bits"\n',
+    ],
+    "router-topk-bwd": [SCORES, SCORES + 'outputs = "compact"\n', SCORES + 'routing_map = "bits"\n'],
+    "router-aux-score": [SCORES, SCORES + 'routing_map = "bits"\n'],
+    "router-aux-score-bwd": [SCORES],
+    "moe-aux-loss": ["experts = 16\ntopk = 2\n"],
+    "moe-aux-loss-bwd": ["experts = 16\ntopk = 2\n"],
+    "moe-index": ["experts = 16\ntopk = 2\n"],
+    "moe-permute": ["topk = 2\nweighted = true\n", "topk = 2\nscaled = true\n"],
+    "moe-permute-bwd": ["topk = 2\n"],
+    "moe-unpermute": ["topk = 2\nweighted = true\n"],
+    "moe-unpermute-bwd": ["topk = 2\n"],
+    "moe-check": [""],
+}
+
+
+def section(op: str) -> str:
+    """The page from the operation's heading to the next one."""
+    heading = "## The backward epilogue" if op == BACKWARD else f"# `{op}`"
+    return PAGE.partition(f"{heading}\n")[2].partition("\n##")[0]
+
+
+def launched(op: str):
+    """(spec, launch record) of each variant."""
+    for keys in VARIANTS[op]:
+        name = "grouped-gemm" if op == BACKWARD else op
+        text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "{name}"\narch = "sm_90a"\n{keys}'
+        (spec,) = parse_text(text, "page")
+        yield spec, plan(spec).record
+
+
+def test_every_operation_is_there():
+    assert set(VARIANTS) == set(OPERANDS) == {*ALL_OPS, BACKWARD}
+    assert all(section(op).strip() for op in VARIANTS)
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def test_a_section_has_the_arguments_of_its_launches(op):
+    rows = {}
+    for line in section(op).splitlines():
+        if line.startswith("| `"):
+            name, role, dtype, _, what = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name.strip("`")] = role, dtype, what
+    seen = set()
+    for spec, record in launched(op):
+        assert operands(spec.canonical()) == OPERANDS[op]
+        for argument in record.arguments:
+            role, dtype, what = rows[argument.name]
+            seen.add(argument.name)
+            assert (argument.role if isinstance(argument, TensorArgument) else "scalar") in role.split(" or ")
+            assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
+            assert what == OPERANDS[op][argument.name]
+    assert set(rows) == seen, "a row for an argument that no launch has"
+    assert seen <= set(OPERANDS[op])
+
+
+def test_the_picture_of_gate_and_up_is_that_of_the_reference():
+    pictured = re.findall(r"^(concat|interleaved) +((?:[gu]\d ?)+)$", PAGE, re.MULTILINE)
+    assert [layout for layout, _ in pictured] == ["concat", "interleaved"]
+    for layout, picture in pictured:
+        columns = picture.split()
+        assert [columns[place] for place in gate_columns(layout, 4)] == ["g0", "g1", "g2", "g3"]
+
+
+def test_the_picture_of_groups_is_what_offsets_mean():
+    rows = re.search(r"^group +([\d -]+?) {3,}offsets = \[([\d, ]+)\], M = (\d+)$", PAGE, re.MULTILINE)
+    groups, ends = rows[1].split(), [int(end) for end in rows[2].split(",")]
+    owners = [next((str(e) for e, end in enumerate(ends) if row < end), "-") for row in range(int(rows[3]))]
+    assert groups == owners
+
+
+def test_every_model_type_is_named():
+    table = PAGE.partition("## Which models fit")[2]
+    assert set(re.findall(r"`([a-z0-9_]+)`", "".join(re.findall(r"^\|.*\|$", table, re.MULTILINE)))) == set(FAMILIES)
