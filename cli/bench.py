@@ -196,6 +196,8 @@ def _table(library: Library, arch: str, path: Path | None) -> Any:
     """The table that will be written over, before anything is timed: one that is damaged is an error now."""
     from fusekit.runtime import tuning
 
+    if path is None:
+        library.store.check_writable()
     return tuning.read(path or library.store.layers[0].tuning_path(arch), arch)
 
 

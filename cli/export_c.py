@@ -53,12 +53,15 @@ def run_loader(session: Session, out: Path, prefix: str) -> None:
 
 
 def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
-    """Each file's text into the folder `out`; their paths."""
+    """Each file's text into the folder `out`, whole, over what is there; their paths."""
+    from fusekit.store.files import replace_file
+
     written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            (out / file).write_text(text, encoding="utf-8")
+            data = text.encode()
+            replace_file(out / file, lambda stream, data=data: stream.write(data))
             written.append(str(out / file))
     except OSError as error:
         raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error

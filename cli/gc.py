@@ -46,7 +46,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
     what killed builders left, locks.
 
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
-    kernel goes. Read-only layers are left alone.
+    kernel goes. Read-only layers are left alone, and so is whatever fusekit did not make. --json lists every file.
     """
     from fusekit.store.files import exists
 
@@ -74,6 +74,9 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
                 (report.orphans, "unused cubin"),
                 (report.temporaries, "temporary"),
                 (report.locks, "lock"),
+                (report.signatures, "signature"),
+                (report.marks, "mark"),
+                (report.leases, "lease"),
             )
             if count
         )

@@ -52,4 +52,4 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     detail = f"left out: {listing.problems[0]}" if listing.problems else ""
     if arch is not None and (others := sorted({other for _, other in store.recorded(pattern)} - {arch})):
         detail = f"only for {', '.join(others)}"
-    raise NotBuiltError.of(pattern, arch, detail)
+    raise NotBuiltError.of(pattern, arch, detail, store.absent())

@@ -13,15 +13,20 @@ from fusekit_cli.options import Session, common
 @click.argument("patterns", metavar="[GLOB]...", nargs=-1)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @common
-def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """List the kernels in the store, of every layer, or those that GLOB names."""
+def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> int:
+    """List the kernels in the store, of every layer, or those that GLOB names.
+
+    Exit code 1 if a layer cannot be listed; what the others hold is listed all the same.
+    """
     store = session.open_store()
     found: dict[tuple[str, str], Row] = {}
     problems: list[str] = []
+    unlisted = False
     for pattern in patterns or ("*",):
         overview = store.overview(pattern, arch)
         found.update({(row.name, row.arch): row for row in overview.rows})
         problems += overview.problems
+        unlisted |= overview.unlisted
     roots = {layer.root: str(layer.root) for layer in store.layers}
     rows = [
         {
@@ -58,3 +63,6 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
         session.note(f"nothing{wanted} in {where}; `fusekit build` fills the store")
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")
+    for why in store.absent():
+        session.note(f"{why}: there is no store to list; check FUSEKIT_STORES and the mount")
+    return 1 if unlisted else 0

@@ -46,7 +46,10 @@ def _describe(store: Store, listed: NameListing) -> dict[str, Any]:
     entry = store.find_entry(record.key)
     if entry is None:
         raise NotBuiltError.of(
-            record.name, record.arch, f"its name stands for entry {record.key}, which no layer holds"
+            record.name,
+            record.arch,
+            f"its name stands for entry {record.key}, which no layer holds",
+            store.absent(),
         )
     return {
         "name": record.name,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import click
 
-from fusekit.errors import StoreError
+from fusekit.store.folders import said
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
@@ -15,9 +13,10 @@ from fusekit_cli.options import Session, common
 @click.option("--full", is_flag=True, help="Hash every cubin too, instead of only comparing sizes.")
 @common
 def command(session: Session, full: bool) -> int:
-    """Check every entry and name of every layer against its digest, changing nothing; exit code 1 if one is bad."""
-    from fusekit.store.files import exists
+    """Check every entry and name of every layer against its digest, changing nothing.
 
+    Exit code 1 if one is bad; 3 if there is no store: at --store, in a layer of FUSEKIT_STORES, or at all.
+    """
     store = session.open_store()
     report = store.verify(full)
     document = {
@@ -32,11 +31,16 @@ def command(session: Session, full: bool) -> int:
         "full": report.full,
         "orphans": report.orphans,
         "temporaries": report.temporaries,
+        "strays": [said(path) for path in report.strays],
+        "absent": [str(root) for root in report.absent],
     }
 
     def text() -> None:
         for bad in report.bad:
             click.echo(f"bad: {bad.problem}")
+        if len(report.absent) == len(store.layers):
+            click.echo("nothing was checked: there is no store")
+            return
         counts = ", ".join(
             output.plural(count, noun)
             for count, noun in ((report.entries, "entry"), (report.names, "name"), (report.blobs, "cubin"))
@@ -47,9 +51,14 @@ def command(session: Session, full: bool) -> int:
     if report.orphans or report.temporaries:
         left = f"{output.plural(report.orphans, 'unused cubin')} and {output.plural(report.temporaries, 'temporary')}"
         session.note(f"{left} lie there as well: no damage, a builder that was stopped leaves them")
-    for layer in store.layers:
-        with contextlib.suppress(StoreError):  # said above
-            if exists(layer.root):
-                continue
-            session.note(f"there is no store at {layer.root} yet; `fusekit build` makes the writable one")
-    return 1 if report.bad else 0
+    if report.strays:
+        names = ", ".join(said(path) for path in report.strays[:5])
+        session.note(f"not fusekit's, and left alone: {names}{' and more' if len(report.strays) > 5 else ''}")
+    for root, why in report.absent.items():
+        remedy = "`fusekit build` makes a store" if root == store.root else "check FUSEKIT_STORES and the mount"
+        session.note(f"{why}: there is no store to check; {remedy}")
+    if report.bad:
+        return 1
+    # The user's cache folder need not be there where the kernels come from other layers.
+    missing = report.absent.keys() - ({store.root} if session.store is None and len(store.layers) > 1 else set())
+    return 3 if missing else 0

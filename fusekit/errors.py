@@ -54,12 +54,15 @@ class NotBuiltError(FusekitError):
         self.command = command
 
     @classmethod
-    def of(cls, name: str, arch: str | None = None, detail: str = "") -> "NotBuiltError":
-        """The error for `name` (of `arch`, where it was asked for), with the line that builds it."""
+    def of(cls, name: str, arch: str | None = None, detail: str = "", absent: tuple[str, ...] = ()) -> "NotBuiltError":
+        """The error for `name` (of `arch`, where it was asked for), with the line that builds it. absent: why layers of
+        FUSEKIT_STORES are no stores, as `Store.absent` says it.
+        """
         wanted = f"'{name}' for {arch}" if arch is not None else f"'{name}'"
         detail = f" ({detail})" if detail else ""
         command, remedy = how_to_build(name, arch)
-        return cls(f"{wanted} is not in any store layer{detail}; {remedy}", name=name, command=command)
+        mount = f"; {'; '.join(absent)}: check FUSEKIT_STORES, and that its file systems are mounted" if absent else ""
+        return cls(f"{wanted} is not in any store layer{detail}; {remedy}{mount}", name=name, command=command)
 
 
 def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
@@ -100,6 +103,12 @@ class StoreError(FusekitError):
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class NoStoreError(StoreError):
+    """A folder that is no store, or a store of a later format: nothing is written or removed there."""
+
+    exit_code = 2
 
 
 class IntegrityError(FusekitError):

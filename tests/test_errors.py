@@ -13,6 +13,7 @@ EXIT_CODES = {
     "SpecError": 2,
     "NotBuiltError": 3,
     "StoreError": 1,
+    "NoStoreError": 2,
     "IntegrityError": 1,
     "SignatureError": 1,
     "BuildError": 1,

@@ -151,7 +151,7 @@ class Library:
             listing = self.store.listing(name)
             if listing.problems:
                 raise IntegrityError(listing.problems[0])
-            raise NotBuiltError.of(name, arch)
+            raise NotBuiltError.of(name, arch, absent=self.store.absent())
         devices = self.devices
         ordinal = devices.current() if device is None else device
         target = devices.get(ordinal)
@@ -161,7 +161,7 @@ class Library:
             if variants:
                 return self._choose(variants, problem, target.name), ordinal
         if arch is not None:
-            raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}")
+            raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}", self.store.absent())
         stored = ", ".join(elsewhere)
         _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(

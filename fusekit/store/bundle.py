@@ -23,16 +23,14 @@ import that is killed leaves nothing that is wrong, and the same import finishes
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fusekit.errors import UsageError
-from fusekit.store.files import Disk, exists, store_error
+from fusekit.store.files import exists, replace_file
 from fusekit.store.keys import canonical_json, sha256
 from fusekit.store.layer import Layer
 from fusekit.store.selection import Selection
@@ -76,7 +74,8 @@ class Transfer:
 
 
 def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
-    """Write `selection` of `store` to the file `path`, over what is there, in one step; signed if the store has a key.
+    """Write `selection` of `store` to the file `path`, in one step; signed if the store has a key. A file that is there
+    is replaced, and so is a link to one: what it leads to stays as it is.
 
     The same kernels give the same bytes. Raises UsageError for a `path` that is no plain file or in no folder,
     IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it is then as it was.
@@ -104,7 +103,7 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
             _put(file, member.path, data)
         file.write(END)
 
-    size = _replace(path, write)
+    size = replace_file(path, write)
     return Transfer(len(selection.entries), len(selection.records), bytes=size, digest=sha256(index))
 
 
@@ -177,23 +176,3 @@ def _index_bytes(members: tuple[Member, ...]) -> bytes:
             case _:
                 rows["names"].append([*member.subject, member.bytes, member.sha256])
     return (canonical_json({"schema": SCHEMA, **rows}, "bundle index") + "\n").encode()
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], None]) -> int:
-    """Give `path` new bytes in one step, durably; returns how many."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        temporary.replace(path)
-        Disk().sync(path.parent)
-    except OSError as error:
-        raise store_error(path, "write", error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    return size

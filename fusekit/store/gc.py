@@ -21,7 +21,11 @@ fusekit.store.marks). A cubin goes when the last entry that mentions it goes; na
 
 **What is cleared away**: cubins that no entry mentions; temporaries whose writer is gone, or is of another host and
 was last heard of `STALE_SECONDS` ago; signatures over what is gone; lock files, marks and leases that nobody holds or
-needs. Damaged and strange files stay: `verify` names them, a build mends them.
+needs. Damaged files stay: `verify` names them, a build mends them.
+
+**What is never touched**: a folder that is no store (fusekit.store.marker); what has a name that fusekit does not give,
+or is no plain file (fusekit.store.layout); what lies behind a link (fusekit.store.folders). The root is opened once,
+and every file is removed relative to an open folder below it.
 
 **Time** is the file system's: "now" is the stamp of a file made for that. A stamp in the future comes of a clock that
 was wrong: what has no other counts as used now, and is marked so.
@@ -39,8 +43,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusekit.errors import IntegrityError
-from fusekit.store import locks, marks, process
-from fusekit.store.files import Publisher, exists, store_error
+from fusekit.store import marker, marks, process
+from fusekit.store.files import Disk, Publisher, exists, store_error
+from fusekit.store.folders import said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
 from fusekit.store.names import of_path
@@ -52,6 +57,7 @@ STALE_SECONDS = 3600
 _TICK = 50_000_000
 _SECOND = 10**9
 _BATCH = 256
+_NAMED = 5  # strangers' files in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,9 @@ class CollectReport:
     """What was done, or with `dry_run` would be.
 
     removed, kept: entries; freed_bytes, kept_bytes: of all files. evicted: each entry that went. orphans: cubins that
-    no entry mentioned; temporaries, locks: files. in_use: entries that policy would have evicted, but that are in use.
-    notes: what was left undone, and why.
+    no entry mentioned; temporaries, locks, signatures, marks (of no entry), leases: files. files: path below the store
+    of every file that went. in_use: entries that policy would have evicted, but that are in use. strays: paths of what
+    is not fusekit's, and was left alone. notes: what was left undone, and why.
     """
 
     dry_run: bool
@@ -84,8 +91,13 @@ class CollectReport:
     orphans: int = 0
     temporaries: int = 0
     locks: int = 0
+    signatures: int = 0
+    marks: int = 0
+    leases: int = 0
     in_use: int = 0
     evicted: list[Evicted] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -107,34 +119,53 @@ class DiscardReport:
     freed_bytes: int = 0
 
 
-def discard(
-    layer: Layer, publisher: Publisher, unwanted: Collection[tuple[str, str]], *, dry_run: bool
-) -> DiscardReport:
+def discard(layer: Layer, disk: Disk, unwanted: Collection[tuple[str, str]], *, dry_run: bool) -> DiscardReport:
     """Remove the name records `unwanted` (full name, architecture) from the store of `layer`, the entries that no other
     name stands for, and the cubins that no other entry needs. Raises StoreError as `collect` does.
     """
     report = DiscardReport(dry_run)
-    if not unwanted or not exists(layer.root):
-        return report
-    clock = time.time_ns if dry_run else lambda: _now(layer.root, publisher)
-    began = clock()
-    found = scan(layer)
-    return _Collection(layer, publisher, began, clock(), found, CollectReport(dry_run)).discard(unwanted, report)
+    if unwanted:
+        with _opened(layer, disk, CollectReport(dry_run)) as collection:
+            if collection is not None:
+                collection.discard(unwanted, report)
+    return report
 
 
-def collect(
-    layer: Layer, publisher: Publisher, *, max_bytes: int | None, max_age: float | None, dry_run: bool
-) -> CollectReport:
-    """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written."""
+def collect(layer: Layer, disk: Disk, *, max_bytes: int | None, max_age: float | None, dry_run: bool) -> CollectReport:
+    """Collect the store of `layer`. max_age: seconds. Raises StoreError for a store that cannot be read or written,
+    NoStoreError for a folder that is none.
+    """
     report = CollectReport(dry_run)
+    with _opened(layer, disk, report) as collection:
+        if collection is not None:
+            collection.run(max_bytes, max_age)
+    return report
+
+
+@contextlib.contextmanager
+def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collection | None]:
+    """The store of `layer`, its root opened once, and scanned; None where there is nothing."""
     if not exists(layer.root):
-        return report
+        yield None
+        return
     if not layer.root.is_dir():
         raise store_error(layer.root, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
-    clock = time.time_ns if dry_run else lambda: _now(layer.root, publisher)
-    began = clock()
-    found = scan(layer)
-    return _Collection(layer, publisher, began, clock(), found, report).run(max_bytes, max_age)
+    publisher = Publisher(layer.root, disk, marker.admit)
+    try:
+        with publisher.folders.pinned():
+            if marker.is_empty(publisher.folders):
+                yield None
+                return
+            if report.dry_run:
+                marker.check(publisher.folders)
+            else:
+                publisher.admit()
+            clock = time.time_ns if report.dry_run else lambda: _now(publisher)
+            began = clock()
+            found = scan(publisher.folders)
+            yield _Collection(layer, publisher, began, clock(), found, report)
+    except OSError as error:
+        raise store_error(layer.root, "collect", error) from error
 
 
 def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
@@ -143,16 +174,17 @@ def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
             yield of_path(file.path.parent.name, file.path.name)
 
 
-def _now(root: Path, publisher: Publisher) -> int:
-    probe = publisher.temporary(root / "now")
+def _now(publisher: Publisher) -> int:
+    probe = publisher.temporary(publisher.root / "now")
     try:
-        publisher.disk.write(probe, b"")
-        try:
-            return probe.stat().st_mtime_ns
-        finally:
-            publisher.disk.remove(probe)
+        with publisher.folders.at() as at:
+            publisher.disk.write(probe, b"", at)
+            try:
+                return os.stat(probe.name, dir_fd=at, follow_symlinks=False).st_mtime_ns
+            finally:
+                publisher.disk.remove(probe, at)
     except OSError as error:
-        raise store_error(root, "collect in", error) from error
+        raise store_error(publisher.root, "collect in", error) from error
 
 
 class _Collection:
@@ -162,9 +194,9 @@ class _Collection:
         """began, now: before and after the scan `found`, as the file system counts."""
         self.layer, self.publisher, self.scan, self.report = layer, publisher, found, report
         self.began, self.now = began, now
-        self.remover = Remover(layer, publisher, found)
+        self.remover = Remover(publisher, found)
         # Read after the scan: a lease is taken before anything is marked under it.
-        self.lease, self.ended = marks.leases(layer.root, now)
+        self.lease, self.ended = marks.leases(publisher.folders, now)
         self.gone: set[str] = set()  # digests of the documents that were evicted
         # How many entries need each blob.
         self.needed = Counter(digest for item in found.entries.values() for digest in item.digests & found.blobs.keys())
@@ -175,9 +207,13 @@ class _Collection:
         report = self.report
         if self.scan.unread:
             report.notes.append(
-                f"{self.scan.unread[0]} cannot be read, so what it needs is not known: no cubin and no signature is "
-                "removed; `fusekit verify` says more"
+                f"{said(self.scan.unread[0])} cannot be read, so what it needs is not known: no cubin and no signature "
+                "is removed; `fusekit verify` says more"
             )
+        if strays := self.scan.strays:
+            report.strays = [said(path) for path in sorted(strays)]
+            more = f" and {len(strays) - _NAMED} more" if len(strays) > _NAMED else ""
+            report.notes.append(f"not fusekit's, and left alone: {', '.join(report.strays[:_NAMED])}{more}")
         self._temporaries()
         report.orphans = self._remove_blobs(self._orphans())
         unneeded: list[str] = []
@@ -220,7 +256,7 @@ class _Collection:
         gone -= {file.path for item, _ in victims if item.key in stay for file in item.names}
         known = {file.path for item in self.scan.entries.values() for file in item.names} | gone
         for path in paths.keys() - known:  # it leads nowhere, or is damaged
-            if (loose := File.at(path)) is not None and self._remove_name(loose):
+            if (loose := self.scan.loose.get(path)) is not None and self._remove_name(loose):
                 gone.add(path)
         self._remove_blobs(unneeded)
         self._signatures()
@@ -232,6 +268,7 @@ class _Collection:
     def _remove_name(self, file: File) -> bool:
         if not self.report.dry_run and not self.remover.unchanged(file):
             return False
+        self._gone(file.path)
         self._freed(file.bytes)
         return True
 
@@ -264,7 +301,7 @@ class _Collection:
         if self.lease is not None and item.stamp >= self.lease:
             return True
         # Whoever marks it again within the tick of the mark that was seen could not be told from that one.
-        return not self.report.dry_run and self.began - _TICK < item.stamp <= self.now
+        return self.began - _TICK < item.stamp <= self.now
 
     def _evict(self, victims: list[tuple[Item, str]], unneeded: list[str]) -> set[str]:
         """Evict `victims`; blobs that no entry needs any more are added to `unneeded`. Returns the keys that stay."""
@@ -285,6 +322,7 @@ class _Collection:
                 if not self.needed[digest]:
                     freed += self.scan.blobs[digest].bytes
                     unneeded.append(digest)
+            self._gone(*(name.path for name in item.names), item.file.path, *([item.mark.path] if item.mark else []))
             names = tuple(str(name.path.relative_to(self.layer.root / "names")) for name in item.names)
             self.report.evicted.append(Evicted(item.key, names, freed, round(self._idle(item), 3), reason))
         return stay
@@ -307,8 +345,13 @@ class _Collection:
         stay = set() if self.report.dry_run else self.remover.blobs(digests)
         gone = [digest for digest in digests if digest not in stay]
         for digest in gone:
-            self._freed(self.scan.blobs.pop(digest).bytes)
+            blob = self.scan.blobs.pop(digest)
+            self._gone(blob.path)
+            self._freed(blob.bytes)
         return len(gone)
+
+    def _gone(self, *paths: Path) -> None:
+        self.report.files += [str(path.relative_to(self.layer.root)) for path in paths]
 
     def _freed(self, count: int) -> None:
         self.report.freed_bytes += count
@@ -324,8 +367,7 @@ class _Collection:
                 continue
             self.report.temporaries += 1
             self.report.freed_bytes += file.bytes
-            if not self.report.dry_run:
-                self.remover.remove(file.path)
+            self._remove(file.path)
 
     def _restored(self, file: File) -> bool:
         # A collection that was killed may have left aside the cubin of an entry that came to be in that moment.
@@ -347,7 +389,9 @@ class _Collection:
             old = self.began - file.stamp > STALE_SECONDS * _SECOND and (self.lease is None or file.stamp < self.lease)
             needed = digest not in self.gone and (digest in self.scan.documents or not old)
             if not needed and (self.report.dry_run or self.remover.unchanged(file)):
+                self.report.signatures += 1
                 self.report.freed_bytes += file.bytes
+                self._gone(file.path)
 
     def _leftovers(self) -> None:
         evicted = {each.key for each in self.report.evicted}
@@ -355,15 +399,22 @@ class _Collection:
             # Where there is no entry it may be being made: such a lock is left until it is old.
             done = file.path.stem in evicted or file.path.stem in self.scan.entries
             old = abs(self.now - file.stamp) > STALE_SECONDS * _SECOND
-            if (done or old) and (self.report.dry_run or locks.discard(file.path)):
+            if (done or old) and self.remover.lock(file.path, remove=not self.report.dry_run):
                 self.report.locks += 1
+                self._gone(file.path)
+        kept = self.scan.entries.keys() | evicted  # the marks of evicted ones are gone
+        unneeded = [file.path for file in self.scan.marks if file.path.name not in kept]
+        self.report.leases, self.report.marks = len(self.ended), len(unneeded)
+        for path in (*self.ended, *unneeded):
+            self._remove(path)
         if self.report.dry_run:
             return
-        kept = self.scan.entries.keys() | evicted  # the marks of evicted ones are gone
-        for path in (*self.ended, *(each.path for each in self.scan.marks if each.path.name not in kept)):
-            self.remover.remove(path)
         for item in self.scan.entries.values():
             if item.used(self.now) is None:
-                path = marks.mark_path(self.layer.root, item.key)
-                self.remover.remove(path)
-                marks.mark(self.layer.root, item.key, item.file.path)
+                self.remover.remove(marks.mark_path(self.layer.root, item.key))
+                marks.mark(self.publisher.folders, item.key, item.file.path)
+
+    def _remove(self, path: Path) -> None:
+        self._gone(path)
+        if not self.report.dry_run:
+            self.remover.remove(path)

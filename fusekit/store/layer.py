@@ -1,5 +1,6 @@
 """One store on the disk, read-only: where things lie, and reading them with every check.
 
+    <root>/fusekit-store.json                            the marker: the format of the store (fusekit.store.marker)
     <root>/blobs/sha256/<2 digits>/<64 digits>           a cubin, under its own digest
     <root>/entries/<2 digits>/<key>.json                 an entry, under its key
     <root>/names/<file>/<kernel>@<variant>.<arch>.json   a name record
@@ -9,18 +10,22 @@
     <root>/locks/<key>.lock                              an empty file that builders lock
     <root>/tuning/<arch>.json                            measured times (fusekit.runtime.tuning)
 
-The first four are the store; the others only save work and may be removed at any time. Temporary files are
+The first five are the store; the others only save work and may be removed at any time. Temporary files are
 `.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it
 did not ask for, so what a killed writer left cannot be taken for a part of the store.
+
+A folder is listed only if no part of its path below the root is a link. A file that is asked for by its name is opened
+by its whole path, which is faster: wherever that leads, its digest vouches for the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,9 @@ from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
+from fusekit.store.folders import Folders
 from fusekit.store.keys import is_digest, sha256
+from fusekit.store.marker import check_format
 from fusekit.store.names import Brief, NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
 
@@ -42,6 +49,14 @@ class Layer:
 
     root: Path
     trust: Trust | None = None
+    _checked: list[bool] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def check(self) -> None:
+        """Raises NoStoreError for a store of a format that this fusekit does not know; looks once."""
+        if not self._checked:
+            with contextlib.suppress(IntegrityError):  # a damaged marker keeps nobody from reading
+                check_format(self.root)
+            self._checked.append(True)
 
     def entry_path(self, key: str) -> Path:
         return Path(self.entry_file(key))
@@ -65,7 +80,7 @@ class Layer:
         """Key id -> signature, of every signature over the document of SHA-256 `digest`; unchecked."""
         folder = self.root / "signatures" / digest[:2]
         found = {}
-        for name in _listing(folder):
+        for name in self._listing("signatures", digest[:2]):
             if name.startswith(f"{digest}.") and is_key_id(name.removeprefix(f"{digest}.")):
                 data = read_file(folder / name, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
                 if data is not None:
@@ -96,7 +111,7 @@ class Layer:
 
     def _blob_aside(self, digest: str, size: int | None) -> bytes | None:
         folder = self.blob_path(digest).parent
-        for name in _listing(folder, temporary=True, start=f".{digest}."):
+        for name in self._listing("blobs", "sha256", digest[:2], temporary=True, start=f".{digest}."):
             with contextlib.suppress(IntegrityError, StoreError):
                 data = read_file(folder / name, limit=CUBIN_LIMIT, exactly=size)
                 if data is not None and sha256(data) == digest:
@@ -119,18 +134,19 @@ class Layer:
         """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only
         what begins with `start`. Reads no record.
         """
-        for folder in [file] if file is not None else _listing(self.root / "names", top=True):
-            for entry in _listing(self.root / "names" / folder, start=start):
+        self.check()
+        for folder in [file] if file is not None else self._listing("names", top=True):
+            for entry in self._listing("names", folder, start=start, top=file is not None):
                 yield folder, entry
 
     def has_temporary_name(self, file: str, start: str) -> bool:
         """Whether a temporary of a name record in the folder `file` lies there whose name begins with `start`."""
-        return bool(_listing(self.root / "names" / file, temporary=True, start=f".{start}"))
+        return bool(self._listing("names", file, temporary=True, start=f".{start}"))
 
     def has_entry_aside(self, key: str) -> bool:
         """Whether a temporary of the entry of `key` lies there: somebody writes it, or has it aside to remove it."""
         path = self.entry_path(key)
-        return bool(_listing(path.parent, temporary=True, start=f".{path.name}."))
+        return bool(self._listing("entries", key[:2], temporary=True, start=f".{path.name}."))
 
     def stamp_of_name(self, name: str, arch: str) -> int | None:
         """When the record of `name` was written, in nanoseconds as its file system counts; None when there is none."""
@@ -167,20 +183,22 @@ class Layer:
 
     def entry_files(self) -> Iterator[Path]:
         """Paths of what lies under `entries`, sorted, temporaries left out."""
-        return _two_deep(self.root / "entries")
+        return self._two_deep("entries")
 
     def blob_files(self) -> Iterator[Path]:
         """Paths of what lies under `blobs/sha256`, sorted, temporaries left out."""
-        return _two_deep(self.root / "blobs" / "sha256")
+        return self._two_deep("blobs", "sha256")
 
     def temporary_files(self) -> Iterator[Path]:
         """Temporaries that writers are using or have left behind."""
-        for top in ("entries", "blobs/sha256", "names", "signatures"):
-            for folder in _listing(self.root / top):
-                directory = self.root / top / folder
-                yield from (directory / name for name in _listing(directory, temporary=True))
+        for top in (("entries",), ("blobs", "sha256"), ("names",), ("signatures",)):
+            for folder in self._listing(*top):
+                directory = self.root.joinpath(*top, folder)
+                yield from (directory / name for name in self._listing(*top, folder, temporary=True))
 
     def _document(self, kind: str, path: str) -> bytes | None:
+        if not self._checked:
+            self.check()
         data = read_file(path, limit=LIMIT)
         if data is not None and self.trust is not None:
             self.trust.check(kind, data, self._signatures_by(self.trust, sha256(data)), path)
@@ -203,21 +221,23 @@ class Layer:
     def _blob(self, digest: str) -> str:
         return f"{self.root}/blobs/sha256/{digest[:2]}/{digest}"
 
+    def _two_deep(self, *top: str) -> Iterator[Path]:
+        self.check()
+        for folder in self._listing(*top, top=True):
+            for name in self._listing(*top, folder):
+                yield self.root.joinpath(*top, folder, name)
 
-def _two_deep(top: Path) -> Iterator[Path]:
-    for folder in _listing(top, top=True):
-        for name in _listing(top / folder):
-            yield top / folder / name
-
-
-def _listing(directory: Path, temporary: bool = False, start: str = "", top: bool = False) -> list[str]:
-    """Names in `directory`, none where there is none. A file in its place is a stray one, but at the `top` an error."""
-    try:
-        found = os.listdir(directory)  # noqa: PTH208 - names only; thousands of Path objects would cost more than the reads
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        if isinstance(error, NotADirectoryError) and not top:
+    def _listing(self, *parts: str, temporary: bool = False, start: str = "", top: bool = False) -> list[str]:
+        """Names in the folder `parts`, none where there is none. A file or a link in its place is a stray one, but at
+        the `top` an error.
+        """
+        try:
+            with Folders(self.root).at(*parts, listed=True) as descriptor:
+                found = os.listdir(descriptor)  # noqa: PTH208 - names only, of an open folder
+        except FileNotFoundError:
             return []
-        raise store_error(directory, "list", error) from error
-    return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP) and not top:
+                return []
+            raise store_error(self.root.joinpath(*parts), "list", error) from error
+        return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)

@@ -55,17 +55,24 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the layers hold: rows by name and architecture, and what was wrong with what was left out."""
+    """What the layers hold: rows by name and architecture, and what was wrong with what was left out. unlisted: whether
+    that was a whole layer.
+    """
 
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
+    unlisted: bool = False
+
+
+class _Problems(list[str]):
+    unlisted = False  # whether a layer could not be listed to its end
 
 
 def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
     """What `pattern` means: a file's stem, a kernel, a full name, or a glob; sorted. Of several layers that have a
     name the first one counts.
     """
-    problems: list[str] = []
+    problems = _Problems()
     found = _search(layers, pattern, arch, Layer.name, problems)
     return Listing(tuple(NameListing(record, layer.root) for record, layer in found), tuple(problems))
 
@@ -86,7 +93,7 @@ def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[
 
 def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overview:
     """As `search`, with what the entries say, for people to look at: neither entries nor specs are taken apart."""
-    problems: list[str] = []
+    problems = _Problems()
     rows = []
     for brief, layer in _search(layers, pattern, arch, Layer.brief, problems):
         try:
@@ -108,7 +115,7 @@ def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overvie
             layer=layer.root,
         )
         rows.append(row)
-    return Overview(tuple(rows), tuple(problems))
+    return Overview(tuple(rows), tuple(problems), problems.unlisted)
 
 
 def _search(
@@ -116,7 +123,7 @@ def _search(
     pattern: str,
     arch: str | None,
     read: Callable[[Layer, str, str], T | None],
-    problems: list[str],
+    problems: _Problems,
 ) -> list[tuple[T, Layer]]:
     stem, _, kernel = pattern.partition("/")
     if not names.is_glob(stem) and not names.is_part(stem):
@@ -138,7 +145,7 @@ def _pass(
     pattern: str,
     arch: str | None,
     read: Callable[[Layer, str, str], T | None],
-    problems: list[str],
+    problems: _Problems,
     file: str | None,
     start: str,
 ) -> list[tuple[T, Layer]]:
@@ -155,6 +162,7 @@ def _pass(
                     problems.append(str(error))
         except StoreError as error:
             problems.append(str(error))
+            problems.unlisted = True
     return [found[where] for where in sorted(found)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from fusekit.store.files import Publisher, store_error
 
 PATIENCE = 600.0
 """Seconds that a builder waits for another one's kernel before he makes it himself."""
+
+_POLL_SECONDS = 0.05
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class HeldError(Exception):
@@ -26,39 +30,66 @@ def acquire(path: Path, publisher: Publisher, patience: float) -> Callable[[], N
     `patience` seconds, StoreError where not even the folder of locks can be made: nothing could be published either.
     """
     try:
-        from filelock import FileLock, Timeout
+        import filelock  # noqa: F401
     except ImportError:
         return None
     publisher.directory(path.parent)
-    with contextlib.suppress(OSError):
-        # Whoever may write in the store may lock; the umask applies, as it does not to a mode given to the library.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
-    # A lock file that marks by its existence, the library's substitute, would outlive a killed builder.
-    lock = FileLock(path, timeout=patience, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise HeldError from None
-    except NotImplementedError:
-        return None
-    except OSError as error:
-        if path.parent.exists():
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with publisher.at(path.parent) as at:
+                # Whoever may write in the store may lock; the umask applies.
+                descriptor = os.open(path.name, _FLAGS | os.O_CREAT, 0o666, dir_fd=at)
+                held = _held(descriptor, path.name, at)
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, FileNotFoundError) and not path.parent.exists():
+                raise store_error(path, "lock", error) from error
             return None
-        raise store_error(path, "lock", error) from error
-    return lock.release
+        if held is not None:
+            return held
+        if time.monotonic() >= deadline:
+            raise HeldError
+        time.sleep(_POLL_SECONDS)
 
 
-def discard(path: Path) -> bool:
-    """Remove the lock file `path` unless somebody holds it; whether it was removed.
+def discard(name: str, at: int, remove: bool = True) -> bool:
+    """Remove the lock file `name` of the open folder `at` unless somebody holds it; whether it was, or without
+    `remove` would be, removed.
 
     It is held while it is removed, and a waiter that gets hold of a file without a name tries again.
     """
-    try:
-        from filelock import FileLock, Timeout
-    except ImportError:
-        return False
-    lock = FileLock(path, timeout=0, fallback_to_soft=False)
-    with contextlib.suppress(Timeout, NotImplementedError, OSError), lock:
-        path.unlink()
-        return True
+    with contextlib.suppress(ImportError, OSError):
+        release = _held(os.open(name, _FLAGS, dir_fd=at), name, at)
+        if release is not None:
+            try:
+                if remove:
+                    os.unlink(name, dir_fd=at)
+                return True
+            finally:
+                release()
     return False
+
+
+def _held(descriptor: int, name: str, at: int) -> Callable[[], None] | None:
+    """Lock the open file `name` of the open folder `at`, and return what lets go of it; None where it is held by
+    somebody else, or has lost its name. Closes `descriptor` then, or in letting go. OSError where locks do not work.
+    """
+    # The library is given a descriptor: by itself it would open a path, and follow what folders have become.
+    from filelock import lock_descriptor, unlock_descriptor
+
+    def release() -> None:
+        try:
+            unlock_descriptor(descriptor)  # a child of this process has the descriptor, too
+        finally:
+            os.close(descriptor)
+
+    try:
+        if lock_descriptor(descriptor, blocking=False):
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=at, follow_symlinks=False)):
+                    return release
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

@@ -9,6 +9,8 @@ is left out, and the entry counts as used when it was last published or marked b
 until it is given back. A process that was killed cannot give it back: its lease ends when its host finds it gone, or,
 seen from elsewhere, when it was not renewed for `LEASE_SECONDS`.
 
+Neither is written through a link, nor through a further name of a file: see fusekit.store.folders.
+
 Stamps are the file system's own (a touch, not a time that a host names), and are only ever compared with other stamps
 of the same file system: hosts need not agree on the time.
 """
@@ -17,52 +19,61 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from pathlib import Path
 
+from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import process
-from fusekit.store.files import AnyPath, Disk, store_error
+from fusekit.store.files import NEW, AnyPath, Publisher, read_file, touch
+from fusekit.store.folders import Folders
+from fusekit.store.layout import LEASES, Found, walk
 
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0
+_LEASE_LIMIT = 32
 _MODE = 0o666  # whoever may write in the store may mark; the umask applies
 
 
 def mark_path(root: Path, key: str) -> Path:
-    return Path(_mark(root, key))
+    return root / "used" / key[:2] / key
 
 
-def _mark(root: Path, key: str) -> str:
-    return f"{root}/used/{key[:2]}/{key}"
-
-
-def mark(root: Path, key: str, entry: AnyPath) -> bool:
+def mark(folders: Folders, key: str, entry: AnyPath) -> bool:
     """Say that the entry of `key`, at `entry`, is wanted now; whether there is a mark now.
 
     Does nothing where there is no entry or it cannot be said.
     """
-    path = _mark(root, key)
-    with contextlib.suppress(OSError):
+    try:
+        at = folders.open("used", key[:2])  # no context manager: this is part of every launch's way
         try:
-            os.utime(path, follow_symlinks=False)
-        except FileNotFoundError:
-            if not Path(entry).exists():
-                return False
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE))
+            if touch(key, at):
+                return True
+            os.unlink(key, dir_fd=at)  # a further name of a file that may be anybody's
+        finally:
+            os.close(at)
+    except FileNotFoundError:
+        if not os.path.lexists(entry):
+            return False
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        folders.make("used", key[:2])
+        with folders.at("used", key[:2]) as at, contextlib.suppress(FileExistsError):
+            os.close(os.open(key, NEW, _MODE, dir_fd=at))
         return True
     return False
 
 
 class Lease:
-    """A lease on the store under `root`, held until `release`. Where none can be written it protects nothing."""
+    """A lease on the store of `publisher`, held until `release`. Where none can be written it protects nothing.
 
-    def __init__(self, root: Path, disk: Disk) -> None:
-        folder = root / "leases"
-        self.path = folder / f"{process.owner(process.host())}-{os.urandom(6).hex()}"
-        self._disk = disk
+    The file is made once and stays open: no renewal writes to what lies at its name by then.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
         self._began = 0
+        self._descriptor: int | None = None
         self._write()
 
     def renew(self) -> None:
@@ -71,49 +82,56 @@ class Lease:
             self._write()
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):
-            self._disk.remove(self.path)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            with contextlib.suppress(OSError), self._publisher.at(self.path.parent) as at:
+                self._publisher.disk.remove(self.path, at)
 
     def _write(self) -> None:
         self._renewed = time.monotonic()
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
+            if self._descriptor is not None:
+                os.utime(self._descriptor)
+                if os.fstat(self._descriptor).st_nlink:
+                    return
+                os.close(self._descriptor)  # somebody removed it
+                self._descriptor = None
             try:
-                # When it began, as the file system counts: the file's own stamp moves with every renewal.
-                self._began = self._began or os.fstat(descriptor).st_mtime_ns
-                os.write(descriptor, str(self._began).encode())
-            finally:
-                os.close(descriptor)
+                self._publisher.admit()
+            except NoStoreError:
+                raise
+            except (StoreError, IntegrityError):
+                return
+            name = f"{process.owner(process.host())}-{os.urandom(6).hex()}"
+            self.path = self._publisher.root / "leases" / name
+            self._publisher.folders.make("leases")
+            with self._publisher.folders.at("leases") as at:
+                self._descriptor = os.open(name, NEW, _MODE, dir_fd=at)
+            # When it began, as the file system counts: the file's own stamp moves with every renewal.
+            self._began = self._began or os.fstat(self._descriptor).st_mtime_ns
+            os.write(self._descriptor, str(self._began).encode())
 
 
-def leases(root: Path, now: int) -> tuple[int | None, list[Path]]:
+def leases(folders: Folders, now: int) -> tuple[int | None, list[Path]]:
     """When the oldest lease that is held began, None if there is none; and the leases that nobody holds any more.
 
     now, result: nanoseconds as the file system counts them. Raises StoreError where they cannot be listed.
     """
     host, began, ended = process.host(), [], []
-    try:
-        listed = list(os.scandir(root / "leases"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None, []
-    except OSError as error:
-        raise store_error(root / "leases", "list", error) from error
-    for found in listed:
-        path = Path(found.path)
-        with contextlib.suppress(FileNotFoundError):
-            status = found.stat(follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            if process.is_gone(found.name, host) or abs(now - status.st_mtime_ns) > LEASE_SECONDS * 10**9:
-                ended.append(path)
-            else:
-                began.append(_began(path, status.st_mtime_ns))
+    for found in walk(folders, LEASES, status=True):
+        if found.kind != "file" or found.status is None:
+            continue
+        stamp = found.status.st_mtime_ns
+        if process.is_gone(found.path.name, host) or abs(now - stamp) > LEASE_SECONDS * 10**9:
+            ended.append(found.path)
+        else:
+            began.append(_began(found, stamp))
     return min(began, default=None), ended
 
 
-def _began(path: Path, otherwise: int) -> int:
+def _began(found: Found, otherwise: int) -> int:
     try:
-        return int(path.read_bytes()[:32])
-    except (OSError, ValueError):
+        return int(read_file(found.path, limit=_LEASE_LIMIT, at=found.at) or b"")
+    except (IntegrityError, StoreError, ValueError):
         return otherwise

@@ -22,6 +22,9 @@ from fusekit.store.keys import canonical_json, is_digest, sha256
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _FULL_NAME = re.compile(rf"({_PART})/({_PART})@({_PART})")
 _ARCH = re.compile(r"[a-z0-9_]{1,32}")
+FOLDER = re.compile(_PART)
+RECORD = re.compile(rf"{_PART}/{_PART}@{_PART}\.[a-z0-9_]{{1,32}}\.json")
+"""Folder and path of a record below `names`."""
 _MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
 
 SCHEMA = 2

@@ -6,23 +6,29 @@ go: after a power loss too, no name leads nowhere and no entry lacks its cubin.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fusekit.store import locks
 from fusekit.store.files import Publisher, store_error
-from fusekit.store.layer import Layer
 from fusekit.store.marks import mark, mark_path
-from fusekit.store.scan import File, Item, Scan, State, digests_of, entry_states, state
+from fusekit.store.scan import File, Item, Scan, State, mentioned_since, state_of
+
+# What there is to be done with a file that is gone, or has a link or a file in the place of its folder.
+_NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 Moved = dict[Path, Path]
 """Where a file was -> where it lies aside."""
 
 
 class Remover:
-    """Removes from one layer what `scan` found there, unless it changed or was asked for since."""
+    """Removes from the store of `publisher` what `scan` found there, unless it changed or was asked for since."""
 
-    def __init__(self, layer: Layer, publisher: Publisher, scan: Scan) -> None:
-        self.layer, self.publisher, self.scan = layer, publisher, scan
+    def __init__(self, publisher: Publisher, scan: Scan) -> None:
+        self.root, self.publisher, self.scan = publisher.root, publisher, scan
         self._folders: set[Path] = set()  # of entries that were removed and are not synced yet
 
     def entries(self, items: Sequence[Item]) -> set[str]:
@@ -34,8 +40,8 @@ class Remover:
         marks: dict[str, Path | None] = {}
         moved: dict[str, Moved] = {}
         for item in items:
-            its_mark = mark_path(self.layer.root, item.key)
-            if state(its_mark) == (item.mark.state if item.mark else None):
+            its_mark = mark_path(self.root, item.key)
+            if self._state(its_mark) == (item.mark.state if item.mark else None):
                 marks[item.key] = self._aside(its_mark)
                 moved[item.key] = self._all_aside(name.path for name in item.names)
         self._sync(path.parent for files in moved.values() for path in files)
@@ -48,7 +54,7 @@ class Remover:
                 # The entry first: a name never leads nowhere.
                 for path, aside in reversed(moved[item.key].items()):
                     self.publisher.give(aside, path)
-                mark(self.layer.root, item.key, item.file.path)
+                mark(self.publisher.folders, item.key, item.file.path)
                 stay.add(item.key)
         for key, files in moved.items():
             for left in (*files.values(), marks[key]):
@@ -69,7 +75,8 @@ class Remover:
         moved = self._all_aside(paths.values())
         if not moved:
             return set()
-        back = self._mentioned_since() & paths.keys()
+        known = {item.file.path: item.file.state for item in self.scan.entries.values()}
+        back = mentioned_since(self.publisher.folders, known, self.scan.blobs.keys()) & paths.keys()
         for digest, path in paths.items():
             if path in moved and digest in back:
                 self.publisher.give(moved[path], path)
@@ -82,7 +89,7 @@ class Remover:
         aside = self._aside(file.path)
         if aside is None:
             return False
-        if state(aside) != file.state:
+        if self._state(aside) != file.state:
             self.publisher.give(aside, file.path)
             return False
         self.remove(aside)
@@ -91,28 +98,37 @@ class Remover:
     def remove(self, path: Path) -> None:
         """Remove one file if it is there."""
         try:
-            self.publisher.disk.remove(path)
+            with self.publisher.at(path.parent) as at:
+                self.publisher.disk.remove(path, at)
         except OSError as error:
+            if error.errno in _NOTHING:
+                return
             raise store_error(path, "remove", error) from error
+
+    def lock(self, path: Path, remove: bool) -> bool:
+        """Remove the lock file `path` unless it is held; whether it was, or without `remove` would be, removed."""
+        with contextlib.suppress(OSError), self.publisher.at(path.parent) as at:
+            return locks.discard(path.name, at, remove)
+        return False
+
+    def _state(self, path: Path) -> State | None:
+        """The state of `path` now; None where there is nothing."""
+        try:
+            with self.publisher.at(path.parent) as at:
+                return state_of(os.stat(path.name, dir_fd=at, follow_symlinks=False))
+        except OSError as error:
+            if error.errno in _NOTHING:
+                return None
+            raise store_error(path, "look at", error) from error
 
     def _wanted(self, item: Item, moved: Moved, its_mark: Path | None) -> bool:
         """Whether somebody marked `item` or changed a file of it since it was looked at."""
-        if state(mark_path(self.layer.root, item.key)) is not None:
+        if self._state(mark_path(self.root, item.key)) is not None:
             return True
-        if its_mark is not None and item.mark is not None and state(its_mark) != item.mark.state:
+        if its_mark is not None and item.mark is not None and self._state(its_mark) != item.mark.state:
             return True
         known = {file.path: file.state for file in (*item.names, item.file)}
-        return any(state(aside) != known[path] for path, aside in moved.items())
-
-    def _mentioned_since(self) -> Collection[str]:
-        """Every digest in an entry that is new, or was replaced, since the scan; of an unreadable one every blob's."""
-        known: dict[Path, State] = {item.file.path: item.file.state for item in self.scan.entries.values()}
-        changed = [path for path, now in entry_states(self.layer).items() if known.get(path) != now]
-        mentioned: set[str] = set()
-        for path in changed:
-            digests = digests_of(path)
-            mentioned |= self.scan.blobs.keys() if digests is None else digests
-        return mentioned
+        return any(self._state(aside) != known[path] for path, aside in moved.items())
 
     def _all_aside(self, paths: Iterable[Path]) -> Moved:
         return {path: aside for path in paths if (aside := self._aside(path)) is not None}
@@ -121,18 +137,20 @@ class Remover:
         """Move `path` to a temporary name beside it; None where it is gone."""
         aside = self.publisher.temporary(path)
         try:
-            self.publisher.disk.replace(path, aside)
-        except FileNotFoundError:
-            return None
+            with self.publisher.at(path.parent) as at:
+                self.publisher.disk.replace(path, aside, at)
         except OSError as error:
+            if error.errno in _NOTHING:
+                return None
             raise store_error(path, "remove", error) from error
         return aside
 
     def _sync(self, folders: Iterable[Path]) -> None:
         for folder in set(folders):
             try:
-                self.publisher.disk.sync(folder)
-            except FileNotFoundError:
-                continue
+                with self.publisher.at(folder) as at:
+                    self.publisher.disk.sync(folder, at)
             except OSError as error:
+                if error.errno in _NOTHING:
+                    continue
                 raise store_error(folder, "sync", error) from error

@@ -2,25 +2,38 @@
 
 No document is understood here: an entry keeps every blob whose digest stands anywhere in its bytes, and a name goes
 with the entry whose key stands in it. So what a later version of fusekit wrote is treated as rightly as our own, and
-a damaged entry keeps what it can still be read to name. Of what is no plain file, or has no name that a store gives,
-nothing is taken up. Links to folders are not followed; as a reader finds what lies behind one, they count as unread.
+a damaged entry keeps what it can still be read to name. What is no plain file, or has no name that a store gives, is
+left alone (see fusekit.store.layout). So is what lies behind a link: a link to a folder of entries or names counts as a
+document that could not be read.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store.documents import LIMIT
-from fusekit.store.files import TEMPORARY_SUFFIX, read_file, store_error
-from fusekit.store.keys import is_digest, sha256
-from fusekit.store.layer import Layer
+from fusekit.store.files import read_file
+from fusekit.store.folders import Folders
+from fusekit.store.keys import sha256
+from fusekit.store.layout import (
+    BLOBS,
+    ENTRIES,
+    LEASES,
+    LOCKS,
+    NAMES,
+    ROOT,
+    SIGNATURES,
+    TUNING,
+    USED,
+    Found,
+    Part,
+    walk,
+)
 
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
@@ -38,24 +51,11 @@ class File:
     state: State
 
     @classmethod
-    def of(cls, found: os.DirEntry[str]) -> File | None:
-        """None for what is no plain file, or is gone."""
-        try:
-            if not found.is_file(follow_symlinks=False):
-                return None
-            status = found.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        return cls(Path(found.path), status.st_size, status.st_mtime_ns, state_of(status))
-
-    @classmethod
-    def at(cls, path: Path) -> File | None:
-        """The plain file at `path`; None for what is none, or is not there."""
-        try:
-            status = path.lstat()
-        except OSError:
-            return None
-        return cls(path, status.st_size, status.st_mtime_ns, state_of(status)) if stat.S_ISREG(status.st_mode) else None
+    def of(cls, found: Found) -> File:
+        """Of a walk that asked for the status."""
+        assert found.status is not None
+        status = found.status
+        return cls(found.path, status.st_size, status.st_mtime_ns, state_of(status))
 
 
 @dataclass(slots=True)
@@ -89,8 +89,9 @@ class Item:
 
 @dataclass(slots=True)
 class Scan:
-    """All of a store. documents: the digest of every entry and name. unread: paths of documents, or of links to folders
-    of them, that could not be read, so that what they need is not known.
+    """All of a store. documents: the digest of every entry and name. unread: paths of documents, or of links in the
+    place of folders of them, that were not read, so that what they need is not known. strays: paths of what is not
+    fusekit's.
     """
 
     entries: dict[str, Item] = field(default_factory=dict)
@@ -101,49 +102,68 @@ class Scan:
     signatures: list[File] = field(default_factory=list)
     documents: set[str] = field(default_factory=set)
     unread: list[str] = field(default_factory=list)
-    other_bytes: int = 0  # of names that stand for no entry here
+    strays: list[Path] = field(default_factory=list)
+    loose: dict[Path, File] = field(default_factory=dict)  # names that stand for no entry here
+    other_bytes: int = 0  # of those
 
 
 def state_of(status: os.stat_result) -> State:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def scan(layer: Layer) -> Scan:
-    """Look at all of `layer`."""
+def scan(folders: Folders) -> Scan:
+    """Look at all of a store."""
     result = Scan()
+
+    def files(part: Part) -> Iterator[tuple[File, int]]:
+        for found in walk(folders, part, status=True):
+            if found.kind == "file":
+                yield File.of(found), found.at
+            elif found.kind == "temporary":
+                result.temporaries.append(File.of(found))
+            elif part is not ROOT:
+                result.strays.append(found.path)
+                if found.kind == "link" and part in (ENTRIES, NAMES):
+                    result.unread.append(str(found.path))
+
     marks = {}
-    for file in _files(layer.root / "used", 2, result.temporaries):
+    for file, _ in files(USED):
         result.marks.append(file)
         marks[file.path.name] = file
-    for file in _files(layer.root / "blobs" / "sha256", 2, result.temporaries):
-        if is_digest(file.path.name):
-            result.blobs[file.path.name] = file
-    for file in _files(layer.root / "entries", 2, result.temporaries, result.unread):
-        key = file.path.name.removesuffix(".json")
-        data = _document(file.path, result)
-        if is_digest(key) and file.path.name == f"{key}.json":
-            result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
-    for file in _files(layer.root / "names", 2, result.temporaries, result.unread):
-        data = _document(file.path, result)
+    result.blobs = {file.path.name: file for file, _ in files(BLOBS)}
+    for file, at in files(ENTRIES):
+        key = file.path.stem
+        data = _document(file.path, at, result)
+        result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
+    for file, at in files(NAMES):
+        data = _document(file.path, at, result)
         keys = [key for key in _digests(data) if key in result.entries]
         for key in keys:
             result.entries[key].names.append(file)
             result.entries[key].documents.add(sha256(data))
         if not keys:
+            result.loose[file.path] = file
             result.other_bytes += file.bytes
-    for file in _files(layer.root / "signatures", 2, result.temporaries):
-        if is_digest(file.path.name[:64]) and file.path.name[64:65] == ".":
-            result.signatures.append(file)
-    result.locks = list(_files(layer.root / "locks", 1, result.temporaries))
-    for top in (layer.root, layer.root / "tuning"):
-        for _ in _files(top, 1, result.temporaries):
-            pass  # only temporaries are collected there
+    result.signatures = [file for file, _ in files(SIGNATURES)]
+    result.locks = [file for file, _ in files(LOCKS)]
+    for part in (ROOT, LEASES, TUNING):
+        for _ in files(part):
+            pass  # only temporaries are collected there; of leases, see fusekit.store.marks
     return result
 
 
-def entry_states(layer: Layer) -> dict[Path, State]:
-    """The state of every file under `entries`."""
-    return {file.path: file.state for file in _files(layer.root / "entries", 2, [])}
+def mentioned_since(folders: Folders, known: Mapping[Path, State], blobs: Collection[str]) -> Collection[str]:
+    """Every digest in an entry that is new, or was replaced, since its state was `known`; all `blobs` where one cannot
+    be read.
+    """
+    mentioned: set[str] = set()
+    for found in walk(folders, ENTRIES, status=True):
+        if found.kind == "file" and known.get(found.path) != File.of(found).state:
+            data = _read(found.path, found.at)
+            mentioned |= set(blobs) if data is None else _digests(data)
+        elif found.kind == "link":
+            mentioned |= set(blobs)
+    return mentioned
 
 
 def digests_of(path: Path) -> frozenset[str] | None:
@@ -152,8 +172,8 @@ def digests_of(path: Path) -> frozenset[str] | None:
     return None if data is None else _digests(data)
 
 
-def _document(path: Path, result: Scan) -> bytes:
-    data = _read(path)
+def _document(path: Path, at: int, result: Scan) -> bytes:
+    data = _read(path, at)
     if data is None:
         result.unread.append(str(path))
         return b""
@@ -165,39 +185,8 @@ def _digests(data: bytes) -> frozenset[str]:
     return frozenset(found.decode() for found in _DIGEST.findall(data))
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path, at: int | None = None) -> bytes | None:
     try:
-        return read_file(path, limit=LIMIT) or b""
+        return read_file(path, limit=LIMIT, at=at) or b""
     except (IntegrityError, StoreError):
         return None
-
-
-def state(path: Path) -> State | None:
-    """The state of `path` now; None where there is nothing."""
-    try:
-        return state_of(path.lstat())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise store_error(path, "look at", error) from error
-
-
-def _files(top: Path, depth: int, temporaries: list[File], linked: list[str] | None = None) -> Iterator[File]:
-    """The plain files `depth` levels below `top`, those of writers aside; `linked` gets the links to folders."""
-    try:
-        with os.scandir(top) as found:
-            for each in found:
-                if depth > 1:
-                    if each.is_dir(follow_symlinks=False):
-                        yield from _files(Path(each.path), depth - 1, temporaries, linked)
-                    elif linked is not None and each.is_dir():
-                        linked.append(each.path)
-                elif (file := File.of(each)) is not None:
-                    if each.name.endswith(TEMPORARY_SUFFIX):
-                        if each.name.startswith("."):
-                            temporaries.append(file)
-                    else:
-                        yield file
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise store_error(top, "list", error) from error

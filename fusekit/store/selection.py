@@ -51,7 +51,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
         if listing.problems:
             raise IntegrityError(f"{listing.problems[0]} ({len(listing.problems)} such; `fusekit verify` lists them)")
         if not listing.names and patterns:
-            raise NotBuiltError.of(pattern, arch)
+            raise NotBuiltError.of(pattern, arch, absent=store.absent())
         records.update({(found.record.name, found.record.arch): found.record for found in listing.names})
     entries: dict[str, Entry] = {}
     for record in records.values():

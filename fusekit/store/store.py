@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreError
-from fusekit.store import listing, marks, names
+from fusekit.store import listing, marker, marks, names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.files import Disk, Publisher, exists, read_file, revalidate
@@ -63,7 +62,7 @@ class Store:
         self.trust = trust
         self.layers = (Layer(root, trust), *(Layer(path, trust) for path in layers if path != root))
         self._signing_key = signing_key
-        self._publisher = Publisher(root, disk)
+        self._publisher = Publisher(root, disk, marker.admit)
         self._leases: list[marks.Lease] = []
 
     @classmethod
@@ -73,7 +72,10 @@ class Store:
         return cls(config.store, config.layers, trust=trust, signing_key=config.signing_key)
 
     def writable(self) -> Store:
-        """The writable store alone, without the layers below it."""
+        """The writable store alone, without the layers below it, for who is about to fill it. Raises NoStoreError where
+        that is a folder that is no store, before anything is read or sent for it.
+        """
+        self.check_writable()
         return Store(self.root, trust=self.trust, signing_key=self._signing_key, disk=self._publisher.disk)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -226,6 +228,10 @@ class Store:
         """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
         return listing.overview(self.layers, pattern, arch)
 
+    def absent(self) -> tuple[str, ...]:
+        """Of each read-only layer that is no store, why: most often its file system is not mounted."""
+        return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
+
     def verify(self, full: bool = False) -> VerifyReport:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too."""
         return verify(self.layers, full)
@@ -320,8 +326,8 @@ class Store:
             there = self._first_good(lambda layer: layer.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
-                with contextlib.suppress(OSError):  # younger than an entry that was mended: see `settled`
-                    os.utime(own.name_path(record.name, record.arch), follow_symlinks=False)
+                # Younger than an entry that was mended: see `settled`.
+                self._publisher.touch(own.name_path(record.name, record.arch), data)
                 return
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
         self._publisher.put(own.name_path(record.name, record.arch), data)
@@ -372,13 +378,13 @@ class Store:
         """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
         what nobody needs: see fusekit.store.gc.
         """
-        return collect(self.layers[0], self._publisher, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
+        return collect(self.layers[0], self._publisher.disk, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     def discard(self, unwanted: Collection[tuple[str, str]], *, dry_run: bool = False) -> DiscardReport:
         """Remove names (full name, architecture) from the writable store, with the entries and cubins that nothing else
         there needs. Lower layers are left alone.
         """
-        return discard(self.layers[0], self._publisher, unwanted, dry_run=dry_run)
+        return discard(self.layers[0], self._publisher.disk, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:
         """Publish the tuning table `data` for `arch` into the writable store, in place of the one there; its path."""
@@ -397,8 +403,7 @@ class Store:
                 there = _quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
                 if there != signature:
                     self._publisher.put(path, signature)
-                with contextlib.suppress(OSError):  # another user's, whose stamp only he can change
-                    os.utime(path, follow_symlinks=False)
+                self._publisher.touch(path, signature)
                 if path.exists():
                     break
 
@@ -423,13 +428,18 @@ class Store:
     def lease(self) -> Iterator[None]:
         """While this is held, collection leaves alone what was published or looked up since it was taken."""
         _ = self.signer  # a key that cannot be read is refused before anything is written
-        lease = marks.Lease(self.root, self._publisher.disk)
+        lease = marks.Lease(self._publisher)
         self._leases.append(lease)
         try:
             yield
         finally:
             self._leases.remove(lease)
             lease.release()
+
+    def check_writable(self) -> None:
+        """Raises NoStoreError where the writable store is a folder that is none; changes nothing."""
+        with contextlib.suppress(OSError):
+            marker.check(self._publisher.folders)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -455,7 +465,12 @@ class Store:
     def _mark(self, key: str) -> bool:
         for lease in self._leases:
             lease.renew()
-        return marks.mark(self.root, key, self.layers[0].entry_file(key))
+        own = self.layers[0]
+        try:
+            own.check()
+        except StoreError:
+            return False
+        return marks.mark(self._publisher.folders, key, own.entry_file(key))
 
     def _patiently(self, key: str, look: Callable[[], T | None], sure: bool = False) -> T | None:
         """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a

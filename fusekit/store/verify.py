@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusekit.errors import IntegrityError, StoreError
+from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import names
 from fusekit.store.documents import damaged
 from fusekit.store.entries import Entry
 from fusekit.store.files import size_of
+from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
+from fusekit.store.layout import MARKER, strays
+from fusekit.store.marker import absence, check_format
 from fusekit.store.scan import digests_of
 
 _PAUSES = (0.01, 0.05)  # seconds
@@ -38,7 +42,8 @@ class VerifyReport:
 
     entries, names, blobs: how many of each were looked at. orphans: blobs of no entry, and temporaries: files of
     writers; both are what a killed builder leaves, no damage. full: whether every blob was hashed, not only its size
-    compared.
+    compared. strays: what is not fusekit's, and lies where no reader looks. absent: root of each layer that is no
+    store -> why, in words.
     """
 
     entries: int
@@ -48,6 +53,8 @@ class VerifyReport:
     temporaries: int
     full: bool
     bad: tuple[Problem, ...]
+    strays: tuple[Path, ...] = ()
+    absent: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def checked(self) -> int:
@@ -62,10 +69,13 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
     size. With `full`: every blob is hashed too.
     """
     check = _Check(layers, full)
+    absent = {layer.root: why for layer in layers if (why := absence(layer.root)) is not None}
     for layer in layers:
         check.entries_of(layer)
     for layer in layers:
         check.names_of(layer)
+        if layer.root not in absent:
+            check.strays_of(layer)
         with contextlib.suppress(StoreError):  # a folder that cannot be listed was said above
             check.temporaries += sum(1 for _ in layer.temporary_files())
     return VerifyReport(
@@ -76,6 +86,8 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
         temporaries=check.temporaries,
         full=full,
         bad=tuple(check.bad),
+        strays=tuple(check.strays),
+        absent=absent,
     )
 
 
@@ -84,6 +96,7 @@ class _Check:
         self.layers, self.full = layers, full
         self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
         self.bad: list[Problem] = []
+        self.strays: list[Path] = []
         self._keys: dict[str, str] = {}  # key -> arch of each good entry, of any layer
         self._damaged: set[str] = set()  # keys of damaged entries
         self._patience = _PATIENCE
@@ -167,6 +180,25 @@ class _Check:
                         raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
                 except (IntegrityError, StoreError) as error:
                     self._add(layer, path, error, key)
+        except StoreError as error:
+            self._add(layer, layer.root, error, "")
+
+    def strays_of(self, layer: Layer) -> None:
+        told = {problem.path for problem in self.bad}
+        try:
+            with contextlib.suppress(NoStoreError):  # said above
+                check_format(layer.root)
+        except (IntegrityError, StoreError) as error:
+            self._add(layer, layer.root / MARKER, error, "")
+        try:
+            for found in strays(Folders(layer.root)):
+                if found.path in told:
+                    continue
+                if found.kind == "link":
+                    problem = f"{said(found.path)} is a symbolic link; a store follows none below its own folder; "
+                    self._add(layer, found.path, IntegrityError(f"{problem}remove it"), "")
+                else:
+                    self.strays.append(found.path)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
 

@@ -165,6 +165,8 @@ def test_verify(store, fusekit):
         "full": False,
         "orphans": 0,
         "temporaries": 0,
+        "strays": [],
+        "absent": [],
     }
     assert fusekit("verify", "--full").out == "3 entries, 3 names, 3 cubins checked in full: none bad\n"
 
@@ -183,9 +185,70 @@ def test_verify_finds_damage(store, fusekit):
 
 
 def test_verify_of_no_store(fusekit):
-    result = fusekit("verify", "--json")
-    assert result.json["checked"] == 0
-    assert "no store at" in result.err
+    result = fusekit("verify", "--full", "--json", code=3)
+    assert (result.json["checked"], result.json["absent"]) == (0, [str(fusekit.root)])
+    assert f"there is no folder {fusekit.root}: there is no store to check; `fusekit build` makes a store" in result.err
+    said = fusekit("verify", "--full", code=3).out
+    assert said == "nothing was checked: there is no store\n"
+    assert "3 if there is no store" in fusekit("verify", "--help").out
+
+
+@pytest.mark.parametrize("kind", ["no folder", "is empty", "is no store"])
+def test_a_layer_that_is_not_mounted(store, fusekit, tmp_path, kind):
+    layer = tmp_path / "mnt"
+    if kind != "no folder":
+        layer.mkdir()
+    if kind == "is no store":
+        (layer / "notes.txt").write_text("mine")
+    layers = {"FUSEKIT_STORES": str(layer)}
+    result = fusekit("verify", "--json", code=3, **layers)
+    assert (result.json["checked"], result.json["absent"]) == (6, [str(layer)])
+    assert "none bad" in fusekit("verify", code=3, **layers).out
+    for arguments in (["show", "quickstart/none"], ["run", "quickstart/none"], ["export", "b.tar", "quickstart/none"]):
+        said = fusekit(*arguments, code=3, **layers).err
+        assert "build it with: fusekit build quickstart/none" in said
+        assert kind in said
+        assert f"{layer}" in said
+        assert "check FUSEKIT_STORES, and that its file systems are mounted" in said
+    assert f"{layer}" in fusekit("ls", **layers).err
+    # The user's own folder need not be there where a layer is; one that is named has to be.
+    below = {"FUSEKIT_STORES": str(fusekit.root), "FUSEKIT_STORE": str(tmp_path / "own")}
+    assert fusekit("verify", "--json", **below).json["absent"] == [str(tmp_path / "own")]
+    fusekit("verify", "--store", str(tmp_path / "own"), code=3, **below)
+
+
+@pytest.mark.parametrize("place", ["", "names"])
+def test_ls_of_what_cannot_be_listed(store, fusekit, tmp_path, place):
+    own = tmp_path / "own"
+    (own / place).parent.mkdir(exist_ok=True)
+    (own / place).write_text("")
+    result = fusekit("ls", "--json", "--store", str(own), code=1, FUSEKIT_STORES=str(fusekit.root))
+    assert len(result.json) == 3
+    assert f"left out: cannot list {own / 'names'}" in result.err
+
+
+def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "main.tf").write_text("precious")
+    fusekit("export", "all.tar", "quickstart")
+    (tmp_path / "key").unlink(missing_ok=True)
+    for arguments in (
+        ["gc"], ["gc", "--dry-run"], ["import", str(tmp_path / "all.tar")], ["copy"], ["build", "quickstart/linear"],
+    ):  # fmt: skip
+        result = fusekit(*arguments, "--store", str(project), code=2, FUSEKIT_STORES=str(fusekit.root))
+        assert f"{project} is no store of fusekit, and not empty" in result.err
+        assert result.err.count("\n") <= 2
+    assert [path.name for path in project.iterdir()] == ["main.tf"]
+
+
+def test_gc_names_what_is_not_its_own(store, fusekit):
+    (fusekit.root / "locks").mkdir(exist_ok=True)
+    (fusekit.root / "locks" / "terraform.tfstate").write_text("precious")
+    result = fusekit("gc", "--max-size", "0", "--json")
+    assert result.json["strays"] == [str(fusekit.root / "locks" / "terraform.tfstate")]
+    assert len(result.json["files"]) >= 9
+    assert "not fusekit's, and left alone: " in result.err
 
 
 def test_schema(fusekit):

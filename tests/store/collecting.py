@@ -4,6 +4,7 @@ import os
 import time
 
 from fusekit.store import Store
+from fusekit.store.layout import MARKER
 from fusekit.store.marks import mark_path
 from tests.store.samples import build_entry, build_record
 
@@ -44,4 +45,5 @@ def held(store):
 
 
 def everything(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    """Every file but the marker."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.name != MARKER)

@@ -43,44 +43,44 @@ class PowerDisk(Disk):
             raise KeyboardInterrupt
         self.moments += 1
 
-    def make_directory(self, path: Path) -> bool:
+    def make_directory(self, path: Path, at: int | None = None) -> bool:
         self.moment()
-        made = super().make_directory(path)
+        made = super().make_directory(path, at)
         if made and path.is_relative_to(self.root):
             self.folders.setdefault(path, Folder())
             self.made.setdefault(path, False)
         return made
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes, at: int | None = None) -> None:
         self.moment()
         inode = Inode(data)
         self._change(path.parent, {path.name: inode})
         self.moment()  # bytes and name are in memory, nothing is synced
-        super().write(path, data)
+        super().write(path, data, at)
         inode.synced = data
         self.moment()
 
-    def link(self, source: Path, target: Path) -> None:
+    def link(self, source: Path, target: Path, at: int | None = None) -> None:
         self.moment()
-        super().link(source, target)
+        super().link(source, target, at)
         self._change(target.parent, {target.name: self.folders[source.parent].names[source.name]})
 
-    def replace(self, source: Path, target: Path) -> None:
+    def replace(self, source: Path, target: Path, at: int | None = None) -> None:
         self.moment()
-        super().replace(source, target)
+        super().replace(source, target, at)
         inode = self.folders[source.parent].names[source.name]
         self._change(source.parent, {source.name: None, target.name: inode})
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path, at: int | None = None) -> None:
         self.moment()
         there = path.exists()
-        super().remove(path)
+        super().remove(path, at)
         if there:
             self._change(path.parent, {path.name: None})
 
-    def sync(self, path: Path) -> None:
+    def sync(self, path: Path, descriptor: int | None = None) -> None:
         self.moment()
-        super().sync(path)
+        super().sync(path, descriptor)
         if path in self.folders:
             folder = self.folders[path]
             folder.safe, folder.pending = dict(folder.names), []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fusekit.store import Entry, NameRecord, key_fields, key_of
 from fusekit.store.keys import sha256
+from fusekit.store.layout import MARKER
 
 
 def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5) -> tuple[Entry, bytes]:
@@ -34,9 +35,9 @@ def build_record(entry: Entry, name: str = "quickstart/fc1@128x160-c2x1", arch: 
 
 
 def files(root):
-    """What a store under `root` holds: path -> bytes, without what only saves work."""
+    """What a store under `root` holds: path -> bytes, without its marker and what only saves work."""
     return {
         path.relative_to(root): path.read_bytes()
         for path in Path(root).rglob("*")
-        if path.is_file() and path.relative_to(root).parts[0] not in ("locks", "used")
+        if path.is_file() and path.relative_to(root).parts[0] not in ("locks", "used", MARKER)
     }

@@ -10,6 +10,7 @@ import pytest
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store
 from fusekit.store.files import Disk, Publisher, read_file, size_of
+from fusekit.store.layout import MARKER
 
 
 class Recorder(Disk):
@@ -25,25 +26,25 @@ class Recorder(Disk):
         if len(self.steps) - 1 == self.fail:
             raise OSError(self.code, os.strerror(self.code))
 
-    def make_directory(self, path):
+    def make_directory(self, path, at=None):
         self._step("make", path)
-        return super().make_directory(path)
+        return super().make_directory(path, at)
 
-    def write(self, path, data):
+    def write(self, path, data, at=None):
         self._step("write", path)
-        super().write(path, data)
+        super().write(path, data, at)
 
-    def link(self, source, target):
+    def link(self, source, target, at=None):
         self._step("name", target)
-        super().link(source, target)
+        super().link(source, target, at)
 
-    def replace(self, source, target):
+    def replace(self, source, target, at=None):
         self._step("name", target)
-        super().replace(source, target)
+        super().replace(source, target, at)
 
-    def sync(self, path):
+    def sync(self, path, at=None):
         self._step("sync", path)
-        super().sync(path)
+        super().sync(path, at)
 
 
 def test_reads_a_plain_file(tmp_path):
@@ -133,7 +134,7 @@ def test_the_umask_decides_who_reads(tmp_path):
 
 def test_without_hard_links_the_last_one_wins(tmp_path):
     class NoLinks(Disk):
-        def link(self, source, target):
+        def link(self, source, target, at=None):
             raise OSError(errno.EPERM, "no hard links here")
 
     publisher = Publisher(tmp_path, NoLinks())
@@ -168,7 +169,8 @@ def test_the_order_that_survives_a_power_loss(tmp_path, make_entry, make_record)
         assert steps[named + 1] == ("sync", top)
         durable.append((named, named + 1))
     assert durable == sorted(durable)
-    assert [top for action, top in disk.steps if action == "name"] == ["blobs", "entries", "names"]
+    # The marker comes first: what has entries and no marker was no store of ours when somebody looked.
+    assert [top for action, top in disk.steps if action == "name"] == [MARKER, "blobs", "entries", "names"]
     for made, step in enumerate(disk.steps):
         if step[0] == "make":
             assert disk.steps[made + 1][0] == "sync"

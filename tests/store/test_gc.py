@@ -14,6 +14,8 @@ from fusekit.store.marks import LEASE_SECONDS, mark_path
 from tests.store.collecting import DAY, age, everything, fill, held, use
 from tests.store.samples import build_entry, build_record
 
+RANDOM = "0123456789ab"
+
 
 def test_without_a_policy_nothing_goes(tmp_path):
     store, _ = fill(tmp_path)
@@ -167,8 +169,8 @@ def test_the_lease_of_a_dead_process_protects_nothing(tmp_path):
 
 def test_a_lease_from_elsewhere_ends_when_it_is_not_renewed(tmp_path):
     store, entries = fill(tmp_path)
-    lease = tmp_path / "leases" / "0123456789ab-77-00"
-    lease.parent.mkdir()
+    lease = tmp_path / "leases" / "0123456789ab-77-0123456789ab"
+    lease.parent.mkdir(exist_ok=True)
     lease.write_text(str(time.time_ns() - 10**9))
     store.present(entries[0].key)
     time.sleep(0.1)
@@ -180,26 +182,27 @@ def test_a_lease_from_elsewhere_ends_when_it_is_not_renewed(tmp_path):
 
 def test_temporaries_go_when_their_writer_is_gone_or_long_silent(tmp_path):
     store, entries = fill(tmp_path)
-    folder = store.layers[0].entry_path(entries[0].key).parent
+    folder, name = store.layers[0].entry_path(entries[0].key).parent, f"{entries[0].key}.json"
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     host = process.host()
     kinds = {
-        "dead": (f".a.json.{host}-{child}-00.tmp", 0, True),
-        "alive": (f".b.json.{process.owner(host)}-00.tmp", 0, False),
-        "foreign": (".c.json.0123456789ab-77-00.tmp", 0, False),
-        "silent": (".d.json.0123456789ab-77-00.tmp", 2 * DAY, True),
-        "unknown": (".e.tmp", 2 * DAY, True),
-        "of the future": (".f.tmp", -2 * DAY, True),
+        "dead": (f".{name}.{host}-{child}-{RANDOM}.tmp", 0, True),
+        "alive": (f".{name}.{process.owner(host)}-{RANDOM}.tmp", 0, False),
+        "foreign": (f".{name}.0123456789ab-77-{RANDOM}.tmp", 0, False),
+        "silent": (f".{name}.0123456789ab-78-{RANDOM}.tmp", 2 * DAY, True),
+        "of the future": (f".{name}.0123456789ab-79-{RANDOM}.tmp", -2 * DAY, True),
+        "of nobody": (".e.tmp", 2 * DAY, False),
+        "of another folder": (f".{name[:-5]}.0123456789ab-77-{RANDOM}.tmp", 2 * DAY, False),
     }
     for name, ago, _ in kinds.values():
         (folder / name).write_bytes(b"12")
         age(folder / name, ago)
     report = store.collect()
-    assert report.temporaries == 4
-    assert report.freed_bytes == 8
+    assert report.temporaries == 3
+    assert report.freed_bytes == 6
     for kind, (name, _, goes) in kinds.items():
         assert (folder / name).exists() is not goes, kind
 

@@ -18,13 +18,13 @@ class Meddler(Disk):
     def __init__(self, top: str, before: bool) -> None:
         self.top, self.before, self.meddle = f"/{top}/", before, lambda: None
 
-    def replace(self, source: Path, target: Path) -> None:
+    def replace(self, source: Path, target: Path, at: int | None = None) -> None:
         meddle = self.meddle if self.top in str(source) else (lambda: None)
         if meddle is self.meddle:
             self.meddle = lambda: None
         if self.before:
             meddle()
-        super().replace(source, target)
+        super().replace(source, target, at)
         if not self.before:
             meddle()
 
@@ -53,10 +53,10 @@ class Between(Disk):
     def __init__(self, first, then) -> None:
         self.first, self.then = [first], [then]
 
-    def replace(self, source: Path, target: Path) -> None:
+    def replace(self, source: Path, target: Path, at: int | None = None) -> None:
         if "/used/" in str(source) and self.first:
             self.first.pop()()
-        super().replace(source, target)
+        super().replace(source, target, at)
         if "/entries/" in str(source) and self.then:
             self.then.pop()()
 
@@ -143,25 +143,25 @@ class Stopper(Disk):
         if self.at < 0:
             raise KeyboardInterrupt
 
-    def write(self, path, data):
+    def write(self, path, data, at=None):
         self._step()
-        super().write(path, data)
+        super().write(path, data, at)
 
-    def link(self, source, target):
+    def link(self, source, target, at=None):
         self._step()
-        super().link(source, target)
+        super().link(source, target, at)
 
-    def replace(self, source, target):
+    def replace(self, source, target, at=None):
         self._step()
-        super().replace(source, target)
+        super().replace(source, target, at)
 
-    def remove(self, path):
+    def remove(self, path, at=None):
         self._step()
-        super().remove(path)
+        super().remove(path, at)
 
-    def sync(self, path):
+    def sync(self, path, at=None):
         self._step()
-        super().sync(path)
+        super().sync(path, at)
 
 
 def test_a_collection_that_is_killed_at_any_step_leaves_a_store_that_is_whole(tmp_path):
@@ -188,7 +188,7 @@ def test_a_collection_that_is_killed_at_any_step_leaves_a_store_that_is_whole(tm
 def test_a_cubin_left_aside_that_an_entry_needs_is_put_back(tmp_path):
     store, entries = fill(tmp_path, 1)
     blob = store.layers[0].blob_path(entries[0].cubin_sha256)
-    aside = blob.with_name(f".{blob.name}.0123456789ab-7-00.tmp")
+    aside = blob.with_name(f".{blob.name}.0123456789ab-7-0123456789ab.tmp")
     blob.rename(aside)
     assert store.load(entries[0].key) is not None
     assert held(store) == ["k0@v"]

@@ -135,18 +135,18 @@ def test_the_model_finds_what_is_wrong(tmp_path, fault):
     """A store with one step missing fails these tests: they can see what they are there to see."""
 
     class Careless(PowerDisk):
-        def write(self, path, data):
+        def write(self, path, data, at=None):
             if fault == "the cubin is not synced" and "blobs" in path.parts:
-                Disk.write(self, path, data)
+                Disk.write(self, path, data, at)
                 from tests.store.power import Inode
 
                 self._change(path.parent, {path.name: Inode(data)})
             else:
-                super().write(path, data)
+                super().write(path, data, at)
 
-        def sync(self, path):
+        def sync(self, path, at=None):
             if not (fault == "its directory is not synced" and "blobs" in path.parts):
-                super().sync(path)
+                super().sync(path, at)
 
     found = False
     for stop in range(60):

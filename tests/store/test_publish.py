@@ -180,6 +180,7 @@ def test_an_entry_whose_cubin_is_lost_is_replaced(tmp_path, make_entry):
 def test_a_directory_in_the_place_of_a_file_is_said(tmp_path, make_entry):
     store = Store(tmp_path)
     entry, cubin = make_entry()
+    store.publish(*make_entry(1))
     store.layers[0].entry_path(entry.key).mkdir(parents=True)
     with pytest.raises(IntegrityError, match="is a directory"):
         store.publish(entry, cubin)

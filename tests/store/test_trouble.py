@@ -214,9 +214,9 @@ def test_a_store_that_vanishes_while_it_is_written(store):
     class Pulled(Disk):
         """Every directory is gone again before a file can be made in it."""
 
-        def write(self, path, data):
+        def write(self, path, data, at=None):
             shutil.rmtree(path.parent)
-            super().write(path, data)
+            super().write(path, data, at)
 
     with pytest.raises(StoreError, match="has vanished: check that its file system is still mounted"):
         Store(store.root, disk=Pulled()).publish(*build_entry(1))
@@ -226,11 +226,11 @@ def test_a_temporary_that_somebody_cleared_is_written_again(store):
     class Cleared(Disk):
         times = 0
 
-        def link(self, source, target):
+        def link(self, source, target, at=None):
             self.times += 1
             if self.times == 1:
                 source.unlink()
-            super().link(source, target)
+            super().link(source, target, at)
 
     entry, cubin = build_entry(1)
     Store(store.root, disk=Cleared()).publish(entry, cubin)

@@ -1,0 +1,124 @@
+"""What may lie in a store: the names that fusekit gives, and walking over them.
+
+Whatever has another name, or is no plain file in no plain folder, is a stranger's: it is named to the user, never
+opened and never removed. Folders are opened as `fusekit.store.folders` does, so no link is followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusekit.store.files import TEMPORARY_SUFFIX, store_error
+from fusekit.store.folders import Folders
+from fusekit.store.names import FOLDER, RECORD
+
+_OWNER = r"[0-9a-f]{12}-[0-9]{1,10}-[0-9a-f]{12}"
+_TEMPORARY = re.compile(rf"\.(.+)\.{_OWNER}{re.escape(TEMPORARY_SUFFIX)}", re.DOTALL)
+_CUT = 160  # letters of a name that a temporary keeps: see Publisher.temporary
+_PAIR = re.compile(r"[0-9a-f]{2}")
+_DIGEST = r"([0-9a-f]{2})/(\1[0-9a-f]{62})"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of a store's folders. parts: its own path; between: names of the folders between it and files, None where
+    files lie in it; ours: path of a file of ours below it.
+    """
+
+    parts: tuple[str, ...]
+    between: re.Pattern[str] | None
+    ours: re.Pattern[str]
+
+
+BLOBS = Part(("blobs", "sha256"), _PAIR, re.compile(_DIGEST))
+ENTRIES = Part(("entries",), _PAIR, re.compile(rf"{_DIGEST}\.json"))
+NAMES = Part(("names",), FOLDER, RECORD)
+SIGNATURES = Part(("signatures",), _PAIR, re.compile(rf"{_DIGEST}\.[0-9a-f]{{16}}"))
+USED = Part(("used",), _PAIR, re.compile(_DIGEST))
+LEASES = Part(("leases",), None, re.compile(_OWNER))
+LOCKS = Part(("locks",), None, re.compile(r"[0-9a-f]{64}\.lock"))
+TUNING = Part(("tuning",), None, re.compile(r"[a-z0-9_]{1,32}\.json"))
+PARTS = (BLOBS, ENTRIES, NAMES, SIGNATURES, USED, LEASES, LOCKS, TUNING)
+
+MARKER = "fusekit-store.json"
+ROOT = Part((), None, re.compile(rf"{re.escape(MARKER)}|now"))
+"""The root: of its own files, a collection removes temporaries; whatever else lies there is not spoken of."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a walk came by. kind: "file" or "temporary", of ours; "link", in the place of a folder; "stray". at: of the
+    open folder that it lies in, until the walk goes on. status: of files and temporaries, if it was asked for.
+    """
+
+    kind: str
+    path: Path
+    at: int = -1
+    status: os.stat_result | None = None
+
+
+def walk(folders: Folders, part: Part, status: bool = False) -> Iterator[Found]:
+    """What lies in `part`, in no order. StoreError where a folder cannot be listed."""
+    for depth in range(1, len(part.parts)):
+        yield from _folder(folders, part, part.parts[:depth], status)
+    yield from _folder(folders, part, part.parts, status)
+
+
+def strays(folders: Folders) -> Iterator[Found]:
+    """What is not fusekit's in the folders of a store: kinds "stray" and "link"."""
+    for part in PARTS:
+        yield from (found for found in walk(folders, part) if found.kind in ("stray", "link"))
+
+
+def _folder(folders: Folders, part: Part, at: tuple[str, ...], status: bool) -> Iterator[Found]:
+    """What lies in the folder `at`, and below it, of the walk over `part`."""
+    path = f"{folders.root}/{'/'.join(at)}"
+    above = part.parts[len(at)] if len(at) < len(part.parts) else None  # the one folder that belongs here
+    between = part.between if at == part.parts else None
+    prefix = f"{at[-1]}/" if part.between is not None and above is None and between is None else ""
+    below: list[str] = []
+    try:
+        with folders.at(*at, listed=True) as descriptor, os.scandir(descriptor) as listed:
+            for each in listed:
+                name = each.name
+                if name == above:
+                    continue
+                if between is not None and between.fullmatch(name) and each.is_dir(follow_symlinks=False):
+                    below.append(name)
+                    continue
+                what = "link" if between is not None and each.is_symlink() else "stray"
+                if above is None and between is None and each.is_file(follow_symlinks=False):
+                    what = kind(part, name, prefix)
+                found = Found(what, Path(f"{path}/{name}"), descriptor)
+                if status and what in ("file", "temporary"):
+                    try:
+                        found.status = each.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # gone since
+                yield found
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        yield Found("stray", Path(path))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise store_error(path, "list", error) from error
+        yield Found("link", Path(path))
+    for name in below:
+        yield from _folder(folders, part, (*at, name), status)
+
+
+def kind(part: Part, name: str, prefix: str = "") -> str:
+    """ "file", "temporary" or "stray": what a plain file of the name `name` is in `part`, in the folder `prefix`/."""
+    if part.ours.fullmatch(prefix + name):
+        return "file"
+    if (match := _TEMPORARY.fullmatch(name)) and (
+        part.ours.fullmatch(prefix + match[1]) or (part is NAMES and len(match[1]) == _CUT)
+    ):
+        return "temporary"
+    return "stray"
