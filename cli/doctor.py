@@ -122,8 +122,10 @@ def _stores(session: Session) -> list[dict[str, Any]]:
             answer["tuning"] = _tuning(root)
             if report.bad:
                 answer["problem"] = f"{len(report.bad)} bad; `fusekit verify` says what"
-            elif index and not answer["exists"]:
-                answer["problem"] = "there is no such folder; check FUSEKIT_STORES and that its file system is mounted"
+            elif index and root in report.absent:
+                answer["problem"] = f"{report.absent[root]}; check FUSEKIT_STORES and that its file system is mounted"
+            elif answer["exists"] and report.absent.get(root, "").endswith("no store of fusekit"):
+                answer["problem"] = f"{report.absent[root]}; nothing is written there; name another folder"
             elif answer["writable"] is False:
                 answer["problem"] = "it cannot be written; building needs another --store or FUSEKIT_STORE"
         except Exception as error:

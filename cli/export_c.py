@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -52,6 +54,10 @@ def run_loader(session: Session, out: Path, prefix: str) -> None:
     output.answer(session, document, lambda: click.echo("\n".join(written)))
 
 
+def _put(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
+
+
 def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
     """Each file's text into the folder `out`, whole, over what is there; their paths."""
     from fusekit.store.files import replace_file
@@ -60,8 +66,7 @@ def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            data = text.encode()
-            replace_file(out / file, lambda stream, data=data: stream.write(data))
+            replace_file(out / file, partial(_put, text.encode()))
             written.append(str(out / file))
     except OSError as error:
         raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error

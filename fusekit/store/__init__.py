@@ -61,8 +61,9 @@ the directory looked up anew, for little more than a second. Collect on one host
 elsewhere a mark may be seen late, and a kernel that somebody has just looked up can be evicted. He has his bytes, or a
 miss.
 
-**Where fusekit writes and removes**: only in a folder that has a store's marker or is empty (`fusekit.store.marker`), only
-at names that it gives (`fusekit.store.layout`), and never through a link below the root (`fusekit.store.folders`).
+**Where fusekit writes and removes**: only in a folder that has a store's marker or is empty
+(`fusekit.store.marker`), only at names that it gives (`fusekit.store.layout`), and never through a link below the root
+(`fusekit.store.folders`).
 
 **What digests are for:** bit rot, cut transfers, mixed-up files. They are no defence against someone who can write to
 the store: such a person can write digests too. Give a store read-only to those who only launch.

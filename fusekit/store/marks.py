@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -73,13 +74,15 @@ class Lease:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
         self._began = 0
+        self._writing = threading.Lock()
         self._descriptor: int | None = None
         self._write()
 
     def renew(self) -> None:
         """Say that it is still held; costs nothing if that was said a moment ago."""
-        if time.monotonic() - self._renewed >= _RENEW_SECONDS:
-            self._write()
+        with self._writing:
+            if time.monotonic() - self._renewed >= _RENEW_SECONDS:
+                self._write()
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -354,5 +354,5 @@ def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
     own, gone = document["stores"]
     assert (own["entries"], own["bad"]) == (3, 1)
     assert "fusekit verify" in own["problem"]
-    assert "no such folder" in gone["problem"]
+    assert "there is no folder" in gone["problem"]
     assert json.dumps(document)
