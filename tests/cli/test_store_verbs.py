@@ -206,7 +206,7 @@ def test_a_layer_that_is_not_mounted(store, fusekit, tmp_path, kind):
     assert "none bad" in fusekit("verify", code=3, **layers).out
     for arguments in (["show", "quickstart/none"], ["run", "quickstart/none"], ["export", "b.tar", "quickstart/none"]):
         said = fusekit(*arguments, code=3, **layers).err
-        assert "build it with: fusekit build quickstart/none" in said
+        assert "build it from its spec file: fusekit build quickstart" in said
         assert kind in said
         assert f"{layer}" in said
         assert "check FUSEKIT_STORES, and that its file systems are mounted" in said

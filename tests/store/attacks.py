@@ -109,6 +109,7 @@ VERBS = {
     "gc": lambda store, _: store.collect(max_bytes=0),
     "gc without a policy": lambda store, _: store.collect(),
     "gc --dry-run": lambda store, _: store.collect(max_bytes=0, dry_run=True),
+    "rm": lambda store, _: store.discard([("f/k0@v", "sm_90a"), ("f/none@v", "sm_90a")]),
     "build": build,
     "publish": lambda store, _: store.publish(*build_entry(0, seconds=2.0)),
     "import": lambda store, aside: import_bundle(store, bundle(aside)),
@@ -121,7 +122,7 @@ VERBS = {
     "sign": lambda store, _: store.publish_signatures(build_entry(0)[0].to_bytes(), {KEY_ID: b"t" * 64}),
     "tune": lambda store, _: store.publish_tuning("sm_90a", b"[]"),
 }
-WRITERS = ("gc", "build", "publish", "import", "pull", "copy", "lock", "sign", "tune")
+WRITERS = ("gc", "rm", "build", "publish", "import", "pull", "copy", "lock", "sign", "tune")
 
 
 def attempt(verb, store, aside):

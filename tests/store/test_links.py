@@ -149,7 +149,7 @@ class Swapper:
         return call
 
 
-@pytest.mark.parametrize("verb", ["gc", "build", "load"])
+@pytest.mark.parametrize("verb", ["gc", "rm", "build", "load"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_that_becomes_a_link_at_any_moment(tmp_path, aside, folder, verb, soak):
     step, reached = 1 if soak else 4 if verb == "load" else 19, 0
