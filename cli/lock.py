@@ -95,9 +95,9 @@ def _folder(given: str | None, write: bool) -> Path:
         return here
     if write:
         raise UsageError(f"there is no folder {here}; manifests are written where they are kept; name it with --folder")
-    from importlib.resources import files
+    from fusekit.spec.catalog import packaged_folder
 
-    return Path(str(files(f"fusekit.{FOLDER}")))
+    return packaged_folder().with_name(FOLDER)
 
 
 def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespace: str | None) -> None:

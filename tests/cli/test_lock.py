@@ -8,11 +8,12 @@ import pytest
 from fusekit.compiler.build_check import check_build
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.toolchain import distributions
+from fusekit.spec.catalog import packaged_folder
 from fusekit.store.manifest import Manifest, read_manifest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 NAME = "quickstart/moe-fc2@128x128-c2x1"
-MANIFESTS = Path(__file__).parents[2] / "cache_manifests"
+MANIFESTS = packaged_folder().with_name("cache_manifests")
 
 
 def test_write_and_check(fusekit, tmp_path):
@@ -52,6 +53,17 @@ def test_write_and_check(fusekit, tmp_path):
     ]
     assert fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json["same"] == [NAME]
     assert "quickstart/gone@a" in read_manifest(path).kernels  # only what was named is written
+
+
+def test_the_manifests_that_come_with_fusekit(fusekit):
+    """Used where the working directory has none, as it is with every installed copy."""
+    name = committed().name
+    document = fusekit("lock", "quickstart/moe-fc2", "--json", code=1).json
+    assert [row["name"] for row in document["missing"]] == [NAME]
+    fusekit("build", "quickstart/moe-fc2")
+    assert fusekit("lock", "quickstart/moe-fc2").out == "1 same, 0 changed, 0 missing\n"
+    assert "there is no folder" in fusekit("lock", "quickstart/moe-fc2", "--write", code=2).err
+    assert (MANIFESTS / name).exists()
 
 
 def test_another_toolchain_is_refused(fusekit, tmp_path):

@@ -15,7 +15,7 @@ from fusekit.errors import ArgumentError, DriverError, FusekitError, NotBuiltErr
 from fusekit_cli import main as entry
 from fusekit_cli.main import VERBS, cli, main
 
-FOLDER = Path(__file__).parents[2] / "cli"
+FOLDER = Path(entry.__file__).parent
 
 
 def test_version(fusekit):
