@@ -17,6 +17,7 @@ import click
 import fusekit
 from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
+from fusekit_cli.terminal import answering, message, to_stderr
 
 INTERRUPTED = 130
 
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     session = Session()
     try:
-        with warnings.catch_warnings():
+        with answering(), warnings.catch_warnings():
             warnings.simplefilter("always", SpecWarning)
             warnings.showwarning = session.warn
             code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
@@ -88,13 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.error("interrupted; what was published stays, the same command carries on")
         return INTERRUPTED
     except click.ClickException as error:
-        error.show(sys.stderr)
+        error.message = message(error.message)
+        with to_stderr():
+            error.show()
         return error.exit_code
     except Exception as error:
         if session.debug:
             import traceback
 
-            traceback.print_exc()
+            session.note(traceback.format_exc().rstrip())
         session.error(_message(error))
         return error.exit_code if isinstance(error, FusekitError) else 1
 

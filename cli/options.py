@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from fusekit_cli.terminal import message, to_stderr
+
 if TYPE_CHECKING:
     from fusekit.config import Config
     from fusekit.store import Store
@@ -39,9 +41,10 @@ class Session:
 
         return Store.open(self.config)
 
-    def note(self, message: str) -> None:
+    def note(self, text: str) -> None:
         """A line on stderr, beside the answer."""
-        click.echo(message, err=True)
+        with to_stderr():
+            click.echo(message(text), err=True)
 
     def warn(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
@@ -52,9 +55,9 @@ class Session:
             self.warned.append(str(message))
             self.note(f"fusekit: warning: {message}")
 
-    def error(self, message: str) -> None:
+    def error(self, text: str) -> None:
         """The one message of a command that failed."""
-        click.echo(f"fusekit: {message}", err=True)
+        self.note(f"fusekit: {text}")
 
 
 def common(function: Callable[..., Any]) -> Callable[..., Any]:

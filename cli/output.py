@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
@@ -11,26 +10,16 @@ from typing import Any
 
 import click
 
-from fusekit.errors import FusekitError
 from fusekit_cli.options import Session
+from fusekit_cli.terminal import inline
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
     """Print `document` with --json, else let `text` print the same for people."""
-    try:
-        if session.json:
-            print_json(document)
-        else:
-            text()
-    except BrokenPipeError:  # whoever read it has seen enough
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()  # or Python tries once more when it ends, and exits as it likes
-        raise FusekitError(
-            f"cannot write the answer to stdout: {error.strerror}; what was asked for is done all the same; look at "
-            "where stdout leads"
-        ) from error
+    if session.json:
+        print_json(document)
+    else:
+        text()
 
 
 def print_json(document: Any) -> None:
@@ -51,7 +40,7 @@ def table(
     On a terminal it is drawn; into a file or a pipe it is aligned with spaces, whatever the width, so that it can be
     cut, sorted and searched.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines: list[str] = []
     widths = [max(len(row[i]) for row in [headings, *cells]) for i in range(len(headings))]
     if sys.stdout.isatty() and _drawn(session, headings, cells, widths, right):
@@ -68,12 +57,12 @@ def tree(document: Mapping[str, Any], indent: str = "") -> None:
     width = max((len(name) for name, value in document.items() if _flat(value)), default=0)
     for name, value in document.items():
         if _flat(value):
-            click.echo(f"{indent}{name.ljust(width)}  {_plain(value)}".rstrip())
+            click.echo(f"{indent}{inline(name).ljust(width)}  {_plain(value)}".rstrip())
         elif isinstance(value, Mapping):
-            click.echo(f"{indent}{name}")
+            click.echo(f"{indent}{inline(name)}")
             tree(value, indent + "  ")
         else:
-            click.echo(f"{indent}{name}")
+            click.echo(f"{indent}{inline(name)}")
             for item in value:
                 click.echo(f"{indent}  - {_item(item)}")
 
@@ -112,7 +101,10 @@ def _drawn(
         drawn.add_column(heading, justify="right" if heading in right else "left")
     for row in cells:
         drawn.add_row(*row)
-    console.print(drawn)
+    with console.capture() as captured:
+        console.print(drawn)
+    # The escape sequences are rich's own here; those of the cells have been made printable.
+    getattr(sys.stdout, "write_drawn", sys.stdout.write)(captured.get())
     return True
 
 
@@ -139,7 +131,7 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return json.dumps(_finite(value))
-    return str(value)
+    return inline(str(value))
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fusekit_cli.options import Session
+from fusekit_cli.terminal import inline
 
 Update = Callable[[int, int, str, int], None]
 """Called with: steps done, steps in all, what came last (empty: nothing yet), bytes moved so far."""
@@ -32,7 +33,7 @@ def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iter
         def update(done: int, total: int, what: str, moved: int) -> None:
             elapsed = bar.tasks[task].elapsed or 0.0
             rate = f"{moved / 1e6:.1f} MB, {moved / 1e6 / elapsed:.1f} MB/s" if moved and elapsed else ""
-            bar.update(task, completed=done, total=total, description=what or doing, moved=rate)
+            bar.update(task, completed=done, total=total, description=inline(what or doing), moved=rate)
 
         yield update
 

@@ -25,10 +25,10 @@ import traceback
 from typing import Any
 
 from fusekit.compiler.families import FAMILIES
-from fusekit.compiler.worker import serve
+from fusekit.compiler.worker import COMPILER, serve
 
 MESSAGE_BYTES = 1 << 16
-_PRELOADED = ("cutlass.cute", "llvmlite.binding", "fusekit.compiler.trace", *sorted(set(FAMILIES.values())))
+_PRELOADED = (*COMPILER, "fusekit.compiler.trace", *sorted(set(FAMILIES.values())))
 
 
 def main(descriptor: int) -> None:
@@ -36,7 +36,7 @@ def main(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     for module in _PRELOADED:
         # What cannot be imported is said by the compile process that needs it.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(module)
     _Server(control).run()
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
 from fusekit.compiler.options import environment
-from fusekit.compiler.worker import Answer, Done, Job
+from fusekit.compiler.worker import Answer, Done, Job, unusable
 from fusekit.errors import BuildError, FusekitError, ToolchainError
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ _LOG_TAIL = 2000
 _PATIENCE = 10.0
 _FAREWELL = 2.0
 _PAUSE = 0.1
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 class Compiler(Protocol):
@@ -97,6 +98,13 @@ class ForkServer:
             theirs.close()
             os.close(tells)
         return Connection(ours.detach()), io.FileIO(status)
+
+    def crash(self) -> int | None:
+        """The exit code of a server that crashed, which it can only have done while it imported the compiler."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None and -self._process.wait(_FAREWELL) in _CRASHES:
+                return self._process.returncode
+        return None
 
     def close(self) -> None:
         """Ends the server and all its processes at once. Safe to call while they work."""
@@ -186,6 +194,8 @@ class Worker:
         self.hang_up()
         if self._server.closed:
             return BuildError(f"{job.name}: the build was stopped", name=job.name)
+        if code is None and (crash := self._server.crash()) is not None:
+            return unusable(f"its process died of it ({_cause(crash)})")
         said = self._log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if self._log.exists() else ""
         tail = f"; its last words: {said}" if said else ""
         return BuildError(f"the compile process died of {job.name} ({_cause(code)}){tail}", name=job.name)

@@ -12,6 +12,8 @@ from typing import Any
 
 from fusekit.errors import ToolchainError
 
+SUPPORTED = "4.8"
+"""The version of the CuTe DSL that fusekit is made for, as the extra `build` has it."""
 _FAMILY = "nvidia-cutlass-dsl"
 _CUDA_LIBRARY = re.compile(rf"{_FAMILY}-libs-cu(\d+)")  # the compiler itself, as of one major version of CUDA
 _LOADED = "cutlass._mlir._mlir_libs._cutlass_ir"  # the module that the DSL loads one of them as

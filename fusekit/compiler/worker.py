@@ -12,14 +12,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from fusekit.compiler.plan import TracePlan
-from fusekit.compiler.toolchain import check_loaded, describe, distributions
+from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
-from fusekit.errors import BuildError, FusekitError
+from fusekit.errors import BuildError, FusekitError, ToolchainError
+
+COMPILER = ("cutlass.cute", "llvmlite.binding")
+"""What a kernel is compiled and proven with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +73,41 @@ def serve(socket: int) -> None:
 def _work(job: Job) -> Done | FusekitError:
     start = time.perf_counter()
     try:
+        _import_compiler()
         compiled = compile_plan(job.planner(job.spec), Path.cwd())
         versions = distributions()
         check_loaded(versions)
     except FusekitError as error:
         return error
+    except ImportError as error:  # what is imported for a kernel is the compiler, or made for one version of it
+        return unusable(_said(error))
     except MemoryError:
         return BuildError(f"{job.name}: the compile process reached its limit of memory; use fewer --jobs")
     except Exception as error:
-        failure = BuildError(f"{type(error).__name__}: {error}; this is a defect of the kernel's family module")
+        failure = BuildError(f"{_said(error)}; this is a defect of the kernel's family module")
         failure.add_note(traceback.format_exc())
         return failure
     return Done(compiled, round(time.perf_counter() - start, 3), describe(versions))
+
+
+def unusable(why: str) -> ToolchainError:
+    """The error for a compiler that is installed and cannot be imported."""
+    return ToolchainError(
+        f"the compiler cannot be imported: {why}; fusekit is made for nvidia-cutlass-dsl {SUPPORTED}, and "
+        f"{distributions()['nvidia-cutlass-dsl']} is installed here; pip install --force-reinstall 'fusekit[build]'"
+    )
+
+
+def _import_compiler() -> None:
+    try:
+        for module in COMPILER:
+            import_module(module)
+    except (Exception, SystemExit) as error:  # a broken installation fails in any way
+        raise unusable(_said(error)) from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _memory() -> int:

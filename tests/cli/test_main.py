@@ -1,5 +1,6 @@
 """The group: help, common options, errors, exit codes, what is imported."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,8 +13,11 @@ import pytest
 
 import fusekit as library
 from fusekit.errors import ArgumentError, DriverError, FusekitError, NotBuiltError, StoreError
+from fusekit.store import NameRecord
 from fusekit_cli import main as entry
 from fusekit_cli.main import VERBS, cli, main
+from fusekit_cli.terminal import message
+from tests.cli.conftest import NAMES, SPEC
 
 FOLDER = Path(entry.__file__).parent
 
@@ -161,11 +165,14 @@ def test_a_reader_that_goes_away_is_no_traceback(store, fusekit):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("option", [(), ("--json",)])
-def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, option):
+@pytest.mark.parametrize(
+    "line",
+    [("ls",), ("ls", "--json"), ("schema",), ("--help",), ("--version",), ("build", "--help"), ("show", NAMES[0])],
+)
+def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, line):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "fusekit_cli", "ls", *option],
+            [sys.executable, "-m", "fusekit_cli", *line],
             env=fusekit.environment,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -173,5 +180,58 @@ def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, option):
             check=False,
         )
     assert done.returncode == 1
-    assert "cannot write the answer to stdout: No space left on device" in done.stderr
-    assert "defect" not in done.stderr
+    (only,) = done.stderr.splitlines()
+    assert "cannot write the answer to stdout: No space left on device" in only
+    assert "defect" not in only
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_error_that_cannot_be_written_keeps_its_exit_code(fusekit):
+    for line, code in ((("show", "a/b"), 3), (("bogus",), 2)):
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "fusekit_cli", *line]
+            done = subprocess.run(command, env=fusekit.environment, stdout=subprocess.PIPE, stderr=full, check=False)
+        assert (done.returncode, done.stdout) == (code, b"")
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\udc80\x7f"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("ls", f"{HOSTILE}/x"), ("show", f"{HOSTILE}/x"), ("build", f"{HOSTILE}.toml"), ("build", f"{HOSTILE}/x"),
+        ("build", "own.toml"), ("build", "--check", f"{HOSTILE}.json"), (HOSTILE,), (f"--{HOSTILE}",),
+        ("lock", "--folder", HOSTILE),
+        ("import", HOSTILE), ("verify", "--store", HOSTILE), ("show", "x", "--debug", "--store", HOSTILE),
+        ("gc", "--max-size", HOSTILE), ("run", HOSTILE), ("explain", HOSTILE), ("export", "out", HOSTILE),
+        ("pull", HOSTILE), ("key", "show", HOSTILE), ("doctor", "--store", HOSTILE), ("build", "--executor", HOSTILE),
+    ],
+    ids=lambda line: " ".join(line).encode("ascii", "replace").decode().replace("\x1b", "^")[:16],
+)  # fmt: skip
+def test_control_characters_do_not_reach_the_terminal(fusekit, line):
+    own = fusekit.root.parent / "own.toml"
+    own.write_bytes(b'schema = 1\n[[kernel]]\nname = "a\\u001b[31m"\nop = "\\u009b2J"\n"k\\u0007" = 1\n')
+    result = fusekit(*line, code=None)
+    assert "defect" not in result.err
+    for text in (result.out, result.err):
+        assert not [character for character in text if ord(character) < 32 and character not in "\n\t"]
+        assert not {"\x7f", "\x9b", "\u202e", "\x07"} & set(text)
+    if "doctor" not in line:
+        assert result.code in (0, 1, 2, 3)
+
+
+def test_control_characters_of_stored_names_are_escaped(store, fusekit):
+    name = "quickstart/\x1b[31mred@128x128-c2x1"
+    with contextlib.suppress(FusekitError):
+        store.publish_name(NameRecord(name, "sm_90a", store.find_name(NAMES[0], "sm_90a").key, SPEC, {}))
+    for line in (("ls",), ("show", "quickstart"), ("verify",), ("explain", "quickstart")):
+        assert "\x1b" not in fusekit(*line, code=None).out
+
+
+def test_a_message_of_megabytes_is_shortened(fusekit):
+    said = fusekit("show", "x/" + "y" * 100_000, code=3).err
+    assert said.startswith("fusekit: 'x/yyy")
+    assert " characters left out ...] yyy" in said
+    assert len(said) < 10_000
+    assert len(message("x" * 10**7)) < 10_000

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.compiler import families
 from fusekit.compiler.memory import available_bytes, bound
 from fusekit.compiler.pool import ForkServer, PostponedError, run
 from fusekit.compiler.worker import Job
-from fusekit.errors import BuildError
+from fusekit.errors import BuildError, ToolchainError
+from fusekit.spec import find
+
+(LINEAR,) = find(["quickstart/linear"])
 
 
 @pytest.fixture
@@ -70,6 +74,30 @@ def test_a_process_outlives_a_failure_and_is_replaced_after_its_death(misbehavin
     done = worker.compile(Job("c", misbehaving.good, None))
     assert done.compiled.proof["launches"] >= 8
     assert done.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ModuleNotFoundError(\"No module named 'cutlass'\")", "ModuleNotFoundError: No module named 'cutlass'"),
+        ("raise ImportError('libcute.so.1: cannot open shared object file')", "libcute.so.1: cannot open"),
+        ("raise OSError('undefined symbol: cuteInit')", "OSError: undefined symbol: cuteInit"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import os; os.kill(os.getpid(), 11)", r"its process died of it \(SIGSEGV\)"),
+        ("", "ModuleNotFoundError: No module named 'cutlass.cute'"),
+        (None, "No module named 'cutlass"),  # another version
+    ],
+)
+def test_a_compiler_that_cannot_be_imported_is_said_to_be_the_trouble(worker, tmp_path, monkeypatch, source, said):
+    package = tmp_path / "broken" / "cutlass"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(source or "")
+    if source is None:
+        (package / "cute.py").write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    with pytest.raises(ToolchainError, match=f"(?s){said}.*pip install .*'fusekit.build.'") as caught:
+        worker.compile(Job("a", families.plan, LINEAR))
+    assert "defect" not in str(caught.value)
 
 
 def test_a_planner_that_cannot_be_imported_is_an_error(worker, tilecopy, tmp_path, monkeypatch):

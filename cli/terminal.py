@@ -1,0 +1,103 @@
+"""What may reach a terminal: no control character of a name, a path or a spec, and no message of megabytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+
+from fusekit.errors import FusekitError
+
+MESSAGE_CHARACTERS = 8000
+"""Of a message on stderr, at most; what is longer loses its middle."""
+
+# C0 but tab and newline, DEL, C1, separators of lines, marks that change the direction of text, halves of surrogates.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class AnswerError(FusekitError):
+    """Stdout does not take the answer."""
+
+
+def printable(text: str) -> str:
+    r"""`text` with control characters as their Python escapes, such as \x1b; newlines and tabs stay."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def inline(text: str) -> str:
+    """`text` for one line of a table or a tree."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def message(text: str) -> str:
+    """`text` for stderr: printable, and shortened in its middle where it is very long."""
+    if len(text) > MESSAGE_CHARACTERS:
+        head, tail = MESSAGE_CHARACTERS * 3 // 4, MESSAGE_CHARACTERS // 4
+        text = f"{text[:head]} [... {len(text) - head - tail} characters left out ...] {text[-tail:]}"
+    return printable(text)
+
+
+@contextlib.contextmanager
+def to_stderr() -> Iterator[None]:
+    """For what is written to stderr: one that takes nothing changes no answer and no exit code."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stderr.close()  # or Python tries once more when it ends, and exits as it likes
+        sys.stderr = None  # type: ignore[assignment]
+
+
+class _Stdout(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        with _answering():
+            super().write(printable(text))
+        return len(text)
+
+    def write_drawn(self, text: str) -> None:
+        """Writes `text` as it is."""
+        with _answering():
+            super().write(text)
+
+    def flush(self) -> None:
+        with _answering():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # whoever read it has seen enough
+        raise
+    except OSError as error:
+        raise AnswerError(
+            f"cannot write the answer to stdout: {error.strerror}; what was asked for is done all the same; look at "
+            "where stdout leads"
+        ) from error
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """While this lasts, what is printed is made printable, and an `AnswerError` says that stdout does not take it."""
+    before = sys.stdout
+    buffer = getattr(before, "buffer", None)
+    if buffer is None:  # closed, or a stand-in
+        yield
+        return
+    before.flush()
+    encoding = "utf-8" if (before.encoding or "ascii").lower() in ("ascii", "ansi_x3.4-1968") else before.encoding
+    sys.stdout = stdout = _Stdout(buffer, encoding, "backslashreplace", line_buffering=before.isatty())
+    try:
+        yield
+        stdout.flush()
+    except (AnswerError, BrokenPipeError):
+        with contextlib.suppress(OSError):
+            buffer.close()  # or Python tries once more when it ends, and exits as it likes
+        raise
+    finally:
+        sys.stdout = before
+        with contextlib.suppress(OSError, ValueError):
+            stdout.detach()
