@@ -41,6 +41,12 @@ NAMED = 5  # names that a note lists
 @click.option(
     "--prune", is_flag=True, help="Remove the names that TARGET means and its spec file no longer has, as `rm` does."
 )
+@click.option(
+    "--executor-timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1),
+    help="How long to wait where the cluster has no worker (default: 300).",
+)
 @namespaced
 @signing
 @common
@@ -52,6 +58,7 @@ def command(
     dry_run: bool,
     check: str | None,
     executor: str | None,
+    executor_timeout: float | None,
     prune: bool,
     namespace: str | None,
 ) -> int:
@@ -74,14 +81,18 @@ def command(
                 "--check with --dry-run, --arch or --prune: a manifest is of one architecture, and --check writes no "
                 "store; leave those out"
             )
-        return _check(session, check, targets, jobs, executor, namespace)
+        with _executor(session, executor, executor_timeout) as pool:
+            return _check(session, check, targets, jobs, pool, namespace)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
     found = look_up(targets, namespace)
     wanted = plan_build(of_arch(specs_of(found), archs), store)
     if dry_run:
         return _dry_run(session, wanted, store, left_behind(store, found, archs))
-    with _executor(executor if wanted.misses else None) as pool, progress(session, "compiling") as update:
+    with (
+        _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
+        progress(session, "compiling") as update,
+    ):
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
     tidy(report, store, found, archs, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
@@ -93,13 +104,13 @@ def command(
 
 
 @contextlib.contextmanager
-def _executor(url: str | None) -> Iterator[Executor | None]:
+def _executor(session: Session, url: str | None, seconds: float | None) -> Iterator[Executor | None]:
     if url is None:
         yield None
         return
-    from fusekit.compiler.executor import connect
+    from fusekit.compiler.executor import WORKER_SECONDS, connect
 
-    with connect(url) as executor:
+    with connect(url, note=session.note, worker_seconds=seconds or WORKER_SECONDS) as executor:
         yield executor
 
 
@@ -135,20 +146,20 @@ def _check(
     manifest_path: str,
     targets: tuple[str, ...],
     jobs: int | None,
-    executor: str | None,
+    executor: Executor | None,
     namespace: str | None,
 ) -> int:
     from fusekit.compiler.build_check import check_build
     from fusekit.store.manifest import read_manifest
 
     manifest = read_manifest(Path(manifest_path), session.open_store().trust)
-    with _executor(executor) as pool, progress(session, "compiling") as update:
+    with progress(session, "compiling") as update:
         checked = check_build(
             manifest,
             targets,
             jobs,
             lambda step: update(step.done, step.total, step.name, 0),
-            executor=pool,
+            executor=executor,
             namespace=namespace,
         )
     output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))

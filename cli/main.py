@@ -1,14 +1,17 @@
 """The entry point: the group of verbs, each imported when it is called, and what becomes of errors.
 
 A verb's return value, if it is an int, is the exit code: 0 done, 1 what was asked failed, 2 usage or spec error, 3
-not in the store, 4 no usable GPU or driver; 130 after Ctrl-C.
+not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from keyword import iskeyword
 
@@ -19,7 +22,7 @@ from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
 from fusekit_cli.terminal import answering, message, to_stderr
 
-INTERRUPTED = 130
+STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 # What `--help` shows; a verb's own file is only imported when it is called.
 VERBS = {
@@ -74,20 +77,53 @@ def cli(session: Session) -> None:
     """
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asks for the end. signal: which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """While this lasts, `STOPS` end a command as Ctrl-C does, so that it clears away what is its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        for each in taken:  # a second one would disturb the clearing away
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    # A signal that is ignored, as by nohup, stays so.
+    taken = [each for each in STOPS if signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, `sys.argv`'s without `arguments`; returns the exit code. Errors are one message on
     stderr.
     """
     session = Session()
     try:
-        with answering(), warnings.catch_warnings():
+        with _stoppable(), answering(), warnings.catch_warnings():
             warnings.simplefilter("always", SpecWarning)
             warnings.showwarning = session.warn
             code = cli.main(arguments, prog_name="fusekit", obj=session, standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except (click.Abort, KeyboardInterrupt):
-        session.error("interrupted; what was published stays, the same command carries on")
-        return INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        stop = error.__cause__ if isinstance(error, click.Abort) else error  # click makes the one of the other
+        by = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
+        session.error(f"interrupted ({by.name}); what was published stays, the same command carries on")
+        return 128 + by
     except click.ClickException as error:
         error.message = message(error.message)
         with to_stderr():

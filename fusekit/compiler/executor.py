@@ -14,21 +14,29 @@ import contextlib
 import functools
 import os
 import queue
-import tempfile
 import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, Executor, Future
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fusekit.compiler.identity import key_fields_for
 from fusekit.compiler.memory import bound
 from fusekit.compiler.pool import ForkServer, Team, Worker
+from fusekit.compiler.scratch import Scratch
 from fusekit.compiler.worker import Done, Job
-from fusekit.errors import BuildError, FusekitError, UsageError
+from fusekit.errors import BuildError, FusekitError, ToolchainError, UsageError
+
+T = TypeVar("T")
 
 IN_FLIGHT = 64
 """Kernels that are given to an executor at a time, unless the caller says."""
 CONNECT_SECONDS = 15.0
+WORKER_SECONDS = 300.0
+"""How long kernels wait for a cluster's first worker, or its next one, unless the caller says."""
+SILENT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _DASK = "dask://"
 
 
@@ -97,24 +105,90 @@ def compile_here(job: Job) -> Done | FusekitError:
 
 
 @contextlib.contextmanager
-def connect(url: str) -> Iterator[Executor]:
-    """The executor that `url` names: `dask://host:port` is a Dask scheduler's."""
+def connect(
+    url: str, *, note: Callable[[str], None] = lambda text: None, worker_seconds: float = WORKER_SECONDS
+) -> Iterator[Executor]:
+    """The executor that `url` names: `dask://host:port` is a Dask scheduler's.
+
+    note: told when the cluster has had no worker for some seconds. worker_seconds: for how long kernels wait for a
+    worker, at the start or later; then they fail with a ToolchainError, which ends a build.
+    """
     if not url.startswith(_DASK) or not url.removeprefix(_DASK):
         raise UsageError(f"executor '{url}'; it must be dask://host:port, the address of a Dask scheduler")
     try:
         from distributed import Client
     except ImportError:
         raise UsageError(f"executor '{url}' needs the package distributed; pip install 'fusekit[dask]'") from None
+    address = f"tcp://{url.removeprefix(_DASK)}"
     try:
-        client = Client(f"tcp://{url.removeprefix(_DASK)}", timeout=CONNECT_SECONDS, set_as_default=False)
+        client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         raise BuildError(
             f"no Dask scheduler answers at {url} within {CONNECT_SECONDS:.0f} s ({error}); start one with `dask "
             "scheduler`, or check the address"
         ) from error
-    with client:
-        executor: Executor = client.get_executor(pure=False)
+    remedy = f"start one with `dask worker {address}`, where the same fusekit is installed"
+    with client, _Attended(client.get_executor(pure=False), lambda: len(client.nthreads())) as executor:
+        executor.attend(
+            worker_seconds,
+            lambda: note(f"the Dask scheduler at {url} has no worker; waiting up to {worker_seconds:.0f} s; {remedy}"),
+            ToolchainError(f"the Dask scheduler at {url} had no worker for {worker_seconds:.0f} s; {remedy}"),
+        )
         yield executor
+
+
+class _Attended(Executor):
+    """`executor`, whose futures do not wait for ever where it has no workers. workers: their number."""
+
+    def __init__(self, executor: Executor, workers: Callable[[], int]) -> None:
+        self._executor, self._workers = executor, workers
+        self._waiting: set[Future[Any]] = set()
+        self._over = threading.Event()
+
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
+        future = self._executor.submit(function, *arguments, **options)
+        outer: Future[T] = Future()
+        self._waiting.add(outer)
+        outer.add_done_callback(self._waiting.discard)
+        outer.add_done_callback(lambda _: future.cancel())  # which does nothing to one that is done
+        future.add_done_callback(functools.partial(_hand_on, outer))
+        return outer
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+
+    def attend(self, seconds: float, say: Callable[[], None], error: Exception) -> None:
+        """From now on `say` is called, once, when something has waited for a worker for some time; after `seconds`
+        all that waits fails with `error`.
+        """
+        threading.Thread(target=self._attend, args=(seconds, say, error), daemon=True).start()
+
+    def _attend(self, seconds: float, say: Callable[[], None], error: Exception) -> None:
+        since, said = time.monotonic(), False
+        while not self._over.wait(min(_LOOK_SECONDS, seconds)):
+            try:
+                alone = bool(self._waiting) and not self._workers()
+            except Exception:  # the scheduler itself is gone, which its futures say
+                return
+            now = time.monotonic()
+            since = since if alone else now
+            if now - since >= min(SILENT_SECONDS, seconds) and not said:
+                said = True
+                say()
+            if now - since >= seconds:
+                for future in [*self._waiting]:
+                    with contextlib.suppress(InvalidStateError):  # it came at this moment
+                        future.set_exception(error)
+
+
+def _hand_on(outer: Future[T], future: Future[T]) -> None:
+    with contextlib.suppress(InvalidStateError):  # given up at this moment
+        if future.cancelled():
+            outer.cancel()
+        elif (error := future.exception()) is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(future.result())
 
 
 class _Processes:
@@ -122,7 +196,7 @@ class _Processes:
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="fusekit-executor-", ignore_cleanup_errors=True)
+        self._folder = Scratch("executor")
         self._server = ForkServer(Path(self._folder.name), bound(os.cpu_count() or 1).bytes)
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
 

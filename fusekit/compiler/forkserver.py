@@ -21,6 +21,7 @@ import resource
 import selectors
 import signal
 import socket
+import tempfile
 import traceback
 from typing import Any
 
@@ -91,6 +92,7 @@ class _Server:
         os.dup2(log, 2)
         os.close(log)
         os.chdir(request["scratch"])
+        tempfile.tempdir = request["scratch"]  # what the DSL leaves when it is killed goes with the rest
         limit = request["memory"]
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard == resource.RLIM_INFINITY or limit < hard:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
 from fusekit.compiler.options import environment
+from fusekit.compiler.scratch import Scratch
 from fusekit.compiler.worker import Answer, Done, Job, unusable
 from fusekit.errors import BuildError, FusekitError, ToolchainError
 
@@ -210,7 +210,7 @@ def processes(jobs: int) -> Iterator[Team]:
     """`jobs` compile processes of one fork server, or as many as the memory holds; all gone afterwards."""
     limits = bound(jobs)
     with (
-        tempfile.TemporaryDirectory(prefix="fusekit-build-", ignore_cleanup_errors=True) as folder,
+        Scratch("build") as folder,
         ForkServer(Path(folder), limits.bytes) as server,
     ):
         workers = [server.worker() for _ in range(limits.workers)]

@@ -18,7 +18,7 @@ from fusekit.compiler.build import execute, plan_build
 from fusekit.compiler.executor import compile_here, connect
 from fusekit.compiler.identity import key_fields_for
 from fusekit.compiler.worker import Job
-from fusekit.errors import BuildError, UsageError
+from fusekit.errors import BuildError, ToolchainError, UsageError
 from fusekit.spec import find
 from fusekit.store import Store
 
@@ -263,7 +263,7 @@ def test_the_command_line(tilecopy, cluster, tmp_path):
 
 
 def test_a_dask_worker_that_dies_is_no_end(tilecopy, store, cluster):
-    """The other one takes over what it had. The last test: the cluster is one worker short afterwards."""
+    """The other one takes over what it had. The cluster is one worker short afterwards."""
     url, workers, _ = cluster
 
     def kill_one(step):
@@ -276,3 +276,31 @@ def test_a_dask_worker_that_dies_is_no_end(tilecopy, store, cluster):
     assert len(report.built) == 6
     assert not report.failed
     assert not store.verify(full=True).bad
+
+
+def test_a_cluster_without_workers_is_not_waited_for_in_silence(tilecopy, store, cluster, tmp_path):
+    """Both of its workers are gone by now, or go here."""
+    url, workers, _ = cluster
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+    said = []
+    with (
+        pytest.raises(ToolchainError, match=r"had no worker for 3 s; start one with `dask worker tcp://127.0.0.1"),
+        connect(url, note=said.append, worker_seconds=3) as executor,
+    ):
+        build(store, kernels(3), tilecopy.plan, executor)
+    (note,) = said
+    assert f"{url} has no worker; waiting up to 3 s; start one with `dask worker tcp://" in note
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "fusekit_cli", "build", "quickstart", "--executor", url, "--executor-timeout", "2",
+            "--store", tmp_path / "given",
+        ],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert [line.partition("; ")[0] for line in done.stderr.splitlines()] == [
+        f"the Dask scheduler at {url} has no worker",
+        f"fusekit: the Dask scheduler at {url} had no worker for 2 s",
+    ]
