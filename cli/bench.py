@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import DriverError, UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
+from fusekit_cli.progress import progress
 
 if TYPE_CHECKING:
     from fusekit.bench.gemms import Options
@@ -27,7 +29,7 @@ MOST_ROWS = 2**31 - 1
 
 
 @click.command("bench")
-@click.argument("targets", metavar="MODEL...", nargs=-1, required=True)
+@click.argument("targets", metavar="MODEL...", nargs=-1, required=True, shell_complete=complete.stored)
 @click.option(
     "-E", "--experts", type=click.IntRange(min=1), help="Groups: the experts of one device (default: the spec's)."
 )
@@ -79,13 +81,16 @@ MOST_ROWS = 2**31 - 1
     show_default=True,
     help="Device time for the rounds of one kernel; with --steady, for each thing that is timed.",
 )
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with plots, too.")
+@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures as a table, too.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
 @common
 def command(
     session: Session, targets: tuple[str, ...], experts: int | None, hidden: int | None, intermediate: int | None,
     rows: tuple[int, ...], groups: str, every: bool, steady: bool, sweep: bool, table: Path | None,
-    peers: tuple[str, ...], alone: bool, check: bool, seconds: float, seed: int, device: int | None,
+    peers: tuple[str, ...], alone: bool, check: bool, seconds: float, html: Path | None, csv: Path | None,
+    seed: int, device: int | None,
 ) -> int:  # fmt: skip
     """Time the stored kernels of MODEL (a file, a kernel, a full name or a glob) beside what one would run otherwise.
 
@@ -105,6 +110,7 @@ def command(
         raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
     from fusekit.runtime import open_library
 
+    _check_files(html, csv)
     library = open_library(session.config)
     beside = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
     found = [listed.record for target in targets for listed in _stored(library, target)]
@@ -130,8 +136,32 @@ def command(
         document["tuning"] = _write(
             library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
         )
+    _write_report(document, html, csv)
     output.answer(session, document, lambda: _print(session, document, target))
     return 0 if document["ok"] else 1
+
+
+def _check_files(html: Path | None, csv: Path | None) -> None:
+    """What would fail after minutes of measuring fails now."""
+    for option, path in (("--html", html), ("--csv", csv)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+    if html is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise UsageError(f"--html needs matplotlib: {error}; pip install 'fusekit[plot]'") from error
+
+
+def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None) -> None:
+    from fusekit.bench import report
+
+    for option, path, write in (("--html", html, report.to_html), ("--csv", csv, report.to_csv)):
+        if path is not None:
+            try:
+                path.write_text(write(document), encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"{option} {path}: {error.strerror}; name a file that can be written") from error
 
 
 def _measure(
@@ -145,21 +175,30 @@ def _measure(
     from fusekit.bench.tokens import TokenBench
 
     arch, measured = document["arch"], []
-    with library.devices.active(device), own_stream(library.devices, device) as stream:
+    sizes = rows or (None,)
+    with (
+        library.devices.active(device),
+        own_stream(library.devices, device) as stream,
+        progress(session, "timing") as update,
+    ):
         of_gemms = replace(options, peers=tuple(peer for peer in options.peers if peer in GEMM_PEERS))
+        total, done = (len(gemms) + len(tokens)) * len(sizes), itertools.count(1)
+
+        def timed(what: str) -> None:
+            update(next(done), total, what, 0)
+
         for model, names in _by_file(roles(gemms)):
             bench = GemmBench(library, device, names, arch, of_gemms)
-            for each in rows or (None,):
-                session.note(f"timing {', '.join(names)}{'' if each is None else f' at {each} rows'}")
-                found = bench.measure(replace(shape, M=each), stream)
+            for each in sizes:
+                found = bench.measure(replace(shape, M=each), stream, timed)
                 document["models"].append({"model": model, **found})
                 measured += bench.rows
             _add_notes(document, bench.notes)
         token_bench = TokenBench(library, device, arch, options, check=check)
         for name in tokens:
-            for each in rows or (None,):
-                session.note(f"timing {name}{'' if each is None else f' at {each} tokens'}")
+            for each in sizes:
                 document["tokens"].append(token_bench.measure(name, each, shape.H, stream))
+                timed(f"{name}{'' if each is None else f' at {each} tokens'}")
         _add_notes(document, token_bench.notes)
     return measured + token_bench.rows
 

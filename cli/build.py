@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 
@@ -27,7 +27,7 @@ NAMED = 5  # names that a note lists
 
 
 @click.command("build")
-@click.argument("targets", metavar="[TARGET]...", nargs=-1)
+@click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
 @click.option("--arch", metavar="A,B", help="Only these architectures, such as sm_90a.")
 @click.option(
     "--jobs",
@@ -36,7 +36,9 @@ NAMED = 5  # names that a note lists
     help="Compile processes (default: one a processor, fewer if memory is short), or kernels given to --executor.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be built, and why.")
-@click.option("--check", metavar="MANIFEST", help="Build from nothing and compare with this cache manifest.")
+@click.option(
+    "--check", metavar="MANIFEST", type=click.Path(), help="Build from nothing and compare with this cache manifest."
+)
 @click.option("--executor", metavar="URL", help="Compile on a cluster: dask://host:port, a Dask scheduler.")
 @click.option(
     "--prune", is_flag=True, help="Remove the names that TARGET means and its spec file no longer has, as `rm` does."
@@ -89,6 +91,7 @@ def command(
     wanted = plan_build(of_arch(specs_of(found), archs), store)
     if dry_run:
         return _dry_run(session, wanted, store, left_behind(store, found, archs))
+    _explain(session, wanted, store)
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
         progress(session, "compiling") as update,
@@ -101,6 +104,17 @@ def command(
     _left(session, report.left, report.pruned, prune=prune)
     _failures(session, report)
     return 0 if report.ok else 1
+
+
+def _explain(session: Session, wanted: BuildPlan, store: Store) -> None:
+    """With --verbose: what is cached, and why the rest is not."""
+    if session.verbose:
+        from fusekit.compiler.explain import explain
+
+        for task in (*wanted.hits, *wanted.misses):
+            for spec in task.specs:
+                reason = explain(store, spec, task.fields).reason
+                session.detail(f"{spec.full_name} ({spec.arch}): {reason}")
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ import dataclasses
 import click
 
 from fusekit.errors import ToolchainError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, namespaced
 
 
 @click.command("explain")
-@click.argument("patterns", metavar="TARGET...", nargs=-1, required=True)
+@click.argument("patterns", metavar="TARGET...", nargs=-1, required=True, shell_complete=complete.packaged)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @namespaced
 @common

@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from fusekit.errors import UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, signing
 
 
 @click.command("export")
-@click.argument("file", metavar="FILE")
-@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @click.option("--lang", type=click.Choice(["c"]), help="Source in this language, into the folder FILE; no bundle.")
 @click.option(

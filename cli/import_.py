@@ -11,7 +11,7 @@ from fusekit_cli.options import Session, common
 
 
 @click.command("import")
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", type=click.Path())
 @common
 def command(session: Session, file: str) -> None:
     """Publish what the bundle FILE holds, whole and checked, or nothing of it.

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fusekit.errors import UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, signing
 
 
@@ -22,7 +22,7 @@ def command(session: Session) -> None:
 
 
 @command.command("new")
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", type=click.Path())
 @click.option("--comment", default="", help="Whose key it is; stands in the public key's line.")
 @common
 def new(session: Session, file: str, comment: str) -> None:
@@ -40,7 +40,7 @@ def new(session: Session, file: str, comment: str) -> None:
 
 
 @command.command("show")
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", type=click.Path())
 @common
 def show(session: Session, file: str) -> None:
     """Show the public keys of FILE: a list of trusted keys, or a private key whose public half is wanted."""
@@ -57,7 +57,7 @@ def show(session: Session, file: str) -> None:
 
 
 @command.command("sign")
-@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @signing
 @common

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fusekit.errors import FusekitError, UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.build import comparison_document, comparison_text
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
@@ -17,7 +17,7 @@ FOLDER = "cache_manifests"
 
 
 @click.command("lock")
-@click.argument("targets", metavar="[TARGET]...", nargs=-1)
+@click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
 @click.option("--write", is_flag=True, help="Build what the store lacks, then write the manifests.")
 @click.option(
     "--folder", metavar="DIR", help=f"Where the manifests are (default: ./{FOLDER}, else the installed ones)."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from fusekit.store import Row
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
 
 @click.command("ls")
-@click.argument("patterns", metavar="[GLOB]...", nargs=-1)
+@click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> int:

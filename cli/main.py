@@ -7,6 +7,7 @@ not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ import click
 import fusekit
 from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
-from fusekit_cli.terminal import answering, message, to_stderr
+from fusekit_cli.terminal import answering
 
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -125,15 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.error(f"interrupted ({by.name}); what was published stays, the same command carries on")
         return 128 + by
     except click.ClickException as error:
-        error.message = message(error.message)
-        with to_stderr():
-            error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        session.say(shown.getvalue().rstrip("\n"))
         return error.exit_code
     except Exception as error:
         if session.debug:
             import traceback
 
-            session.note(traceback.format_exc().rstrip())
+            session.say(traceback.format_exc().rstrip())
         session.error(_message(error))
         return error.exit_code if isinstance(error, FusekitError) else 1
 

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 @dataclass
 class Session:
     """One command line. store: folder given with --store. sign: private key file given with --sign. json: one JSON
-    document on stdout. debug: show tracebacks. warned: what spec files were warned of.
+    document on stdout. quiet: nothing but errors on stderr. verbose: details on stderr. debug: show tracebacks. warned:
+    what spec files were warned of.
     """
 
     store: str | None = None
     sign: str | None = None
     json: bool = False
+    quiet: bool = False
+    verbose: bool = False
     debug: bool = False
     warned: list[str] = field(default_factory=list)
 
@@ -39,12 +42,19 @@ class Session:
         """The layered store of this command line."""
         from fusekit.store import Store
 
+        for index, root in enumerate(self.config.roots):
+            self.detail(f"{'read-only layer' if index else 'store'}: {root}")
         return Store.open(self.config)
 
     def note(self, text: str) -> None:
-        """A line on stderr, beside the answer."""
-        with to_stderr():
-            click.echo(message(text), err=True)
+        """A line on stderr, beside the answer; none with --quiet."""
+        if not self.quiet:
+            self.say(text)
+
+    def detail(self, text: str) -> None:
+        """A line on stderr with --verbose."""
+        if self.verbose:
+            self.say(text)
 
     def warn(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
@@ -57,21 +67,38 @@ class Session:
 
     def error(self, text: str) -> None:
         """The one message of a command that failed."""
-        self.note(f"fusekit: {text}")
+        self.say(f"fusekit: {text}")
+
+    def say(self, text: str) -> None:
+        """Text on stderr, in any case."""
+        with to_stderr():
+            click.echo(message(text), err=True)
 
 
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb --store, --json and --debug; its function takes a `Session` as its first argument."""
+    """Give a verb the options that all have; its function takes a `Session` as its first argument."""
     decorators = (
         click.option(
             "--store",
             metavar="DIR",
+            type=click.Path(),
             expose_value=False,
             callback=_set,
             help="Writable store (default: FUSEKIT_STORE, else the user's cache folder).",
         ),
         click.option(
             "--json", is_flag=True, expose_value=False, callback=_set, help="One JSON document on stdout, nothing else."
+        ),
+        click.option(
+            "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, help="Only errors on stderr, no progress."
+        ),
+        click.option(
+            "-v",
+            "--verbose",
+            is_flag=True,
+            expose_value=False,
+            callback=_set,
+            help="Each step on stderr, and why.",
         ),
         click.option(
             "--debug", is_flag=True, expose_value=False, callback=_set, help="Show a traceback where an error is met."
@@ -97,6 +124,7 @@ def signing(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--sign",
         metavar="KEY_FILE",
+        type=click.Path(),
         expose_value=False,
         callback=_set,
         help="Private key that signs what this makes (default: FUSEKIT_SIGNING_KEY, else none).",
@@ -106,6 +134,10 @@ def signing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
     # Not given here: what was given before the verb stays.
     if value and option.name is not None:
-        setattr(ctx.ensure_object(Session), option.name, value)
+        session = ctx.ensure_object(Session)
+        setattr(session, option.name, value)
+        for name, other in (("quiet", "verbose"), ("verbose", "quiet")):
+            if option.name == name:  # the last one counts
+                setattr(session, other, False)
     elif value == "" and option.name in ("store", "sign"):
         raise click.BadParameter("it is empty; it names a path; give that or leave the option out", ctx, option)

@@ -1,4 +1,6 @@
-"""Progress on stderr: a bar on a terminal; elsewhere one line for each step that takes long, and none for others."""
+"""Progress on stderr: a bar on a terminal, with the time that is left; elsewhere a line for each step that takes long.
+With --verbose a line for every step; with --quiet nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iter
     """Shows how far `doing` has come; the bar goes when it is done. moves_bytes: many short steps, shown with the bytes
     and their rate.
     """
-    bar = _bar(session, moves_bytes) if sys.stderr.isatty() else None
+    bar = _bar(session, moves_bytes) if sys.stderr.isatty() and not session.quiet else None
+
+    def tell(done: int, total: int, what: str, moved: int) -> None:
+        if what and (session.verbose or (bar is None and not moves_bytes)):
+            session.note(f"{done}/{total} {what}")
+
     if bar is None:
-        yield (
-            lambda done, total, what, moved: (
-                session.note(f"{done}/{total} {what}") if what and not moves_bytes else None
-            )
-        )
+        yield tell
         return
     with bar:
         task = bar.add_task(doing, total=None, moved="")
 
         def update(done: int, total: int, what: str, moved: int) -> None:
+            tell(done, total, what, moved)
             elapsed = bar.tasks[task].elapsed or 0.0
             rate = f"{moved / 1e6:.1f} MB, {moved / 1e6 / elapsed:.1f} MB/s" if moved and elapsed else ""
             bar.update(task, completed=done, total=total, description=inline(what or doing), moved=rate)
@@ -41,10 +45,17 @@ def progress(session: Session, doing: str, *, moves_bytes: bool = False) -> Iter
 def _bar(session: Session, moves_bytes: bool) -> Any:
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
     except ImportError:  # drawn only where it is installed
         return None
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left")]
     if moves_bytes:
         columns.append(TextColumn("{task.fields[moved]}"))
     columns.append(TextColumn("{task.description}", markup=False))

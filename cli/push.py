@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, signing
 from fusekit_cli.progress import progress
 
 
 @click.command("push")
 @click.argument("url", metavar="URL")
-@click.argument("patterns", metavar="[NAME]...", nargs=-1)
+@click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @click.option("--full", is_flag=True, help="Read and check what is there already, and replace what is damaged.")
 @signing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import click
 
 from fusekit.errors import UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @click.command("run")
-@click.argument("name")
+@click.argument("name", shell_complete=complete.stored)
 @click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or a router's tokens (default: the spec's).")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")

@@ -9,13 +9,13 @@ import click
 
 from fusekit.errors import NotBuiltError
 from fusekit.store import NameListing, Store
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.lookup import chosen
 from fusekit_cli.options import Session, common
 
 
 @click.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=complete.stored)
 @click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
 @common
 def command(session: Session, name: str, arch: str | None) -> None:

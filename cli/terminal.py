@@ -47,7 +47,7 @@ def to_stderr() -> Iterator[None]:
     except OSError:
         with contextlib.suppress(OSError):
             sys.stderr.close()  # or Python tries once more when it ends, and exits as it likes
-        sys.stderr = None  # type: ignore[assignment]
+        sys.stderr = None
 
 
 class _Stdout(io.TextIOWrapper):

@@ -13,7 +13,7 @@
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi |
 | reference | numpy, spec, errors |
-| bench | runtime, reference, interop, what these may import; PyTorch in `torch_*`, loaded when asked for |
+| bench | runtime, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
 """
 
 import ast
@@ -49,7 +49,7 @@ MAY = {
     "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
-        "fusekit.reference", "fusekit.interop", "numpy", "cuda.bindings", "transformer_engine",
+        "fusekit.reference", "fusekit.interop", "numpy", "cuda.bindings", "transformer_engine", "matplotlib",
     },
     "__init__": {"fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler"},
 }  # fmt: skip
@@ -63,7 +63,7 @@ FRAMEWORKS = {
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
 LAZY = {
     "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "tenacity", "cryptography",
-    "distributed", "filelock", "platformdirs", "transformer_engine",
+    "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
 }  # fmt: skip
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}

@@ -114,8 +114,11 @@ class GemmBench:
         self._torch: Any = self._import_torch() if options.peers else None
         self._subjects: list[Subject] = []
 
-    def measure(self, shape: Shape, stream: int) -> dict[str, Any]:
-        """Times everything at `shape`. The document of one problem: a member of `models` in benchmarks.md."""
+    def measure(self, shape: Shape, stream: int, timed: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+        """Times everything at `shape`. The document of one problem: a member of `models` in benchmarks.md.
+
+        timed: told of each kernel when its times are there.
+        """
         records = {name: self._records(name) for name in self._names}
         gated = is_gated([each[0].spec for each in records.values()])
         problems = {name: shape.problem(each[0].spec, gated) for name, each in records.items()}
@@ -123,6 +126,7 @@ class GemmBench:
         try:
             for name in self._names:
                 self._subjects.append(self._subject(name, problems[name], dense, stream))
+                timed(f"{name} at {problems[name]['M']} rows")
             kernels = [self._document(subject) for subject in self._subjects]
             steps = self._steps(stream)
         finally:

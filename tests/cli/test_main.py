@@ -41,7 +41,7 @@ def test_every_verb_has_its_file_and_its_help():
         assert command is not None
         assert command.help
         names = {option for parameter in command.params for option in parameter.opts}
-        assert {"--store", "--json", "--debug"} <= names
+        assert {"--store", "--json", "--quiet", "--verbose", "--debug"} <= names
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,18 @@ def test_common_options_stand_before_or_after_the_verb(store, fusekit, where):
     options = ["--json", "--store", str(fusekit.root)]
     line = [*options, "ls"] if where == "before" else ["ls", *options]
     assert len(fusekit(*line, FUSEKIT_STORE="/nonexistent").json) == 3
+
+
+def test_quiet_and_verbose(store, fusekit, tmp_path):
+    assert fusekit("ls", "nothing").err.startswith("nothing of that name in")
+    assert fusekit("ls", "nothing", "-q").err == fusekit("--quiet", "ls", "nothing").err == ""
+    assert fusekit("show", "nothing/x", "-q", code=3).err.startswith("fusekit: 'nothing/x' is not in any store layer")
+    assert fusekit("ls", "-q").out == fusekit("ls").out == fusekit("ls", "-v").out
+    layer = str(tmp_path / "layer")
+    told = fusekit("ls", "-v", FUSEKIT_STORES=layer).err.splitlines()
+    assert told[:2] == [f"store: {fusekit.root}", f"read-only layer: {layer}"]
+    assert fusekit("-q", "ls", "-v").err  # the last one counts
+    assert not fusekit("-v", "ls", "nothing", "-q").err
 
 
 def test_the_nearer_option_wins(store, fusekit):

@@ -1,0 +1,94 @@
+"""What a shell offers for arguments: names of packaged specs or of the store, stage by stage, and spec files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import click
+
+from fusekit.errors import FusekitError
+from fusekit_cli.options import Session
+
+
+def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of packaged specs, and spec files."""
+    from fusekit.spec.catalog import packaged_files
+    from fusekit.spec.parse import parse_file
+
+    files = {path.stem: path for path in packaged_files()}
+
+    def names(stem: str) -> list[str]:
+        with contextlib.suppress(FusekitError):
+            return [spec.full_name.partition("/")[2] for spec in parse_file(files[stem])]
+        return []
+
+    return _staged(incomplete, files, names) + _spec_files(incomplete)
+
+
+def stored(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of the store that the command line means; no record is read."""
+    from fusekit.store.names import of_path
+
+    found: dict[str, set[str]] = {}
+    with contextlib.suppress(FusekitError, OSError):
+        for layer in ctx.ensure_object(Session).open_store().layers:
+            for folder, filename in layer.name_files(None, ""):
+                with contextlib.suppress(FusekitError):
+                    stem, _, name = of_path(folder, filename)[0].partition("/")
+                    found.setdefault(stem, set()).add(name)
+    return _staged(incomplete, found, lambda stem: found[stem])
+
+
+def _staged(incomplete: str, stems: Iterable[str], names: Callable[[str], Iterable[str]]) -> list[str]:
+    """Files, then the kernels of one, then the variants of one. Parts that are globs stay as they were typed.
+
+    names: a file's "kernel@variant".
+    """
+    from fusekit.store.names import is_glob
+
+    file, slash, rest = incomplete.partition("/")
+    if not slash:
+        found = _offers(file, stems)
+        only = found[0] if found and found[1:] == [] and found[0] != file else None
+        return found if only is None else found + [f"{only}/{each}" for each in _offers("", _kernels(names(only)))]
+    inside = [name for stem in stems if fnmatchcase(stem, file) for name in names(stem)]
+    kernel, at, variant = rest.partition("@")
+    if at:
+        variants = [name.partition("@")[2] for name in inside if fnmatchcase(name.partition("@")[0], kernel)]
+        return [f"{file}/{kernel}@{each}" for each in _offers(variant, variants)]
+    found = _offers(kernel, _kernels(inside))
+    if len(found) == 1 and not is_glob(kernel):
+        found += _offers(f"{found[0]}@", inside)
+    return [f"{file}/{each}" for each in found]
+
+
+def _kernels(names: Iterable[str]) -> list[str]:
+    return [name.partition("@")[0] for name in names]
+
+
+def _offers(typed: str, values: Iterable[str]) -> list[str]:
+    """The values that begin with `typed`; or `typed` itself, where it is a glob that means one of them."""
+    from fusekit.store.names import is_glob
+
+    if is_glob(typed):
+        return [typed] if any(fnmatchcase(value, f"{typed}*") for value in values) else []
+    return sorted({value for value in values if value.startswith(typed)})
+
+
+def _spec_files(incomplete: str) -> list[str]:
+    typed, start = incomplete.rpartition("/")[::2]
+    lead = incomplete.removesuffix(start)
+    found = []
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = Path(f"{typed}/" if typed or incomplete.startswith("/") else ".").expanduser()
+        for path in sorted(folder.iterdir()):
+            hidden = path.name.startswith(".") and not start
+            if path.name.startswith(start) and not hidden:
+                if path.suffix == ".toml":
+                    found.append(f"{lead}{path.name}")
+                elif incomplete and path.is_dir():
+                    found.append(f"{lead}{path.name}/")
+    return found

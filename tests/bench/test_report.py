@@ -1,0 +1,143 @@
+"""`fusekit bench --html` and `--csv`, on a GPU that is made up, and of documents with every kind of line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fusekit.bench import report
+from fusekit_cli.main import main
+from tests.bench.rig import Rig
+from tests.bench.test_gemms import KERNELS, MODEL
+from tests.bench.test_tokens import ROUTER
+
+pytest.importorskip("matplotlib", reason="matplotlib (extra `plot`) is not installed")
+NASTY = "<script>alert(1) & $x_1$"
+
+
+@pytest.fixture
+def model(rig: Rig, tmp_path: Path) -> Rig:
+    rig.publish(tmp_path, MODEL, "small")
+    rig.publish(tmp_path, ROUTER, "router")
+    return rig
+
+
+def line(what: str, **given: Any) -> dict[str, Any]:
+    """A line of a GEMM, with peers as a machine with PyTorch has them."""
+    absent = dict.fromkeys(("variant", "dense_share", "speedup", "agrees", "error"))
+    times = {"ms": 2.0, "best_ms": 1.9, "rounds": 9, "tflops": 400.0, "gbs": 900.0, "peak_share": 0.4}
+    return {"what": what} | absent | times | given
+
+
+def document() -> dict[str, Any]:
+    lines = [
+        line("fusekit", variant="128x128", agrees={"fro": 1e-3, "ok": True}, speedup=2.0),
+        line("fusekit", variant="128x256", ms=1.0, tflops=800.0, gbs=1800.0, agrees={"fro": None, "ok": False}),
+        line("torch", ms=4.0, tflops=200.0, gbs=450.0),
+        line("te", ms=None, best_ms=None, rounds=0, tflops=None, gbs=None, peak_share=None, error=NASTY),
+        line("dense", tflops=700.0),
+    ]
+    kernel = {"name": f"model/{NASTY}", "problem": {"E": 2, "M": 64, "N": 8, "K": 4}, "lines": lines}
+    step = {"step": "forward", "kernels": [], "lines": [line("fusekit"), line("torch", ms=3.0)]}
+    found = {"model": NASTY, "kernels": [kernel], "steps": [step], "ok": True}
+    shared = {"device": "NVIDIA H200", "arch": "sm_90a", "sms": 132, "groups": "uneven", "steady": False}
+    return shared | {"models": [found], "tokens": [], "ok": True, "notes": [NASTY], "tuning": None}
+
+
+def svgs(page: str) -> list[str]:
+    """The text of each plot; every one is well-formed."""
+    found = []
+    for part in page.split("<svg")[1:]:
+        tree = ElementTree.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
+        found.append(" ".join(text.strip() for text in tree.itertext() if text.strip()))
+    return found
+
+
+def test_both_files_of_a_benchmark(model: Rig, no_torch: None, tmp_path: Path, capsys: Any) -> None:
+    html, table = tmp_path / "page.html", tmp_path / "table.csv"
+    code = main(
+        ["bench", "small", "router", "--all", "--seconds", "0.01", "--json", "--html", str(html), "--csv", str(table)]
+    )
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    found = list(csv.DictReader(io.StringIO(table.read_text())))
+    kernels = [each for each in found if each["model"] == "small" and each["variant"]]
+    assert [each["kernel"] for each in kernels[::2]] == KERNELS
+    lines = [line for kernel in json.loads(out)["models"][0]["kernels"] for line in kernel["lines"]]
+    assert [float(each["ms"]) for each in kernels] == [line["ms"] for line in lines]
+    assert [(each["kernel"], each["what"]) for each in found if each["T"]][-3:] == [
+        ("topk", "fusekit"), ("topk", "fusekit"), ("topk", "copy"),
+    ]  # fmt: skip
+    assert {each["device"] for each in found} == {"FAKE H200"}
+    page = html.read_text()
+    assert len(page) < 400_000
+    speed, roofline, steps, tokens = svgs(page)
+    assert all(name in speed and name in roofline for name in KERNELS)
+    assert "data sheet" in roofline
+    assert "backward" in steps
+    assert "topk" in tokens
+    progress = [line for line in err.splitlines() if line.startswith(("1/", "9/"))]
+    assert progress == ["1/9 small/fc1-fwd at 150 rows", "9/9 router/topk"]
+
+
+def test_a_page_loads_nothing_and_runs_nothing() -> None:
+    page = report.to_html(document())
+    loads = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            loads.extend([tag] if tag in ("script", "link", "img", "iframe", "object") else [])
+            named = [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+            loads.extend(value for value in named if value[:1] != "#")
+
+    Links().feed(page)
+    assert not loads
+    assert "@import" not in page
+    assert "url(http" not in page
+    assert page.count("&lt;script&gt;") >= 4
+    speed, roofline, _ = svgs(page)
+    assert NASTY in speed
+    assert NASTY in roofline
+    assert "128x128" not in speed
+    assert {"800", "200", "700"} <= {*speed.split()}, "the fastest variant, the peer and the yardstick"
+    assert "mathdefault" not in page
+    assert report.to_html(document()) == page
+
+
+def test_the_table_has_every_line() -> None:
+    found = report.rows(document())
+    assert [(row["what"], row["variant"], row["ms"], row["agrees"]) for row in found] == [
+        ("fusekit", "128x128", 2.0, 1e-3), ("fusekit", "128x256", 1.0, "WRONG"), ("torch", None, 4.0, None),
+        ("te", None, None, None), ("dense", None, 2.0, None), ("fusekit", None, 2.0, None), ("torch", None, 3.0, None),
+    ]  # fmt: skip
+    assert found[3]["error"] == NASTY
+    assert all(tuple(row) == report.COLUMNS for row in found)
+
+
+def test_an_unknown_device_has_no_roof() -> None:
+    unknown = document() | {"device": "a new GPU"}
+    assert "data sheet" not in report.to_html(unknown)
+
+
+@pytest.mark.parametrize("option", ["--html", "--csv"])
+def test_what_cannot_be_written_is_said_before_anything_is_timed(
+    model: Rig, no_torch: None, tmp_path: Path, capsys: Any, option: str
+) -> None:
+    assert main(["bench", "small", option, str(tmp_path / "absent" / "file")]) == 2
+    assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
+    assert not model.launches
+
+
+def test_without_matplotlib(model: Rig, no_torch: None, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "small", "--html", "page.html"]) == 2
+    assert "pip install 'fusekit[plot]'" in capsys.readouterr().err
+    assert not model.launches
