@@ -1,0 +1,160 @@
+"""The recipes of tests/examples/deploy: what each runs is run here, as far as a machine without their services can.
+
+`--soak` installs what the Dockerfile installs, into a new environment for each of its images.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent / "examples" / "deploy"
+KERNELS = "quickstart/moe-fc1"
+SCRIPTS = sorted((HERE / "slurm").glob("*.sbatch"))
+NO_GPU = 4
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a command with nothing of the user's environment."""
+
+    def runner(*command, code=(0,), path=(), cwd=tmp_path, **environment):
+        search = os.pathsep.join([*map(str, path), str(Path(sys.executable).parent), "/usr/bin", "/bin"])
+        base = {"PATH": search, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(command, env=base | environment, cwd=cwd, capture_output=True, text=True, check=False)
+        assert done.returncode in code, (command, done.stdout, done.stderr)
+        return done
+
+    return runner
+
+
+def stub(folder, name, text):
+    """A program that stands in for a service's."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    return folder
+
+
+# -- Docker -----------------------------------------------------------------------------------------------------------
+
+
+def stages():
+    """The Dockerfile's images: name -> its instructions."""
+    text = re.sub(r"\\\n", " ", (HERE / "Dockerfile").read_text())
+    found = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            found[rest.rpartition(" ")[2]] = current = []
+        elif found:
+            current.append((instruction, rest.strip()))
+    return found
+
+
+def test_both_images(run, soak, tmp_path):
+    tools = stub(tmp_path / "tools", "useradd", ":")
+    source = tmp_path / "source"
+    if soak:
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "*cache__"))
+    else:
+        source.mkdir()
+    for name, instructions in stages().items():
+        kernels, path = tmp_path / name / "kernels", [tools]
+        if soak:
+            run(sys.executable, "-m", "venv", str(tmp_path / name / "venv"))
+            path.append(tmp_path / name / "venv" / "bin")
+        else:
+            stub(tools, "pip", ":")
+        variables = {"HOME": str(tmp_path / name)}
+        (tmp_path / name).mkdir(exist_ok=True)
+        for instruction, rest in instructions:
+            here = re.sub(r"(?<=[ =])/kernels", str(kernels), f" {rest}").strip()
+            if instruction in ("ARG", "ENV"):
+                key, _, value = here.partition("=")
+                variables[key] = KERNELS if key == "KERNELS" else value
+            elif instruction == "RUN":
+                run("sh", "-c", here, path=path, cwd=source, **variables)
+            elif rest.startswith("--from="):
+                assert rest == "--from=build /kernels /kernels"
+                shutil.copytree(tmp_path / "build" / "kernels", kernels)
+    assert run("fusekit", "run", KERNELS, path=path, code=(0, NO_GPU), **variables)
+    if soak:
+        missing = run("fusekit", "build", "quickstart", path=path, code=(1,), **variables)
+        assert "pip install 'fusekit[build]'" in missing.stderr
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(run, tmp_path):
+    """Runs a job's script where `srun` starts one task."""
+    tools = stub(tmp_path / "tools", "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2"}
+    job |= {"SHARED": str(tmp_path / "shared"), "LOCAL": str(tmp_path / "local"), "KERNELS": KERNELS}
+    return lambda *line, **options: run("bash", *map(str, line), path=[tools], **job, **options)
+
+
+def test_slurm_builds_and_launches(slurm, tmp_path):
+    slurm(HERE / "slurm" / "build.sbatch")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "of-another").write_text("")
+    slurm(HERE / "slurm" / "launch.sbatch", code=(0, NO_GPU))
+    told = slurm(HERE / "slurm" / "launch.sbatch", "sh", "-c", "fusekit ls && echo $FUSEKIT_STORES").stdout
+    assert f"{KERNELS}@128x128-c2x1" in told
+    assert str(tmp_path / "local" / "kernels-7") in told
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["of-another"]  # its own copy alone is removed
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(run, script):
+    run("bash", "-n", str(script))
+    if shutil.which("shellcheck"):
+        run("shellcheck", str(script))
+
+
+# -- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def documents():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    return list(yaml.safe_load_all((HERE / "kubernetes.yaml").read_text()))
+
+
+def test_kubernetes_documents_are_valid():
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for document in documents():
+        validate.validate(document, validate.latest_version(), strict=True)
+
+
+def test_kubernetes_builds_and_launches(run, tmp_path):
+    claim, *jobs = documents()
+    folders = {"/shared": tmp_path / "shared", "/local": tmp_path / "local"}
+    for folder in folders.values():
+        folder.mkdir()
+    codes = []
+    for job in jobs:
+        spec = job["spec"]["template"]["spec"]
+        named = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec["volumes"]}
+        assert named["shared"] == claim["metadata"]["name"]
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert {mount["name"] for mount in container["volumeMounts"]} <= named.keys()
+            variables = {each["name"]: each["value"] for each in container["env"]}
+            assert {value for value in variables.values() if value.startswith("/")} <= mounted
+            here = {key: str(folders.get(value, value)) for key, value in variables.items()}
+            if "KERNELS" in here:
+                here["KERNELS"] = KERNELS
+            done = run(*container["command"], *container["args"], code=(0, NO_GPU), **here)
+            codes.append((container["name"], done.returncode))
+    assert codes[:2] == [("build", 0), ("copy", 0)]
