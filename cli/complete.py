@@ -20,12 +20,15 @@ def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
     files = {path.stem: path for path in packaged_files()}
 
-    def names(stem: str) -> list[str]:
+    def names(path: Path) -> list[str]:
         with contextlib.suppress(FusekitError):
-            return [spec.full_name.partition("/")[2] for spec in parse_file(files[stem])]
+            return [spec.full_name.partition("/")[2] for spec in parse_file(path)]
         return []
 
-    return _staged(incomplete, files, names) + _spec_files(incomplete)
+    file, kernels_of, rest = incomplete.partition(".toml/")
+    if kernels_of:
+        return _inside(f"{file}.toml", rest, names(Path(f"{file}.toml").expanduser()))
+    return _staged(incomplete, files, lambda stem: names(files[stem])) + _spec_files(incomplete)
 
 
 def stored(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -47,14 +50,18 @@ def _staged(incomplete: str, stems: Iterable[str], names: Callable[[str], Iterab
 
     names: a file's "kernel@variant".
     """
-    from fusekit.store.names import is_glob
-
     file, slash, rest = incomplete.partition("/")
     if not slash:
         found = _offers(file, stems)
         only = found[0] if found and found[1:] == [] and found[0] != file else None
         return found if only is None else found + [f"{only}/{each}" for each in _offers("", _kernels(names(only)))]
-    inside = [name for stem in stems if fnmatchcase(stem, file) for name in names(stem)]
+    return _inside(file, rest, [name for stem in stems if fnmatchcase(stem, file) for name in names(stem)])
+
+
+def _inside(file: str, rest: str, inside: list[str]) -> list[str]:
+    """The kernels of one file, then the variants of one. rest: what is typed behind `file`."""
+    from fusekit.store.names import is_glob
+
     kernel, at, variant = rest.partition("@")
     if at:
         variants = [name.partition("@")[2] for name in inside if fnmatchcase(name.partition("@")[0], kernel)]

@@ -8,12 +8,12 @@ import click
 
 from fusekit.errors import NotBuiltError
 from fusekit.store import DiscardReport, Store
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
 
 @click.command("rm")
-@click.argument("patterns", metavar="NAME...", nargs=-1, required=True)
+@click.argument("patterns", metavar="NAME...", nargs=-1, required=True, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common

@@ -10,6 +10,19 @@ import pytest
 
 MOE = ["quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1"]
 
+SPEC = """schema = 1
+[defaults]
+op = "dense-gemm"
+arch = "sm_90a"
+tile = [[128, 64], [128, 128]]
+cluster = [1, 1]
+problem = { E = 1, M = 256, N = 256, K = 256 }
+[[kernel]]
+name = "one"
+[[kernel]]
+name = "two"
+"""
+
 
 @pytest.fixture
 def complete(fusekit):
@@ -51,7 +64,7 @@ def test_names_of_the_store(store, complete, fusekit):
     assert complete("show", "quickstart/moe-fc1@") == MOE
     assert complete("ls", "q") == ["quickstart", "quickstart/linear", "quickstart/moe-fc1"]
     assert complete("run", "*/lin") == ["*/linear", "*/linear@128x128-c2x1"]
-    for words in (("bench",), ("copy",), ("export", "file"), ("push", "url"), ("key", "sign")):
+    for words in (("bench",), ("copy",), ("export", "file"), ("push", "url"), ("key", "sign"), ("rm",)):
         assert complete(*words, "quickstart/l") == ["quickstart/linear", "quickstart/linear@128x128-c2x1"]
     assert complete("--store", "/nonexistent", "show", "quick") == []
     assert complete("show", "--store", str(fusekit.root), "quickstart/moe-fc1@128x19") == MOE[1:]
@@ -71,6 +84,9 @@ def test_spec_files(complete, fusekit):
     for name in ("own.toml", "other.txt", "specs/inner.toml", ".hidden.toml"):
         (here / name).write_text("")
     assert complete("build", "own") == ["own.toml"]
+    (here / "own.toml").write_text(SPEC)
+    assert complete("build", "own.toml/") == ["own.toml/one", "own.toml/two"]
+    assert complete("explain", f"{here}/own.toml/two@128x1") == [f"{here}/own.toml/two@128x128-c1x1-dynamic"]
     assert complete("build", "spe") == ["specs/"]
     assert complete("build", "specs/") == ["specs/inner.toml"]
     assert complete("explain", f"{here}/sp") == [f"{here}/specs/"]
