@@ -4,7 +4,7 @@
 |---|---|
 | `FUSEKIT_STORE` | folder of the writable store; default: the platform's user cache folder |
 | `FUSEKIT_STORES` | read-only store layers, `:`-separated, searched after the writable one |
-| `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what one of them has signed is loaded |
+| `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what one has signed is loaded; if empty, nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
@@ -23,14 +23,15 @@ class Config:
 
     store: absolute path of the writable store (it need not exist yet). layers: absolute paths of read-only stores, in
     the order in which they are searched after `store`. color: whether a terminal may be coloured. trusted_keys:
-    absolute paths of files of public keys; where there are any, nothing is loaded that none of the keys has signed.
-    signing_key: absolute path of the private key that signs what is built, exported and locked.
+    absolute paths of files of public keys: only what one of these keys has signed is loaded, and nothing at all where
+    there is no path. None: signatures are not asked for. signing_key: absolute path of the private key that signs what
+    is built, exported and locked.
     """
 
     store: Path
     layers: tuple[Path, ...] = ()
     color: bool = True
-    trusted_keys: tuple[Path, ...] = ()
+    trusted_keys: tuple[Path, ...] | None = None
     signing_key: Path | None = None
 
     @classmethod
@@ -62,12 +63,10 @@ class Config:
             signer = _absolute("FUSEKIT_SIGNING_KEY", environ["FUSEKIT_SIGNING_KEY"], "a private key")
         else:
             signer = None
-        trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
-        if environ.get("FUSEKIT_TRUSTED_KEYS") and not trusted:
-            raise UsageError(
-                f"FUSEKIT_TRUSTED_KEYS = '{environ['FUSEKIT_TRUSTED_KEYS']}' names no file; who trusts nobody loads "
-                "nothing; name a file of public keys, or unset it"
-            )
+        # Set and empty is not unset: an empty value is what a script's own empty variable leaves, and must not open up.
+        trusted = None
+        if "FUSEKIT_TRUSTED_KEYS" in environ:
+            trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
         return cls(
             store=root,
             layers=layers,
@@ -83,7 +82,7 @@ class Config:
 
 
 def _several(variable: str, environ: Mapping[str, str], what: str = "a store") -> tuple[Path, ...]:
-    named = [_absolute(variable, part, what) for part in environ.get(variable, "").split(":") if part]
+    named = [_absolute(variable, part, what) for part in environ.get(variable, "").split(":") if part.strip()]
     return tuple(dict.fromkeys(named))
 
 

@@ -74,8 +74,8 @@ def test_keys(tmp_path):
     assert config.trusted_keys == (Path("/a/b.pub"), Path("/c.pub"))
     assert config.signing_key == Path("/d")
     assert Config.from_environment(environ=environ, signing_key=tmp_path / "e").signing_key == tmp_path / "e"
-    unset = Config.from_environment(environ={"FUSEKIT_TRUSTED_KEYS": "", "FUSEKIT_SIGNING_KEY": ""})
-    assert (unset.trusted_keys, unset.signing_key) == ((), None)
+    unset = Config.from_environment(environ={"FUSEKIT_SIGNING_KEY": ""})
+    assert (unset.trusted_keys, unset.signing_key) == (None, None)
 
 
 def test_a_trust_in_nobody_is_no_trust_in_everybody():

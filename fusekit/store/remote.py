@@ -9,6 +9,7 @@ both write at once either is right, as in a store. A name stands for what was pu
 
 Nothing that comes back is believed: each document is checked as one of a store is, each cubin against its entry, and
 with trusted keys each signature before anything is parsed. A failing connection is tried again, with growing pauses.
+How much is read, and how long is waited, is bounded: `fusekit.store.bounds`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
+from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
+from fusekit.store.web import Web
 
 T = TypeVar("T")
 
@@ -35,6 +39,7 @@ _OBJECT_STORES = frozenset(
     {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "hf", "gdrive"}
 )
 _TEMPORARY = ".tmp"
+_PIECE = 8 << 20
 # A web server that does not list its folders answers so.
 _UNLISTED = frozenset({403, 404, 405})
 # Of the answers that put the blame on the request, those that another try may change.
@@ -52,40 +57,49 @@ class Remote:
     attempts: how often a step is tried; pause: seconds after the first failure, doubled after each further one.
     """
 
-    def __init__(self, url: str, *, attempts: int = ATTEMPTS, pause: float = FIRST_PAUSE) -> None:
-        self.url = _shown(url)
+    def __init__(
+        self, url: str, *, attempts: int = ATTEMPTS, pause: float = FIRST_PAUSE, bounds: Bounds | None = None
+    ) -> None:
+        self.url = hidden(url)
+        self.bounds = bounds or Bounds()
         self._attempts = attempts
         self._pause = pause
         self._fs, root = _filesystem(url)
         self._root = root.rstrip("/")
         self._lists_itself = _lists_itself(self._fs)
         self._made: set[str] = set()
+        self._taken = 0
         self._guard = threading.Lock()
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._whole = bool(protocols & _OBJECT_STORES)
+        self._web = Web(self._fs, self.bounds) if protocols & {"http", "https"} else None
+        self._here = bool(protocols & {"memory", "file", "local"})
         # Others may keep one connection, which takes one request at a time.
-        self.parallel = PARALLEL if self._fs.async_impl or protocols & {"memory", "file", "local"} else 1
+        self.parallel = PARALLEL if self._fs.async_impl or self._here else 1
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Path -> size in bytes (None where it is not told) of the plain files below `folder`; empty if none is there.
 
-        A server that does not list is as an empty one.
+        A server that does not list is as an empty one. StoreError for a listing beyond the bounds.
         """
 
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
             if self._lists_itself:
                 try:
-                    found: dict[str, Any] = self._fs.find(self._full(folder), detail=True)
-                    return found
+                    return self._within(
+                        self.bounds.listing_seconds, lambda: self._fs.find(self._full(folder), detail=True)
+                    )
                 except FileNotFoundError:
                     return {}
             return self._walk(self._full(folder))
 
         below = f"{self._full(folder)}/"
+        found = self._try(folder, "list", find)
+        self._bound_entries(len(found))
         return {
             f"{folder}/{path}": info.get("size")
-            for full, info in self._try(folder, "list", find).items()
+            for full, info in found.items()
             if info.get("type", "file") == "file" and not full.endswith(_TEMPORARY)
             for path in [unquote(full).removeprefix(unquote(below))]
             if not path.startswith("/") and ".." not in path.split("/")
@@ -100,18 +114,9 @@ class Remote:
 
         def take() -> bytes | None:
             try:
-                info = self._fs.info(self._full(path))
-                if info.get("type", "file") != "file":
-                    raise IntegrityError(
-                        f"{self.at(path)} is no plain file; a store holds nothing else; remove it there"
-                    )
-                with self._fs.open(self._full(path), "rb") as file:
-                    chunks: list[bytes] = []
-                    while (left := most + 1 - sum(map(len, chunks))) and (chunk := file.read(left)):
-                        chunks.append(chunk)
+                return b"".join(self.stream(path, most))
             except FileNotFoundError:
                 return None
-            return b"".join(chunks)
 
         data = self._try(path, "read", take)
         if data is not None and (len(data) > most or (exactly is not None and len(data) != exactly)):
@@ -120,20 +125,48 @@ class Remote:
             raise IntegrityError(f"{self.at(path)} has {found} bytes; it {rule}; push it again from a whole store")
         return data
 
+    def stream(self, path: str, most: int) -> Iterator[bytes]:
+        """The bytes of the file `path` in pieces, ending soon after `most` of them. FileNotFoundError for none."""
+        chunks = self._pieces(self._full(path), most) if self._web is None else self._web.stream(self._full(path), most)
+        for chunk in chunks:
+            with self._guard:
+                self._taken += len(chunk)
+            if self._taken > self.bounds.total_bytes:
+                raise StoreError(f"more than {self.bounds.total_bytes} bytes were read, which is the most at a time")
+            yield chunk
+
+    def _pieces(self, full: str, most: int) -> Iterator[bytes]:
+        begun = time.monotonic()
+        info = self._within(self.bounds.grace, lambda: self._fs.info(full))
+        if info.get("type", "file") != "file":
+            raise IntegrityError(f"{hidden(full)} is no plain file; a store holds nothing else; remove it there")
+        with self._within(self.bounds.grace, lambda: self._fs.open(full, "rb")) as file:
+            taken = 0
+            while taken <= most:
+                left = min(_PIECE, most + 1 - taken)
+                chunk: bytes = self._within(
+                    begun + self.bounds.seconds(taken + left) - time.monotonic(), lambda: file.read(left)
+                )
+                if not chunk:
+                    return
+                taken += len(chunk)
+                yield chunk
+
     def write(self, path: str, data: bytes) -> None:
         """Make `path` a file of `data`; nobody sees a part of it. What was there before is replaced."""
         full = self._full(path)
 
         def put() -> None:
+            send = self.bounds.seconds(len(data))
             if self._whole:
-                self._fs.pipe_file(full, data)
+                self._within(send, lambda: self._fs.pipe_file(full, data))
                 return
             folder, _, name = full.rpartition("/")
             self._directory(folder)
             temporary = f"{folder}/.{name}.{os.getpid()}-{os.urandom(6).hex()}{_TEMPORARY}"
             try:
-                self._fs.pipe_file(temporary, data)
-                self._fs.mv(temporary, full)
+                self._within(send, lambda: self._fs.pipe_file(temporary, data))
+                self._within(send, lambda: self._fs.mv(temporary, full))
             except BaseException:
                 with contextlib.suppress(Exception):  # what failed, or its connection did; a temporary is no damage
                     self._fs.rm_file(temporary)
@@ -145,24 +178,43 @@ class Remote:
         """The URL of `path`, for messages."""
         return f"{self.url.rstrip('/')}/{path}"
 
-    def _walk(self, folder: str) -> dict[str, Any]:
+    def _walk(self, top: str) -> dict[str, Any]:
         # fsspec's own walk leaves out what it could not list, and would make a broken connection a short listing.
+        found: dict[str, Any] = {}
+        folders, seen = [(top, 1)], 0
+        until = time.monotonic() + self.bounds.listing_seconds
+        while folders:
+            folder, depth = folders.pop()
+            for info in self._listing(folder, until):
+                seen += 1
+                name = info["name"].rstrip("/")
+                if info["type"] != "directory":
+                    found[name] = info
+                elif depth < FOLDER_DEPTH and name.startswith(f"{folder.rstrip('/')}/"):
+                    folders.append((name, depth + 1))
+            self._bound_entries(seen)
+            if time.monotonic() > until:
+                raise StoreError(f"the listing takes more than {self.bounds.listing_seconds:g} s, which is the most")
+        return found
+
+    def _listing(self, folder: str, until: float) -> list[dict[str, Any]]:
         try:
-            listing = self._fs.ls(folder, detail=True)
+            if self._web is not None:
+                return self._web.list(folder, until)
+            return self._within(until - time.monotonic(), lambda: self._fs.ls(folder, detail=True))
         except (FileNotFoundError, NotADirectoryError):
-            return {}  # gone since it was listed
+            return []  # gone since it was listed
         except Exception as error:
             if _status(error) in _UNLISTED:
-                return {}
+                return []
             raise
-        found: dict[str, Any] = {}
-        for info in listing:
-            name = info["name"].rstrip("/")
-            if info["type"] != "directory":
-                found[name] = info
-            elif name.startswith(f"{folder.rstrip('/')}/"):
-                found |= self._walk(name)
-        return found
+
+    def _bound_entries(self, count: int) -> None:
+        if count > self.bounds.listing_entries:
+            raise StoreError(f"the listing has more than {self.bounds.listing_entries} files and folders, the most")
+
+    def _within(self, seconds: float, step: Callable[[], T]) -> T:
+        return step() if self._here or self._web is not None else within(max(seconds, 0.0), step)
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
@@ -176,25 +228,34 @@ class Remote:
             self._made.add(folder)
 
     def _try(self, path: str, doing: str, step: Callable[[], T]) -> T:
-        from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+        return tried(step, doing, self.at(path), self._attempts, self._pause, self.bounds.patience)
 
-        retrying = Retrying(
-            retry=retry_if_exception(lambda error: not _is_final(error)),
-            stop=stop_after_attempt(self._attempts),
-            wait=wait_exponential(multiplier=self._pause, max=LONGEST_PAUSE) + wait_random(0, self._pause),
-            reraise=True,
-        )
-        try:
-            return retrying(step)
-        except FusekitError:
-            raise
-        except Exception as error:
-            tried = "" if _is_final(error) else f", {self._attempts} times"
-            raise StoreError(
-                f"cannot {doing} {self.at(path)}{tried}: {type(error).__name__}: {error}; check the URL, the network "
-                "and what you may do there; what has been moved stays, the same command carries on",
-                path=self.at(path),
-            ) from error
+
+def tried(step: Callable[[], T], doing: str, where: str, attempts: int, pause: float, patience: float) -> T:
+    """What `step` returns, again where another try may help. Any failure is a FusekitError that says `doing` what and
+    `where`.
+    """
+    from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_exponential, wait_random
+
+    retrying = Retrying(
+        retry=retry_if_exception(lambda error: not _is_final(error)),
+        stop=stop_after_attempt(attempts) | stop_after_delay(patience),
+        wait=wait_exponential(multiplier=pause, max=LONGEST_PAUSE) + wait_random(0, pause),
+        reraise=True,
+    )
+    try:
+        return retrying(step)
+    except (IntegrityError, UsageError):
+        raise
+    except Exception as error:
+        times = retrying.statistics.get("attempt_number", 1)
+        often = "" if _is_final(error) or times == 1 else f", {times} times"
+        cause = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        raise StoreError(
+            f"cannot {doing} {where}{often}: {hidden(cause)[:1000]}; check the URL, the network and what you may do "
+            "there; what has been moved stays, the same command carries on",
+            path=where,
+        ) from error
 
 
 def _is_final(error: BaseException) -> bool:
@@ -220,9 +281,11 @@ def _lists_itself(filesystem: Any) -> bool:
     return kind.find is not AbstractFileSystem.find
 
 
-def _shown(url: str) -> str:
-    """`url` as it may stand in messages: without a password."""
-    return re.sub(r"//[^/@]*@", "//", url)
+def hidden(text: str) -> str:
+    """`text`, a URL or a message with some, as it may be shown: without passwords and without queries, which may hold
+    a signature.
+    """
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\")]*", r"\1", re.sub(r"://[^/\s'\"]*@", "://", text))
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -236,7 +299,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         import tenacity  # noqa: F401 - asked for here, before anything has moved
     except ImportError:
         raise StoreError("remotes need the package tenacity; pip install 'fusekit[remote]'") from None
-    shown = _shown(url)
+    shown = hidden(url)
     try:
         filesystem, root = url_to_fs(url)
     except ImportError as error:

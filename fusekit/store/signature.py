@@ -102,7 +102,10 @@ class Trust:
         """Every trusted key, once."""
         found = [*self._given, *(key for path in self._paths for key in read_public_keys(path))]
         if not found:
-            raise UsageError("no trusted key is given; a store that trusts nobody loads nothing; name at least one")
+            raise UsageError(
+                "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file of "
+                "public keys, or unset the variable"
+            )
         return tuple({key.raw: key for key in found}.values())
 
     def check(self, kind: str, data: bytes, signatures: Mapping[str, bytes], what: object) -> PublicKey:

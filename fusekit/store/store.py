@@ -68,7 +68,7 @@ class Store:
     @classmethod
     def open(cls, config: Config) -> Store:
         """The store that `config` names; it need not exist yet."""
-        trust = Trust(config.trusted_keys) if config.trusted_keys else None
+        trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
         return cls(config.store, config.layers, trust=trust, signing_key=config.signing_key)
 
     def writable(self) -> Store:

@@ -1,0 +1,111 @@
+"""Reading from a web server that need not be an honest one.
+
+fsspec opens the session; what it reads itself it reads whole, whatever its size. Here every answer is taken in pieces,
+within `Bounds`. No compressed answer is asked for, and one that comes all the same is refused: it could be of any size.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from fusekit.errors import StoreError
+from fusekit.store.bounds import Bounds
+
+_CHUNK = 1 << 20
+# Its parts are bounded, so that no page takes longer than its length.
+_LINK = re.compile(rb"""<a\s[^<>]{0,500}?href\s*=\s*["']([^"'<>\s]{1,2000})["']""", re.IGNORECASE)
+
+
+class Web:
+    """A web server behind fsspec's file system for it."""
+
+    def __init__(self, filesystem: Any, bounds: Bounds) -> None:
+        self._fs = filesystem
+        self._bounds = bounds
+
+    def stream(self, url: str, limit: int, until: float = math.inf) -> Iterator[bytes]:
+        """The body of `url` in pieces, ending soon after `limit` bytes or at the time `until` (as of `time.monotonic`).
+
+        FileNotFoundError when there is none.
+
+        Raises TimeoutError for a server that is silent or slow, StoreError for a compressed answer, and whatever
+        aiohttp raises for a connection that fails.
+        """
+        begun, taken = time.monotonic(), 0
+        answer = self._wait(self._begin, url)
+        try:
+            while taken <= limit:
+                chunk = self._wait(answer.content.read, _CHUNK)
+                if not chunk:
+                    return
+                taken += len(chunk)
+                yield chunk
+                now = time.monotonic()
+                if now > min(until, begun + self._bounds.seconds(taken)):
+                    raise TimeoutError(f"only {taken} bytes came in {now - begun:.0f} s")
+        finally:
+            self._wait(self._end, answer)
+
+    def list(self, folder: str, until: float) -> list[dict[str, Any]]:
+        """What the page of `folder` links to right below it, as fsspec's `ls` tells it. FileNotFoundError for none."""
+        base, page = folder.rstrip("/") + "/", bytearray()
+        for chunk in self.stream(base, self._bounds.listing_bytes, until):
+            page += chunk
+        if len(page) > self._bounds.listing_bytes:
+            raise StoreError(f"the listing has more than {self._bounds.listing_bytes} bytes, the most")
+        host, below = urlsplit(base).netloc, unquote(urlsplit(base).path)
+        names = set()
+        for match in _LINK.finditer(page):
+            try:
+                link = urlsplit(urljoin(base, html.unescape(match[1].decode("utf-8", "replace"))))
+            except ValueError:
+                continue
+            name = unquote(link.path).removeprefix(below)
+            if link.netloc in (host, host.rpartition("@")[2]) and unquote(link.path) == below + name:
+                names.add(name)
+        return [
+            {"name": base + name.rstrip("/"), "size": None, "type": "directory" if name.endswith("/") else "file"}
+            for name in names
+            if name.rstrip("/") not in ("", ".", "..") and "/" not in name[:-1]
+        ]
+
+    async def _begin(self, url: str) -> Any:
+        import aiohttp
+
+        silence = self._bounds.silence
+        session = await self._fs.set_session()
+        answer = await session.get(
+            self._fs.encode_url(url),
+            headers={"Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence),
+            **self._fs.kwargs,
+        )
+        try:
+            if answer.status == 404:
+                raise FileNotFoundError(url)
+            answer.raise_for_status()
+            encoding = answer.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise StoreError(f"the answer is compressed ({encoding[:40]!r}), which was not asked for")
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def _end(self, answer: Any) -> None:
+        answer.close()
+
+    def _wait(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        from fsspec.asyn import sync
+
+        try:
+            # A redirect, or an answer before the answer, begins the server's time anew: `grace` is for all of them.
+            return sync(self._fs.loop, step, *arguments, timeout=self._bounds.grace)
+        except TimeoutError:
+            raise TimeoutError(f"nothing came for {self._bounds.silence:g} s") from None
