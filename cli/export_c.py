@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import click
 
-from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError
+from fusekit.errors import FusekitError, NotBuiltError, StoreError
 from fusekit_cli import output
 from fusekit_cli.lookup import check_alike, chosen
 from fusekit_cli.options import Session
@@ -17,8 +17,8 @@ from fusekit_cli.options import Session
 
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
     """Writes the two files and answers with their paths."""
-    from fusekit.abi import LaunchRecord, RecordError
     from fusekit.cabi import Exported, generate
+    from fusekit.runtime.wellformed import launch_record
 
     store = session.open_store()
     kernels: dict[str, Exported] = {}
@@ -33,10 +33,7 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
                     record.name, record.arch, f"its name stands for entry {record.key}, which no layer holds"
                 )
             entry, cubin = stored
-            try:
-                launch = LaunchRecord.from_json(dict(entry.launch))
-            except RecordError as error:
-                raise IntegrityError(f"{record.name}: launch record: {error}", key=record.key) from error
+            launch = launch_record(entry)
             if record.name in kernels and kernels[record.name].record != launch:
                 raise FusekitError(f"{record.name} is stored for several architectures; choose one with --arch")
             kernels[record.name] = Exported(record.name, launch, cubin, dict(record.defaults))

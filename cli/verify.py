@@ -10,7 +10,7 @@ from fusekit_cli.options import Session, common
 
 
 @click.command("verify")
-@click.option("--full", is_flag=True, help="Hash every cubin too, instead of only comparing sizes.")
+@click.option("--full", is_flag=True, help="Hash every cubin too, and look into launch records and specs.")
 @common
 def command(session: Session, full: bool) -> int:
     """Check every entry and name of every layer against its digest, changing nothing.

@@ -12,6 +12,9 @@ from fusekit.abi.expr import Expr, RecordError, freeze, validate
 
 T = TypeVar("T")
 
+MAX_ITEMS = 1024
+"""Most entries of an array or object, expressions aside. The launcher in C takes fewer of most."""
+
 
 class Reader:
     """Takes the members of one JSON object. `where` is the object's own path, empty for the document."""
@@ -60,18 +63,25 @@ class Reader:
         value = self.take(key)
         if not isinstance(value, list):
             raise RecordError(f"{self.path(key)}: {describe(value)}; it must be an array")
+        _few(value, self.path(key))
         return tuple(item(element, f"{self.path(key)}[{index}]") for index, element in enumerate(value))
 
     def mapping(self, key: str, item: Callable[[Any, str], T]) -> dict[str, T]:
         value = self.take(key)
         if not isinstance(value, dict):
             raise RecordError(f"{self.path(key)}: {describe(value)}; it must be an object")
+        _few(value, self.path(key))
         return {name: item(element, f"{self.path(key)}.{name}") for name, element in value.items()}
 
     def end(self) -> None:
         if self._left:
             first = min(self._left)
             raise RecordError(f"{self.path(first)}: unknown field; remove it or use a fusekit that knows it")
+
+
+def _few(value: Any, where: str) -> None:
+    if len(value) > MAX_ITEMS:
+        raise RecordError(f"{where}: {len(value)} entries; it has at most {MAX_ITEMS}")
 
 
 def integer(value: Any, where: str) -> int:

@@ -33,6 +33,9 @@ from fusekit.errors import FusekitError
 Expr = int | str | list[Any] | tuple[Any, ...]
 
 MAX_DEPTH = 32
+MAX_NODES = 4096
+"""Most constants, variables and operators in one expression."""
+_MAX_BITS = 1024  # of a product: far above any address, far below what takes time
 _RING = frozenset({"add", "sub", "mul"})
 _VARIADIC = frozenset({"add", "mul", "min", "max"})
 _BINARY = frozenset({"sub", "floordiv", "ceildiv", "mod"})
@@ -80,6 +83,8 @@ def validate(expr: Any, where: str = "expression", known: frozenset[str] | None 
         if known is not None and expr not in known:
             raise RecordError(f"{where}: unknown variable {expr!r}; known are {', '.join(sorted(known)) or 'none'}")
         return
+    if depth == 0 and _is_large(expr):
+        raise RecordError(f"{where}: more than {MAX_NODES} operators and operands; a launch computes with few")
     if depth >= MAX_DEPTH:
         raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
     if not expr or not isinstance(expr[0], str) or expr[0] not in OPERATORS:
@@ -94,6 +99,16 @@ def validate(expr: Any, where: str = "expression", known: frozenset[str] | None 
         validate(operand, f"{where}[{index}]", known, depth + 1)
         if operator not in _RING and any(name.endswith(".address") for name in variables(operand)):
             raise RecordError(f"{where}: {operator} of an address; addresses wrap, only add, sub and mul may take them")
+
+
+def _is_large(expr: Any) -> bool:
+    left, count = [expr], 0
+    while left and count <= MAX_NODES:
+        item = left.pop()
+        if isinstance(item, list | tuple):
+            count += len(item)
+            left += [inside for inside in item if isinstance(inside, list | tuple)]
+    return count > MAX_NODES
 
 
 def variables(expr: Expr) -> set[str]:
@@ -148,6 +163,8 @@ def _product(values: list[int]) -> int:
     result = 1
     for value in values:
         result *= value
+        if result.bit_length() > _MAX_BITS:
+            raise RecordError(f"expression: a product of more than {_MAX_BITS} bits; a launch has 64-bit values")
     return result
 
 

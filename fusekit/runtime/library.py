@@ -118,16 +118,17 @@ class Library:
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
         """Record and cubin of an entry, verified."""
-        from fusekit.abi import LaunchRecord, RecordError
+        from fusekit.runtime.wellformed import check_name, launch_record
 
+        check_name(found)
         stored = self.store.load(found.key)
         if stored is None:
             raise NotBuiltError.of(found.name, found.arch, f"its name leads to entry {found.key}, which is missing")
         entry, cubin = stored
         try:
-            record = LaunchRecord.from_json(dict(entry.launch))
-        except RecordError as error:
-            raise IntegrityError(f"{found.name}: launch record: {error}", key=found.key) from error
+            record = launch_record(entry)
+        except IntegrityError as error:
+            raise IntegrityError(f"{found.name}: {error}", key=found.key) from error
         if record.arch != found.arch:
             raise IntegrityError(
                 f"{found.name} is filed under {found.arch}, its launch record is for {record.arch}; rebuild it",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
-from fusekit.errors import UsageError
+from fusekit.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from fusekit.runtime.tuning import Tuning
@@ -26,6 +26,7 @@ def check_alike(variants: Sequence[NameRecord]) -> None:
     """
     if len(variants) < 2:
         return
+    _check(variants)
     first, *others = map(_computed, variants)
     for record, found in zip(variants[1:], others, strict=True):
         keys = sorted(key for key in first.keys() | found.keys() if first.get(key) != found.get(key))
@@ -34,6 +35,19 @@ def check_alike(variants: Sequence[NameRecord]) -> None:
                 f"{variants[0].name} and {record.name} for {record.arch} differ in {', '.join(keys)}; variants of one"
                 " kernel compute the same; one may be left from before its spec was changed: give the full name, or"
                 " remove what is left with `fusekit build --prune` of the spec file, or `fusekit rm NAME`"
+            )
+
+
+def _check(variants: Sequence[NameRecord]) -> None:
+    from fusekit.runtime.wellformed import check_name
+
+    for record in variants:
+        check_name(record)
+        if not ("op" in record.spec and ("warps" in record.spec or {"tile", "cluster"} <= record.spec.keys())):
+            raise IntegrityError(
+                f"name record {record.name}: its spec says neither tile and cluster nor warps, so no variant can be "
+                "chosen; give the full name, or build the kernel again",
+                key=record.key,
             )
 
 

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError, IntegrityError
+from fusekit.store.documents import parse
 
 if TYPE_CHECKING:
     from fusekit.store import Store
@@ -146,15 +147,15 @@ class Tuning:
     def from_bytes(cls, data: bytes, path: Path | str, arch: str) -> Tuning:
         """The table in `data`, read from `path`. Raises IntegrityError for what is no table of this schema and arch."""
         try:
-            document = json.loads(data)
+            document = parse(data)
             if (document["schema"], document["arch"]) != (SCHEMA, arch):
                 raise ValueError(
                     f"schema {document['schema']} and arch {document['arch']!r}, not {SCHEMA} and {arch!r}"
                 )
             return cls(arch, tuple(_row(each) for each in document["rows"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise IntegrityError(
-                f"{path} is no tuning table of {arch}: {type(error).__name__}: {error}; remove it, or measure anew"
+                f"{path} is no tuning table of {arch}: {type(error).__name__}: {str(error)[:200]}; remove it, or measure anew"
                 " with: fusekit bench --sweep"
             ) from error
 
@@ -199,11 +200,11 @@ def _row(document: Any) -> Row:
     if not isinstance(document["device"], str) or not isinstance(document["features"], dict):
         raise ValueError(f"a row has device {document['device']!r} and features {document['features']!r}")
     problem = document["problem"]
-    if not problem or not all(type(value) is int for value in problem.values()) or not _dims(problem):
+    if not problem or not all(type(value) is int and value >= 0 for value in problem.values()) or not _dims(problem):
         raise ValueError(f"problem {problem!r}; it has integers, E and M or T among them")
     variants = []
     for variant, us in document["variants"]:
-        if not isinstance(variant, str) or not (us is None or (isinstance(us, (int, float)) and us > 0)):
+        if not isinstance(variant, str) or not (us is None or (type(us) in (int, float) and us > 0)):
             raise ValueError(f"{[variant, us]!r} is no variant with its microseconds")
         variants.append((variant, None if us is None else float(us)))
     if not variants:

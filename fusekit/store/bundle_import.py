@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from fusekit.store.bundle import (
     signature_name,
     signature_of,
 )
-from fusekit.store.documents import LIMIT
+from fusekit.store.documents import LIMIT, parse
 from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import store_error
 from fusekit.store.given import given_file
@@ -205,9 +204,9 @@ class _Reader:
 
     def _parse(self, data: bytes) -> tuple[Member, ...]:
         try:
-            document = json.loads(data)
+            document = parse(data, INDEX_LIMIT)
             canonical = (canonical_json(document) + "\n").encode() == data
-        except (ValueError, RecursionError, FusekitError) as error:
+        except (ValueError, FusekitError) as error:
             raise self._bad(f"has an index that is no JSON ({error})") from None
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             schema = document.get("schema") if isinstance(document, dict) else None
@@ -235,15 +234,11 @@ class _Reader:
         if self._trust is not None:
             self._trust.check(member.kind, data, held.get(member.sha256, {}), where)
         document: Entry | NameRecord
-        try:
-            if member.kind == "entry":
-                document = Entry.from_bytes(data, where, member.subject)
-            else:
-                document = NameRecord.from_bytes(data, where, *member.subject)
-            canonical = document.to_bytes() == data
-        except RecursionError:
-            canonical = False
-        if not canonical:
+        if member.kind == "entry":
+            document = Entry.from_bytes(data, where, member.subject)
+        else:
+            document = NameRecord.from_bytes(data, where, *member.subject)
+        if document.to_bytes() != data:
             raise self._bad(f"has {member.path} in another form than the one that a store writes")
         return document
 

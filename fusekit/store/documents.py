@@ -2,12 +2,16 @@
 
 A document is one line of canonical JSON with a member `digest`: the SHA-256 of the same line without that member. So
 a changed byte anywhere, white space included, is seen, and two equal documents are equal files.
+
+A digest says nothing about who made it. So what is read is bounded as well, in bytes, values, nesting and numbers:
+whatever passes can be walked, compared and printed by plain recursive code.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 from fusekit.errors import IntegrityError
 from fusekit.store.files import AnyPath
@@ -15,6 +19,16 @@ from fusekit.store.keys import canonical_json, is_digest, sha256
 
 LIMIT = 16 << 20
 """Largest document accepted, in bytes. A launch record has some thousands."""
+DEPTH = 63
+"""Most objects and arrays that may stand in each other. An entry has some ten; the loader in C takes as many."""
+VALUES = 250_000
+"""Most commas in a document, and so about the most values. An entry has some 700."""
+
+_INT64 = range(-(2**63), 2**63)
+_DIGITS = bytes(48) + b"0" * 10 + bytes(198)  # every digit as 0, all else as a zero byte
+_LONG = b"0" * 19
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def seal(document: dict[str, Any], what: str) -> bytes:
@@ -30,9 +44,9 @@ def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
     bytes.
     """
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"is no JSON ({error})") from None
+        document = parse(data)
+    except ValueError as error:
+        raise damaged(path, f"is no JSON of a store ({error})") from None
     digest = document.pop("digest", None) if isinstance(document, dict) else None
     if not is_digest(digest):
         raise damaged(path, "has no digest")
@@ -43,6 +57,55 @@ def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
         raise damaged(path, f"does not have the digest {digest} that it states")
     assert isinstance(document, dict)
     return document
+
+
+def parse(data: bytes, values: int = VALUES) -> Any:
+    """The JSON value in `data`. Raises ValueError for what is none, for a number that is not finite or does not fit
+    into 64 bits, and for more than `values` values or `DEPTH` levels.
+    """
+    if data.count(b",") > values:
+        raise ValueError(f"it has more than {values} values")
+    try:
+        document = _DECODER.decode(data.decode())
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
+    if _LONG not in data.translate(_DIGITS) and _is_shallow(data):
+        return document
+    level: list[Any] = [[document]]
+    for _ in range(DEPTH + 1):
+        inside = [child for each in level for child in (each.values() if type(each) is dict else each)]
+        if any(type(child) is int and child not in _INT64 for child in inside):
+            raise ValueError("it has an integer that does not fit into 64 bits")
+        level = [child for child in inside if type(child) is dict or type(child) is list]
+        if not level:
+            return document
+    raise ValueError(f"it is nested deeper than {DEPTH} levels")
+
+
+def _is_shallow(data: bytes) -> bool:
+    """Whether the brackets of the JSON text `data` are nested no deeper than `DEPTH`; those in strings may make it False
+    where it is True. To walk the values would take thrice as long as parsing them.
+    """
+    brackets = data.translate(_ONE_KIND, _NO_BRACKETS)
+    for _ in range(DEPTH):
+        if not brackets:
+            return True
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {text[:40]}, which is too large")
+    return number
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"it has the number {text}, which JSON has not")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 
 
 def members(document: dict[str, Any], types: dict[str, type], path: AnyPath) -> None:

@@ -127,6 +127,12 @@ def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
             raise damaged(path, f"names its cubin by {cubin!r}")
         if type(cubin["bytes"]) is not int or not 0 < cubin["bytes"] <= CUBIN_LIMIT:
             raise damaged(path, f"has a cubin of {cubin['bytes']!r} bytes, where 1 to {CUBIN_LIMIT} are allowed")
+        for table, label in (("resources", "registers"), ("resources", "spill_bytes"), ("proof", "launches")):
+            count = document[table].get(label)
+            if count is not None and (type(count) is not int or count < 0):
+                raise damaged(path, f"has {label} {count!r}, which is no count")
+        if document["seconds"] < 0:
+            raise damaged(path, f"has seconds {document['seconds']!r}, which is no time")
         arch = document["launch"].get("arch", fields["arch"])
         if arch != fields["arch"]:
             raise damaged(path, f"has a launch record for {arch} under a key for {fields['arch']}")

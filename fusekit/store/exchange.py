@@ -16,9 +16,10 @@ from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
-from fusekit.store.selection import Selection, Signed
+from fusekit.store.selection import Selection, Signed, Step
 from fusekit.store.signature import SIGNATURE_BYTES, is_key_id
 from fusekit.store.store import Store
+from fusekit.store.verify import Inspect
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +40,8 @@ class Progress:
 @dataclass(slots=True)
 class Report:
     """entries: that moved, with their cubins. skipped: that were there already. names: that were written. bytes: moved,
-    of everything. failed: (name or key, why) of what could not be moved while the rest was.
+    of everything. failed: (name or key, why) of what could not be moved while the rest was. steps: what moved, by name.
+    With `dry_run` all of it is what would move.
     """
 
     entries: int = 0
@@ -47,20 +49,28 @@ class Report:
     names: int = 0
     bytes: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 Notify = Callable[[Progress], None]
 
 
 def push(
-    store: Store, selection: Selection, remote: Remote, full: bool = False, notify: Notify | None = None
+    store: Store,
+    selection: Selection,
+    remote: Remote,
+    full: bool = False,
+    notify: Notify | None = None,
+    *,
+    dry_run: bool = False,
 ) -> Report:
     """Move what `remote` lacks of `selection` there; signed too with the store's own key, if it has one.
 
     An entry that is there with its cubin stands. Without `full` it counts as whole when the sizes fit; with `full` each
-    byte that is there is read and checked, and what is damaged is replaced. Raises StoreError when the remote fails.
+    byte that is there is read and checked, and what is damaged is replaced. dry_run: nothing is written. Raises
+    StoreError when the remote fails.
     """
-    return _Push(store, selection.signed(store), remote, full, notify).run()
+    return _Push(store, selection.signed(store), remote, full, notify, dry_run).run()
 
 
 def pull(
@@ -69,14 +79,18 @@ def pull(
     patterns: Sequence[str] = (),
     arch: str | None = None,
     notify: Notify | None = None,
+    *,
+    inspect: Inspect | None = None,
+    dry_run: bool = False,
 ) -> Report:
     """Move what the writable store lacks of `patterns` (names, files, globs; none: everything) from `remote` into it.
 
-    Each entry is published with its cubin, checked, as it arrives; names come last. What is damaged or not trusted is
-    refused and listed in the report's `failed`, the rest comes. Raises NotBuiltError for a pattern that means nothing
-    there, StoreError when the remote or the store fails.
+    Each entry is published with its cubin, checked, as it arrives; names come last. What is damaged or not trusted, or
+    what `inspect` refuses, is listed in the report's `failed`, the rest comes. dry_run: only name records are read, and
+    nothing is written. Raises NotBuiltError for a pattern that means nothing there, StoreError when the remote or the
+    store fails.
     """
-    return _Pull(store, remote, notify).run(patterns, arch)
+    return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run)
 
 
 class _Exchange:
@@ -86,6 +100,7 @@ class _Exchange:
         self.report = Report()
         self._notify = notify or (lambda _: None)
         self._signatures: dict[str, set[str]] = {}
+        self._moved: dict[str, int] = {}  # key -> bytes, until a name is told
 
     def each(self, items: Sequence[T], step: Callable[[T], R]) -> Iterator[tuple[T, R | FusekitError]]:
         """`step` on every item, several at a time; what one raises is its answer, but for a disk or a network that
@@ -107,6 +122,19 @@ class _Exchange:
 
     def tell(self, done: int, total: int, what: str = "") -> None:
         self._notify(Progress(done, total, self.report.bytes, what))
+
+    def count_entry(self, key: str, moved: int) -> None:
+        """`moved`: bytes; 0 for one that was there already."""
+        self.report.entries += moved > 0
+        self.report.skipped += moved == 0
+        self.report.bytes += moved
+        self._moved[key] = moved
+
+    def count_name(self, record: NameRecord, changed: bool, moved: int = 0) -> None:
+        self.report.names += changed
+        moved += self._moved.pop(record.key, 0)
+        if changed or moved:
+            self.report.steps.append(Step(record.name, record.arch, record.key, moved))
 
     def list_signatures(self) -> dict[str, int | None]:
         """The sizes of the remote's signatures, by path; remembers which documents have which."""
@@ -142,10 +170,13 @@ class _Exchange:
 
 
 class _Push(_Exchange):
-    def __init__(self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None) -> None:
+    def __init__(
+        self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None, dry_run: bool
+    ) -> None:
         super().__init__(store, remote, notify)
         self._selection = selection
         self._full = full
+        self._write = (lambda path, data: None) if dry_run else remote.write
         self._sizes: dict[str, int | None] = {}
 
     def run(self) -> Report:
@@ -158,16 +189,13 @@ class _Push(_Exchange):
         done = 0
         for (entry, _), outcome in self.each(entries, lambda item: self._entry(*item)):
             done += 1
-            moved = _raised(outcome)
-            self.report.entries += moved > 0
-            self.report.skipped += moved == 0
-            self.report.bytes += moved
+            self.count_entry(entry.key, _raised(outcome))
             self.tell(done, total, entry.key[:12])
         for (record, _), outcome in self.each(records, lambda item: self._name(*item)):
             done += 1
             moved = _raised(outcome)
-            self.report.names += moved > 0
             self.report.bytes += moved
+            self.count_name(record, moved > 0, moved)
             self.tell(done, total, record.name)
         return self.report
 
@@ -178,7 +206,7 @@ class _Push(_Exchange):
             return 0
         moved = self._blob(entry)
         self._sign(signed)
-        self.remote.write(path, signed.data)
+        self._write(path, signed.data)
         return moved + len(signed.data)
 
     def _stands(self, entry: Entry, signed: Signed, path: str) -> bool:
@@ -190,7 +218,7 @@ class _Push(_Exchange):
             document = self.document("entry", path)
             if document is None:
                 return False
-            theirs = Entry.from_bytes(document[0], Path(self.remote.at(path)), entry.key)
+            theirs = Entry.from_bytes(document[0], self.remote.at(path), entry.key)
             if not self._whole_blob(theirs):
                 return False
         except IntegrityError:
@@ -220,14 +248,14 @@ class _Push(_Exchange):
                 return 0
         except IntegrityError:
             pass  # of another size: replaced
-        self.remote.write(_SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
+        self._write(_SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
         return entry.cubin_bytes
 
     def _sign(self, signed: Signed) -> None:
         for key_id, signature in signed.signatures.items():
             path = _SHELL.signature_path(signed.digest, key_id).as_posix()
             if self._full or not self._there(path, len(signature)):
-                self.remote.write(path, signature)
+                self._write(path, signature)
 
     def _name(self, record: NameRecord, signed: Signed) -> int:
         path = _SHELL.name_path(record.name, record.arch).as_posix()
@@ -235,7 +263,7 @@ class _Push(_Exchange):
             self._sign(signed)
             return 0
         self._sign(signed)
-        self.remote.write(path, signed.data)
+        self._write(path, signed.data)
         return len(signed.data)
 
     def _says(self, path: str, record: NameRecord, signed: Signed) -> bool:
@@ -244,17 +272,44 @@ class _Push(_Exchange):
             data = self.remote.read(path, limit=LIMIT)
             if data is None or data == signed.data:
                 return data is not None
-            theirs = NameRecord.from_bytes(data, Path(self.remote.at(path)), record.name, record.arch)
+            theirs = NameRecord.from_bytes(data, self.remote.at(path), record.name, record.arch)
         except IntegrityError:
             return False
         return theirs == record and not signed.signatures
 
 
 class _Pull(_Exchange):
-    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
+    def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.writable(), remote, notify)  # what a layer below has is asked for here
+        self._inspect = inspect
 
-    def run(self, patterns: Sequence[str], arch: str | None) -> Report:
+    def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
+        records = self.records(patterns, arch)
+        summaries = {record.key: record for record, _ in records.values()}
+        keys, done = sorted(summaries), 0
+        total = len(keys) + len(records)
+        refused: set[str] = set()
+        for key, moved in self.each(keys, lambda key: self._missing(summaries[key]) if dry_run else self._entry(key)):
+            done += 1
+            if isinstance(moved, FusekitError):
+                refused.add(key)
+                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
+            else:
+                self.count_entry(key, moved)
+            self.tell(done, total, key[:12])
+        for where in sorted(records):
+            record, signatures = records[where]
+            done += 1
+            if record.key not in refused:
+                self._publish_name(record, signatures, dry_run)
+            self.tell(done, total, record.name)
+        self.report.failed.sort()
+        return self.report
+
+    def records(
+        self, patterns: Sequence[str], arch: str | None
+    ) -> dict[tuple[str, str], tuple[NameRecord, dict[str, bytes]]]:
+        """The good name records that `patterns` mean, with their signatures; what is wrong goes into the report."""
         wanted = self._wanted(patterns, arch)
         self.list_signatures()
         self.tell(0, len(wanted))
@@ -264,27 +319,7 @@ class _Pull(_Exchange):
                 self.report.failed.append((where[0], str(outcome)))
             else:
                 records[where] = outcome
-        keys = sorted({record.key for record, _ in records.values()})
-        total, done = len(keys) + len(records), 0
-        refused: set[str] = set()
-        for key, moved in self.each(keys, self._entry):
-            done += 1
-            if isinstance(moved, FusekitError):
-                refused.add(key)
-                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
-            else:
-                self.report.entries += moved > 0
-                self.report.skipped += moved == 0
-                self.report.bytes += moved
-            self.tell(done, total, key[:12])
-        for where in sorted(records):
-            record, signatures = records[where]
-            done += 1
-            if record.key not in refused:
-                self._publish_name(record, signatures)
-            self.tell(done, total, record.name)
-        self.report.failed.sort()
-        return self.report
+        return records
 
     def _wanted(self, patterns: Sequence[str], arch: str | None) -> list[tuple[str, str]]:
         stems = {pattern.partition("/")[0] for pattern in patterns}
@@ -323,8 +358,10 @@ class _Pull(_Exchange):
             document = self.document("name", path)
             if document is None:
                 raise self._absent(*where)
-            record = NameRecord.from_bytes(document[0], Path(self.remote.at(path)), *where)
+            record = NameRecord.from_bytes(document[0], self.remote.at(path), *where)
             _canonical(record.to_bytes(), document[0], self.remote.at(path))
+            if self._inspect is not None:
+                self._inspect.name(record)
             return record, document[1]
 
         return _twice(take)
@@ -333,32 +370,55 @@ class _Pull(_Exchange):
         """Bytes that were moved; 0 when the store has it."""
         if self.store.present(key) is not None:
             return 0
-        path = _SHELL.entry_path(key).as_posix()
 
         def take() -> int:
-            document = self.document("entry", path)
-            if document is None:
-                raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
-            data, signatures = document
-            entry = Entry.from_bytes(data, Path(self.remote.at(path)), key)
-            _canonical(entry.to_bytes(), data, self.remote.at(path))
-            blob = _SHELL.blob_path(entry.cubin_sha256).as_posix()
-            cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
-            if cubin is None or sha256(cubin) != entry.cubin_sha256:
-                what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
-                raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
+            entry, size, signatures = self.entry(key)
+            cubin = self.cubin(entry)
             self.store.publish(entry, cubin, signatures)
-            return len(data) + len(cubin)
+            return size + len(cubin)
 
         return _twice(take)
 
-    def _publish_name(self, record: NameRecord, signatures: dict[str, bytes]) -> None:
+    def _missing(self, record: NameRecord) -> int:
+        """Bytes that would be moved of the entry of `record`."""
+        if self.store.present(record.key, mark=False) is not None:
+            return 0
+        summary = record.summary
+        if {"bytes", "entry_bytes"} <= summary.keys():
+            return int(summary["bytes"]) + int(summary["entry_bytes"])
+        entry, size, _ = self.entry(record.key)
+        return size + entry.cubin_bytes
+
+    def entry(self, key: str) -> tuple[Entry, int, dict[str, bytes]]:
+        """The entry of `key` there, its size in bytes and its signatures; IntegrityError for one that is not whole."""
+        path = _SHELL.entry_path(key).as_posix()
+        document = self.document("entry", path)
+        if document is None:
+            raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
+        data, signatures = document
+        entry = Entry.from_bytes(data, self.remote.at(path), key)
+        _canonical(entry.to_bytes(), data, self.remote.at(path))
+        if self._inspect is not None:
+            self._inspect.entry(entry)
+        return entry, len(data), signatures
+
+    def cubin(self, entry: Entry) -> bytes:
+        """The cubin of `entry` there; IntegrityError where it is not whole."""
+        blob = _SHELL.blob_path(entry.cubin_sha256).as_posix()
+        cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
+        if cubin is None or sha256(cubin) != entry.cubin_sha256:
+            what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
+            raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
+        return cubin
+
+    def _publish_name(self, record: NameRecord, signatures: dict[str, bytes], dry_run: bool) -> None:
         try:
             changed = self.store.layers[0].name(record.name, record.arch) != record
         except IntegrityError:
             changed = True
-        self.store.publish_name(record, signatures=signatures)
-        self.report.names += changed
+        if not dry_run:
+            self.store.publish_name(record, signatures=signatures)
+        self.count_name(record, changed)
 
 
 def _raised(outcome: T | FusekitError) -> T:

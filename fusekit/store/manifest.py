@@ -16,6 +16,7 @@ from typing import Any
 
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import names
+from fusekit.store.documents import parse
 from fusekit.store.files import Publisher, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
@@ -161,21 +162,27 @@ def _signature_path(path: Path, key_id: str) -> Path:
 
 def _parse(data: bytes, path: Path) -> Manifest:
     try:
-        document = json.loads(data)
+        document = parse(data, LIMIT)
         if document["schema"] != SCHEMA:
             raise IntegrityError(
                 f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again"
             )
         manifest = Manifest(
             names.check_arch(document["arch"]),
-            {str(name): str(version) for name, version in document["toolchain"].items()},
+            {name: _version(name, version) for name, version in document["toolchain"].items()},
             {name: _locked(name, value) for name, value in document["kernels"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
             f"{path} is no cache manifest ({type(error).__name__}: {error}); `fusekit lock --write` makes one"
         ) from None
     return manifest
+
+
+def _version(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} has the version {value!r}")
+    return value
 
 
 def _locked(name: str, value: Mapping[str, Any]) -> Locked:

@@ -6,6 +6,7 @@ with the whole spec and the defaults of its run-time arguments: many names may s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -26,6 +27,9 @@ FOLDER = re.compile(_PART)
 RECORD = re.compile(rf"{_PART}/{_PART}@{_PART}\.[a-z0-9_]{{1,32}}\.json")
 """Folder and path of a record below `names`."""
 _MEMBERS = {"schema": int, "name": str, "arch": str, "key": str, "spec": dict, "defaults": dict, "summary": dict}
+
+_COUNTS = frozenset({"bytes", "entry_bytes", "registers", "spill_bytes", "launches"})
+_UNTOLD = frozenset({"registers", "spill_bytes", "launches"})  # None where the entry does not say
 
 SCHEMA = 2
 """Version of the name record. 2: with a summary of its entry."""
@@ -77,6 +81,8 @@ class NameRecord:
         members(document, _MEMBERS, path)
         if document["schema"] != SCHEMA:
             raise damaged(path, f"has schema {document['schema']}, where this fusekit reads {SCHEMA}")
+        if not is_summary(document["summary"]):
+            raise damaged(path, "has a summary of wrong types; it holds a digest, sizes, counts and seconds")
         if (document["name"], document["arch"]) != (name, arch):
             raise damaged(path, f"is the record of {document['name']} for {document['arch']}")
         if not is_digest(document["key"]):
@@ -109,8 +115,9 @@ class Brief(NamedTuple):
         match = _BRIEF.fullmatch(data)
         if match is not None and (match[6].decode(), match[1].decode()) == (name, arch):
             sealed = data[: match.start(3)] + data[match.end(3) : -1]
-            if sha256(sealed) == match[4].decode():
-                return cls(name, arch, match[5].decode(), match[7], match[2], json.loads(match[8]))
+            with contextlib.suppress(ValueError):  # which says it in words, below
+                if sha256(sealed) == match[4].decode() and is_summary(summary := json.loads(match[8])):
+                    return cls(name, arch, match[5].decode(), match[7], match[2], summary)
         return cls.of(NameRecord.from_bytes(data, path, name, arch))
 
     @classmethod
@@ -126,6 +133,20 @@ class Brief(NamedTuple):
         return (self.name, self.arch, self.key) == (other.name, other.arch, other.key) and (
             (self.spec, self.defaults) == (other.spec, other.defaults)
         )
+
+
+def is_summary(summary: Mapping[str, Any]) -> bool:
+    """Whether every member that `Entry.summary` has is, where it is there, of its type."""
+    for label, value in summary.items():
+        if label in _COUNTS:
+            fits = type(value) is int and 0 <= value < 2**63 or (value is None and label in _UNTOLD)
+        elif label == "cubin_sha256":
+            fits = is_digest(value)
+        else:
+            fits = label != "seconds" or value is None or (type(value) in (int, float) and 0 <= value < math.inf)
+        if not fits:
+            return False
+    return True
 
 
 def _finite(defaults: Mapping[str, float | int]) -> dict[str, Any]:

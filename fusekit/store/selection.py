@@ -25,6 +25,16 @@ class Signed:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One name that moves, or whose entry does. bytes: of what moves for it; the first name of an entry has all."""
+
+    name: str
+    arch: str
+    key: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """Documents to carry on. records: in the order of names and architectures; entries: of keys; each once."""
 

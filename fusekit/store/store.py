@@ -22,7 +22,7 @@ from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import PATIENCE, HeldError, acquire
 from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
-from fusekit.store.verify import VerifyReport, verify
+from fusekit.store.verify import Inspect, VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusekit.config import Config
@@ -132,8 +132,8 @@ class Store:
                     revalidate(layer.blob_path(entry.cubin_sha256).parent)
         return self._first_good(read)
 
-    def present(self, key: str) -> Entry | None:
-        """The entry of `key`, if some layer has it good and its cubin whole; marks it as used.
+    def present(self, key: str, *, mark: bool = True) -> Entry | None:
+        """The entry of `key`, if some layer has it good and its cubin whole; marks it as used (not with `mark` False).
 
         For builders, to whom what is damaged is missing: they replace it.
         """
@@ -145,7 +145,7 @@ class Store:
                     return entry
             return None
 
-        return self._patiently(key, look)
+        return self._patiently(key, look) if mark else look()
 
     def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
         """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
@@ -232,9 +232,9 @@ class Store:
         """Of each read-only layer that is no store, why: most often its file system is not mounted."""
         return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
 
-    def verify(self, full: bool = False) -> VerifyReport:
-        """Check every layer: see `VerifyReport`. `full` hashes every blob too."""
-        return verify(self.layers, full)
+    def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
+        """Check every layer: see `VerifyReport`. `full` hashes every blob too, and has `inspect` look into documents."""
+        return verify(self.layers, full, inspect)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

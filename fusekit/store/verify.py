@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import names
-from fusekit.store.documents import damaged
+from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import Entry
-from fusekit.store.files import size_of
+from fusekit.store.files import read_file, size_of
 from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
 from fusekit.store.layout import MARKER, strays
 from fusekit.store.marker import absence, check_format
+from fusekit.store.names import NameRecord
 from fusekit.store.scan import digests_of
 
 _PAUSES = (0.01, 0.05)  # seconds
 _PATIENCE = 2.0  # seconds, of one verification: a store that lost thousands of cubins is not waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """What looks into documents that a store only keeps; each raises IntegrityError for one that cannot be used.
+
+    tuning takes the bytes, the path and the architecture of a tuning table. See `fusekit.runtime.wellformed`.
+    """
+
+    entry: Callable[[Entry], None]
+    name: Callable[[NameRecord], None]
+    tuning: Callable[[bytes, str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +75,13 @@ class VerifyReport:
         return self.entries + self.names
 
 
-def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
+def verify(layers: tuple[Layer, ...], full: bool, inspect: Inspect | None = None) -> VerifyReport:
     """Check every layer. Damage is reported, never raised, and nothing is changed.
 
     Without `full`: the digest, key and place of each entry and name, and that each entry's cubin is there with its
-    size. With `full`: every blob is hashed too.
+    size. With `full`: every blob is hashed too, and `inspect` looks into every entry, name and tuning table.
     """
-    check = _Check(layers, full)
+    check = _Check(layers, full, inspect if full else None)
     absent = {layer.root: why for layer in layers if (why := absence(layer.root)) is not None}
     for layer in layers:
         check.entries_of(layer)
@@ -76,6 +89,7 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
         check.names_of(layer)
         if layer.root not in absent:
             check.strays_of(layer)
+        check.tuning_of(layer)
         with contextlib.suppress(StoreError):  # a folder that cannot be listed was said above
             check.temporaries += sum(1 for _ in layer.temporary_files())
     return VerifyReport(
@@ -92,8 +106,8 @@ def verify(layers: tuple[Layer, ...], full: bool) -> VerifyReport:
 
 
 class _Check:
-    def __init__(self, layers: tuple[Layer, ...], full: bool) -> None:
-        self.layers, self.full = layers, full
+    def __init__(self, layers: tuple[Layer, ...], full: bool, inspect: Inspect | None) -> None:
+        self.layers, self.full, self._inspect = layers, full, inspect
         self.entries = self.names = self.blobs = self.orphans = self.temporaries = 0
         self.bad: list[Problem] = []
         self.strays: list[Path] = []
@@ -117,6 +131,8 @@ class _Check:
                     if entry is None:  # collected since it was listed
                         self.entries -= 1
                         continue
+                    if self._inspect is not None:
+                        self._inspect.entry(entry)
                     blob = at = layer.blob_path(entry.cubin_sha256)
                     if (size := self._size_in_time(blob)) is None:
                         at = path
@@ -167,6 +183,8 @@ class _Check:
                         self.names -= 1
                         continue
                     key = record.key
+                    if self._inspect is not None:
+                        self._inspect.name(record)
                     if key in self._damaged and key not in self._keys:
                         continue  # said once, with the entry
                     if key not in self._keys and (entry := self._published_since(key)) is not None:
@@ -201,6 +219,16 @@ class _Check:
                     self.strays.append(found.path)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
+
+    def tuning_of(self, layer: Layer) -> None:
+        for arch in sorted(set(self._keys.values())) if self._inspect is not None else ():
+            path = layer.tuning_path(arch)
+            try:
+                data = read_file(path, limit=LIMIT)
+                if data is not None and self._inspect is not None:
+                    self._inspect.tuning(data, str(path), arch)
+            except (IntegrityError, StoreError) as error:
+                self._add(layer, path, error, "")
 
     def _size_in_time(self, path: Path) -> int | None:
         # A collection moves a cubin aside for a moment before it sees that a new entry needs it.

@@ -154,6 +154,20 @@ def test_a_trusting_store_refuses_what_is_changed(fusekit, store, tmp_path):
     (tmp_path / "signed.tar").write_bytes(data[:place] + b'"schema":2' + data[place + 10 :])
     refused = fusekit("--store", "other", "import", "signed.tar", code=1, **trusted)
     assert "changed after they were signed" in refused.err
-    for bad in ("absent.pub", "signed.tar", ""):
-        result = fusekit("ls", code=None, FUSEKIT_TRUSTED_KEYS=str(tmp_path / bad) if bad else "")
-        assert (result.code == 0) == (bad == ""), result
+    for bad in ("absent.pub", "signed.tar"):
+        assert bad in fusekit("ls", code=2, FUSEKIT_TRUSTED_KEYS=str(tmp_path / bad)).err
+
+
+def test_an_empty_list_of_trusted_keys_trusts_nobody(fusekit, store, other, tmp_path):
+    pytest.importorskip("cryptography")
+    pytest.importorskip("fsspec")
+    fusekit("key", "new", "ours")
+    fusekit("key", "sign", "--sign", "ours")
+    fusekit("export", "signed.tar", "--sign", "ours")
+    fusekit("push", "remote")
+    for value in ("", ":", " : "):
+        for line in (("ls",), ("show", NAMES[0]), ("export", "x.tar"), ("push", "elsewhere")):
+            assert "names no file" in fusekit(*line, code=2, FUSEKIT_TRUSTED_KEYS=value).err
+        for line in (("import", "signed.tar"), ("pull", "remote")):
+            assert "names no file" in other(*line, code=2, FUSEKIT_TRUSTED_KEYS=value).err
+    assert not (tmp_path / "other").exists()
