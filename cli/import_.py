@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 
 import click
 
@@ -12,20 +12,28 @@ from fusekit_cli.options import Session, common
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path())
+@click.option("--dry-run", is_flag=True, help="Check all of it, and only say what would come in.")
 @common
-def command(session: Session, file: str) -> None:
+def command(session: Session, file: str, dry_run: bool) -> None:
     """Publish what the bundle FILE holds, whole and checked, or nothing of it.
 
-    With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is read.
+    FILE is a path, a URL (https://host/kernels.tar, s3://...), or - for standard input; the last two are kept in a
+    temporary file meanwhile. With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is
+    read.
     """
+    from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.store.bundle_import import import_bundle
+    from fusekit.store.source import bundle_source
 
-    done = import_bundle(session.open_store(), Path(file).absolute())
+    store, source = session.open_store(), bundle_source(file, sys.stdin.buffer)
+    done = import_bundle(store, source, inspect=WELLFORMED, dry_run=dry_run)
     document = {"entries": done.entries, "names": done.names, "bytes": done.bytes, "skipped": done.skipped}
+    document |= output.dry_document(dry_run, done.steps)
 
     def text() -> None:
+        output.dry_rows(session, dry_run, done.steps)
         held = f"{output.plural(done.names, 'name')}, {output.plural(done.entries, 'entry')}"
         there = f", {done.skipped} of them there already" if done.skipped else ""
-        click.echo(f"{held}{there}; {output.size(done.bytes)} of cubins imported")
+        click.echo(f"{held}{there}; {output.size(done.bytes)} of cubins {'would be ' if dry_run else ''}imported")
 
     output.answer(session, document, text)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
 import click
 
-from fusekit.store import Row
-from fusekit_cli import complete, output
+from fusekit.errors import NotBuiltError
+from fusekit.store import NameRecord, Row
+from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 
 
 @click.command("ls")
 @click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
+@sources.sourced
 @common
-def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> int:
+def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
     """List the kernels in the store, of every layer, or those that GLOB names.
 
     Exit code 1 if a layer cannot be listed; what the others hold is listed all the same.
@@ -22,12 +28,20 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> in
     found: dict[tuple[str, str], Row] = {}
     problems: list[str] = []
     unlisted = False
-    for pattern in patterns or ("*",):
-        overview = store.overview(pattern, arch)
-        found.update({(row.name, row.arch): row for row in overview.rows})
-        problems += overview.problems
-        unlisted |= overview.unlisted
-    roots = {layer.root: str(layer.root) for layer in store.layers}
+    if source is not None:
+        roots = {Path(source): sources.shown(source)}
+        for record, told in _elsewhere(session, source, patterns, arch, problems):
+            labels = ("cubin_sha256", "bytes", "registers", "spill_bytes")
+            row = Row(record.name, record.arch, record.key, *(told[label] for label in labels), Path(source))
+            found[record.name, record.arch] = row
+        unlisted = bool(problems)
+    else:
+        for pattern in patterns or ("*",):
+            overview = store.overview(pattern, arch)
+            found.update({(row.name, row.arch): row for row in overview.rows})
+            problems += overview.problems
+            unlisted |= overview.unlisted
+        roots = {layer.root: str(layer.root) for layer in store.layers}
     rows = [
         {
             "name": row.name,
@@ -60,9 +74,28 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> in
     if not rows:
         where = ", ".join(roots.values())
         wanted = (" of that name" if patterns else "") + (f" for {arch}" if arch else "")
-        session.note(f"nothing{wanted} in {where}; `fusekit build` fills the store")
+        session.note(f"nothing{wanted} in {where}" + ("; `fusekit build` fills the store" if source is None else ""))
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")
-    for why in store.absent():
+    for why in store.absent() if source is None else ():
         session.note(f"{why}: there is no store to list; check FUSEKIT_STORES and the mount")
     return 1 if unlisted else 0
+
+
+def _elsewhere(
+    session: Session, source: str, patterns: tuple[str, ...], arch: str | None, problems: list[str]
+) -> Iterator[tuple[NameRecord, Mapping[str, Any]]]:
+    """Each name in `source` with the summary of its entry."""
+    from fusekit.store.listing import SUMMARY
+
+    try:
+        held = sources.look(session, source, patterns, arch)
+    except NotBuiltError:
+        return
+    problems += [why for _, _, why in held.failed]
+    for record in held.records:
+        entry = held.entries.get(record.key)
+        if entry is not None or record.summary.keys() >= SUMMARY:
+            yield record, record.summary if entry is None else entry.summary()
+        else:
+            problems.append(f"{record.name} for {record.arch} does not say what it stands for; pull it to see")

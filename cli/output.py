@@ -6,12 +6,16 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
+
+if TYPE_CHECKING:
+    from fusekit.store.selection import Step
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
@@ -65,6 +69,18 @@ def tree(document: Mapping[str, Any], indent: str = "") -> None:
             click.echo(f"{indent}{inline(name)}")
             for item in value:
                 click.echo(f"{indent}  - {_item(item)}")
+
+
+def dry_document(dry_run: bool, steps: Iterable[Step]) -> dict[str, Any]:
+    """What --dry-run adds to the JSON document: the names that would move, or whose entries would."""
+    return {"dry_run": True, "would": [asdict(step) for step in steps]} if dry_run else {}
+
+
+def dry_rows(session: Session, dry_run: bool, steps: Sequence[Step]) -> None:
+    """The same as a table."""
+    if dry_run and steps:
+        rows = [(step.name, step.arch, size(step.bytes), step.key[:12]) for step in steps]
+        table(session, ("NAME", "ARCH", "BYTES", "KEY"), rows, right=("BYTES",))
 
 
 def size(count: int) -> str:

@@ -7,13 +7,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusekit_cli.options import Session
 from fusekit_cli.terminal import inline
 
+if TYPE_CHECKING:
+    from fusekit.store.exchange import Progress
+
 Update = Callable[[int, int, str, int], None]
 """Called with: steps done, steps in all, what came last (empty: nothing yet), bytes moved so far."""
+
+
+def progress_of(update: Update) -> Callable[[Progress], None]:
+    """`update` as `push` and `pull` call it."""
+    return lambda step: update(step.done, step.total, step.what, step.bytes)
 
 
 @contextlib.contextmanager

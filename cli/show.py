@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from fusekit.errors import NotBuiltError
-from fusekit.store import NameListing, Store
-from fusekit_cli import complete, output
+from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.store import Entry, NameListing, NameRecord, Store
+from fusekit_cli import complete, output, sources
 from fusekit_cli.lookup import chosen
 from fusekit_cli.options import Session, common
 
@@ -17,15 +17,19 @@ from fusekit_cli.options import Session, common
 @click.command("show")
 @click.argument("name", shell_complete=complete.stored)
 @click.option("--arch", help="The architecture, such as sm_90a, where the store has several.")
+@sources.sourced
 @common
-def command(session: Session, name: str, arch: str | None) -> None:
+def command(session: Session, name: str, arch: str | None, source: str | None) -> None:
     """Show everything the store knows about NAME: spec, launch record, arguments, resources, toolchain, proof.
 
     FILE/KERNEL shows the variant that loading it takes. A FILE or a glob shows each kernel it means; with --json that
     is a list if there are several, and one object otherwise.
     """
-    store = session.open_store()
-    documents = [_describe(store, listed) for listed in chosen(store, name, arch)]
+    if source is None:
+        store = session.open_store()
+        documents = [_stored(store, listed) for listed in chosen(store, name, arch)]
+    else:
+        documents = _elsewhere(session, source, name, arch)
 
     def text() -> None:
         for index, document in enumerate(documents):
@@ -41,7 +45,17 @@ def command(session: Session, name: str, arch: str | None) -> None:
     output.answer(session, output.one_or_many(documents), text)
 
 
-def _describe(store: Store, listed: NameListing) -> dict[str, Any]:
+def _elsewhere(session: Session, source: str, name: str, arch: str | None) -> list[dict[str, Any]]:
+    held = sources.look(session, source, (name,), arch, entries=True)
+    if held.failed:
+        raise IntegrityError(held.failed[0][2])
+    if not held.records:
+        raise sources.absent(source, (name,), arch)
+    records = sources.one_variant(session, held.records, name)
+    return [_describe(record, held.entries[record.key], sources.shown(source)) for record in records]
+
+
+def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     record = listed.record
     entry = store.find_entry(record.key)
     if entry is None:
@@ -51,11 +65,15 @@ def _describe(store: Store, listed: NameListing) -> dict[str, Any]:
             f"its name stands for entry {record.key}, which no layer holds",
             store.absent(),
         )
+    return _describe(record, entry, str(listed.layer))
+
+
+def _describe(record: NameRecord, entry: Entry, layer: str) -> dict[str, Any]:
     return {
         "name": record.name,
         "arch": record.arch,
         "key": record.key,
-        "layer": str(listed.layer),
+        "layer": layer,
         "seconds": entry.seconds,
         "cubin": {"sha256": entry.cubin_sha256, "bytes": entry.cubin_bytes},
         "resources": entry.resources,

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
+from fusekit.errors import IntegrityError
 from fusekit.store.folders import said
-from fusekit_cli import output
+from fusekit_cli import output, sources
 from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.store import VerifyReport
 
 
 @click.command("verify")
 @click.option("--full", is_flag=True, help="Hash every cubin too, and look into launch records and specs.")
+@sources.sourced
 @common
-def command(session: Session, full: bool) -> int:
-    """Check every entry and name of every layer against its digest, changing nothing.
+def command(session: Session, full: bool, source: str | None) -> int:
+    """Check every entry and name of every layer against its digest, changing nothing. A bundle is checked in full.
 
     Exit code 1 if one is bad; 3 if there is no store: at --store, in a layer of FUSEKIT_STORES, or at all.
     """
+    from fusekit.runtime.wellformed import WELLFORMED
+
     store = session.open_store()
-    report = store.verify(full)
+    report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full)
     document = {
         "checked": report.checked,
         "bad": [
@@ -62,3 +72,20 @@ def command(session: Session, full: bool) -> int:
     # The user's cache folder need not be there where the kernels come from other layers.
     missing = report.absent.keys() - ({store.root} if session.store is None and len(store.layers) > 1 else set())
     return 3 if missing else 0
+
+
+def _elsewhere(session: Session, source: str, full: bool) -> VerifyReport:
+    """The report on a bundle, or on the names of a remote and what they stand for."""
+    from fusekit.store.source import is_bundle
+    from fusekit.store.verify import Problem, VerifyReport
+
+    at, bundle = Path(sources.shown(source)), is_bundle(source)
+    names = entries = cubins = 0
+    try:
+        held = sources.look(session, source, entries=True, cubins=full)
+        names, entries, cubins = len(held.records), len(held.entries), held.cubins
+        found = [(key, why) for _, key, why in held.failed]
+    except IntegrityError as error:
+        found = [(error.key, str(error))]
+    bad = tuple(Problem(key=key, problem=why, path=at, layer=at) for key, why in dict.fromkeys(found))
+    return VerifyReport(entries, names, cubins, orphans=0, temporaries=0, full=full or bundle, bad=bad)

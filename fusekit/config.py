@@ -4,7 +4,7 @@
 |---|---|
 | `FUSEKIT_STORE` | folder of the writable store; default: the platform's user cache folder |
 | `FUSEKIT_STORES` | read-only store layers, `:`-separated, searched after the writable one |
-| `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what one has signed is loaded; if empty, nothing |
+| `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what they signed loads; empty: nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
 | `NO_COLOR` | when set to anything, output has no colour |
 """

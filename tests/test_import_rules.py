@@ -6,7 +6,7 @@
 | config | errors, platformdirs |
 | abi, choice | errors |
 | spec | errors, choice |
-| store | errors, config, filelock; for remotes fsspec and tenacity, for signatures cryptography |
+| store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
@@ -37,7 +37,7 @@ MAY = {
     "abi": {"fusekit.errors"},
     "choice": {"fusekit.errors"},
     "spec": {"fusekit.errors", "fusekit.choice"},
-    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "tenacity", "cryptography"},
+    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography"},
     "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
@@ -62,8 +62,8 @@ FRAMEWORKS = {
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.
 LAZY = {
-    "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "tenacity", "cryptography",
-    "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
+    "cutlass", "llvmlite", "numpy", "cuda", "rich", "torch", "hypothesis", "fsspec", "aiohttp", "tenacity",
+    "cryptography", "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
 }  # fmt: skip
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
 CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}

@@ -43,9 +43,10 @@ def _check(variants: Sequence[NameRecord]) -> None:
 
     for record in variants:
         check_name(record)
-        if not ("op" in record.spec and ("warps" in record.spec or {"tile", "cluster"} <= record.spec.keys())):
+        needed = {"op", "warps"} if "warps" in variants[0].spec else {"op", "tile", "cluster"}
+        if not needed <= record.spec.keys():
             raise IntegrityError(
-                f"name record {record.name}: its spec says neither tile and cluster nor warps, so no variant can be "
+                f"name record {record.name}: its spec lacks one of {', '.join(sorted(needed))}, by which a variant is "
                 "chosen; give the full name, or build the kernel again",
                 key=record.key,
             )
@@ -79,7 +80,7 @@ def choose(
             if variant in by_variant:
                 return by_variant[variant]
     if "warps" in variants[0].spec:
-        best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec["experts"] >= 1024 else 8
+        best = 4 if variants[0].spec["op"].startswith("router-") and variants[0].spec.get("experts", 0) >= 1024 else 8
         return min(variants, key=lambda record: (abs(record.spec["warps"] - best), record.name))
     return min(variants, key=lambda record: (*rank(record.spec, _whole(record.spec, problem)), record.name))
 

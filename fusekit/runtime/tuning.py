@@ -155,8 +155,8 @@ class Tuning:
             return cls(arch, tuple(_row(each) for each in document["rows"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise IntegrityError(
-                f"{path} is no tuning table of {arch}: {type(error).__name__}: {str(error)[:200]}; remove it, or measure anew"
-                " with: fusekit bench --sweep"
+                f"{path} is no tuning table of {arch}: {type(error).__name__}: {str(error)[:200]}; remove it, or"
+                " measure anew with: fusekit bench --sweep"
             ) from error
 
 

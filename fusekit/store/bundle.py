@@ -33,7 +33,7 @@ from fusekit.errors import UsageError
 from fusekit.store.files import exists, replace_file
 from fusekit.store.keys import canonical_json, sha256
 from fusekit.store.layer import Layer
-from fusekit.store.selection import Selection
+from fusekit.store.selection import Selection, Step
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store
 
@@ -64,6 +64,7 @@ class Member:
 class Transfer:
     """What went into or out of a store. entries, names: in all; bytes: of the cubins that moved, or of the bundle;
     skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything in it.
+    steps: what came in, by name.
     """
 
     entries: int
@@ -71,6 +72,7 @@ class Transfer:
     bytes: int
     skipped: int = 0
     digest: str | None = None
+    steps: tuple[Step, ...] = ()
 
 
 def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:

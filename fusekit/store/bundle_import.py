@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,13 +34,17 @@ from fusekit.store.files import store_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import canonical_json, is_digest, sha256
 from fusekit.store.names import NameRecord
+from fusekit.store.selection import Step
 from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
+from fusekit.store.source import Source, spooled
 from fusekit.store.store import Store
+from fusekit.store.verify import Inspect
 
 INDEX_LIMIT = 16 << 20
 """Largest index accepted, in bytes: about 40,000 kernels. Parsed, it takes some ten times as much memory."""
 SIGNER_LIMIT = 64
 """Most signatures accepted over one index."""
+_HEAD_LIMIT = INDEX_LIMIT + 2 * BLOCK * (SIGNER_LIMIT + 2)  # signatures and index, with their headers
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK": "zip"}
 
@@ -56,25 +61,51 @@ class Index:
         return [member for member in self.members if member.kind == kind]
 
 
-def import_bundle(store: Store, path: Path) -> Transfer:
-    """Publish everything in the bundle `path` into `store`, or nothing of one that is wrong anywhere.
+def import_bundle(store: Store, source: Source, *, inspect: Inspect | None = None, dry_run: bool = False) -> Transfer:
+    """Publish everything in the bundle `source` into `store`, or nothing of one that is wrong anywhere.
 
     Raises SignatureError when the store trusts keys and none of them signed the bundle and each document in it, before
-    the index is parsed; IntegrityError for any byte of the file that is not as its index says. The store is unchanged
-    then. A disk that fails while it is written (StoreError) keeps whole kernels, and names only once every entry is
-    there; the same import carries on.
+    the index is parsed; IntegrityError for any byte of the file that is not as its index says, and for what `inspect`
+    refuses. The store is unchanged then, and with `dry_run` in any case. A disk that fails while it is written
+    (StoreError) keeps whole kernels, and names only once every entry is there; the same import carries on.
     """
-    with given_file(path, "bundle") as (file, status):
-        reader = _Reader(file, status.st_size, path, store.trust)
+    with open_bundle(source, store.trust) as reader:
         index = reader.index()
-        reader.check(index)
-        return reader.publish(index, store)
+        reader.check(index, inspect)
+        return reader.publish(index, store, dry_run)
+
+
+def read_bundle(
+    source: Source, trust: Trust | None = None, inspect: Inspect | None = None
+) -> tuple[list[NameRecord], dict[str, Entry]]:
+    """The names in the bundle `source`, sorted, and its entries by key, once all of it is checked as for an import."""
+    with open_bundle(source, trust) as reader:
+        return reader.check(reader.index(), inspect)
 
 
 def read_index(path: Path, trust: Trust | None = None) -> Index:
     """The checked index of the bundle `path`. Its members are not read; only their total size is checked."""
-    with given_file(path, "bundle") as (file, status):
-        return _Reader(file, status.st_size, path, trust).index()
+    with open_bundle(path, trust) as reader:
+        return reader.index()
+
+
+@contextlib.contextmanager
+def open_bundle(source: Source, trust: Trust | None) -> Iterator[_Reader]:
+    """The bundle in a file, or one that comes in pieces, which are put into a temporary file first.
+
+    Of pieces, no more is taken than the index needs, and then than it says that there is.
+    """
+    if isinstance(source, Path):
+        with given_file(source, "bundle") as (file, status):
+            yield _Reader(file, status.st_size, str(source), trust)
+        return
+
+    def length(spool: BinaryIO, have: int) -> int:
+        # Cut within the index, it ends too early; cut behind it, the index says how long it should be.
+        return _Reader(spool, have, source.where, trust).length()
+
+    with spooled(source, _HEAD_LIMIT, length) as spool:
+        yield _Reader(spool, spool.seek(0, os.SEEK_END), source.where, trust)
 
 
 # Columns of each row of the index: what a value must be.
@@ -106,7 +137,8 @@ _ROWS: tuple[tuple[str, tuple[_Column, ...], Callable[..., Member]], ...] = (
 class _Reader:
     """Reads one open bundle of `size` bytes. Every refusal names the file and says what is wrong with it."""
 
-    def __init__(self, file: BinaryIO, size: int, path: Path, trust: Trust | None) -> None:
+    def __init__(self, file: BinaryIO, size: int, path: str, trust: Trust | None) -> None:
+        file.seek(0)
         self._file = file
         self._size = size
         self._path = path
@@ -115,6 +147,16 @@ class _Reader:
 
     def index(self) -> Index:
         """The index, once its signatures are checked; the sizes in it add up to the file's."""
+        index, length = self._head()
+        if length != self._size:
+            raise self._bad(f"has {self._size} bytes, where its index makes {length}: it is cut, or a size is a lie")
+        return index
+
+    def length(self) -> int:
+        """How many bytes the whole bundle has, as its index says, once that one's signatures are checked."""
+        return self._head()[1]
+
+    def _head(self) -> tuple[Index, int]:
         signatures: dict[str, bytes] = {}
         while True:
             name, size = self._leading_header()
@@ -133,52 +175,48 @@ class _Reader:
         members = self._parse(data)
         self._start = self._file.tell()
         total = sum(len(header(each.path, each.bytes)) + each.bytes + padding(each.bytes) for each in members)
-        if self._start + total + len(END) != self._size:
-            raise self._bad(
-                f"has {self._size} bytes, where its index makes {self._start + total + len(END)}: it is cut, or a size "
-                "is a lie"
-            )
-        return Index(members, tuple(signatures), None if signer is None else signer.id)
+        index = Index(members, tuple(signatures), None if signer is None else signer.id)
+        return index, self._start + total + len(END)
 
-    def check(self, index: Index) -> None:
-        """Read everything once: digests, documents, and how they belong together."""
+    def check(self, index: Index, inspect: Inspect | None = None) -> tuple[list[NameRecord], dict[str, Entry]]:
+        """Read everything once: digests, documents, and how they belong together. Names, and entries by key."""
         blobs = {member.sha256: member.bytes for member in index.of("blob")}
-        signatures = {member.subject: member for member in index.of("signature")}
-        documents: dict[str, str] = {}  # digest -> kind
-        archs: dict[str, str] = {}  # key -> arch
+        signed = {member.subject[0] for member in index.of("signature")}
+        records: list[NameRecord] = []
+        entries: dict[str, Entry] = {}
         held: dict[str, dict[str, bytes]] = {}
-        used: set[str] = set()
         for member, data in self._members(index):
             if member.kind == "signature":
                 of, key_id = member.subject
                 held.setdefault(of, {})[key_id] = data
-            elif member.kind == "entry":
-                entry = self._document(member, data, held)
-                assert isinstance(entry, Entry)
-                if blobs.get(entry.cubin_sha256) != entry.cubin_bytes:
-                    raise self._bad(f"has the entry {entry.key}, but not its cubin {entry.cubin_sha256}")
-                used.add(entry.cubin_sha256)
-                archs[entry.key] = entry.arch
-                documents[member.sha256] = "entry"
-            elif member.kind == "name":
-                record = self._document(member, data, held)
-                assert isinstance(record, NameRecord)
-                if archs.get(record.key) != record.arch:
-                    raise self._bad(f"has the name {record.name} for {record.arch}, but no such entry {record.key}")
-                documents[member.sha256] = "name"
-        if unused := sorted(blobs.keys() - used):
+            elif member.kind in ("entry", "name"):
+                signed.discard(member.sha256)
+                document = self._document(member, data, held, inspect)
+                if isinstance(document, Entry):
+                    if blobs.get(document.cubin_sha256) != document.cubin_bytes:
+                        raise self._bad(f"has the entry {document.key}, but not its cubin {document.cubin_sha256}")
+                    entries[document.key] = document
+                    continue
+                if document.key not in entries or entries[document.key].arch != document.arch:
+                    raise self._bad(
+                        f"has the name {document.name} for {document.arch}, but no such entry {document.key}"
+                    )
+                records.append(document)
+        if unused := sorted(blobs.keys() - {entry.cubin_sha256 for entry in entries.values()}):
             raise self._bad(f"has the cubin {unused[0]}, which is of none of its entries")
-        if strangers := sorted({of for of, _ in signatures} - documents.keys()):
-            raise self._bad(f"has a signature over {strangers[0]}, which is none of its documents")
+        if signed:
+            raise self._bad(f"has a signature over {min(signed)}, which is none of its documents")
         if self._file.read(len(END) + 1) != END:
             raise self._bad("does not end where its index says")
+        return records, entries
 
-    def publish(self, index: Index, store: Store) -> Transfer:
+    def publish(self, index: Index, store: Store, dry_run: bool = False) -> Transfer:
         """Publish what `check` has passed: each entry with its cubin, then the names."""
         own = store.writable()  # what a layer below has may be what this disk is to be rid of
         blobs = {member.sha256: offset for member, offset in self._offsets(index) if member.kind == "blob"}
         held: dict[str, dict[str, bytes]] = {}
-        moved = skipped = 0
+        fresh: dict[str, int] = {}  # key -> bytes of its cubin, of entries that were not there; 0 once a name told them
+        moved, skipped, steps = 0, len(index.of("entry")), list[Step]()
         for member, offset in self._offsets(index):
             if member.kind == "blob":
                 continue
@@ -190,15 +228,19 @@ class _Reader:
             document = self._document(member, data, held)
             signatures = held.get(member.sha256, {})
             if isinstance(document, NameRecord):
-                own.publish_name(document, signatures=signatures)
-                continue
-            if own.present(document.key) is not None:
-                skipped += 1
-                continue
-            cubin = blob_of(document.cubin_sha256, document.cubin_bytes)
-            own.publish(document, self._again(cubin, blobs[cubin.sha256]), signatures)
-            moved += cubin.bytes
-        return Transfer(len(index.of("entry")), len(index.of("name")), moved, skipped)
+                if document.key in fresh or not _has(own, document):
+                    steps.append(Step(document.name, document.arch, document.key, fresh.get(document.key, 0)))
+                    fresh[document.key] = 0
+                if not dry_run:
+                    own.publish_name(document, signatures=signatures)
+            elif own.present(document.key, mark=not dry_run) is None:
+                cubin = blob_of(document.cubin_sha256, document.cubin_bytes)
+                if not dry_run:
+                    own.publish(document, self._again(cubin, blobs[cubin.sha256]), signatures)
+                fresh[document.key] = cubin.bytes
+                moved += cubin.bytes
+                skipped -= 1
+        return Transfer(len(index.of("entry")), len(index.of("name")), moved, skipped, steps=tuple(steps))
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -229,8 +271,10 @@ class _Reader:
             members += made
         return tuple(members)
 
-    def _document(self, member: Member, data: bytes, held: dict[str, dict[str, bytes]]) -> Entry | NameRecord:
-        where = Path(f"{self._path}:{member.path}")
+    def _document(
+        self, member: Member, data: bytes, held: dict[str, dict[str, bytes]], inspect: Inspect | None = None
+    ) -> Entry | NameRecord:
+        where = f"{self._path}:{member.path}"
         if self._trust is not None:
             self._trust.check(member.kind, data, held.get(member.sha256, {}), where)
         document: Entry | NameRecord
@@ -240,6 +284,11 @@ class _Reader:
             document = NameRecord.from_bytes(data, where, *member.subject)
         if document.to_bytes() != data:
             raise self._bad(f"has {member.path} in another form than the one that a store writes")
+        if inspect is not None:
+            try:
+                inspect.entry(document) if isinstance(document, Entry) else inspect.name(document)
+            except IntegrityError as error:
+                raise self._bad(f"has {member.path}, which cannot be used: {error}") from None
         return document
 
     def _offsets(self, index: Index) -> Iterator[tuple[Member, int]]:
@@ -303,6 +352,12 @@ class _Reader:
 
     def _bad(self, what: str) -> IntegrityError:
         return IntegrityError(f"{self._path} {what}; a bundle is taken whole or not at all; get it again")
+
+
+def _has(store: Store, record: NameRecord) -> bool:
+    with contextlib.suppress(IntegrityError):
+        return store.layers[0].name(record.name, record.arch) == record
+    return False
 
 
 def _header_or_nothing(name: str, size: int) -> bytes:

@@ -13,7 +13,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import FusekitError, IntegrityError
 from fusekit.store.files import AnyPath
 from fusekit.store.keys import canonical_json, is_digest, sha256
 
@@ -36,7 +36,14 @@ def seal(document: dict[str, Any], what: str) -> bytes:
     error.
     """
     body = canonical_json(document, what)
-    return (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
+    data = (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
+    try:
+        parse(data)
+    except ValueError as error:
+        raise FusekitError(
+            f"{what} cannot be kept, since {error}; a store could not read it; make it smaller"
+        ) from None
+    return data
 
 
 def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
@@ -83,8 +90,8 @@ def parse(data: bytes, values: int = VALUES) -> Any:
 
 
 def _is_shallow(data: bytes) -> bool:
-    """Whether the brackets of the JSON text `data` are nested no deeper than `DEPTH`; those in strings may make it False
-    where it is True. To walk the values would take thrice as long as parsing them.
+    """Whether the brackets of the JSON text `data` are nested no deeper than `DEPTH`; those in strings may make it
+    False where it is True. To walk the values would take thrice as long as parsing them.
     """
     brackets = data.translate(_ONE_KIND, _NO_BRACKETS)
     for _ in range(DEPTH):

@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, SignatureError
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
-from fusekit.store.layer import Layer
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
-from fusekit.store.selection import Selection, Signed, Step
-from fusekit.store.signature import SIGNATURE_BYTES, is_key_id
+from fusekit.store.selection import Selection, Signed
+from fusekit.store.signature import Trust
 from fusekit.store.store import Store
+from fusekit.store.transfer import SHELL, Exchange, Notify, Progress, Report, check_form, raised, twice
 from fusekit.store.verify import Inspect
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-_SHELL = Layer(Path())  # a store's layout, relative to its root
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """One step: entries and names done, of how many, and the bytes moved so far; what came last."""
-
-    done: int
-    total: int
-    bytes: int
-    what: str = ""
-
-
-@dataclass(slots=True)
-class Report:
-    """entries: that moved, with their cubins. skipped: that were there already. names: that were written. bytes: moved,
-    of everything. failed: (name or key, why) of what could not be moved while the rest was. steps: what moved, by name.
-    With `dry_run` all of it is what would move.
-    """
-
-    entries: int = 0
-    skipped: int = 0
-    names: int = 0
-    bytes: int = 0
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-
-
-Notify = Callable[[Progress], None]
+__all__ = ["Notify", "Progress", "Report", "Survey", "pull", "push", "survey"]
 
 
 def push(
@@ -93,83 +60,55 @@ def pull(
     return _Pull(store, remote, notify, inspect).run(patterns, arch, dry_run)
 
 
-class _Exchange:
-    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
-        self.store = store
-        self.remote = remote
-        self.report = Report()
-        self._notify = notify or (lambda _: None)
-        self._signatures: dict[str, set[str]] = {}
-        self._moved: dict[str, int] = {}  # key -> bytes, until a name is told
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What lies somewhere, checked. records: sorted by name and architecture. entries: by key. cubins: how many were
+    hashed. failed: (name, key or nothing, why) of what was refused.
+    """
 
-    def each(self, items: Sequence[T], step: Callable[[T], R]) -> Iterator[tuple[T, R | FusekitError]]:
-        """`step` on every item, several at a time; what one raises is its answer, but for a disk or a network that
-        fails. Ctrl-C waits for what has begun only.
-        """
-        pool = ThreadPoolExecutor(max_workers=min(self.remote.parallel, len(items)) or 1)
-        try:
-            futures = {pool.submit(step, item): item for item in items}
-            for future in as_completed(futures):
-                error = future.exception()
-                if error is None:
-                    yield futures[future], future.result()
-                elif isinstance(error, IntegrityError):
-                    yield futures[future], error
-                else:
-                    raise error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def tell(self, done: int, total: int, what: str = "") -> None:
-        self._notify(Progress(done, total, self.report.bytes, what))
-
-    def count_entry(self, key: str, moved: int) -> None:
-        """`moved`: bytes; 0 for one that was there already."""
-        self.report.entries += moved > 0
-        self.report.skipped += moved == 0
-        self.report.bytes += moved
-        self._moved[key] = moved
-
-    def count_name(self, record: NameRecord, changed: bool, moved: int = 0) -> None:
-        self.report.names += changed
-        moved += self._moved.pop(record.key, 0)
-        if changed or moved:
-            self.report.steps.append(Step(record.name, record.arch, record.key, moved))
-
-    def list_signatures(self) -> dict[str, int | None]:
-        """The sizes of the remote's signatures, by path; remembers which documents have which."""
-        sizes = self.remote.sizes("signatures")
-        for path in sizes:
-            of, _, key_id = path.rpartition("/")[2].partition(".")
-            if is_key_id(key_id):
-                self._signatures.setdefault(of, set()).add(key_id)
-        return sizes
-
-    def signatures(self, digest: str) -> dict[str, bytes]:
-        """What the remote has signed over the document of SHA-256 `digest`."""
-        wanted = self._signatures.get(digest, set())
-        if self.store.trust is not None:  # a server that does not list is asked by name
-            wanted = wanted | {key.id for key in self.store.trust.keys}
-        found = {}
-        for key_id in sorted(wanted):
-            path = _SHELL.signature_path(digest, key_id).as_posix()
-            data = self.remote.read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-            if data is not None:
-                found[key_id] = data
-        return found
-
-    def document(self, kind: str, path: str) -> tuple[bytes, dict[str, bytes]] | None:
-        """A document of the remote and its signatures; with a trust, refused here unless they are good."""
-        data = self.remote.read(path, limit=LIMIT)
-        if data is None:
-            return None
-        signatures = self.signatures(sha256(data))
-        if self.store.trust is not None:
-            self.store.trust.check(kind, data, signatures, self.remote.at(path))
-        return data, signatures
+    records: tuple[NameRecord, ...]
+    entries: Mapping[str, Entry]
+    cubins: int = 0
+    failed: tuple[tuple[str, str, str], ...] = ()
 
 
-class _Push(_Exchange):
+def survey(
+    remote: Remote,
+    trust: Trust | None = None,
+    patterns: Sequence[str] = (),
+    arch: str | None = None,
+    *,
+    entries: bool = False,
+    cubins: bool = False,
+    inspect: Inspect | None = None,
+) -> Survey:
+    """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` and `cubins` these
+    too, each checked as `pull` does. Writes nothing anywhere. Errors as for `pull`.
+    """
+    puller = _Pull(Store(Path(), trust=trust), remote, None, inspect)
+    found = puller.records(patterns, arch)
+    records = tuple(found[where][0] for where in sorted(found))
+    failed = [(name, "", why) for name, why in puller.report.failed]
+    good: dict[str, Entry] = {}
+
+    def look(key: str) -> Entry:
+        def take() -> Entry:
+            entry = puller.entry(key)[0]
+            if cubins:
+                puller.cubin(entry)
+            return entry
+
+        return twice(take)
+
+    for key, outcome in puller.each(sorted({each.key for each in records}), look) if entries or cubins else ():
+        if isinstance(outcome, FusekitError):
+            failed += [(each.name, key, str(outcome)) for each in records if each.key == key]
+        else:
+            good[key] = outcome
+    return Survey(records, good, len({entry.cubin_sha256 for entry in good.values()}) if cubins else 0, tuple(failed))
+
+
+class _Push(Exchange):
     def __init__(
         self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None, dry_run: bool
     ) -> None:
@@ -189,11 +128,11 @@ class _Push(_Exchange):
         done = 0
         for (entry, _), outcome in self.each(entries, lambda item: self._entry(*item)):
             done += 1
-            self.count_entry(entry.key, _raised(outcome))
+            self.count_entry(entry.key, raised(outcome))
             self.tell(done, total, entry.key[:12])
         for (record, _), outcome in self.each(records, lambda item: self._name(*item)):
             done += 1
-            moved = _raised(outcome)
+            moved = raised(outcome)
             self.report.bytes += moved
             self.count_name(record, moved > 0, moved)
             self.tell(done, total, record.name)
@@ -201,7 +140,7 @@ class _Push(_Exchange):
 
     def _entry(self, entry: Entry, signed: Signed) -> int:
         """Bytes that were moved; 0 when the remote has it."""
-        path = _SHELL.entry_path(entry.key).as_posix()
+        path = SHELL.entry_path(entry.key).as_posix()
         if path in self._sizes and self._stands(entry, signed, path):
             return 0
         moved = self._blob(entry)
@@ -213,7 +152,7 @@ class _Push(_Exchange):
         """Whether the entry that is there is whole. It may be another's, of another run of the compiler."""
         same_size = self._sizes[path] == len(signed.data)
         if same_size and not self._full and not signed.signatures:
-            return self._there(_SHELL.blob_path(entry.cubin_sha256).as_posix(), entry.cubin_bytes)
+            return self._there(SHELL.blob_path(entry.cubin_sha256).as_posix(), entry.cubin_bytes)
         try:
             document = self.document("entry", path)
             if document is None:
@@ -233,7 +172,7 @@ class _Push(_Exchange):
         return True
 
     def _whole_blob(self, entry: Entry) -> bool:
-        path = _SHELL.blob_path(entry.cubin_sha256).as_posix()
+        path = SHELL.blob_path(entry.cubin_sha256).as_posix()
         if not self._full:
             return self._there(path, entry.cubin_bytes)
         data = self.remote.read(path, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
@@ -248,17 +187,17 @@ class _Push(_Exchange):
                 return 0
         except IntegrityError:
             pass  # of another size: replaced
-        self._write(_SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
+        self._write(SHELL.blob_path(entry.cubin_sha256).as_posix(), self.store.read_cubin(entry))
         return entry.cubin_bytes
 
     def _sign(self, signed: Signed) -> None:
         for key_id, signature in signed.signatures.items():
-            path = _SHELL.signature_path(signed.digest, key_id).as_posix()
+            path = SHELL.signature_path(signed.digest, key_id).as_posix()
             if self._full or not self._there(path, len(signature)):
                 self._write(path, signature)
 
     def _name(self, record: NameRecord, signed: Signed) -> int:
-        path = _SHELL.name_path(record.name, record.arch).as_posix()
+        path = SHELL.name_path(record.name, record.arch).as_posix()
         if path in self._sizes and self._says(path, record, signed):
             self._sign(signed)
             return 0
@@ -278,7 +217,7 @@ class _Push(_Exchange):
         return theirs == record and not signed.signatures
 
 
-class _Pull(_Exchange):
+class _Pull(Exchange):
     def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
         super().__init__(store.writable(), remote, notify)  # what a layer below has is asked for here
         self._inspect = inspect
@@ -352,19 +291,19 @@ class _Pull(_Exchange):
         )
 
     def _record(self, where: tuple[str, str]) -> tuple[NameRecord, dict[str, bytes]]:
-        path = _SHELL.name_path(*where).as_posix()
+        path = SHELL.name_path(*where).as_posix()
 
         def take() -> tuple[NameRecord, dict[str, bytes]]:
             document = self.document("name", path)
             if document is None:
                 raise self._absent(*where)
             record = NameRecord.from_bytes(document[0], self.remote.at(path), *where)
-            _canonical(record.to_bytes(), document[0], self.remote.at(path))
+            check_form(record.to_bytes(), document[0], self.remote.at(path))
             if self._inspect is not None:
                 self._inspect.name(record)
             return record, document[1]
 
-        return _twice(take)
+        return twice(take)
 
     def _entry(self, key: str) -> int:
         """Bytes that were moved; 0 when the store has it."""
@@ -377,7 +316,7 @@ class _Pull(_Exchange):
             self.store.publish(entry, cubin, signatures)
             return size + len(cubin)
 
-        return _twice(take)
+        return twice(take)
 
     def _missing(self, record: NameRecord) -> int:
         """Bytes that would be moved of the entry of `record`."""
@@ -391,20 +330,20 @@ class _Pull(_Exchange):
 
     def entry(self, key: str) -> tuple[Entry, int, dict[str, bytes]]:
         """The entry of `key` there, its size in bytes and its signatures; IntegrityError for one that is not whole."""
-        path = _SHELL.entry_path(key).as_posix()
+        path = SHELL.entry_path(key).as_posix()
         document = self.document("entry", path)
         if document is None:
             raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
         data, signatures = document
         entry = Entry.from_bytes(data, self.remote.at(path), key)
-        _canonical(entry.to_bytes(), data, self.remote.at(path))
+        check_form(entry.to_bytes(), data, self.remote.at(path))
         if self._inspect is not None:
             self._inspect.entry(entry)
         return entry, len(data), signatures
 
     def cubin(self, entry: Entry) -> bytes:
         """The cubin of `entry` there; IntegrityError where it is not whole."""
-        blob = _SHELL.blob_path(entry.cubin_sha256).as_posix()
+        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
         cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
         if cubin is None or sha256(cubin) != entry.cubin_sha256:
             what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
@@ -419,24 +358,3 @@ class _Pull(_Exchange):
         if not dry_run:
             self.store.publish_name(record, signatures=signatures)
         self.count_name(record, changed)
-
-
-def _raised(outcome: T | FusekitError) -> T:
-    if isinstance(outcome, FusekitError):
-        raise outcome
-    return outcome
-
-
-def _twice(take: Callable[[], T]) -> T:
-    """Bytes that came damaged are asked for once more; those that nobody trusted has signed are not."""
-    try:
-        return take()
-    except SignatureError:
-        raise
-    except IntegrityError:
-        return take()
-
-
-def _canonical(written: bytes, found: bytes, where: str) -> None:
-    if written != found:
-        raise IntegrityError(f"{where} is in another form than the one that a store writes; push it again")

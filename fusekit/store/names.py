@@ -139,7 +139,7 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
     """Whether every member that `Entry.summary` has is, where it is there, of its type."""
     for label, value in summary.items():
         if label in _COUNTS:
-            fits = type(value) is int and 0 <= value < 2**63 or (value is None and label in _UNTOLD)
+            fits = (type(value) is int and 0 <= value < 2**63) or (value is None and label in _UNTOLD)
         elif label == "cubin_sha256":
             fits = is_digest(value)
         else:

@@ -15,6 +15,7 @@ How much is read, and how long is waited, is bounded: `fusekit.store.bounds`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -95,7 +96,7 @@ class Remote:
             return self._walk(self._full(folder))
 
         below = f"{self._full(folder)}/"
-        found = self._try(folder, "list", find)
+        found = self.attempt(folder, "list", find)
         self._bound_entries(len(found))
         return {
             f"{folder}/{path}": info.get("size")
@@ -118,7 +119,7 @@ class Remote:
             except FileNotFoundError:
                 return None
 
-        data = self._try(path, "read", take)
+        data = self.attempt(path, "read", take)
         if data is not None and (len(data) > most or (exactly is not None and len(data) != exactly)):
             found = f"more than {most}" if len(data) > most else str(len(data))
             rule = f"must have {exactly}" if exactly is not None else f"may have at most {limit}"
@@ -144,9 +145,8 @@ class Remote:
             taken = 0
             while taken <= most:
                 left = min(_PIECE, most + 1 - taken)
-                chunk: bytes = self._within(
-                    begun + self.bounds.seconds(taken + left) - time.monotonic(), lambda: file.read(left)
-                )
+                until = begun + self.bounds.seconds(taken + left)
+                chunk: bytes = self._within(until - time.monotonic(), functools.partial(file.read, left))
                 if not chunk:
                     return
                 taken += len(chunk)
@@ -172,11 +172,11 @@ class Remote:
                     self._fs.rm_file(temporary)
                 raise
 
-        self._try(path, "write", put)
+        self.attempt(path, "write", put)
 
     def at(self, path: str) -> str:
-        """The URL of `path`, for messages."""
-        return f"{self.url.rstrip('/')}/{path}"
+        """The URL of `path`, for messages; of the remote itself where `path` is empty."""
+        return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
     def _walk(self, top: str) -> dict[str, Any]:
         # fsspec's own walk leaves out what it could not list, and would make a broken connection a short listing.
@@ -217,7 +217,7 @@ class Remote:
         return step() if self._here or self._web is not None else within(max(seconds, 0.0), step)
 
     def _full(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        return f"{self._root}/{path}" if path else self._root
 
     def _directory(self, folder: str) -> None:
         with self._guard:
@@ -227,35 +227,36 @@ class Remote:
         with self._guard:
             self._made.add(folder)
 
-    def _try(self, path: str, doing: str, step: Callable[[], T]) -> T:
-        return tried(step, doing, self.at(path), self._attempts, self._pause, self.bounds.patience)
+    def attempt(self, path: str, doing: str, step: Callable[[], T]) -> T:
+        """What `step` returns, after another try where that may help. A failure says `doing` what, and where."""
+        from tenacity import (
+            Retrying,
+            retry_if_exception,
+            stop_after_attempt,
+            stop_after_delay,
+            wait_exponential,
+            wait_random,
+        )
 
-
-def tried(step: Callable[[], T], doing: str, where: str, attempts: int, pause: float, patience: float) -> T:
-    """What `step` returns, again where another try may help. Any failure is a FusekitError that says `doing` what and
-    `where`.
-    """
-    from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_exponential, wait_random
-
-    retrying = Retrying(
-        retry=retry_if_exception(lambda error: not _is_final(error)),
-        stop=stop_after_attempt(attempts) | stop_after_delay(patience),
-        wait=wait_exponential(multiplier=pause, max=LONGEST_PAUSE) + wait_random(0, pause),
-        reraise=True,
-    )
-    try:
-        return retrying(step)
-    except (IntegrityError, UsageError):
-        raise
-    except Exception as error:
-        times = retrying.statistics.get("attempt_number", 1)
-        often = "" if _is_final(error) or times == 1 else f", {times} times"
-        cause = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        raise StoreError(
-            f"cannot {doing} {where}{often}: {hidden(cause)[:1000]}; check the URL, the network and what you may do "
-            "there; what has been moved stays, the same command carries on",
-            path=where,
-        ) from error
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: not _is_final(error)),
+            stop=stop_after_attempt(self._attempts) | stop_after_delay(self.bounds.patience),
+            wait=wait_exponential(multiplier=self._pause, max=LONGEST_PAUSE) + wait_random(0, self._pause),
+            reraise=True,
+        )
+        try:
+            return retrying(step)
+        except (IntegrityError, UsageError):
+            raise
+        except Exception as error:
+            times = retrying.statistics.get("attempt_number", 1)
+            often = "" if _is_final(error) or times == 1 else f", {times} times"
+            cause = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}".rstrip(": ")
+            raise StoreError(
+                f"cannot {doing} {self.at(path)}{often}: {hidden(cause)[:1000]}; check the URL, the network and what "
+                "you may do there; what has been moved stays, the same command carries on",
+                path=self.at(path),
+            ) from error
 
 
 def _is_final(error: BaseException) -> bool:

@@ -103,8 +103,8 @@ class Trust:
         found = [*self._given, *(key for path in self._paths for key in read_public_keys(path))]
         if not found:
             raise UsageError(
-                "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file of "
-                "public keys, or unset the variable"
+                "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file "
+                "of public keys, or unset the variable"
             )
         return tuple({key.raw: key for key in found}.values())
 

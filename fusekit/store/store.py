@@ -233,7 +233,7 @@ class Store:
         return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
 
     def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
-        """Check every layer: see `VerifyReport`. `full` hashes every blob too, and has `inspect` look into documents."""
+        """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
         return verify(self.layers, full, inspect)
 
     # -- writing ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,20 @@
 """Made-up entries and names: the store does not know what a kernel is."""
 
 from pathlib import Path
+from typing import Any
 
 from fusekit.store import Entry, NameRecord, key_fields, key_of
 from fusekit.store.keys import sha256
 from fusekit.store.layout import MARKER
+
+
+def build_launch(dynamic_shared: int) -> dict[str, Any]:
+    """A launch record of a kernel without arguments."""
+    return {
+        "schema": 1, "arch": "sm_90a", "symbol": "kernel", "arguments": [], "dims": [], "constraints": [],
+        "parameters": [], "grid": [1, 1, 1], "block": [32, 1, 1], "cluster": [1, 1, 1], "attributes": {},
+        "dynamic_shared": dynamic_shared, "workspace": {"bytes": 0, "zeroed": False}, "skip_if_zero": [],
+    }  # fmt: skip
 
 
 def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5) -> tuple[Entry, bytes]:
@@ -21,7 +31,7 @@ def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5)
         fields=fields,
         cubin_sha256=sha256(cubin),
         cubin_bytes=len(cubin),
-        launch={"schema": 1, "arch": "sm_90a", "symbol": "kernel", "dynamic_shared": 1024 + seed},
+        launch=build_launch(1024 + seed),
         resources={"registers": 168, "spill_bytes": 0},
         proof={"launches": 8},
         toolchain={"nvidia-cutlass-dsl": "4.8.1"},

@@ -35,8 +35,6 @@ class Hostile:
                 with contextlib.suppress(OSError):
                     answer(self)
 
-            do_HEAD = do_GET
-
             def log_message(self, *_):
                 pass
 
@@ -144,7 +142,7 @@ def test_a_silent_server(serve, tmp_path):
 def test_a_silent_server_is_not_tried_for_ever(serve, tmp_path):
     hostile = serve(lambda request: time.sleep(60))
     begun = time.monotonic()
-    with pytest.raises(StoreError, match="nothing came for 0.2 s"):
+    with pytest.raises(StoreError, match=r"nothing came for 0\.2 s"):
         Remote(hostile.url, attempts=500, pause=0.001, bounds=Bounds(silence=0.2, patience=1.0)).sizes("names")
     assert 1.0 < time.monotonic() - begun < 5
 
@@ -182,7 +180,16 @@ def test_more_than_one_command_may_read(serve, tmp_path):
 def test_links_that_lead_elsewhere_are_not_followed(serve, tmp_path):
     page = PAGE + b"".join(
         b'<a href="%s">x</a>' % link
-        for link in (b"http://127.0.0.2:1/x/", b"/", b"//h/", b"a%2f..%2fb/", b"%2e%2e/", b"[", b"http://[/", b"x" * 5000)
+        for link in (
+            b"http://127.0.0.2:1/x/",
+            b"/",
+            b"//h/",
+            b"a%2f..%2fb/",
+            b"%2e%2e/",
+            b"[",
+            b"http://[/",
+            b"x" * 5000,
+        )
     )
     hostile = serve(lambda request: request.send(page) if request.path.count("/") == 3 else request.send_error(404))
     refused(hostile, tmp_path, NotBuiltError)

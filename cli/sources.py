@@ -1,0 +1,88 @@
+"""Verbs that look at what is elsewhere: a bundle, or a remote, named with --from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusekit.errors import NotBuiltError
+from fusekit_cli.options import Session
+
+if TYPE_CHECKING:
+    from fusekit.store.exchange import Survey
+    from fusekit.store.names import NameRecord
+
+
+def sourced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb --from."""
+    return click.option(
+        "--from",
+        "source",
+        metavar="WHERE",
+        help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
+    )(function)
+
+
+def look(
+    session: Session,
+    source: str,
+    patterns: Sequence[str] = (),
+    arch: str | None = None,
+    *,
+    entries: bool = False,
+    cubins: bool = False,
+) -> Survey:
+    """What `source` holds of `patterns`, checked and, with trusted keys, signed. Of a bundle all is checked."""
+    from fusekit.runtime.wellformed import WELLFORMED
+    from fusekit.store import names
+    from fusekit.store.bundle_import import read_bundle
+    from fusekit.store.exchange import Survey, survey
+    from fusekit.store.remote import Remote
+    from fusekit.store.source import bundle_source, is_bundle
+
+    trust = session.open_store().trust
+    if not is_bundle(source):
+        return survey(Remote(source), trust, patterns, arch, entries=entries, cubins=cubins, inspect=WELLFORMED)
+    records, held = read_bundle(bundle_source(source, sys.stdin.buffer), trust, WELLFORMED)
+    chosen = tuple(
+        record
+        for record in records
+        if arch in (None, record.arch) and any(names.matches(pattern, record.name) for pattern in patterns or ("*",))
+    )
+    keys = {record.key for record in chosen} if patterns or arch else held.keys()
+    return Survey(chosen, {key: held[key] for key in keys}, len({held[key].cubin_sha256 for key in keys}))
+
+
+def shown(source: str) -> str:
+    """`source` as it may be shown."""
+    from fusekit.store.remote import hidden
+
+    return hidden(source)
+
+
+def absent(source: str, patterns: Sequence[str], arch: str | None) -> NotBuiltError:
+    """The error for names that `source` lacks."""
+    what = " ".join(patterns) or "any kernel"
+    return NotBuiltError(
+        f"{shown(source)} does not hold {what}{f' for {arch}' if arch else ''}; `fusekit ls --from` lists what it does",
+        name=what,
+    )
+
+
+def one_variant(session: Session, records: Sequence[NameRecord], name: str) -> list[NameRecord]:
+    """`records`, or of a kernel (`file/kernel`) the variant for each architecture that loading it would take."""
+    from fusekit.store.names import is_glob
+
+    if len(records) < 2 or is_glob(name) or "/" not in name:
+        return list(records)
+    from fusekit.runtime import tuning
+    from fusekit.runtime.select import choose
+
+    archs = sorted({record.arch for record in records})
+    return [
+        choose([record for record in records if record.arch == arch], tuning=tuning.load(session.open_store(), arch))
+        for arch in archs
+    ]

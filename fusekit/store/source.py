@@ -1,0 +1,105 @@
+"""Where a bundle or a set of names may come from: a file, standard input, a URL, a remote."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from fusekit.errors import StoreError, UsageError
+from fusekit.store.bounds import Bounds
+from fusekit.store.files import store_error
+
+STDIN = "-"
+_SUFFIXES = (".tar", ".fkb")
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A bundle that comes in pieces of any sizes. where: what messages call it. open: begins at its first byte.
+    retry: runs a step, again if that may help.
+    """
+
+    where: str
+    open: Callable[[], Iterator[bytes]]
+    retry: Callable[[Callable[[], None]], None] = lambda step: step()
+
+
+Source = Path | Stream
+
+
+def bundle_source(text: str, stdin: BinaryIO, bounds: Bounds | None = None) -> Source:
+    """The bundle that `text` names: `-` (then `stdin` is read), a URL, or the path of a file."""
+    if text == STDIN:
+        if stdin.isatty():
+            raise UsageError("standard input is a terminal; a bundle is read from a pipe or a file; redirect it")
+        return Stream("standard input", lambda: iter(lambda: stdin.read(_PIECE), b""))
+    if "://" not in text:
+        return Path(text).absolute()
+    from fusekit.store.remote import Remote
+
+    remote = Remote(text, bounds=bounds)
+
+    def pieces() -> Iterator[bytes]:
+        try:
+            yield from remote.stream("", remote.bounds.total_bytes)
+        except FileNotFoundError:
+            raise StoreError("there is no such file") from None
+
+    return Stream(remote.url, pieces, lambda step: remote.attempt("", "read", step))
+
+
+def is_bundle(text: str) -> bool:
+    """Whether `text` names a bundle and not a remote: `-`, a file, or a URL that ends or begins as one does."""
+    if text == STDIN:
+        return True
+    if "://" not in text:
+        return not Path(text).is_dir()
+    from fusekit.store.remote import Remote, hidden
+
+    if hidden(text).endswith(_SUFFIXES):
+        return True
+    remote = Remote(text)
+    try:
+        return next(remote.stream("", 1 << 10), b"").startswith(b"bundle.json")
+    except Exception:
+        return False  # a folder; what is wrong with it is said when it is listed
+
+
+@contextlib.contextmanager
+def spooled(source: Stream, head: int, length: Callable[[BinaryIO, int], int]) -> Iterator[BinaryIO]:
+    """A temporary file of what `source` sends: `head` bytes, and then what `length` makes of them (the file, and how
+    many bytes it has) and one piece more at most. So a stream without end is not taken.
+    """
+
+    def fill() -> None:
+        spool.seek(0)
+        spool.truncate()
+        pieces, have = source.open(), 0
+        try:
+            have = _copy(pieces, spool, have, head)
+            _copy(pieces, spool, have, length(spool, have))
+        finally:
+            if hasattr(pieces, "close"):
+                pieces.close()
+
+    with tempfile.TemporaryFile(prefix="fusekit-bundle-") as spool:
+        source.retry(fill)
+        yield spool
+
+
+def _copy(pieces: Iterator[bytes], spool: BinaryIO, have: int, most: int) -> int:
+    spool.seek(0, os.SEEK_END)
+    while have <= most and (piece := next(pieces, b"")):
+        try:
+            spool.write(piece)
+            spool.flush()
+        except OSError as error:
+            raise store_error(tempfile.gettempdir(), "keep a bundle in", error) from error
+        have += len(piece)
+    return have
