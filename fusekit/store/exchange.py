@@ -136,6 +136,7 @@ class _Push(Exchange):
             self.report.bytes += moved
             self.count_name(record, moved > 0, moved)
             self.tell(done, total, record.name)
+        self.report.steps.sort(key=lambda step: (step.name, step.arch))
         return self.report
 
     def _entry(self, entry: Entry, signed: Signed) -> int:
