@@ -6,27 +6,28 @@ import sys
 
 import click
 
-from fusekit_cli import output
+from fusekit_cli import output, sources
 from fusekit_cli.options import Session, common
 
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path())
+@sources.checked
 @click.option("--dry-run", is_flag=True, help="Check all of it, and only say what would come in.")
 @common
-def command(session: Session, file: str, dry_run: bool) -> None:
+def command(session: Session, file: str, manifest: str | None, dry_run: bool) -> None:
     """Publish what the bundle FILE holds, whole and checked, or nothing of it.
 
     FILE is a path, a URL (https://host/kernels.tar, s3://...), or - for standard input; the last two are kept in a
     temporary file meanwhile. With FUSEKIT_TRUSTED_KEYS, a bundle that none of those keys signed is refused before it is
     read.
     """
-    from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.store.bundle_import import import_bundle
     from fusekit.store.source import bundle_source
 
+    inspect, _ = sources.inspecting(session, manifest)
     store, source = session.open_store(), bundle_source(file, sys.stdin.buffer)
-    done = import_bundle(store, source, inspect=WELLFORMED, dry_run=dry_run)
+    done = import_bundle(store, source, inspect=inspect, dry_run=dry_run)
     document = {"entries": done.entries, "names": done.names, "bytes": done.bytes, "skipped": done.skipped}
     document |= output.dry_document(dry_run, done.steps)
 

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit_cli import output
+from fusekit.errors import UsageError
+from fusekit_cli import output, sources
 from fusekit_cli.options import Session, common
 from fusekit_cli.progress import progress, progress_of
+
+if TYPE_CHECKING:
+    from fusekit.store.manifest import Manifest
 
 
 @click.command("pull")
 @click.argument("url", metavar="URL")
 @click.argument("patterns", metavar="[NAME]...", nargs=-1)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
+@sources.checked
 @click.option("--dry-run", is_flag=True, help="Only say what would come in.")
 @common
-def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> int:
+def command(
+    session: Session, url: str, patterns: tuple[str, ...], arch: str | None, manifest: str | None, dry_run: bool
+) -> int:
     """Move the kernels that NAME means (none: all) from URL into the store, as far as it lacks them; each is checked.
 
     With FUSEKIT_TRUSTED_KEYS, what none of those keys signed is refused before it is read.
     """
-    from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.store.exchange import pull
     from fusekit.store.remote import Remote
 
+    inspect, locked = sources.inspecting(session, manifest)
+    if locked is not None:
+        patterns, arch = _listed(locked, patterns, arch), locked.arch
     store, remote = session.open_store(), Remote(url)
     with progress(session, "pulling", moves_bytes=True) as update:
         notify = progress_of(update)
-        report = pull(store, remote, patterns, arch, notify, inspect=WELLFORMED, dry_run=dry_run)
+        report = pull(store, remote, patterns, arch, notify, inspect=inspect, dry_run=dry_run)
     document: dict[str, Any] = {
         "entries": report.entries,
         "names": report.names,
@@ -50,3 +59,15 @@ def command(session: Session, url: str, patterns: tuple[str, ...], arch: str | N
     for name, error in report.failed:
         session.error(f"{name}: {error}")
     return 1 if report.failed else 0
+
+
+def _listed(manifest: Manifest, patterns: tuple[str, ...], arch: str | None) -> tuple[str, ...]:
+    """The full names of `manifest` that `patterns` mean: each has to be there."""
+    from fusekit.store.names import matches
+
+    found = tuple(name for name in manifest.kernels if any(matches(each, name) for each in patterns or ("*",)))
+    if not found or arch not in (None, manifest.arch):
+        raise UsageError(
+            f"the manifest is for {manifest.arch} and lists none of what is asked for; name what it lists, or another"
+        )
+    return found

@@ -1,9 +1,10 @@
-"""Verbs that look at what is elsewhere: a bundle, or a remote, named with --from."""
+"""What verbs share that look at, or take from, elsewhere: a bundle or a remote (--from), a manifest (--check)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,9 @@ from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
     from fusekit.store.exchange import Survey
+    from fusekit.store.manifest import Manifest
     from fusekit.store.names import NameRecord
+    from fusekit.store.verify import Inspect
 
 
 def sourced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,6 +27,28 @@ def sourced(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="WHERE",
         help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
     )(function)
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb --check."""
+    return click.option(
+        "--check",
+        "manifest",
+        metavar="MANIFEST",
+        help="Take only what this cache manifest lists, by key and digest: nothing older, nothing else.",
+    )(function)
+
+
+def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifest | None]:
+    """What looks into documents that come in, and the manifest that it holds them against."""
+    from fusekit.runtime.wellformed import WELLFORMED
+
+    if manifest is None:
+        return WELLFORMED, None
+    from fusekit.store.manifest import pinned, read_manifest
+
+    found = read_manifest(Path(manifest), session.open_store().trust)
+    return pinned(found, WELLFORMED), found
 
 
 def look(

@@ -273,8 +273,13 @@ class _Pull(Exchange):
                 except (IntegrityError, TypeError):
                     continue  # whatever else lies there is not asked for
         wanted: set[tuple[str, str]] = set()
+        archs: dict[str, set[str]] = {}
+        for name, each in found:
+            archs.setdefault(name, set()).add(each)
         for pattern in patterns or ("*",):
-            chosen = {where for where in found if names.matches(pattern, where[0]) and arch in (None, where[1])}
+            # Full names may be thousands: each is looked up.
+            meant = [pattern] if names.is_full(pattern) else [name for name in archs if names.matches(pattern, name)]
+            chosen = {(name, each) for name in meant for each in archs.get(name, ()) if arch in (None, each)}
             if not chosen and names.is_full(pattern) and arch is not None:
                 chosen = {(pattern, arch)}  # of a server that does not list: asked for by name
             if not chosen:
@@ -308,7 +313,9 @@ class _Pull(Exchange):
 
     def _entry(self, key: str) -> int:
         """Bytes that were moved; 0 when the store has it."""
-        if self.store.present(key) is not None:
+        if (there := self.store.present(key)) is not None:
+            if self._inspect is not None:
+                self._inspect.entry(there)
             return 0
 
         def take() -> int:

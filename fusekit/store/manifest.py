@@ -17,10 +17,13 @@ from typing import Any
 from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
+from fusekit.store.entries import Entry
 from fusekit.store.files import Publisher, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
+from fusekit.store.names import NameRecord
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust
+from fusekit.store.verify import Inspect
 
 SCHEMA = 1
 LIMIT = 64 << 20
@@ -107,6 +110,39 @@ class Manifest:
                 )
                 changed.append(Changed(name, locked.cubin_sha256, now.cubin_sha256, why))
         return Comparison(tuple(same), tuple(changed), tuple(missing))
+
+
+def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
+    """`inspect`, and that every name and entry is the one that `manifest` lists: its key, its cubin's digest and size.
+
+    So nothing older passes, however well it is signed: the manifest says what is the latest.
+    """
+    cubins = {each.key: (each.cubin_sha256, each.bytes) for each in manifest.kernels.values()}
+
+    def name(record: NameRecord) -> None:
+        locked = manifest.kernels.get(record.name) if record.arch == manifest.arch else None
+        if locked is None:
+            raise IntegrityError(
+                f"{record.name} for {record.arch} is not in the manifest; take another, or leave it out"
+            )
+        if locked.key != record.key:
+            raise IntegrityError(
+                f"{record.name} stands for {record.key}, in the manifest for {locked.key}: one of them is older; get "
+                "the manifest or the kernel again",
+                key=record.key,
+            )
+        inspect.name(record)
+
+    def entry(found: Entry) -> None:
+        if cubins.get(found.key) != (found.cubin_sha256, found.cubin_bytes):
+            raise IntegrityError(
+                f"entry {found.key} has the cubin {found.cubin_sha256}, which the manifest does not list for it; get "
+                "the manifest or the kernel again",
+                key=found.key,
+            )
+        inspect.entry(found)
+
+    return Inspect(entry, name, inspect.tuning)
 
 
 def toolchain_label(toolchain: Mapping[str, str]) -> str:

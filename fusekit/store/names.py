@@ -36,7 +36,8 @@ SCHEMA = 2
 
 # A record as it is written, as far as a listing needs it: canonical JSON has one order of members.
 _BRIEF = re.compile(
-    rb'\{"arch":"([a-z0-9_]+)","defaults":(\{(?:"[^"\\]*":(?:-?[0-9][0-9.e+-]*|"-?inf"),?)*\}),("digest":"([0-9a-f]{64})",)"key":"([0-9a-f]{64})",'
+    rb'\{"arch":"([a-z0-9_]+)","defaults":(\{(?:"[^"\\]*":(?:-?[0-9][0-9.e+-]*|"-?inf"),?)*\}),'
+    rb'("digest":"([0-9a-f]{64})",)"key":"([0-9a-f]{64})",'
     rb'"name":"([^"\\]+)","schema":%d,"spec":(\{.*\}),"summary":(\{[^{}]*\})\}\n' % SCHEMA,
     re.DOTALL,
 )

@@ -1,13 +1,21 @@
 """fusekit export, import, push, pull, key: kernels on their way from one store to another, through the command line."""
 
+import functools
 import hashlib
+import json
+import shutil
 import stat
+import subprocess
+import sys
 import tarfile
 
 import pytest
 
-from fusekit.store import Store
+from fusekit.store import NameRecord, Store
+from fusekit.store.manifest import Locked, Manifest, write_manifest
+from fusekit.store.signature import read_signing_key
 from tests.cli.conftest import NAMES
+from tests.store.samples import build_entry
 
 
 @pytest.fixture
@@ -171,3 +179,104 @@ def test_an_empty_list_of_trusted_keys_trusts_nobody(fusekit, store, other, tmp_
         for line in (("import", "signed.tar"), ("pull", "remote")):
             assert "names no file" in other(*line, code=2, FUSEKIT_TRUSTED_KEYS=value).err
     assert not (tmp_path / "other").exists()
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_bundle_or_a_remote_holds(fusekit, store, tmp_path):
+    pytest.importorskip("fsspec")
+    fusekit("export", "kernels.tar")
+    fusekit("push", "remote")
+    listed = fusekit("ls", "--json").json
+    bundle = (tmp_path / "kernels.tar").read_bytes()
+    for where in ("kernels.tar", "remote", f"file://{tmp_path}/kernels.tar", f"file://{tmp_path}/remote"):
+        rows = fusekit("ls", "--from", where, "--json", FUSEKIT_STORE=str(tmp_path / "none")).json
+        assert [row | {"layer": None} for row in rows] == [row | {"layer": None} for row in listed]
+        assert {row["layer"] for row in rows} == {where}
+        assert len(fusekit("ls", "quickstart/linear", "--from", where, "--json").json) == 1
+        report = fusekit("verify", "--full", "--from", where, "--json").json
+        assert (report["checked"], report["blobs"], report["bad"], report["full"]) == (6, 3, [], True)
+        shown = fusekit("show", NAMES[0], "--from", where, "--json").json
+        assert shown | {"layer": None} == fusekit("show", NAMES[0], "--json").json | {"layer": None}
+        assert fusekit("show", "quickstart/moe-fc1", "--from", where, "--json").json["name"] in NAMES
+        assert "nothing of that name" in fusekit("ls", "nope", "--from", where).err
+        assert "nope" in fusekit("show", "nope", "--from", where, code=3).err
+    (tmp_path / "kernels.tar").write_bytes(bundle[:-2000] + b"!" + bundle[-1999:])
+    bad = fusekit("verify", "--from", "kernels.tar", "--json", code=1).json
+    assert len(bad["bad"]) == 1
+    assert "a bundle is taken whole or not at all" in fusekit("ls", "--from", "kernels.tar", code=1).err
+    blob = next(path for path in (tmp_path / "remote" / "blobs").rglob("*") if path.is_file())
+    blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+    assert fusekit("verify", "--from", "remote", "--json").json["bad"] == []
+    assert len(fusekit("verify", "--full", "--from", "remote", "--json", code=1).json["bad"]) == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_import_from_standard_input(fusekit, store, tmp_path):
+    fusekit("export", "kernels.tar")
+    for arguments, file in ((["import", "-", "--json"], "kernels.tar"), (["import", "-"], "cut.tar")):
+        (tmp_path / "cut.tar").write_bytes((tmp_path / "kernels.tar").read_bytes()[:5000])
+        with (tmp_path / file).open("rb") as stream:
+            done = subprocess.run(
+                [sys.executable, "-m", "fusekit_cli", "--store", "other", *arguments],
+                env=fusekit.environment, cwd=tmp_path, stdin=stream, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        if file == "kernels.tar":
+            assert json.loads(done.stdout) == {"entries": 3, "names": 3, "bytes": 720, "skipped": 0}
+        else:
+            assert (done.returncode, "standard input has 5000 bytes" in done.stderr) == (1, True)
+
+
+def test_dry_runs(fusekit, store, other, tmp_path):
+    pytest.importorskip("fsspec")
+    fusekit("export", "kernels.tar")
+    assert "3 entries and 3 names would be pushed (" in fusekit("push", "remote", "--dry-run").out
+    assert not (tmp_path / "remote").exists()
+    done = fusekit("push", "remote", "--json").json
+    for arguments in (("pull", "remote"), ("import", "kernels.tar")):
+        dry = other(*arguments, "--dry-run", "--json").json
+        assert dry["dry_run"]
+        assert [row["name"] for row in dry["would"]] == list(NAMES)
+        assert (dry["entries"], dry["names"]) == (done["entries"], done["names"])
+        assert "would be" in other(*arguments, "--dry-run").out
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_path):
+    """Yesterday's names, entries and signatures are all good; only who knows today's can tell."""
+    pytest.importorskip("cryptography")
+    pytest.importorskip("fsspec")
+    fusekit("key", "new", "ours")
+    trusted = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "ours.pub")}
+    fusekit("push", "remote", "--sign", "ours")
+    fusekit("export", "yesterday.tar", "--sign", "ours")
+    shutil.copytree(tmp_path / "remote", tmp_path / "yesterday")
+    entry, cubin = build_entry(7)
+    store.publish(entry, cubin)
+    store.publish_name(NameRecord(NAMES[0], "sm_90a", entry.key, {}, {}))
+    fusekit("push", "remote", "--sign", "ours")
+    fusekit("export", "today.tar", "--sign", "ours")
+    rows = fusekit("ls", "--json").json
+    listed = {row["name"]: Locked(row["key"], row["cubin_sha256"], row["bytes"]) for row in rows}
+    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
+    path = str(write_manifest(manifest, tmp_path, read_signing_key(tmp_path / "ours")))
+
+    other("pull", "yesterday", **trusted)  # signed, and so taken: exchange.md says so
+    for run in (other, functools.partial(fusekit, "--store", "fresh")):
+        refused = run("pull", "yesterday", "--check", path, "--json", code=1, **trusted)
+        assert [row["name"] for row in refused.json["failed"]] == [NAMES[0]]
+        assert "one of them is older" in refused.err
+        older = run("import", "yesterday.tar", "--check", path, code=1, **trusted)
+        assert "which the manifest does not list for it" in older.err
+        assert run("pull", "remote", "--check", path, "--json", **trusted).json["failed"] == []
+        assert run("import", "today.tar", "--check", path, "--json", **trusted).json["names"] == 3
+    # What is withheld is missed, and a manifest that is not today's own bytes is refused.
+    for file in (tmp_path / "remote" / "names").rglob("*linear*"):
+        file.unlink()
+    assert "linear" in other("pull", "remote", "--check", path, code=3, **trusted).err
+    data = (tmp_path / path).read_text()
+    (tmp_path / path).write_text(data.replace(entry.key, build_entry(0)[0].key))
+    assert "changed after they were signed" in other("pull", "remote", "--check", path, code=1, **trusted).err
+    next(tmp_path.glob("*.sig")).unlink()
+    assert "is not signed" in other("pull", "remote", "--check", path, code=1, **trusted).err

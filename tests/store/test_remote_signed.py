@@ -1,11 +1,15 @@
 """Remotes with signatures: they travel along, and only what is trusted is pulled."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from fusekit.store import Store
 from fusekit.store.exchange import pull, push
+from fusekit.store.keys import sha256
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
 from fusekit.store.signature import Trust, read_signing_key
@@ -84,3 +88,64 @@ def test_a_forged_remote(store, url, keys):
     damage(url, damage_signature, lambda data: bytes(64))
     assert len(pull(Store(keys / "plain"), Remote(url)).failed) == 0  # nobody asks for signatures there
     assert len(pull(trusting(keys, "again"), Remote(url)).failed) >= 1
+
+
+def test_a_push_that_is_killed_at_each_step(keys):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.store.killed_pusher", keys]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+def flip(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+ATTACKS = {
+    "stripped": lambda data: None,
+    "of zeros": lambda data: bytes(64),
+    "one bit off": flip,
+    "cut": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("what", ["entry", "name"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_signature_that_is_not_the_one(url, keys, what, attack):
+    signing = fill(Store(keys / "store", signing_key=keys / "ours"))
+    push(signing, select(signing), Remote(url))
+    digest = sha256(Remote(url).read(paths_of(0, NAMES[0])[what], limit=1 << 20))
+    damage(url, f"signatures/{digest[:2]}/{digest}.{read_signing_key(keys / 'ours').public.id}", ATTACKS[attack])
+    report = pull(trusting(keys), Remote(url))
+    assert [name for name, _ in report.failed] == [NAMES[0]]
+    assert sorted(found.record.name for found in trusting(keys).names()) == sorted(NAMES[1:])
+
+
+def test_a_signature_of_another_document_or_kind(url, keys):
+    signing = fill(Store(keys / "store", signing_key=keys / "ours"))
+    push(signing, select(signing), Remote(url))
+    key = read_signing_key(keys / "ours")
+    remote, paths = Remote(url), paths_of(0, NAMES[0])
+    name, entry = (remote.read(paths[what], limit=1 << 20) for what in ("name", "entry"))
+    place = f"signatures/{sha256(name)[:2]}/{sha256(name)}.{key.public.id}"
+    for other in (key.sign("name", entry), key.sign("entry", name), key.sign("bundle", name)):
+        damage(url, place, lambda data, other=other: other[key.public.id])
+        assert [name for name, _ in pull(trusting(keys), Remote(url)).failed] == [NAMES[0]]
+
+
+def test_a_cubin_that_was_changed_with_its_digests(url, keys):
+    """Another cubin, entry and name that fit together, with the signatures of the old ones."""
+    signing = fill(Store(keys / "store", signing_key=keys / "ours"))
+    push(signing, select(signing), Remote(url))
+    entry, cubin = build_entry(0, b"\x7fELF of somebody else" * 9)
+    forged = Store(keys / "forged")
+    forged.publish(entry, cubin)
+    forged.publish_name(build_record(entry, NAMES[0]))
+    for path, data in files(keys / "forged").items():
+        Remote(url).write(path.as_posix(), data)
+    report = pull(trusting(keys), Remote(url))
+    assert [name for name, _ in report.failed] == [NAMES[0]]
+    assert "is not signed" in report.failed[0][1]
