@@ -62,7 +62,7 @@ def _fits(label: str, value: Any) -> bool:
     if label == "problem":
         return value is None or (isinstance(value, Mapping) and all(map(_is_count, value.values())))
     if label == "activation":
-        return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("kind", "approximate"))
+        return isinstance(value, Mapping) and all(isinstance(value.get(key, ""), str) for key in ("kind", "approximate"))
     return True
 
 

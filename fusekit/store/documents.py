@@ -36,14 +36,15 @@ def seal(document: dict[str, Any], what: str) -> bytes:
     error.
     """
     body = canonical_json(document, what)
-    data = (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
+    return (canonical_json(document | {"digest": sha256(body.encode())}, what) + "\n").encode()
+
+
+def check_readable(data: bytes, what: str) -> None:
+    """Raises FusekitError, naming `what`, for a document that a store could write and not read again."""
     try:
         parse(data)
     except ValueError as error:
-        raise FusekitError(
-            f"{what} cannot be kept, since {error}; a store could not read it; make it smaller"
-        ) from None
-    return data
+        raise FusekitError(f"{what} cannot be kept, since {error}; make it smaller") from None
 
 
 def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:

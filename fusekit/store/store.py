@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreError
 from fusekit.store import listing, marker, marks, names
-from fusekit.store.documents import LIMIT
+from fusekit.store.documents import LIMIT, check_readable
 from fusekit.store.entries import Entry
 from fusekit.store.files import Disk, Publisher, exists, read_file, revalidate
 from fusekit.store.gc import CollectReport, DiscardReport, collect, discard
@@ -272,6 +272,7 @@ class Store:
         reader sees half of this.
         """
         data = entry.to_bytes()
+        check_readable(data, f"entry {entry.key}")
         signatures = self._vouched("entry", data, signatures, f"entry {entry.key}")
         if (sha256(cubin), len(cubin)) != (entry.cubin_sha256, entry.cubin_bytes):
             raise IntegrityError(
@@ -320,6 +321,7 @@ class Store:
         if not record.summary:
             record = dataclasses.replace(record, summary=entry.summary())
         own, data = self.layers[0], record.to_bytes()
+        check_readable(data, f"name record {record.name}")
         with contextlib.suppress(IntegrityError):  # a damaged record, or one of a stranger, is replaced
             own.name(record.name, record.arch)
             # One that a lower layer has is not copied.
