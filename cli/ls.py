@@ -31,9 +31,16 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
     if source is not None:
         roots = {Path(source): sources.shown(source)}
         for record, told in _elsewhere(session, source, patterns, arch, problems):
-            labels = ("cubin_sha256", "bytes", "registers", "spill_bytes")
-            row = Row(record.name, record.arch, record.key, *(told[label] for label in labels), Path(source))
-            found[record.name, record.arch] = row
+            found[record.name, record.arch] = Row(
+                name=record.name,
+                arch=record.arch,
+                key=record.key,
+                cubin_sha256=told["cubin_sha256"],
+                bytes=told["bytes"],
+                registers=told["registers"],
+                spill_bytes=told["spill_bytes"],
+                layer=Path(source),
+            )
         unlisted = bool(problems)
     else:
         for pattern in patterns or ("*",):

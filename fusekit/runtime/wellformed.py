@@ -62,7 +62,8 @@ def _fits(label: str, value: Any) -> bool:
     if label == "problem":
         return value is None or (isinstance(value, Mapping) and all(map(_is_count, value.values())))
     if label == "activation":
-        return isinstance(value, Mapping) and all(isinstance(value.get(key, ""), str) for key in ("kind", "approximate"))
+        texts = [value.get(key, "") for key in ("kind", "approximate")] if isinstance(value, Mapping) else [value, None]
+        return all(isinstance(text, str) for text in texts)
     return True
 
 
