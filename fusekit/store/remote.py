@@ -65,7 +65,7 @@ class Remote:
         self.bounds = bounds or Bounds()
         self._attempts = attempts
         self._pause = pause
-        self._fs, root = _filesystem(url)
+        self._fs, root = _filesystem(url, self.bounds.grace)
         self._root = root.rstrip("/")
         self._lists_itself = _lists_itself(self._fs)
         self._made: set[str] = set()
@@ -162,14 +162,14 @@ class Remote:
                 self._within(send, lambda: self._fs.pipe_file(full, data))
                 return
             folder, _, name = full.rpartition("/")
-            self._directory(folder)
+            self._within(send, lambda: self._directory(folder))
             temporary = f"{folder}/.{name}.{os.getpid()}-{os.urandom(6).hex()}{_TEMPORARY}"
             try:
                 self._within(send, lambda: self._fs.pipe_file(temporary, data))
                 self._within(send, lambda: self._fs.mv(temporary, full))
             except BaseException:
                 with contextlib.suppress(Exception):  # what failed, or its connection did; a temporary is no damage
-                    self._fs.rm_file(temporary)
+                    self._within(self.bounds.grace, lambda: self._fs.rm_file(temporary))
                 raise
 
         self.attempt(path, "write", put)
@@ -289,7 +289,7 @@ def hidden(text: str) -> str:
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\")]*", r"\1", re.sub(r"://[^/\s'\"]*@", "://", text))
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
     if not url:
         raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
     try:
@@ -302,12 +302,13 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise StoreError("remotes need the package tenacity; pip install 'fusekit[remote]'") from None
     shown = hidden(url)
     try:
-        filesystem, root = url_to_fs(url)
+        # Some connect at once, and wait as long as their library likes.
+        filesystem, root = within(seconds, lambda: url_to_fs(url))
     except ImportError as error:
         raise UsageError(f"{shown}: {error}; each kind of URL has its fsspec plugin; install it") from None
     except ValueError as error:
         raise UsageError(f"{shown}: {error}; a remote is a folder or a URL that fsspec knows; check it") from None
     except Exception as error:
-        why = str(error).replace(url, shown)
+        why = hidden(str(error))[:1000]
         raise StoreError(f"{shown} cannot be opened ({type(error).__name__}: {why}); check it", path=shown) from error
     return filesystem, root

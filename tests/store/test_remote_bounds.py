@@ -196,6 +196,12 @@ def test_links_that_lead_elsewhere_are_not_followed(serve, tmp_path):
     assert set(hostile.paths) <= {"/kernels/names/", "/kernels/names/quickstart/"}
 
 
+def test_a_library_that_never_connects(monkeypatch):
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: time.sleep(30))
+    with pytest.raises(StoreError, match=r"sftp://host/k cannot be opened \(TimeoutError: not done within 0\.2 s\)"):
+        Remote("sftp://me:secret@host/k", bounds=Bounds(grace=0.2))
+
+
 def test_a_library_that_never_returns(tmp_path, monkeypatch):
     """A protocol whose plugin has no time limit of its own."""
     remote = Remote(str(tmp_path), attempts=1, pause=0.001, bounds=Bounds(grace=0.2, listing_seconds=0.2))

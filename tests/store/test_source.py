@@ -128,6 +128,11 @@ def test_a_bundle_from_a_web_server(store, bundle, web, tmp_path):
         import_bundle(
             Store(tmp_path / "none"), bundle_source(f"{url.replace('//', '//me:x@')}/absent.tar", io.BytesIO())
         )
+    with pytest.raises(StoreError, match=r"cannot read http://127[^?]*/absent\.tar: ") as caught:
+        import_bundle(Store(tmp_path / "none"), bundle_source(f"{url}/absent.tar?Signature=topsecret", io.BytesIO()))
+    assert "topsecret" not in str(caught.value)
+    signed = bundle_source(f"{url}/kernels.tar?Signature=topsecret", io.BytesIO())
+    assert import_bundle(Store(tmp_path / "fetched"), signed).skipped == 4
     (tmp_path / "kernels").write_bytes(bundle.read_bytes())
     assert is_bundle(f"{url}/kernels")
     assert not is_bundle(f"{url}/store")
