@@ -20,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -126,7 +126,7 @@ class Remote:
             raise IntegrityError(f"{self.at(path)} has {found} bytes; it {rule}; push it again from a whole store")
         return data
 
-    def stream(self, path: str, most: int) -> Iterator[bytes]:
+    def stream(self, path: str, most: int) -> Generator[bytes, None, None]:
         """The bytes of the file `path` in pieces, ending soon after `most` of them. FileNotFoundError for none."""
         chunks = self._pieces(self._full(path), most) if self._web is None else self._web.stream(self._full(path), most)
         for chunk in chunks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -66,7 +66,8 @@ def is_bundle(text: str) -> bool:
         return True
     remote = Remote(text)
     try:
-        return next(remote.stream("", 1 << 10), b"").startswith(b"bundle.json")
+        with contextlib.closing(remote.stream("", 1 << 10)) as pieces:
+            return next(pieces, b"").startswith(b"bundle.json")
     except Exception:
         return False  # a folder; what is wrong with it is said when it is listed
 
@@ -85,7 +86,7 @@ def spooled(source: Stream, head: int, length: Callable[[BinaryIO, int], int]) -
             have = _copy(pieces, spool, have, head)
             _copy(pieces, spool, have, length(spool, have))
         finally:
-            if hasattr(pieces, "close"):
+            if isinstance(pieces, Generator):
                 pieces.close()
 
     with tempfile.TemporaryFile(prefix="fusekit-bundle-") as spool:
