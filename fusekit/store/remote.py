@@ -20,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -128,15 +128,19 @@ class Remote:
 
     def stream(self, path: str, most: int) -> Generator[bytes, None, None]:
         """The bytes of the file `path` in pieces, ending soon after `most` of them. FileNotFoundError for none."""
-        chunks = self._pieces(self._full(path), most) if self._web is None else self._web.stream(self._full(path), most)
-        for chunk in chunks:
-            with self._guard:
-                self._taken += len(chunk)
-            if self._taken > self.bounds.total_bytes:
-                raise StoreError(f"more than {self.bounds.total_bytes} bytes were read, which is the most at a time")
-            yield chunk
+        full = self._full(path)
+        made = self._pieces(full, most) if self._web is None else self._web.stream(full, most)
+        with contextlib.closing(made) as chunks:
+            for chunk in chunks:
+                with self._guard:
+                    self._taken += len(chunk)
+                if self._taken > self.bounds.total_bytes:
+                    raise StoreError(
+                        f"more than {self.bounds.total_bytes} bytes were read, which is the most at a time"
+                    )
+                yield chunk
 
-    def _pieces(self, full: str, most: int) -> Iterator[bytes]:
+    def _pieces(self, full: str, most: int) -> Generator[bytes, None, None]:
         begun = time.monotonic()
         info = self._within(self.bounds.grace, lambda: self._fs.info(full))
         if info.get("type", "file") != "file":

@@ -6,11 +6,12 @@ within `Bounds`. No compressed answer is asked for, and one that comes all the s
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -29,7 +30,7 @@ class Web:
         self._fs = filesystem
         self._bounds = bounds
 
-    def stream(self, url: str, limit: int, until: float = math.inf) -> Iterator[bytes]:
+    def stream(self, url: str, limit: int, until: float = math.inf) -> Generator[bytes, None, None]:
         """The body of `url` in pieces, ending soon after `limit` bytes or at the time `until` (as of `time.monotonic`).
 
         FileNotFoundError when there is none.
@@ -55,8 +56,9 @@ class Web:
     def list(self, folder: str, until: float) -> list[dict[str, Any]]:
         """What the page of `folder` links to right below it, as fsspec's `ls` tells it. FileNotFoundError for none."""
         base, page = folder.rstrip("/") + "/", bytearray()
-        for chunk in self.stream(base, self._bounds.listing_bytes, until):
-            page += chunk
+        with contextlib.closing(self.stream(base, self._bounds.listing_bytes, until)) as chunks:
+            for chunk in chunks:
+                page += chunk
         if len(page) > self._bounds.listing_bytes:
             raise StoreError(f"the listing has more than {self._bounds.listing_bytes} bytes, the most")
         host, below = urlsplit(base).netloc, unquote(urlsplit(base).path)
