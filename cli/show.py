@@ -69,6 +69,10 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
 
 
 def _describe(record: NameRecord, entry: Entry, layer: str) -> dict[str, Any]:
+    from fusekit.runtime.wellformed import check_entry, check_name
+
+    check_entry(entry)
+    check_name(record)
     return {
         "name": record.name,
         "arch": record.arch,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
 from fusekit.store import names
@@ -85,7 +84,7 @@ def survey(
     """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` and `cubins` these
     too, each checked as `pull` does. Writes nothing anywhere. Errors as for `pull`.
     """
-    puller = _Pull(Store(Path(), trust=trust), remote, None, inspect)
+    puller = _Reading(trust, remote, None, inspect)
     found = puller.records(patterns, arch)
     records = tuple(found[where][0] for where in sorted(found))
     failed = [(name, "", why) for name, why in puller.report.failed]
@@ -112,7 +111,8 @@ class _Push(Exchange):
     def __init__(
         self, store: Store, selection: Selection, remote: Remote, full: bool, notify: Notify | None, dry_run: bool
     ) -> None:
-        super().__init__(store, remote, notify)
+        super().__init__(store.trust, remote, notify)
+        self.store = store
         self._selection = selection
         self._full = full
         self._write = (lambda path, data: None) if dry_run else remote.write
@@ -168,7 +168,7 @@ class _Push(Exchange):
             # way, unless somebody whom this store trusts has signed them.
             if document[0] == signed.data:
                 self._sign(signed)
-            elif self.store.trust is None:
+            elif self.trust is None:
                 return False
         return True
 
@@ -218,33 +218,12 @@ class _Push(Exchange):
         return theirs == record and not signed.signatures
 
 
-class _Pull(Exchange):
-    def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
-        super().__init__(store.writable(), remote, notify)  # what a layer below has is asked for here
-        self._inspect = inspect
+class _Reading(Exchange):
+    """Takes documents and cubins from a remote, each checked."""
 
-    def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
-        records = self.records(patterns, arch)
-        summaries = {record.key: record for record, _ in records.values()}
-        keys, done = sorted(summaries), 0
-        total = len(keys) + len(records)
-        refused: set[str] = set()
-        for key, moved in self.each(keys, lambda key: self._missing(summaries[key]) if dry_run else self._entry(key)):
-            done += 1
-            if isinstance(moved, FusekitError):
-                refused.add(key)
-                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
-            else:
-                self.count_entry(key, moved)
-            self.tell(done, total, key[:12])
-        for where in sorted(records):
-            record, signatures = records[where]
-            done += 1
-            if record.key not in refused:
-                self._publish_name(record, signatures, dry_run)
-            self.tell(done, total, record.name)
-        self.report.failed.sort()
-        return self.report
+    def __init__(self, trust: Trust | None, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
+        super().__init__(trust, remote, notify)
+        self.inspect = inspect
 
     def records(
         self, patterns: Sequence[str], arch: str | None
@@ -305,17 +284,68 @@ class _Pull(Exchange):
                 raise self._absent(*where)
             record = NameRecord.from_bytes(document[0], self.remote.at(path), *where)
             check_form(record.to_bytes(), document[0], self.remote.at(path))
-            if self._inspect is not None:
-                self._inspect.name(record)
+            if self.inspect is not None:
+                self.inspect.name(record)
             return record, document[1]
 
         return twice(take)
 
+    def entry(self, key: str) -> tuple[Entry, int, dict[str, bytes]]:
+        """The entry of `key` there, its size in bytes and its signatures; IntegrityError for one that is not whole."""
+        path = SHELL.entry_path(key).as_posix()
+        document = self.document("entry", path)
+        if document is None:
+            raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
+        data, signatures = document
+        entry = Entry.from_bytes(data, self.remote.at(path), key)
+        check_form(entry.to_bytes(), data, self.remote.at(path))
+        if self.inspect is not None:
+            self.inspect.entry(entry)
+        return entry, len(data), signatures
+
+    def cubin(self, entry: Entry) -> bytes:
+        """The cubin of `entry` there; IntegrityError where it is not whole."""
+        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
+        cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
+        if cubin is None or sha256(cubin) != entry.cubin_sha256:
+            what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
+            raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
+        return cubin
+
+
+class _Pull(_Reading):
+    def __init__(self, store: Store, remote: Remote, notify: Notify | None, inspect: Inspect | None) -> None:
+        super().__init__(store.trust, remote, notify, inspect)
+        self.store = store.writable()  # what a layer below has is asked for here
+
+    def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
+        records = self.records(patterns, arch)
+        summaries = {record.key: record for record, _ in records.values()}
+        keys, done = sorted(summaries), 0
+        total = len(keys) + len(records)
+        refused: set[str] = set()
+        for key, moved in self.each(keys, lambda key: self._missing(summaries[key]) if dry_run else self._entry(key)):
+            done += 1
+            if isinstance(moved, FusekitError):
+                refused.add(key)
+                self.report.failed += [(record.name, str(moved)) for record, _ in records.values() if record.key == key]
+            else:
+                self.count_entry(key, moved)
+            self.tell(done, total, key[:12])
+        for where in sorted(records):
+            record, signatures = records[where]
+            done += 1
+            if record.key not in refused:
+                self._publish_name(record, signatures, dry_run)
+            self.tell(done, total, record.name)
+        self.report.failed.sort()
+        return self.report
+
     def _entry(self, key: str) -> int:
         """Bytes that were moved; 0 when the store has it."""
         if (there := self.store.present(key)) is not None:
-            if self._inspect is not None:
-                self._inspect.entry(there)
+            if self.inspect is not None:
+                self.inspect.entry(there)
             return 0
 
         def take() -> int:
@@ -335,28 +365,6 @@ class _Pull(Exchange):
             return int(summary["bytes"]) + int(summary["entry_bytes"])
         entry, size, _ = self.entry(record.key)
         return size + entry.cubin_bytes
-
-    def entry(self, key: str) -> tuple[Entry, int, dict[str, bytes]]:
-        """The entry of `key` there, its size in bytes and its signatures; IntegrityError for one that is not whole."""
-        path = SHELL.entry_path(key).as_posix()
-        document = self.document("entry", path)
-        if document is None:
-            raise IntegrityError(f"{self.remote.at(path)} is missing; a name there stands for it; push it again")
-        data, signatures = document
-        entry = Entry.from_bytes(data, self.remote.at(path), key)
-        check_form(entry.to_bytes(), data, self.remote.at(path))
-        if self._inspect is not None:
-            self._inspect.entry(entry)
-        return entry, len(data), signatures
-
-    def cubin(self, entry: Entry) -> bytes:
-        """The cubin of `entry` there; IntegrityError where it is not whole."""
-        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
-        cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
-        if cubin is None or sha256(cubin) != entry.cubin_sha256:
-            what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
-            raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
-        return cubin
 
     def _publish_name(self, record: NameRecord, signatures: dict[str, bytes], dry_run: bool) -> None:
         try:

@@ -15,8 +15,7 @@ from fusekit.store.layer import Layer
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
 from fusekit.store.selection import Step
-from fusekit.store.signature import SIGNATURE_BYTES, is_key_id
-from fusekit.store.store import Store
+from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,8 +52,8 @@ Notify = Callable[[Progress], None]
 
 
 class Exchange:
-    def __init__(self, store: Store, remote: Remote, notify: Notify | None) -> None:
-        self.store = store
+    def __init__(self, trust: Trust | None, remote: Remote, notify: Notify | None) -> None:
+        self.trust = trust
         self.remote = remote
         self.report = Report()
         self._notify = notify or (lambda _: None)
@@ -107,8 +106,8 @@ class Exchange:
     def signatures(self, digest: str) -> dict[str, bytes]:
         """What the remote has signed over the document of SHA-256 `digest`."""
         wanted = self._signatures.get(digest, set())
-        if self.store.trust is not None:  # a server that does not list is asked by name
-            wanted = wanted | {key.id for key in self.store.trust.keys}
+        if self.trust is not None:  # a server that does not list is asked by name
+            wanted = wanted | {key.id for key in self.trust.keys}
         found = {}
         for key_id in sorted(wanted):
             path = SHELL.signature_path(digest, key_id).as_posix()
@@ -123,8 +122,8 @@ class Exchange:
         if data is None:
             return None
         signatures = self.signatures(sha256(data))
-        if self.store.trust is not None:
-            self.store.trust.check(kind, data, signatures, self.remote.at(path))
+        if self.trust is not None:
+            self.trust.check(kind, data, signatures, self.remote.at(path))
         return data, signatures
 
 
