@@ -5,7 +5,7 @@ them as closed integer expressions (`fusekit.abi.expr`) over
 
 - the dims of the arguments' shapes (``"M"``),
 - the arguments' strides in elements (``"x.stride0"``) and device addresses (``"x.address"``, 64-bit, wrapping),
-- i32 scalar arguments by their name (in integer parameters only),
+- i32 scalar arguments by their name (in schema 1 in integer parameters only),
 - ``"sm_count"``, the multiprocessors of the device, and ``"cluster_margin"``, the clusters held back for other kernels.
 
 A launcher binds the dims from the tensors' shapes, checks what the record demands, evaluates the expressions, writes
@@ -21,13 +21,15 @@ from fusekit.abi.parameters import (
     IntegerParameter,
     Parameter,
     PointerParameter,
+    StructParameter,
     TensorMapParameter,
+    flat,
 )
-from fusekit.abi.record import SCHEMA, Constraint, LaunchRecord
+from fusekit.abi.record import SCHEMAS, Constraint, LaunchRecord, LaunchStep
 
 __all__ = [
     "DTYPE_BYTES",
-    "SCHEMA",
+    "SCHEMAS",
     "Argument",
     "Constraint",
     "Dim",
@@ -35,14 +37,17 @@ __all__ = [
     "FloatParameter",
     "IntegerParameter",
     "LaunchRecord",
+    "LaunchStep",
     "Parameter",
     "PointerParameter",
     "RecordError",
     "ScalarArgument",
+    "StructParameter",
     "TensorArgument",
     "TensorMapParameter",
     "evaluate",
     "evaluate_address",
+    "flat",
     "render",
     "validate",
     "variables",

@@ -10,14 +10,17 @@ from typing import Any
 from fusekit.abi.codec import Reader, describe, expression
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variables
 
-# Bytes of one element. The names are those of spec files, extended by the integers that tensor maps know.
+# Bytes of one element. The names are those of spec files, extended by the integers that tensor maps know. Those of
+# schema 2 are 8-bit codes and scales, and two 4-bit codes in a byte.
+SCHEMA_2_DTYPES = ("e4m3", "e5m2", "e8m0", "e2m1x2")
 DTYPE_BYTES = {
     "bf16": 2, "fp16": 2, "f32": 4, "f64": 8, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
+    **dict.fromkeys(SCHEMA_2_DTYPES, 1),
 }  # fmt: skip
 SCALAR_DTYPES = ("f32", "i32")
 ROLES = ("input", "output", "inout")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED = frozenset({"sm_count", "cluster_margin", "workspace", "scratch", "stream"})
+RESERVED = frozenset({"sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream"})
 
 
 def check_name(name: str, where: str) -> None:

@@ -15,9 +15,15 @@ operator       operands    value
 ``mod``        2           ``a - b * floordiv(a, b)``: has the sign of the divisor
 ``min``        2 or more   smallest
 ``max``        2 or more   largest
+``eq`` ``ne``  2           1 where the two are equal (differ), else 0
+``lt`` ``le``  2           1 where the first is less (at most the second), else 0
+``if``         3           the second where the first is not 0, else the third
+``bit_length`` 1           bits of a value from 0: 0 of 0, 3 of 4
+``exp2``       1           2 to the power of a value in [0, 62]
 =============  ==========  =======================================================
 
-A divisor must be positive when it is evaluated. Python evaluates with exact integers; a launcher in another language
+The last five rows belong to records of schema 2. Of an ``if``, only the operand that it chooses is evaluated. A
+divisor must be positive when it is evaluated. Python evaluates with exact integers; a launcher in another language
 uses signed 64-bit arithmetic, which is enough for every value a record may hold. Addresses are the one exception:
 they are unsigned 64-bit and wrap modulo 2**64, so a ``*.address`` variable may only stand under ``add``, ``sub`` and
 ``mul``, where wrapping early or late gives the same bits.
@@ -38,8 +44,11 @@ MAX_NODES = 4096
 _MAX_BITS = 1024  # of a product: far above any address, far below what takes time
 _RING = frozenset({"add", "sub", "mul"})
 _VARIADIC = frozenset({"add", "mul", "min", "max"})
-_BINARY = frozenset({"sub", "floordiv", "ceildiv", "mod"})
-OPERATORS = tuple(sorted(_VARIADIC | _BINARY))
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+_BINARY = frozenset({"sub", "floordiv", "ceildiv", "mod", *_COMPARISONS})
+_FIXED = dict.fromkeys(_BINARY, 2) | {"if": 3, "bit_length": 1, "exp2": 1}
+OPERATORS = tuple(sorted(_VARIADIC | _FIXED.keys()))
+SCHEMA_2_OPERATORS = frozenset({*_COMPARISONS, "if", "bit_length", "exp2"})
 
 
 class RecordError(FusekitError):
@@ -91,8 +100,11 @@ def validate(expr: Any, where: str = "expression", known: frozenset[str] | None 
         head = expr[0] if expr else None
         raise RecordError(f"{where}: unknown operator {head!r}; the operators are {', '.join(OPERATORS)}")
     operator, operands = expr[0], expr[1:]
-    if operator in _BINARY and len(operands) != 2:
-        raise RecordError(f"{where}: {operator} takes 2 operands, it has {len(operands)}")
+    count = _FIXED.get(operator)
+    if count is not None and len(operands) != count:
+        raise RecordError(
+            f"{where}: {operator} takes {count} operand{'s' if count > 1 else ''}, it has {len(operands)}"
+        )
     if operator in _VARIADIC and len(operands) < 2:
         raise RecordError(f"{where}: {operator} takes 2 or more operands, it has {len(operands)}")
     for index, operand in enumerate(operands, start=1):
@@ -120,6 +132,13 @@ def variables(expr: Expr) -> set[str]:
     return set()
 
 
+def operators(expr: Expr) -> set[str]:
+    """The operators that stand in `expr`."""
+    if isinstance(expr, list | tuple):
+        return {expr[0]}.union(*(operators(item) for item in expr[1:]))
+    return set()
+
+
 def evaluate(expr: Expr, env: Mapping[str, int]) -> int:
     """The value of `expr` with the variables in `env`, as an exact integer.
 
@@ -133,6 +152,8 @@ def evaluate(expr: Expr, env: Mapping[str, int]) -> int:
         except KeyError:
             known = ", ".join(sorted(env)) or "none"
             raise RecordError(f"expression reads {expr!r}, which has no value; known are {known}") from None
+    if expr[0] == "if":
+        return evaluate(expr[2] if evaluate(expr[1], env) else expr[3], env)
     function = _FUNCTIONS.get(expr[0])
     if function is None:
         raise RecordError(f"expression has the unknown operator {expr[0]!r}; the operators are {', '.join(OPERATORS)}")
@@ -149,14 +170,21 @@ def render(expr: Expr) -> str:
     if not isinstance(expr, list | tuple):
         return str(expr)
     parts = [f"({render(item)})" if _is_infix(item) else render(item) for item in expr[1:]]
-    symbol = {"add": " + ", "sub": " - ", "mul": " * ", "floordiv": " // ", "mod": " % "}.get(expr[0])
+    if expr[0] == "if":
+        return f"{parts[1]} if {parts[0]} else {parts[2]}"
+    symbol = _INFIX.get(expr[0])
     if symbol is None:
         return f"{expr[0]}({', '.join(render(item) for item in expr[1:])})"
     return symbol.join(parts)
 
 
 def _is_infix(expr: Expr) -> bool:
-    return isinstance(expr, list | tuple) and expr[0] not in ("ceildiv", "min", "max")
+    return isinstance(expr, list | tuple) and (expr[0] in _INFIX or expr[0] == "if")
+
+
+_INFIX = {"add": " + ", "sub": " - ", "mul": " * ", "floordiv": " // ", "mod": " % "} | {
+    name: f" {symbol} " for name, symbol in _COMPARISONS.items()
+}
 
 
 def _product(values: list[int]) -> int:
@@ -190,6 +218,18 @@ def _mod(values: list[int]) -> int:
     return dividend % divisor
 
 
+def _bit_length(values: list[int]) -> int:
+    if values[0] < 0:
+        raise RecordError(f"expression: bit_length of {values[0]}; it takes values from 0")
+    return values[0].bit_length()
+
+
+def _exp2(values: list[int]) -> int:
+    if not 0 <= values[0] <= 62:
+        raise RecordError(f"expression: exp2 of {values[0]}; it takes 0 to 62")
+    return 1 << values[0]
+
+
 _FUNCTIONS: dict[str, Callable[[list[int]], int]] = {
     "add": sum,
     "sub": lambda values: values[0] - values[1],
@@ -199,4 +239,10 @@ _FUNCTIONS: dict[str, Callable[[list[int]], int]] = {
     "mod": _mod,
     "min": min,
     "max": max,
+    "eq": lambda values: int(values[0] == values[1]),
+    "ne": lambda values: int(values[0] != values[1]),
+    "lt": lambda values: int(values[0] < values[1]),
+    "le": lambda values: int(values[0] <= values[1]),
+    "bit_length": _bit_length,
+    "exp2": _exp2,
 }

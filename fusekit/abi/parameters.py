@@ -6,18 +6,27 @@ been compiled yet; only a complete record may be stored or launched.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.abi.arguments import DTYPE_BYTES
+from fusekit.abi.arguments import DTYPE_BYTES, SCHEMA_2_DTYPES
 from fusekit.abi.codec import Reader, expression, integer
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate
+from fusekit.abi.floats import FloatExpr, evaluate_float, validate_float
 
 SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 INTERLEAVES = ("none", "16B", "32B")
 L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 OOB_FILLS = ("none", "nan_zero")
-INTEGER_BYTES = {"i32": 4, "i64": 8}
+INTEGER_BYTES = {"i32": 4, "i64": 8, "i8": 1, "i16": 2, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
+SCHEMA_1_INTEGERS = ("i32", "i64")
+ENCODINGS = ("driver", "raw")
+# Element bytes of what a tensor map alone knows: 4-bit codes two to a byte, 6-bit ones, and float32 read as TF32.
+MAP_DTYPE_BYTES = {name: size for name, size in DTYPE_BYTES.items() if name not in SCHEMA_2_DTYPES} | {
+    "tf32": 4, "u4_align8": 0.5, "u4_align16": 0.5, "u6_align16": 0.75,
+}  # fmt: skip
+SCHEMA_2_MAP_DTYPES = ("tf32", "u4_align8", "u4_align16", "u6_align16")
 TENSOR_MAP_BYTES = 128
 
 
@@ -26,7 +35,9 @@ class TensorMapParameter:
     """A 128-byte tensor map by value: the arguments of cuTensorMapEncodeTiled.
 
     `address` defaults to the argument's own address and wraps modulo 2**64. `dims` and `box` are innermost first and in
-    elements; `strides` are those of dims 1, 2, ... in bytes (one fewer than dims).
+    elements; `strides` are those of dims 1, 2, ... in bytes (one fewer than dims). `encoding` is ``driver``,
+    or ``raw``: the launcher writes the descriptor itself, `address` modulo 2**57, `strides` modulo 2**40 and `dims`
+    modulo 2**32, where the driver would refuse them.
     """
 
     name: str
@@ -43,6 +54,7 @@ class TensorMapParameter:
     swizzle: str = "none"
     l2_promotion: str = "none"
     oob_fill: str = "none"
+    encoding: str = "driver"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "address", freeze(self.address) if self.address != "" else f"{self.argument}.address")
@@ -64,7 +76,8 @@ class TensorMapParameter:
         if self.size != TENSOR_MAP_BYTES:
             raise RecordError(f"{where}.size: {self.size}; a tensor map has {TENSOR_MAP_BYTES} bytes")
         for key, value, allowed in (
-            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
+            ("dtype", self.dtype, tuple(MAP_DTYPE_BYTES)),
+            ("encoding", self.encoding, ENCODINGS),
             ("interleave", self.interleave, INTERLEAVES),
             ("swizzle", self.swizzle, tuple(SWIZZLE_BYTES)),
             ("l2_promotion", self.l2_promotion, L2_PROMOTIONS),
@@ -92,7 +105,7 @@ class TensorMapParameter:
         for index, step in enumerate(self.element_strides):
             if not 1 <= step <= 8:
                 raise RecordError(f"{where}.element_strides[{index}]: {step}; an element stride is 1 to 8")
-        inner, width = self.box[0] * DTYPE_BYTES[self.dtype], SWIZZLE_BYTES[self.swizzle]
+        inner, width = self.box[0] * MAP_DTYPE_BYTES[self.dtype], SWIZZLE_BYTES[self.swizzle]
         if self.interleave == "none" and inner % 16:
             raise RecordError(f"{where}.box[0]: {inner} bytes; the inner box extent is a multiple of 16 bytes")
         if width and inner > width:
@@ -104,7 +117,15 @@ class TensorMapParameter:
             self.size, "address": thaw(self.address), "dtype": self.dtype, "dims": thaw(self.dims), "strides":
             thaw(self.strides), "box": list(self.box), "element_strides": list(self.element_strides), "interleave":
             self.interleave, "swizzle": self.swizzle, "l2_promotion": self.l2_promotion, "oob_fill": self.oob_fill,
+            **({} if self.encoding == "driver" else {"encoding": self.encoding}),
         }  # fmt: skip
+
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        return (self.address, *self.dims, *self.strides)
+
+    def is_schema_2(self) -> bool:
+        return self.dtype in SCHEMA_2_MAP_DTYPES or self.encoding != "driver"
 
     @classmethod
     def read(cls, reader: Reader, name: str, offset: int, size: int) -> TensorMapParameter:
@@ -114,7 +135,7 @@ class TensorMapParameter:
             size=size,
             argument=reader.string("argument"),
             address=reader.expr("address"),
-            dtype=reader.string("dtype", tuple(DTYPE_BYTES)),
+            dtype=reader.string("dtype", tuple(MAP_DTYPE_BYTES)),
             dims=reader.array("dims", expression),
             strides=reader.array("strides", expression),
             box=reader.array("box", integer),
@@ -123,17 +144,25 @@ class TensorMapParameter:
             swizzle=reader.string("swizzle", tuple(SWIZZLE_BYTES)),
             l2_promotion=reader.string("l2_promotion", L2_PROMOTIONS),
             oob_fill=reader.string("oob_fill", OOB_FILLS),
+            encoding=reader.string("encoding", ENCODINGS) if "encoding" in reader else "driver",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PointerParameter:
-    """The 64-bit device address of a tensor argument, of the workspace or of the scratch (arguments of that name)."""
+    """The 64-bit device address of a tensor argument, of the workspace or of the scratch (arguments of that name).
+
+    `shift` is an expression in bytes that is added to it, modulo 2**64.
+    """
 
     name: str
     argument: str
     offset: int = -1
     size: int = field(default=8, init=False)
+    shift: Expr = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shift", freeze(self.shift))
 
     @property
     def alignment(self) -> int:
@@ -141,17 +170,21 @@ class PointerParameter:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kind": "pointer",
-            "name": self.name,
-            "argument": self.argument,
-            "offset": self.offset,
-            "size": self.size,
-        }
+            "kind": "pointer", "name": self.name, "argument": self.argument, "offset": self.offset, "size": self.size,
+            **({} if self.shift == 0 else {"shift": thaw(self.shift)}),
+        }  # fmt: skip
+
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        return (self.shift,)
+
+    def is_schema_2(self) -> bool:
+        return self.shift != 0
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerParameter:
-    """A 32- or 64-bit signed integer computed by an expression over dims, strides, sm_count and cluster_margin."""
+    """An integer computed by an expression over dims, strides, i32 scalars, values, sm_count and cluster_margin."""
 
     name: str
     dtype: str
@@ -169,32 +202,116 @@ class IntegerParameter:
     def alignment(self) -> int:
         return self.size
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """The least and the largest value that it can hold."""
+        bits = 8 * self.size
+        return (0, (1 << bits) - 1) if self.dtype[0] == "u" else (-(1 << bits - 1), (1 << bits - 1) - 1)
+
+    def to_bytes(self, value: int) -> bytes:
+        """`value`, which lies in `range`, as the kernel reads it."""
+        return value.to_bytes(self.size, "little", signed=self.dtype[0] == "i")
+
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": "integer", "name": self.name, "dtype": self.dtype, "value": thaw(self.value), "offset": self.offset,
             "size": self.size,
         }  # fmt: skip
 
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        return (self.value,)
+
+    def is_schema_2(self) -> bool:
+        return self.dtype not in SCHEMA_1_INTEGERS
+
 
 @dataclass(frozen=True, slots=True)
 class FloatParameter:
-    """A float32: the value of an f32 scalar argument."""
+    """A float32: the value of an f32 scalar argument, or the float expression `value` where `argument` is empty."""
 
     name: str
     argument: str
     offset: int = -1
     size: int = field(default=4, init=False)
+    value: FloatExpr = ""
+
+    def __post_init__(self) -> None:
+        value = freeze(self.value)  # type: ignore[arg-type]
+        object.__setattr__(self, "value", self.argument if self.argument else value)
 
     @property
     def alignment(self) -> int:
         return 4
 
+    def evaluate(self, scalars: Mapping[str, float]) -> float:
+        """Its value for these f32 scalars."""
+        return evaluate_float(self.value, scalars)
+
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "float", "name": self.name, "argument": self.argument, "offset": self.offset, "size": self.size}
+        what = {"argument": self.argument} if self.argument else {"value": thaw(self.value)}  # type: ignore[arg-type]
+        return {"kind": "float", "name": self.name, **what, "offset": self.offset, "size": self.size}
+
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        """None: a float's expression reads f32 scalars only."""
+        return ()
+
+    def is_schema_2(self) -> bool:
+        return not self.argument
 
 
-Parameter = TensorMapParameter | PointerParameter | IntegerParameter | FloatParameter
-KINDS = ("tensor_map", "pointer", "integer", "float")
+@dataclass(frozen=True, slots=True)
+class StructParameter:
+    """A parameter of several parts, as a C struct: `fields` with their offsets inside it, ascending.
+
+    What lies between the fields is padding and zero.
+    """
+
+    name: str
+    size: int
+    fields: tuple[PointerParameter | IntegerParameter | FloatParameter, ...]
+    offset: int = -1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", tuple(self.fields))
+
+    @property
+    def alignment(self) -> int:
+        return max((item.alignment for item in self.fields), default=1)
+
+    def check(self, where: str) -> None:
+        end = 0
+        for index, item in enumerate(self.fields):
+            if item.offset < end or item.offset % item.alignment or item.offset + item.size > self.size:
+                raise RecordError(
+                    f"{where}.fields[{index}].offset: {item.offset}; it must be a multiple of {item.alignment}, from"
+                    f" {end} and so that {item.size} bytes end by {self.size}"
+                )
+            end = item.offset + item.size
+
+    def to_json(self) -> dict[str, Any]:
+        fields = [item.to_json() for item in self.fields]
+        return {"kind": "struct", "name": self.name, "offset": self.offset, "size": self.size, "fields": fields}
+
+    def is_schema_2(self) -> bool:
+        return True
+
+
+Scalar = PointerParameter | IntegerParameter | FloatParameter
+Parameter = TensorMapParameter | Scalar | StructParameter
+SCALAR_KINDS = ("pointer", "integer", "float")
+KINDS = ("tensor_map", *SCALAR_KINDS, "struct")
+
+
+def flat(parameters: Iterable[Parameter]) -> Iterator[tuple[int, TensorMapParameter | Scalar]]:
+    """Every part with its offset in the parameter space: a struct's fields in the place of the struct."""
+    for parameter in parameters:
+        if isinstance(parameter, StructParameter):
+            for item in parameter.fields:
+                yield parameter.offset + item.offset, item
+        else:
+            yield parameter.offset, parameter
 
 
 def parameter_from_json(value: Any, where: str) -> Parameter:
@@ -204,13 +321,35 @@ def parameter_from_json(value: Any, where: str) -> Parameter:
     parameter: Parameter
     if kind == "tensor_map":
         parameter = TensorMapParameter.read(reader, name, offset, size)
-    elif kind == "pointer":
-        parameter = PointerParameter(name, reader.string("argument"), offset)
-    elif kind == "integer":
-        parameter = IntegerParameter(name, reader.string("dtype", tuple(INTEGER_BYTES)), reader.expr("value"), offset)
+    elif kind == "struct":
+        fields = reader.array("fields", _field_from_json)
+        parameter = StructParameter(name, size, fields, offset)
+        parameter.check(where)
     else:
-        parameter = FloatParameter(name, reader.string("argument"), offset)
+        parameter = _scalar(reader, kind, name, offset)
     reader.end()
     if size != parameter.size:
         raise RecordError(f"{where}.size: {size}; a {kind} parameter of this type has {parameter.size} bytes")
     return parameter
+
+
+def _field_from_json(value: Any, where: str) -> Scalar:
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind is not None and kind not in SCALAR_KINDS:
+        raise RecordError(f"{where}.kind: {kind!r}; it must be one of {', '.join(SCALAR_KINDS)}")
+    parameter = parameter_from_json(value, where)
+    assert not isinstance(parameter, TensorMapParameter | StructParameter)
+    return parameter
+
+
+def _scalar(reader: Reader, kind: str, name: str, offset: int) -> Scalar:
+    if kind == "pointer":
+        argument = reader.string("argument")
+        return PointerParameter(name, argument, offset, reader.expr("shift") if "shift" in reader else 0)
+    if kind == "integer":
+        return IntegerParameter(name, reader.string("dtype", tuple(INTEGER_BYTES)), reader.expr("value"), offset)
+    if "value" not in reader:
+        return FloatParameter(name, reader.string("argument"), offset)
+    value = reader.take("value")
+    validate_float(value, reader.path("value"))
+    return FloatParameter(name, "", offset, value)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fusekit.abi.arguments import (
+    SCHEMA_2_DTYPES,
     Argument,
     Dim,
     ScalarArgument,
@@ -22,23 +23,37 @@ from fusekit.abi.arguments import (
     shape_dims,
 )
 from fusekit.abi.codec import Reader, expression, integer, string
-from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate
+from fusekit.abi.expr import (
+    SCHEMA_2_OPERATORS,
+    Expr,
+    RecordError,
+    evaluate,
+    freeze,
+    operators,
+    thaw,
+    validate,
+    variables,
+)
+from fusekit.abi.floats import validate_float
 from fusekit.abi.parameters import (
     INTEGER_BYTES,
     FloatParameter,
     IntegerParameter,
     Parameter,
     PointerParameter,
+    StructParameter,
     TensorMapParameter,
+    flat,
     parameter_from_json,
 )
 
 __all__ = [
-    "SCHEMA", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "Parameter",
-    "PointerParameter", "ScalarArgument", "TensorArgument", "TensorMapParameter",
+    "SCHEMAS", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "LaunchStep",
+    "Parameter", "PointerParameter", "ScalarArgument", "StructParameter", "TensorArgument", "TensorMapParameter",
 ]  # fmt: skip
 
-SCHEMA = 1
+# A record is written in the first of them that can say it.
+SCHEMAS = (1, 2)
 # Each is an integer. What the names mean to the driver stands in launch-record.md beside this file.
 ATTRIBUTES = (
     "cooperative",
@@ -52,7 +67,10 @@ _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`expr` over dims and strides must be 0, or the launch is refused with `message` (which states the rule)."""
+    """`expr` must be 0, or the launch is refused with `message` (which states the rule).
+
+    In schema 1 it reads dims and strides; in schema 2 whatever a grid may read.
+    """
 
     expr: Expr
     message: str
@@ -72,13 +90,42 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchStep:
+    """One more launch of a record that has several, in the same stream: the fields are those of LaunchRecord."""
+
+    parameters: tuple[Parameter, ...]
+    grid: tuple[Expr, Expr, Expr]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_shared: int = 0
+    symbol: str = ""
+    attributes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "block", "cluster"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "grid", tuple(freeze(item) for item in self.grid))
+        object.__setattr__(self, "attributes", dict(self.attributes))
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> LaunchStep:
+        reader = Reader(value, where)
+        step = cls(**_step(reader))
+        reader.end()
+        return step
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """How to launch one kernel.
+    """How to launch one kernel, or several in a row.
 
     `grid` is in blocks and a multiple of `cluster`; `block` in threads; `dynamic_shared`, `workspace` and `scratch` in
     bytes. The workspace is what a kernel keeps from launch to launch; its expression may read only sm_count, so that it
     can be allocated at load. The scratch is memory for one launch, of any content before and after; its expression
     reads dims. A launch in which a dim of `skip_if_zero` is 0 does nothing and succeeds.
+
+    `values` names expressions that others read; each reads only those before it. `then`: the launches that follow this
+    one in the stream. `active_clusters` is a variable that a launcher asks the driver for, of the last launch.
     """
 
     arch: str
@@ -96,10 +143,12 @@ class LaunchRecord:
     workspace_zeroed: bool = False
     scratch: Expr = 0
     skip_if_zero: tuple[str, ...] = ()
-    schema: int = SCHEMA
+    values: Mapping[str, Expr] = field(default_factory=dict)
+    then: tuple[LaunchStep, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("arguments", "dims", "parameters", "constraints", "block", "cluster", "skip_if_zero"):
+        object.__setattr__(self, "values", {name: freeze(expr) for name, expr in self.values.items()})
+        for name in ("arguments", "dims", "parameters", "constraints", "block", "cluster", "skip_if_zero", "then"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "grid", tuple(freeze(item) for item in self.grid))
         object.__setattr__(self, "workspace", freeze(self.workspace))
@@ -115,79 +164,154 @@ class LaunchRecord:
     def scalars(self) -> tuple[ScalarArgument, ...]:
         return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))
 
+    @property
+    def launches(self) -> tuple[LaunchRecord, ...]:
+        """A record of its own for each launch, in order: this one's arguments and values, and one launch."""
+        if not self.then:
+            return (self,)
+        alone = replace(self, then=())
+        return (alone, *(replace(alone, **{name: getattr(step, name) for name in _STEP}) for step in self.then))
+
+    @property
+    def schema(self) -> int:
+        """The first schema that can say this record."""
+        if self.values or self.then or any(tensor.dtype in SCHEMA_2_DTYPES for tensor in self.tensors):
+            return 2
+        if any(parameter.is_schema_2() for parameter in self.parameters):
+            return 2
+        host = _host(self)
+        launch = host | {"sm_count", "cluster_margin"}
+        reading = [(constraint.expr, host) for constraint in self.constraints]
+        reading += [(expr, launch) for expr in (*self.grid, self.workspace, self.scratch)]
+        for parameter in self.parameters:
+            own = {f"{tensor.name}.address" for tensor in self.tensors}
+            if isinstance(parameter, IntegerParameter):
+                own = {scalar.name for scalar in self.scalars}
+            reading += [(expr, launch | own) for expr in getattr(parameter, "expressions", ())]
+        new = any(operators(expr) & SCHEMA_2_OPERATORS or not variables(expr) <= allowed for expr, allowed in reading)
+        return 2 if new else 1
+
+    def reads(self, name: str) -> bool:
+        """Whether some expression of a launch reads the variable `name`."""
+        exprs = [*self.values.values(), *(constraint.expr for constraint in self.constraints)]
+        for step in (self, *self.then):
+            exprs += [*step.grid, *(expr for _, item in flat(step.parameters) for expr in item.expressions)]
+        return any(name in variables(expr) for expr in exprs)
+
+    def environment(self, env: Mapping[str, int]) -> dict[str, int]:
+        """`env` and, evaluated in it, the record's values."""
+        known = dict(env)
+        for name, expr in self.values.items():
+            known[name] = evaluate(expr, known)
+        return known
+
     def check_complete(self) -> None:
         """Raises RecordError unless symbol and parameter offsets are filled in, aligned and disjoint."""
-        if not self.symbol:
-            raise RecordError("symbol: empty; a record is complete only after compilation")
-        end = 0
-        for index, parameter in sorted(enumerate(self.parameters), key=lambda item: item[1].offset):
-            where = f"parameters[{index}].offset"
-            if parameter.offset < 0:
-                raise RecordError(f"{where}: {parameter.offset}; a record is complete only after compilation")
-            if parameter.offset % parameter.alignment:
-                raise RecordError(
-                    f"{where}: {parameter.offset}; {parameter.name} needs a multiple of {parameter.alignment}"
-                )
-            if parameter.offset < end:
-                raise RecordError(f"{where}: {parameter.offset}; {parameter.name} overlaps what ends at {end}")
-            end = parameter.offset + parameter.size
+        for index, launch in enumerate(self.launches):
+            _check_complete(launch, f"then[{index - 1}]." if index else "")
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
-        scratch = {} if self.scratch == 0 else {"scratch": {"bytes": thaw(self.scratch)}}
         return {
             "schema": self.schema,
-            "symbol": self.symbol,
             "arch": self.arch,
             "arguments": [argument.to_json() for argument in self.arguments],
             "dims": [dim.to_json() for dim in self.dims],
             "constraints": [constraint.to_json() for constraint in self.constraints],
-            "parameters": [parameter.to_json() for parameter in self.parameters],
-            "grid": [thaw(item) for item in self.grid],
-            "block": list(self.block),
-            "cluster": list(self.cluster),
-            "dynamic_shared": self.dynamic_shared,
-            "attributes": dict(sorted(self.attributes.items())),
+            **_step_json(self),
             "workspace": {"bytes": thaw(self.workspace), "zeroed": self.workspace_zeroed},
-            **scratch,
+            **({} if self.scratch == 0 else {"scratch": {"bytes": thaw(self.scratch)}}),
             "skip_if_zero": list(self.skip_if_zero),
-        }
+            **({"values": [{"name": name, "value": thaw(expr)} for name, expr in self.values.items()]}
+               if self.values else {}),
+            **({"then": [_step_json(step) for step in self.then]} if self.then else {}),
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, value: Any) -> LaunchRecord:
         """The complete record in `value`; RecordError for another schema or a wrong, missing or unknown field."""
         reader = Reader(value)
         schema = reader.integer("schema")
-        if schema != SCHEMA:
+        if schema not in SCHEMAS:
             raise RecordError(
-                f"schema: {schema}; this fusekit reads launch records of schema {SCHEMA}; rebuild the kernel with this"
-                " version or use the fusekit that wrote it"
+                f"schema: {schema}; this fusekit reads launch records of schema {SCHEMAS[0]} to {SCHEMAS[-1]}; rebuild"
+                " the kernel with this version or use the fusekit that wrote it"
             )
         workspace = Reader(reader.take("workspace"), "workspace")
         scratch = Reader(reader.take("scratch"), "scratch") if "scratch" in reader else None
         record = cls(
-            symbol=reader.string("symbol"),
             arch=reader.string("arch"),
             arguments=reader.array("arguments", argument_from_json),
             dims=reader.array("dims", Dim.from_json),
             constraints=reader.array("constraints", Constraint.from_json),
-            parameters=reader.array("parameters", parameter_from_json),
-            grid=_triple(reader.array("grid", expression), "grid"),
-            block=_triple(reader.array("block", integer), "block"),
-            cluster=_triple(reader.array("cluster", integer), "cluster"),
-            dynamic_shared=reader.integer("dynamic_shared"),
-            attributes=reader.mapping("attributes", integer),
+            **_step(reader),
             workspace=workspace.expr("bytes"),
             workspace_zeroed=workspace.boolean("zeroed"),
             scratch=0 if scratch is None else scratch.expr("bytes"),
             skip_if_zero=reader.array("skip_if_zero", string),
+            values=dict(reader.array("values", _value)) if "values" in reader else {},
+            then=reader.array("then", LaunchStep.from_json) if "then" in reader else (),
         )
         workspace.end()
         if scratch is not None:
             scratch.end()
         reader.end()
         record.check_complete()
+        if record.schema > schema:
+            raise RecordError(f"schema: {schema}; the record says what only schema {record.schema} can; it is damaged")
         return record
+
+
+_STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
+
+
+def _step(reader: Reader) -> dict[str, Any]:
+    """The fields of one launch."""
+    return {
+        "symbol": reader.string("symbol"),
+        "parameters": reader.array("parameters", parameter_from_json),
+        "grid": _triple(reader.array("grid", expression), reader.path("grid")),
+        "block": _triple(reader.array("block", integer), reader.path("block")),
+        "cluster": _triple(reader.array("cluster", integer), reader.path("cluster")),
+        "dynamic_shared": reader.integer("dynamic_shared"),
+        "attributes": reader.mapping("attributes", integer),
+    }
+
+
+def _step_json(step: LaunchRecord | LaunchStep) -> dict[str, Any]:
+    return {
+        "symbol": step.symbol,
+        "parameters": [parameter.to_json() for parameter in step.parameters],
+        "grid": [thaw(item) for item in step.grid],
+        "block": list(step.block),
+        "cluster": list(step.cluster),
+        "dynamic_shared": step.dynamic_shared,
+        "attributes": dict(sorted(step.attributes.items())),
+    }
+
+
+def _value(value: Any, where: str) -> tuple[str, Expr]:
+    reader = Reader(value, where)
+    pair = reader.string("name"), reader.expr("value")
+    reader.end()
+    return pair
+
+
+def _check_complete(record: LaunchRecord, prefix: str) -> None:
+    if not record.symbol:
+        raise RecordError(f"{prefix}symbol: empty; a record is complete only after compilation")
+    end = 0
+    for index, parameter in sorted(enumerate(record.parameters), key=lambda item: item[1].offset):
+        where = f"{prefix}parameters[{index}].offset"
+        if parameter.offset < 0:
+            raise RecordError(f"{where}: {parameter.offset}; a record is complete only after compilation")
+        if parameter.offset % parameter.alignment:
+            raise RecordError(
+                f"{where}: {parameter.offset}; {parameter.name} needs a multiple of {parameter.alignment}"
+            )
+        if parameter.offset < end:
+            raise RecordError(f"{where}: {parameter.offset}; {parameter.name} overlaps what ends at {end}")
+        end = parameter.offset + parameter.size
 
 
 def _triple(items: tuple[T, ...], where: str) -> tuple[T, T, T]:
@@ -202,36 +326,52 @@ def _unique(names: list[str], where: str) -> None:
             raise RecordError(f"{where}[{index}].name: {name!r} stands twice; names are unique")
 
 
+def _host(record: LaunchRecord) -> frozenset[str]:
+    """What a call's shapes and strides tell."""
+    strides = {tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)}
+    return frozenset(dim.name for dim in record.dims) | strides
+
+
 def _check(record: LaunchRecord) -> None:
-    if record.schema != SCHEMA:
-        raise RecordError(f"schema: {record.schema}; this fusekit writes schema {SCHEMA}")
     if not _ARCH.fullmatch(record.arch):
         raise RecordError(f"arch: {record.arch!r}; it looks like sm_90a")
     _check_signature(record)
     dims = frozenset(dim.name for dim in record.dims)
-    strides = {tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)}
-    host = dims | strides
+    integers = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
+    known = _host(record) | integers | {"sm_count", "cluster_margin", "active_clusters"}
+    for name, expr in record.values.items():
+        check_name(name, f"values.{name}")
+        if name in known or name in {argument.name for argument in record.arguments}:
+            raise RecordError(f"values.{name}: the name is taken; give the value another one")
+        validate(expr, f"values.{name}", known)
+        known |= {name}
     for index, constraint in enumerate(record.constraints):
-        validate(constraint.expr, f"constraints[{index}].expr", host)
-    _check_parameters(record, host | {"sm_count", "cluster_margin"})
-    _triple(record.grid, "grid")
-    for index, extent in enumerate(record.grid):
-        validate(extent, f"grid[{index}]", host | {"sm_count", "cluster_margin"})
-    for name, extents, limit in (("block", record.block, 1024), ("cluster", record.cluster, 16)):
-        x, y, z = _triple(extents, name)
-        if min(x, y, z) < 1 or x * y * z > limit:
-            raise RecordError(f"{name}: {x}x{y}x{z}; each is at least 1 and their product at most {limit}")
-    if record.dynamic_shared < 0:
-        raise RecordError(f"dynamic_shared: {record.dynamic_shared}; bytes are not negative")
-    for name, value in record.attributes.items():
-        if name not in ATTRIBUTES:
-            raise RecordError(f"attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")
-        integer(value, f"attributes.{name}")
+        validate(constraint.expr, f"constraints[{index}].expr", known)
+    _check_step(record, record, known, "")
+    for index, step in enumerate(record.then):
+        _check_step(record, step, known, f"then[{index}].")
     validate(record.workspace, "workspace.bytes", frozenset({"sm_count"}))
     validate(record.scratch, "scratch.bytes", dims | {"sm_count"})
     for index, name in enumerate(record.skip_if_zero):
         if name not in dims:
             raise RecordError(f"skip_if_zero[{index}]: {name!r} is no dim; dims are {', '.join(sorted(dims))}")
+
+
+def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: frozenset[str], prefix: str) -> None:
+    _check_parameters(record, step.parameters, known, prefix)
+    _triple(step.grid, f"{prefix}grid")
+    for index, extent in enumerate(step.grid):
+        validate(extent, f"{prefix}grid[{index}]", known)
+    for name, extents, limit in (("block", step.block, 1024), ("cluster", step.cluster, 16)):
+        x, y, z = _triple(extents, f"{prefix}{name}")
+        if min(x, y, z) < 1 or x * y * z > limit:
+            raise RecordError(f"{prefix}{name}: {x}x{y}x{z}; each is at least 1 and their product at most {limit}")
+    if step.dynamic_shared < 0:
+        raise RecordError(f"{prefix}dynamic_shared: {step.dynamic_shared}; bytes are not negative")
+    for name, value in step.attributes.items():
+        if name not in ATTRIBUTES:
+            raise RecordError(f"{prefix}attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")
+        integer(value, f"{prefix}attributes.{name}")
 
 
 def _check_signature(record: LaunchRecord) -> None:
@@ -252,27 +392,48 @@ def _check_signature(record: LaunchRecord) -> None:
             raise RecordError(f"dims[{index}].name: {dim.name!r} stands {why}; some shape must be its bare name")
 
 
-def _check_parameters(record: LaunchRecord, values: frozenset[str]) -> None:
-    _unique([parameter.name for parameter in record.parameters], "parameters")
-    tensors = {tensor.name for tensor in record.tensors}
-    floats = {scalar.name for scalar in record.scalars if scalar.dtype == "f32"}
-    integers = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
-    addresses = frozenset(f"{name}.address" for name in tensors)
-    for index, parameter in enumerate(record.parameters):
-        where = f"parameters[{index}]"
+def _check_parameters(
+    record: LaunchRecord, parameters: tuple[Parameter, ...], values: frozenset[str], prefix: str
+) -> None:
+    _unique([parameter.name for parameter in parameters], f"{prefix}parameters")
+    tensors = frozenset(tensor.name for tensor in record.tensors)
+    for index, parameter in enumerate(parameters):
+        where = f"{prefix}parameters[{index}]"
         check_name(parameter.name, f"{where}.name")
-        if isinstance(parameter, IntegerParameter):
-            if parameter.dtype not in INTEGER_BYTES:
-                raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGER_BYTES)}")
-            validate(parameter.value, f"{where}.value", values | integers)
-            continue
-        allowed = set(tensors)
-        if isinstance(parameter, FloatParameter):
-            allowed = floats
-        elif isinstance(parameter, PointerParameter):
-            allowed |= {name for name in ("workspace", "scratch") if getattr(record, name) != 0}
-        if parameter.argument not in allowed:
-            known = ", ".join(sorted(allowed)) or "none"
-            raise RecordError(f"{where}.argument: {parameter.argument!r}; this kind of parameter may name {known}")
         if isinstance(parameter, TensorMapParameter):
-            parameter.check(where, values, addresses)
+            if parameter.argument not in tensors:
+                raise RecordError(f"{where}.argument: {_unknown(parameter.argument, tensors)}")
+            parameter.check(where, values, frozenset(f"{name}.address" for name in tensors))
+        elif isinstance(parameter, StructParameter):
+            parameter.check(where)
+            _unique([item.name for item in parameter.fields], f"{where}.fields")
+            for place, item in enumerate(parameter.fields):
+                _check_scalar(record, item, values, f"{where}.fields[{place}]")
+        else:
+            _check_scalar(record, parameter, values, where)
+
+
+def _check_scalar(
+    record: LaunchRecord, parameter: PointerParameter | IntegerParameter | FloatParameter, values: frozenset[str],
+    where: str,
+) -> None:  # fmt: skip
+    check_name(parameter.name, f"{where}.name")
+    if isinstance(parameter, IntegerParameter):
+        if parameter.dtype not in INTEGER_BYTES:
+            raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGER_BYTES)}")
+        validate(parameter.value, f"{where}.value", values)
+    elif isinstance(parameter, FloatParameter):
+        floats = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "f32")
+        if parameter.argument and parameter.argument not in floats:
+            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, floats)}")
+        validate_float(parameter.value, f"{where}.value", floats)
+    else:
+        memory = {name for name in ("workspace", "scratch") if getattr(record, name) != 0}
+        allowed = frozenset(tensor.name for tensor in record.tensors) | memory
+        if parameter.argument not in allowed:
+            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, allowed)}")
+        validate(parameter.shift, f"{where}.shift", values)
+
+
+def _unknown(name: str, allowed: frozenset[str]) -> str:
+    return f"{name!r}; this kind of parameter may name {', '.join(sorted(allowed)) or 'none'}"

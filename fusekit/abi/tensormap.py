@@ -33,17 +33,26 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.abi.expr import RecordError
-from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, TENSOR_MAP_BYTES
+from fusekit.abi.parameters import (
+    INTERLEAVES,
+    L2_PROMOTIONS,
+    MAP_DTYPE_BYTES,
+    OOB_FILLS,
+    SWIZZLE_BYTES,
+    TENSOR_MAP_BYTES,
+)
 
 DEFINED_BYTES = 64
 ENCODER_BITS = 1 << 1 | 1 << 21  # of word 2
 MAX_RANK = 5
 
-_TYPE_CODES = {"u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "fp16": 6, "f32": 7, "f64": 9, "bf16": 10}
+_TYPE_CODES = {
+    "u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "fp16": 6, "f32": 7, "f64": 9, "bf16": 10, "tf32": 11,
+    "u4_align8": 13, "u4_align16": 14, "u6_align16": 15,
+}  # fmt: skip
 _TYPES = {code: name for name, code in _TYPE_CODES.items()}
-_FLOATS = frozenset({"fp16", "f32", "f64", "bf16"})
+_FLOATS = frozenset({"fp16", "f32", "f64", "bf16", "tf32"})
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _WORDS = struct.Struct("<16I")
 # Every bit that some field of a descriptor may use; any other one makes `decode` refuse.
@@ -101,7 +110,7 @@ class TensorMap:
             _require(1 <= extent <= 256, f"box[{index}]", extent, "1 to 256")
         for index, step in enumerate(self.element_strides):
             _require(1 <= step <= 8, f"element_strides[{index}]", step, "1 to 8")
-        inner = self.box[0] * DTYPE_BYTES[self.dtype]
+        inner = self.box[0] * MAP_DTYPE_BYTES[self.dtype]
         if self.interleave == "none":
             _require(inner % 16 == 0, "box[0]", self.box[0], f"a multiple of 16 bytes ({inner} bytes are not)")
         width = SWIZZLE_BYTES[self.swizzle]
@@ -133,8 +142,14 @@ def encode(tensor_map: TensorMap) -> bytes:
     Raises RecordError for arguments that cuTensorMapEncodeTiled refuses.
     """
     tensor_map.check()
+    return encode_raw(tensor_map)
+
+
+def encode_raw(tensor_map: TensorMap) -> bytes:
+    """`encode` of whatever fits into the fields: address modulo 2**57, strides modulo 2**40, dims modulo 2**32."""
     words = [0] * 16
-    words[0], words[1] = tensor_map.address & 0xFFFFFFFF, tensor_map.address >> 32
+    address = tensor_map.address & (1 << 57) - 1
+    words[0], words[1] = address & 0xFFFFFFFF, address >> 32
     words[2] = (
         (tensor_map.rank - 1) << 4
         | _TYPE_CODES[tensor_map.dtype] << 7
@@ -145,9 +160,9 @@ def encode(tensor_map: TensorMap) -> bytes:
     )
     for index, stride in enumerate(tensor_map.strides):
         words[3 + index] = stride >> 4 & 0xFFFFFFFF
-        words[7] |= stride >> 36 << 4 * index
+        words[7] |= (stride >> 36 & 0xF) << 4 * index
     for index, dim in enumerate(tensor_map.dims):
-        words[8 + index] = dim - 1
+        words[8 + index] = dim - 1 & 0xFFFFFFFF
     for index, step in enumerate(tensor_map.element_strides):
         words[13] |= (step - 1) << 3 * index
     words[13] |= (tensor_map.box[0] - 1) << 24

@@ -102,6 +102,11 @@ class Tables:
 
     def _check(self) -> None:
         record = self.record
+        if record.schema != 1:
+            raise UsageError(
+                f"{self._name} has a launch record of schema {record.schema}; the C launcher reads schema 1; launch it"
+                " from Python"
+            )
         maps = sum(isinstance(item, TensorMapParameter) for item in record.parameters)
         for what, count, most in (
             ("variables", len(self._variables), MOST_VARIABLES), ("tensor maps", maps, MOST_MAPS),

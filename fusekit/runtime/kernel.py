@@ -16,8 +16,8 @@ from fusekit.errors import ArgumentError, DriverError, IntegrityError
 from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.launch import Launch, launch
-from fusekit.runtime.plan import Loaded, Plan, Settings
+from fusekit.runtime.launch import Launch, Launches, launch, launch_all
+from fusekit.runtime.plan import Loaded, Plan, Settings, active_clusters
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
 from fusekit.runtime.workspace import Scratch, Workspaces
@@ -67,7 +67,7 @@ class Kernel:
             self._devices.active(first),
             self._devices.apart(),
         ):  # the driver tells a kernel's parameters only inside a context
-            self._library, self._kernel = _load(self._driver, name, record, cubin)
+            self._library, self._kernels = _load(self._driver, name, record, cubin)
         self._prepare(first)
 
     def __repr__(self) -> str:
@@ -88,6 +88,9 @@ class Kernel:
         plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
         if plan.skip:
             return
+        if plan.then:
+            launch_all(plan, addresses, scalars, handle)
+            return
         block = plan.take(addresses)
         plan.fill(block, addresses, scalars)
         launch(plan, block, handle)
@@ -95,7 +98,8 @@ class Kernel:
 
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""
-        return Launch(self, arguments, (cluster_margin, priority))
+        kind = Launches if self.record.then else Launch
+        return kind(self, arguments, (cluster_margin, priority))
 
     def current_device(self) -> int:
         """The ordinal of this thread's current context, or 0 where none is current."""
@@ -107,7 +111,8 @@ class Kernel:
         self._plans.clear()
         while self._loaded:
             _, loaded = self._loaded.popitem()
-            loaded.function = None
+            for each in (loaded, *loaded.then):
+                each.function = None
             for memory in (loaded.workspaces, loaded.scratch):
                 if memory is not None:
                     memory.close()
@@ -177,7 +182,12 @@ class Kernel:
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
         overlaps = pairs(self.record, views, bound)
-        return Plan(self._driver, self.record, loaded, bound, overlaps, settings, integers)
+        plan, *then = (
+            Plan(self._driver, record, each, bound, overlaps, settings, integers)
+            for record, each in zip(self.record.launches, (loaded, *loaded.then), strict=True)
+        )
+        plan.then = tuple(then)
+        return plan
 
     def _prepare(self, device: Device) -> Loaded:
         """The kernel made ready on `device`: code loaded now, not at a first launch; shared memory; workspace."""
@@ -189,27 +199,37 @@ class Kernel:
         check_arch(self.arch, device, self.name)
         if self._loaded:  # the first device was asked when the kernel was loaded
             self._devices.refuse_capture(device, f"{self.name}: loading on {device}")
-        api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
-        attributes = self.record.attributes
-        settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": self.record.dynamic_shared}
-        if attributes.get("non_portable_cluster_size_allowed"):
-            settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
-        if "preferred_shared_memory_carveout" in attributes:
-            settings["PREFERRED_SHARED_MEMORY_CARVEOUT"] = attributes["preferred_shared_memory_carveout"]
         with self._devices.active(device), self._devices.apart():
-            for name, value in settings.items():
-                kind = getattr(kinds, f"CU_FUNC_ATTRIBUTE_{name}")
-                check(
-                    api.cuKernelSetAttribute(kind, value, self._kernel, device.handle),
-                    f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
-                )
-            function = check(api.cuKernelGetFunction(self._kernel), f"{self.name}: cuKernelGetFunction on {device}")
+            functions = [
+                self._function(record, kernel, device)
+                for record, kernel in zip(self.record.launches, self._kernels, strict=True)
+            ]
+            clusters = None
+            if self.record.reads("active_clusters"):
+                clusters = active_clusters(self._driver, self.record.launches[-1], functions[-1], device)
             scratch = Scratch(self._devices, device, self.name) if self.record.scratch != 0 else None
-            loaded = Loaded(device, function, self._workspaces(device), scratch)
+            workspaces = self._workspaces(device)
+            loaded, *then = (Loaded(device, each, workspaces, scratch, clusters) for each in functions)
+            loaded.then = tuple(then)
         kept = self._loaded.setdefault(device.ordinal, loaded)
         if kept is not loaded and loaded.workspaces is not None:  # another thread was first
             loaded.workspaces.close()
         return kept
+
+    def _function(self, record: LaunchRecord, kernel: Any, device: Device) -> Any:
+        """The function of one launch on `device`, its attributes set."""
+        api, check, kinds = self._driver.api, self._driver.check, self._driver.api.CUfunction_attribute
+        settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": record.dynamic_shared}
+        if record.attributes.get("non_portable_cluster_size_allowed"):
+            settings["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
+        if "preferred_shared_memory_carveout" in record.attributes:
+            settings["PREFERRED_SHARED_MEMORY_CARVEOUT"] = record.attributes["preferred_shared_memory_carveout"]
+        for name, value in settings.items():
+            check(
+                api.cuKernelSetAttribute(getattr(kinds, f"CU_FUNC_ATTRIBUTE_{name}"), value, kernel, device.handle),
+                f"{self.name}: cuKernelSetAttribute {name} = {value} on {device}",
+            )
+        return check(api.cuKernelGetFunction(kernel), f"{self.name}: cuKernelGetFunction on {device}")
 
     def _workspaces(self, device: Device) -> Workspaces | None:
         size = evaluate(self.record.workspace, {"sm_count": device.sm_count})
@@ -254,16 +274,20 @@ def _default(scalar: ScalarArgument, defaults: Mapping[str, Any]) -> float | int
     return None if value is None else check_scalar(scalar, value)
 
 
-def _load(driver: Driver, name: str, record: LaunchRecord, cubin: bytes) -> tuple[Any, Any]:
+def _load(driver: Driver, name: str, record: LaunchRecord, cubin: bytes) -> tuple[Any, list[Any]]:
+    """The library, and the kernel of each launch."""
     api, check = driver.api, driver.check
     library = check(api.cuLibraryLoadData(cubin, None, None, 0, None, None, 0), f"{name}: cuLibraryLoadData")
     try:
-        kernel = check(api.cuLibraryGetKernel(library, record.symbol.encode()), f"{name}: cuLibraryGetKernel")
-        _check_parameters(driver, name, record, kernel)
+        kernels = []
+        for step in record.launches:
+            kernel = check(api.cuLibraryGetKernel(library, step.symbol.encode()), f"{name}: cuLibraryGetKernel")
+            _check_parameters(driver, name, step, kernel)
+            kernels.append(kernel)
     except (DriverError, IntegrityError):
         api.cuLibraryUnload(library)
         raise
-    return library, kernel
+    return library, kernels
 
 
 def _check_parameters(driver: Driver, name: str, record: LaunchRecord, kernel: Any) -> None:

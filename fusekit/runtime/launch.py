@@ -6,7 +6,7 @@ question to the driver. What a failure means is worked out only once there is on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
@@ -96,6 +96,52 @@ class Launch:
     def __repr__(self) -> str:
         shown = "nothing to do" if self._block is None else f"grid {'x'.join(map(str, self._plan.grid))}"
         return f"<Launch of {self.kernel.name}: {shown}>"
+
+
+class Launches(Launch):
+    """A record of several launches bound to its arguments: one call queues them all, in order, in one stream."""
+
+    __slots__ = ("_parts",)
+
+    def _bind(self, arguments: dict[str, Any]) -> None:
+        super()._bind(arguments)
+        self._parts: tuple[tuple[Plan, Block], ...] = ()
+        first = self._block
+        if first is not None:
+            rest = [(plan, plan.take(first.addresses)) for plan in self._plan.then]
+            for plan, block in rest:
+                plan.fill(block, first.addresses, first.scalars)
+            self._parts = ((self._plan, first), *rest)
+
+    def __call__(self, stream: Any = None) -> None:
+        handle = stream if type(stream) is int else stream_handle(stream)
+        if handle <= PER_THREAD:
+            for plan, block in self._parts:
+                launch(plan, block, handle)
+            return
+        call = self._driver.api.cuLaunchKernelEx
+        for plan, block in self._parts:
+            if handle != block.stream:
+                plan.aim(block, handle)
+            status = call(block.config, plan.loaded.function, block.parameters, 0)[0]
+            if status:
+                _relaunch(plan, block, status, handle)
+
+    def update(self, **changed: Any) -> Launch:
+        super().update(**changed)
+        for plan, block in self._parts[1:]:
+            plan.fill(block, self._parts[0][1].addresses)
+        return self
+
+
+def launch_all(plan: Plan, addresses: list[int], scalars: Sequence[float | int], handle: int) -> None:
+    """Queues the launches of `plan` and of those that follow it; nothing is queued where one cannot be filled."""
+    parts = [(each, each.take(addresses)) for each in (plan, *plan.then)]
+    for each, block in parts:
+        each.fill(block, addresses, scalars)
+    for each, block in parts:
+        launch(each, block, handle)
+        each.spare.append(block)
 
 
 def launch(plan: Plan, block: Block, handle: int) -> None:

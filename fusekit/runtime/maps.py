@@ -9,13 +9,27 @@ from typing import Any
 from fusekit.abi import TensorMapParameter, evaluate, evaluate_address
 from fusekit.abi.expr import variables
 from fusekit.abi.parameters import TENSOR_MAP_BYTES
+from fusekit.abi.tensormap import TensorMap, encode_raw
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
 DTYPE_NAMES = {
     "bf16": "BFLOAT16", "fp16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "i32": "INT32", "i64": "INT64",
-    "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64",
+    "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64", "tf32": "TFLOAT32", "u4_align8": "16U4_ALIGN8B",
+    "u4_align16": "16U4_ALIGN16B", "u6_align16": "16U6_ALIGN16B",
 }  # fmt: skip
+
+
+_RAW_WORDS = 2  # of a descriptor hold the address
+_RAW_ALIGNMENT = 64
+
+
+def map_slot(
+    driver: Driver, context: Any, parameter: TensorMapParameter, env: Mapping[str, int], index: int
+) -> MapSlot:
+    """The slot of `parameter`; index: of its tensor among the record's."""
+    kind = MapSlot if parameter.encoding == "driver" else RawMapSlot
+    return kind(driver, context, parameter, env, index)
 
 
 class MapSlot:
@@ -33,10 +47,13 @@ class MapSlot:
         # Almost always the tensor's own address, which needs no evaluation.
         self._address = None if parameter.address == f"{parameter.argument}.address" else parameter.address
         self._env = env
-        self.reads = {name.removesuffix(".address") for name in variables(parameter.address)}
-        api = driver.api
+        self.reads = {name.removesuffix(".address") for name in variables(parameter.address) if ".address" in name}
         dims = [evaluate(expr, env) for expr in parameter.dims]
         strides = [evaluate(expr, env) for expr in parameter.strides]
+        self._prepare(parameter, dims, strides)
+
+    def _prepare(self, parameter: TensorMapParameter, dims: list[int], strides: list[int]) -> None:
+        api = self._driver.api
         for dim in dims:
             if not 1 <= dim <= 2**32:
                 raise ArgumentError(f"{self._name}: extent {dim}; TMA allows 1 to 2**32", argument=self._argument)
@@ -98,3 +115,35 @@ class MapSlot:
             error = self._driver.error(result[0], f"encoding {self._name}")
             raise ArgumentError(str(error), argument=self._argument)
         return result[-1]
+
+
+class RawMap:
+    """A descriptor in memory of its own, as the driver's objects have it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _RAW_ALIGNMENT)
+        start = -ctypes.addressof(self._buffer) % _RAW_ALIGNMENT
+        self.memory = memoryview(self._buffer).cast("B")[start : start + TENSOR_MAP_BYTES]
+        self.memory[:] = data
+        self._address = ctypes.addressof(self._buffer) + start
+
+    def getPtr(self) -> int:  # noqa: N802 (the name in cuda.bindings)
+        return self._address
+
+
+class RawMapSlot(MapSlot):
+    """A tensor map that the launcher writes itself, as the compiler's host code does: the driver would refuse it."""
+
+    def _prepare(self, parameter: TensorMapParameter, dims: list[int], strides: list[int]) -> None:
+        self._fields = {
+            "dtype": parameter.dtype, "dims": tuple(dims), "strides": tuple(strides), "box": parameter.box,
+            "element_strides": parameter.element_strides, "interleave": parameter.interleave,
+            "swizzle": parameter.swizzle, "l2_promotion": parameter.l2_promotion, "oob_fill": parameter.oob_fill,
+        }  # fmt: skip
+
+    def encode(self, address: int) -> Any:
+        return RawMap(encode_raw(TensorMap(address=address, **self._fields)))
+
+    def move(self, tensor_map: Any, address: int) -> None:
+        address &= (1 << 57) - 1
+        tensor_map.memory[: 4 * _RAW_WORDS] = address.to_bytes(4 * _RAW_WORDS, "little")

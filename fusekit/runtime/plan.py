@@ -20,20 +20,22 @@ from fusekit.abi import (
     PointerParameter,
     TensorMapParameter,
     evaluate,
+    flat,
+    variables,
 )
 from fusekit.errors import ArgumentError
 from fusekit.runtime.arguments import Bound, Pair, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.maps import MapSlot
+from fusekit.runtime.maps import MapSlot, map_slot
 from fusekit.runtime.streams import PER_THREAD
 from fusekit.runtime.workspace import Scratch, Workspaces
 
-_INTEGER_FORMATS = {"i32": "<i", "i64": "<q"}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 # Combinations of addresses known to be aligned and apart; a step's launches come round again and again.
 _PLACEMENTS_KEPT = 1024
 _BASE_ALIGNMENT = 64
+_WRAP = 2**64 - 1
 _POINTER = struct.Struct("<Q")
 _FLOAT = struct.Struct("<f")
 
@@ -54,6 +56,8 @@ class Loaded:
     function: Any
     workspaces: Workspaces | None = None
     scratch: Scratch | None = None
+    active_clusters: int | None = None  # asked when a record reads it
+    then: tuple[Loaded, ...] = ()  # of the launches that follow
 
 
 class Plan:
@@ -81,9 +85,14 @@ class Plan:
         index = self.index = {name: position for position, name in enumerate(self.names)}
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
+        self.then: tuple[Plan, ...] = ()  # of the launches that follow
         if self.skip:
             return
-        env = {**bound.env, "sm_count": loaded.device.sm_count, "cluster_margin": settings.margin}
+        launch = {"sm_count": loaded.device.sm_count, "cluster_margin": settings.margin, **integers}
+        if loaded.active_clusters is not None:
+            launch["active_clusters"] = loaded.active_clusters
+        env = record.environment({**bound.env, **launch})
+        self._check_constraints(env)
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
         self._check_grid(env)
         scalars = {scalar.name: position for position, scalar in enumerate(record.scalars)}
@@ -91,29 +100,30 @@ class Plan:
         self.template = bytearray(self.size)
         self.maps: list[MapSlot] = []
         self.pointers: list[tuple[int, int]] = []
+        self.shifted: list[tuple[int, int, int]] = []  # pointers into a tensor: offset, tensor, bytes from its begin
         self.floats: list[tuple[int, int]] = []
-        self.workspace_at: list[int] = []  # where the workspace's address stands
-        self.scratch_at: list[int] = []
+        self.computed: list[tuple[int, FloatParameter]] = []
+        self.workspace_at: list[tuple[int, int]] = []  # where the workspace's address stands, and what is added to it
+        self.scratch_at: list[tuple[int, int]] = []
         self.scratch_bytes = evaluate(record.scratch, env)
-        for parameter in record.parameters:
+        for offset, parameter in flat(record.parameters):
             if isinstance(parameter, TensorMapParameter):
-                self.maps.append(MapSlot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
+                self.maps.append(map_slot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
             elif isinstance(parameter, FloatParameter):
-                self.floats.append((parameter.offset, scalars[parameter.argument]))
-            elif isinstance(parameter, IntegerParameter):
-                self._put_integer(parameter, {**env, **integers})
-            elif isinstance(parameter, PointerParameter):
-                if parameter.argument == "workspace":
-                    self.workspace_at.append(parameter.offset)
-                elif parameter.argument == "scratch":
-                    self.scratch_at.append(parameter.offset)
+                if parameter.argument:
+                    self.floats.append((offset, scalars[parameter.argument]))
                 else:
-                    self.pointers.append((parameter.offset, index[parameter.argument]))
+                    self.computed.append((offset, parameter))
+            elif isinstance(parameter, IntegerParameter):
+                self._put_integer(parameter, offset, env)
+            else:
+                self._put_pointer(parameter, offset, env)
         masks = dict(self._aligned)
         # For each tensor alone: where its address stands, the maps that read it, and what its address is checked for.
         self.users = tuple(
             (
-                [offset for offset, index in self.pointers if index == position],
+                [(offset, 0) for offset, index in self.pointers if index == position]
+                + [(offset, shift) for offset, index, shift in self.shifted if index == position],
                 [index for index, slot in enumerate(self.maps) if name in slot.reads],
                 masks.get(position, 0),
                 [(second, low, high) for first, second, low, high in self._near if first == position]
@@ -122,14 +132,33 @@ class Plan:
             for position, name in enumerate(self.names)
         )
 
-    def _put_integer(self, parameter: IntegerParameter, env: Mapping[str, int]) -> None:
+    def _put_integer(self, parameter: IntegerParameter, offset: int, env: Mapping[str, int]) -> None:
         value = evaluate(parameter.value, env)
-        bits = 8 * parameter.size
-        if not -(1 << (bits - 1)) <= value < 1 << (bits - 1):
+        low, high = parameter.range
+        if not low <= value <= high:
             raise ArgumentError(
-                f"parameter {parameter.name} = {value}; it does not fit into {bits} bits; use a smaller shape"
+                f"parameter {parameter.name} = {value}; it does not fit into {8 * parameter.size} bits; use a smaller"
+                " shape"
             )
-        struct.pack_into(_INTEGER_FORMATS[parameter.dtype], self.template, parameter.offset, value)
+        self.template[offset : offset + parameter.size] = parameter.to_bytes(value)
+
+    def _put_pointer(self, parameter: PointerParameter, offset: int, env: Mapping[str, int]) -> None:
+        shift = evaluate(parameter.shift, env)
+        if parameter.argument == "workspace":
+            self.workspace_at.append((offset, shift))
+        elif parameter.argument == "scratch":
+            self.scratch_at.append((offset, shift))
+        elif shift:
+            self.shifted.append((offset, self.index[parameter.argument], shift))
+        else:
+            self.pointers.append((offset, self.index[parameter.argument]))
+
+    def _check_constraints(self, env: Mapping[str, int]) -> None:
+        """Those that read more than shapes and strides; the others were checked with them."""
+        for constraint in self.record.constraints:
+            if not variables(constraint.expr) <= self.bound.env.keys() and evaluate(constraint.expr, env) != 0:
+                dims = ", ".join(f"{dim.name} = {env[dim.name]}" for dim in self.record.dims)
+                raise ArgumentError(f"{constraint.message}; got {dims}")
 
     def _check_grid(self, env: Mapping[str, int]) -> None:
         for axis, blocks, cluster, limit in zip("xyz", self.grid, self.record.cluster, _GRID_LIMITS, strict=True):
@@ -161,10 +190,16 @@ class Plan:
             self._put_maps(block, range(len(self.maps)), addresses)
             for offset, index in self.pointers:
                 _POINTER.pack_into(memory, offset, addresses[index])
+            for offset, index, shift in self.shifted:
+                _POINTER.pack_into(memory, offset, addresses[index] + shift & _WRAP)
             block.addresses = addresses
         if scalars is not None and scalars is not block.scalars:
             for offset, index in self.floats:
                 _FLOAT.pack_into(memory, offset, scalars[index])
+            if self.computed:
+                known = {scalar.name: value for scalar, value in zip(self.record.scalars, scalars, strict=True)}
+                for offset, parameter in self.computed:
+                    _FLOAT.pack_into(memory, offset, parameter.evaluate(known))
             block.scalars = scalars
 
     def move(self, block: Block, addresses: list[int], position: int) -> None:
@@ -179,8 +214,8 @@ class Plan:
             check_placement(self.record, self.bound, self.overlaps, addresses)
         if slots:
             self._put_maps(block, slots, addresses)
-        for offset in pointers:
-            _POINTER.pack_into(block.memory, offset, address)
+        for offset, shift in pointers:
+            _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
         block.addresses = addresses
 
     def _put_maps(self, block: Block, slots: Sequence[int], addresses: list[int]) -> None:
@@ -200,13 +235,13 @@ class Plan:
         if self.workspace_at:
             assert self.loaded.workspaces is not None
             address = self.loaded.workspaces.of(handle)
-            for offset in self.workspace_at:
-                _POINTER.pack_into(block.memory, offset, address)
+            for offset, shift in self.workspace_at:
+                _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
         if self.scratch_at:
             assert self.loaded.scratch is not None
             address = self.loaded.scratch.of(handle, self.scratch_bytes)
-            for offset in self.scratch_at:
-                _POINTER.pack_into(block.memory, offset, address)
+            for offset, shift in self.scratch_at:
+                _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
         block.stream = -1 if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
@@ -268,6 +303,8 @@ class Block:
         self.config = config
         for offset, index in plan.pointers:
             _POINTER.pack_into(self.memory, offset, addresses[index])
+        for offset, index, shift in plan.shifted:
+            _POINTER.pack_into(self.memory, offset, addresses[index] + shift & _WRAP)
         self.addresses = addresses  # those that `maps` and `memory` hold
         self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
         self.stream = -1  # the one that `config` and the workspace are for
@@ -299,3 +336,15 @@ def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: 
         own.value.priority = priority
         attributes.append(own)
     return attributes
+
+
+def active_clusters(driver: Driver, record: LaunchRecord, function: Any, device: Device) -> int:
+    """Clusters of `record`'s launch that the device runs at a time, the context being current."""
+    config = driver.api.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = record.cluster
+    config.blockDimX, config.blockDimY, config.blockDimZ = record.block
+    config.sharedMemBytes = record.dynamic_shared
+    config.attrs = launch_attributes(driver.api, record, device)
+    config.numAttrs = len(config.attrs)
+    count: int = driver.check(driver.api.cuOccupancyMaxActiveClusters(function, config), "cuOccupancyMaxActiveClusters")
+    return count

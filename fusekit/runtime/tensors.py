@@ -18,7 +18,8 @@ from fusekit.runtime.driver import Driver
 _DTYPES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f32", "float": "f32", "float64": "f64",
     "double": "f64", "int32": "i32", "int": "i32", "int64": "i64", "long": "i64", "uint8": "u8", "uint16": "u16",
-    "uint32": "u32", "uint64": "u64",
+    "uint32": "u32", "uint64": "u64", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e8m0fnu": "e8m0",
+    "float4_e2m1fn_x2": "e2m1x2",
 }  # fmt: skip
 # NumPy has no bfloat16: extension types show up as 2 opaque bytes.
 _TYPESTRS = {
@@ -27,7 +28,7 @@ _TYPESTRS = {
 }  # fmt: skip
 _DLPACK_DTYPES = {
     (4, 16): "bf16", (2, 16): "fp16", (2, 32): "f32", (2, 64): "f64", (0, 32): "i32", (0, 64): "i64", (1, 8): "u8",
-    (1, 16): "u16", (1, 32): "u32", (1, 64): "u64",
+    (1, 16): "u16", (1, 32): "u32", (1, 64): "u64", (10, 8): "e4m3", (12, 8): "e5m2", (14, 8): "e8m0",
 }  # fmt: skip
 _DLPACK_DEVICES = {1: "the CPU", 3: "pinned host memory", 10: "ROCm"}
 _DL_CUDA, _DL_CUDA_MANAGED = 2, 13

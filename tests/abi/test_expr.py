@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.abi import RecordError, evaluate, evaluate_address, render, validate, variables
-from fusekit.abi.expr import MAX_DEPTH, OPERATORS, freeze, thaw
+from fusekit.abi.expr import MAX_DEPTH, OPERATORS, SCHEMA_2_OPERATORS, freeze, thaw
 
 NAMES = ("M", "N", "x.stride0", "sm_count")
 LEAVES = st.one_of(st.integers(-(2**31), 2**31), st.sampled_from(NAMES))
@@ -97,7 +97,7 @@ def test_values(expr: Any, value: int) -> None:
     ("expr", "message"),
     [
         (1.5, "a float; an expression is an integer"), (True, "a bool; an expression"), (None, "a NoneType"),
-        ([], "unknown operator None"), (["pow", 2, 3], "unknown operator 'pow'; the operators are add, ceildiv"),
+        ([], "unknown operator None"), (["pow", 2, 3], "unknown operator 'pow'; the operators are add, bit"),
         ([["add"], 1, 2], "unknown operator"), (["add", 1], "add takes 2 or more operands, it has 1"),
         (["sub", 1, 2, 3], "sub takes 2 operands, it has 3"), (["add", 1, ["mul", 2, "Q"]], r"e\[2\]\[2\]: unknown"),
         ("", "must not be empty"), (2**63, "does not fit into a signed 64-bit"),
@@ -135,4 +135,6 @@ def test_an_unknown_variable_is_named() -> None:
 def test_render() -> None:
     assert render(("mul", 2, ("add", "I", 1))) == "2 * (I + 1)"
     assert render(("ceildiv", "M", 128)) == "ceildiv(M, 128)"
-    assert set(OPERATORS) == {"add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max"}
+    assert render(("if", ("lt", "M", 8), ("add", "M", 1), ("exp2", 3))) == "(M + 1) if (M < 8) else exp2(3)"
+    first = {"add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max"}
+    assert set(OPERATORS) - SCHEMA_2_OPERATORS == first

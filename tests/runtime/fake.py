@@ -95,6 +95,7 @@ class FakeDriver:
     stream_contexts: dict[int, int] = field(default_factory=dict)
     fail: dict[str, CUresult] = field(default_factory=dict)
     loaded: int = 0
+    active_clusters: int = 66
 
     def __post_init__(self) -> None:
         self.memory: dict[int, Any] = {}
@@ -230,6 +231,9 @@ class FakeDriver:
 
     def cuKernelGetFunction(self, kernel: Any) -> Any:  # noqa: N802
         return OK, (kernel, self.stack[-1])
+
+    def cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> Any:  # noqa: N802
+        return OK, self.active_clusters
 
     def cuTensorMapEncodeTiled(self, *fields: Any) -> Any:  # noqa: N802
         names = (

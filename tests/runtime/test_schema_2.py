@@ -1,0 +1,112 @@
+"""Records of schema 2 on a fake driver: several launches, structs, values, guards, maps that the launcher writes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+
+from fusekit.abi import Constraint, FloatParameter, IntegerParameter, TensorMapParameter
+from fusekit.abi.tensormap import TensorMap, encode_raw
+from fusekit.errors import ArgumentError
+from tests.abi.test_schema_2 import step, whole
+from tests.runtime.fake import FakeDriver
+from tests.runtime.samples import Torchlike, fake_for, load, tensors
+
+
+def driver(made=None) -> FakeDriver:
+    return fake_for(whole() if made is None else made, others={"second": [(0, 8)]})
+
+
+def test_one_call_queues_every_launch() -> None:
+    kernel, fake = load(whole(), driver())
+    kernel(**tensors(m=300), stream=9)
+    first, second = fake.launches
+    assert (first.grid, second.grid) == ((132, 1, 1), (3, 1, 1))
+    assert (second.block, second.stream) == ((32, 1, 1), 9)
+    assert second.parameters == [struct.pack("<Q", 0x4000_0000)]
+    base, count, log, scale = struct.unpack("<QIB3xf4x", first.parameters[-1])
+    assert (base, count, log, scale) == (0x3000_0004 + 16, 3, 2, 2.25)
+    fake.calls.clear()
+    kernel(**tensors(m=300), stream=9)
+    assert fake.calls == ["cuLaunchKernelEx", "cuLaunchKernelEx"]
+    assert [launched.parameters for launched in fake.launches[:2]] == [x.parameters for x in fake.launches[2:]]
+
+
+def test_a_bound_launch_queues_every_launch_and_follows_its_tensors() -> None:
+    kernel, fake = load(whole(), driver())
+    launch = kernel.bind(**tensors())
+    fake.calls.clear()
+    launch(7)
+    assert fake.calls == ["cuLaunchKernelEx", "cuLaunchKernelEx"]
+    launch.update(y=Torchlike((96, 160), address=0x5000_0000))(7)
+    assert fake.launches[3].parameters == [struct.pack("<Q", 0x5000_0000)]
+    launch.update(y=Torchlike((500, 160), address=0x5000_0000), x=Torchlike((500, 128), address=0x1000_0000))(7)
+    assert fake.launches[5].grid == (4, 1, 1)
+    launch.update(act_alpha=2.0)(7)
+    assert struct.unpack_from("<f", fake.launches[6].parameters[-1], 16) == (3.0,)
+
+
+def test_nothing_is_queued_when_there_is_nothing_to_do() -> None:
+    kernel, fake = load(whole(), driver())
+    kernel(**tensors(m=0))
+    kernel.bind(**tensors(m=0))()
+    assert not fake.launches
+
+
+def test_a_guard_refuses_in_its_words_before_the_first_launch() -> None:
+    kernel, fake = load(whole(), driver())
+    with pytest.raises(ArgumentError, match="too many tiles; got M = 6400"):
+        kernel(**tensors(m=6400))
+    made = replace(whole(), constraints=(Constraint(("max", 0, ("sub", 200, "sm_count")), "a larger device"),))
+    kernel, fake = load(made, driver())
+    with pytest.raises(ArgumentError, match="a larger device"):
+        kernel.bind(**tensors())
+    assert not fake.launches
+
+
+def test_an_integer_is_refused_where_it_does_not_fit() -> None:
+    narrow = replace(whole(), parameters=(*whole().parameters, IntegerParameter("n", "u8", "M", 320)))
+    kernel, _ = load(narrow, driver(narrow))
+    with pytest.raises(ArgumentError, match="parameter n = 300; it does not fit into 8 bits"):
+        kernel(**tensors(m=300))
+
+
+def test_the_driver_says_how_many_clusters_are_active() -> None:
+    made = replace(whole(), then=(step(grid=(("mul", 2, "active_clusters"), 1, 1), cluster=(2, 1, 1)),))
+    fake = driver()
+    fake.active_clusters = 61
+    kernel, fake = load(made, fake)
+    assert fake.calls.count("cuOccupancyMaxActiveClusters") == 1
+    kernel(**tensors())
+    kernel(**tensors(m=97))
+    assert fake.launches[1].grid == (122, 1, 1)
+    assert fake.calls.count("cuOccupancyMaxActiveClusters") == 1
+
+
+def test_a_raw_tensor_map_is_written_and_moved_without_the_driver() -> None:
+    made = whole()
+    maps = tuple(
+        replace(item, encoding="raw") if isinstance(item, TensorMapParameter) else item for item in made.parameters
+    )
+    kernel, fake = load(replace(made, parameters=maps), driver())
+    launch = kernel.bind(**tensors())
+    launch(7)
+    launch.update(x=Torchlike((96, 128), address=0x7000_0000))(7)
+    assert "cuTensorMapEncodeTiled" not in fake.calls
+
+    def expected(address: int) -> bytes:
+        return encode_raw(
+            TensorMap(address, "bf16", (128, 96), (256,), (64, 64), (1, 1), swizzle="128B", l2_promotion="128B")
+        )
+
+    assert fake.launches[0].parameters[0] == expected(0x1000_0000)
+    assert fake.launches[2].parameters[0] == expected(0x7000_0000)
+
+
+def test_a_constant_float_needs_no_scalar() -> None:
+    made = replace(whole(), parameters=(*whole().parameters, FloatParameter("one", "", 320, 1.0)))
+    kernel, fake = load(made, driver(made))
+    kernel(**tensors())
+    assert fake.launches[0].parameters[-1] == struct.pack("<f", 1.0)
