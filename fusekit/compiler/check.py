@@ -1,14 +1,13 @@
-"""The check of group ends: what `kernels.router.check` is traced with, and its launch record."""
+"""The check of group ends: what `kernels.router.check` is traced with, and what its arguments are."""
 
 from __future__ import annotations
 
-from fusekit.abi import Dim, IntegerParameter, LaunchRecord, PointerParameter, ScalarArgument, TensorArgument
-from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, TracePlan
+from fusekit.abi import Dim, ScalarArgument, TensorArgument
+from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, Signature, TracePlan
 from fusekit.spec.permutation import PermutationSpec
 
 REPORT_WORDS = 8
 MOST_GROUPS = 65536
-THREADS = 32
 
 
 def plan(spec: PermutationSpec) -> TracePlan:
@@ -27,13 +26,13 @@ def plan(spec: PermutationSpec) -> TracePlan:
         function=function,
         arguments=(offsets, report, cutlass.Int32(0), CUstream(0)),
         host_arguments=(HostTensor("offsets"), HostTensor("report"), HostScalar("rows"), HostStream()),
-        record=record(spec.arch),
+        signature=signature(spec.arch),
     )
 
 
-def record(arch: str) -> LaunchRecord:
-    """The launch record, without symbol and offsets."""
-    return LaunchRecord(
+def signature(arch: str) -> Signature:
+    """What the callers of moe-check pass."""
+    return Signature(
         arch=arch,
         arguments=(
             TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
@@ -41,12 +40,4 @@ def record(arch: str) -> LaunchRecord:
             ScalarArgument("rows", "i32"),
         ),
         dims=(Dim("E", minimum=1, maximum=MOST_GROUPS),),
-        parameters=(
-            PointerParameter("offsets_pointer", "offsets"),
-            PointerParameter("report_pointer", "report"),
-            IntegerParameter("groups", "i32", "E"),
-            IntegerParameter("rows", "i32", "rows"),
-        ),
-        grid=(1, 1, 1),
-        block=(THREADS, 1, 1),
     )

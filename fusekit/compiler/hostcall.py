@@ -10,25 +10,25 @@ import ctypes
 import struct
 from typing import Any
 
-from fusekit.abi import LaunchRecord, TensorArgument
+from fusekit.abi import TensorArgument
 from fusekit.abi.expr import Expr, evaluate, render
-from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostTensor, TracePlan
+from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostTensor, Signature, TracePlan
 from fusekit.compiler.samples import ArgumentSet
 from fusekit.errors import BuildError, ProofError
 
 
 def check_plan(plan: TracePlan) -> None:
     """Raises BuildError where the fake arguments and the record's cannot be the same thing: count, dtype, alignment."""
-    given = _given(plan)
-    if len(given) != len(plan.host_arguments):
+    fakes = given(plan)
+    if len(fakes) != len(plan.host_arguments):
         raise BuildError(
-            f"trace plan: {len(given)} arguments that are not None and {len(plan.host_arguments)} host arguments; they"
+            f"trace plan: {len(fakes)} arguments that are not None and {len(plan.host_arguments)} host arguments; they"
             " correspond one for one"
         )
-    for fake, host in zip(given, plan.host_arguments, strict=True):
+    for fake, host in zip(fakes, plan.host_arguments, strict=True):
         if not isinstance(host, HostTensor):
             continue
-        tensor = _tensor(plan.record, host.argument)
+        tensor = tensor_of(plan.signature, host.argument)
         if fake.element_type.width != 8 * tensor.itemsize:
             raise BuildError(
                 f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
@@ -38,7 +38,7 @@ def check_plan(plan: TracePlan) -> None:
                 f"trace plan: {tensor.name} is traced with {fake._assumed_align}-byte alignment, the record promises"
                 f" only {tensor.alignment}; raise the one or lower the other"
             )
-        shape, strides = _layout(tensor, host)
+        shape, strides = layout(tensor, host)
         if len(shape) != len(fake.shape) or len(strides) != len(fake.stride):
             raise BuildError(
                 f"trace plan: {tensor.name} is traced with {len(fake.shape)} modes, its layout here has {len(shape)}"
@@ -52,19 +52,20 @@ def pack(plan: TracePlan, arguments: ArgumentSet) -> list[ctypes.Array[Any]]:
     a divisor that does not hold.
     """
     return [
-        _buffer(_bytes(plan.record, fake, host, arguments))
-        for fake, host in zip(_given(plan), plan.host_arguments, strict=True)
+        _buffer(_bytes(plan.signature, fake, host, arguments))
+        for fake, host in zip(given(plan), plan.host_arguments, strict=True)
     ]
 
 
-def _given(plan: TracePlan) -> list[Any]:
+def given(plan: TracePlan) -> list[Any]:
+    """The traced arguments that the host function takes."""
     # The DSL compiles a None away: it is no argument of the host function.
     return [argument for argument in plan.arguments if argument is not None]
 
 
-def _bytes(record: LaunchRecord, fake: Any, host: HostArgument, arguments: ArgumentSet) -> bytes:
+def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: ArgumentSet) -> bytes:
     if isinstance(host, HostTensor):
-        return _tensor_bytes(_tensor(record, host.argument), fake, host, arguments)
+        return _tensor_bytes(tensor_of(signature, host.argument), fake, host, arguments)
     if isinstance(host, HostPointer):
         return struct.pack("<Q", arguments.values[f"{host.argument}.address"])
     if isinstance(host, HostScalar):
@@ -78,7 +79,7 @@ def _bytes(record: LaunchRecord, fake: Any, host: HostArgument, arguments: Argum
 
 def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments: ArgumentSet) -> bytes:
     packed = struct.pack("<Q", arguments.values[f"{tensor.name}.address"])
-    shape, strides = _layout(tensor, host)
+    shape, strides = layout(tensor, host)
     for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
         for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
             value = evaluate(expr, arguments.values)
@@ -97,17 +98,19 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
     return packed
 
 
-def _layout(tensor: TensorArgument, host: HostTensor) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+def layout(tensor: TensorArgument, host: HostTensor) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    """Extents and strides of the traced tensor's modes."""
     shape = tensor.shape if host.shape is None else host.shape
     strides = tensor.strides if host.strides is None else host.strides
     return shape, strides
 
 
-def _tensor(record: LaunchRecord, name: str) -> TensorArgument:
-    found = next((tensor for tensor in record.tensors if tensor.name == name), None)
+def tensor_of(signature: Signature, name: str) -> TensorArgument:
+    """The tensor argument called `name`; BuildError where there is none."""
+    found = next((tensor for tensor in signature.tensors if tensor.name == name), None)
     if found is None:
-        known = ", ".join(tensor.name for tensor in record.tensors)
-        raise BuildError(f"trace plan: a host tensor names {name!r}; the record's tensors are {known}")
+        known = ", ".join(tensor.name for tensor in signature.tensors)
+        raise BuildError(f"trace plan: a host tensor names {name!r}; the signature's tensors are {known}")
     return found
 
 

@@ -1,22 +1,13 @@
-"""The permutation family: what `kernels.router.index` and `.permute` are traced with, and their launch records."""
+"""The permutation family: what `kernels.router.index` and `.permute` are traced with, and what their arguments are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fusekit.abi import (
-    Dim,
-    Expr,
-    IntegerParameter,
-    LaunchRecord,
-    Parameter,
-    PointerParameter,
-    TensorArgument,
-)
+from fusekit.abi import Dim, TensorArgument
 from fusekit.abi.arguments import DTYPE_BYTES
-from fusekit.compiler.plan import HostStream, HostTensor, TracePlan
+from fusekit.compiler.plan import HostStream, HostTensor, Signature, TracePlan
 from fusekit.spec.permutation import (
-    BACKWARDS,
     INDEX,
     PERMUTE,
     PERMUTE_BACKWARD,
@@ -26,7 +17,6 @@ from fusekit.spec.permutation import (
     PermutationSpec,
 )
 
-WARP = 32
 MOST_ROWS = 2**31 - 2**16  # row, token and choice numbers of a last, partly empty block stay below 2**31
 MOST_COLUMNS = 2**28  # of a row's bytes, an int32 with room for the last piece
 LINES = {PERMUTE: 8, UNPERMUTE: 4, UNPERMUTE_BACKWARD: 4}  # of a piece; what a lane holds is in registers, K times
@@ -50,19 +40,24 @@ OPERANDS = {
 TOKEN_ROWS = {
     PERMUTE: ("x",), UNPERMUTE: ("y",), PERMUTE_BACKWARD: ("x", "grad_x"), UNPERMUTE_BACKWARD: ("grad_y",),
 }  # fmt: skip
-ROWS = ("x", "grad_y", "y", "grad_x")
 
 
 def plan(spec: PermutationSpec) -> TracePlan:
     """Trace plan of a permutation operation. Imports the DSL."""
     tensors = _tensors(spec)
-    function = _function(spec)
-    return TracePlan(
-        function=function,
-        arguments=_fake_arguments(spec, tensors),
-        host_arguments=(*(HostTensor(tensor.name) for tensor in tensors), HostStream()),
-        record=_index_record(spec, tensors, function) if spec.op == INDEX else _rows_record(spec, tensors),
-    )
+    hosts = (*(HostTensor(tensor.name) for tensor in tensors), HostStream())
+    return TracePlan(_function(spec), _fake_arguments(spec, tensors), hosts, signature(spec))
+
+
+def signature(spec: PermutationSpec) -> Signature:
+    """What the callers of `spec` pass."""
+    if spec.op == INDEX:
+        return Signature(spec.arch, _tensors(spec), (Dim("T", maximum=MOST_ROWS // spec.topk),))
+    size = DTYPE_BYTES[spec.dtype]
+    divisor = VECTOR_BYTES // size
+    columns = Dim("H", divisor, divisor, MOST_COLUMNS // size)
+    dims = Dim("T", maximum=MOST_ROWS), Dim("M", maximum=MOST_ROWS), columns
+    return Signature(spec.arch, _tensors(spec), dims, skip_if_zero=("T",))
 
 
 def _tensors(spec: PermutationSpec) -> tuple[TensorArgument, ...]:
@@ -86,48 +81,6 @@ def _tensor(spec: PermutationSpec, name: str, role: str) -> TensorArgument | Non
     rows = "T" if name in TOKEN_ROWS[spec.op] else "M"
     divisor = VECTOR_BYTES // DTYPE_BYTES[spec.dtype]
     return TensorArgument(name, role, spec.dtype, (rows, "H"), (f"{name}.stride0", 1), divisor)
-
-
-def _index_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...], function: Any) -> LaunchRecord:
-    parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
-    parameters.append(IntegerParameter("choices", "i32", ["mul", spec.topk, "T"]))
-    return LaunchRecord(
-        arch=spec.arch,
-        arguments=tensors,
-        dims=(Dim("T", maximum=MOST_ROWS // spec.topk),),
-        parameters=tuple(parameters),
-        grid=(function.blocks, 1, 1),
-        block=(function.threads, 1, 1),
-        cluster=(8, 1, 1),
-        dynamic_shared=function.shared_bytes,
-    )
-
-
-def _rows_record(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> LaunchRecord:
-    size = DTYPE_BYTES[spec.dtype]
-    row_bytes: Expr = ["mul", size, "H"]
-    parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
-    parameters += [IntegerParameter("tokens", "i32", "T"), IntegerParameter("row_bytes", "i32", row_bytes)]
-    for tensor in tensors:
-        if tensor.name in ROWS:
-            stride: Expr = ["mul", size, f"{tensor.name}.stride0"]
-            parameters.append(IntegerParameter(f"{tensor.name}_stride", "i64", stride))
-    pieces: Expr = ["ceildiv", row_bytes, _lines(spec) * WARP * VECTOR_BYTES]
-    tokens: Expr = ["ceildiv", "T", spec.warps]
-    divisor = VECTOR_BYTES // size
-    return LaunchRecord(
-        arch=spec.arch,
-        arguments=tensors,
-        dims=(
-            Dim("T", maximum=MOST_ROWS),
-            Dim("M", maximum=MOST_ROWS),
-            Dim("H", divisor, divisor, MOST_COLUMNS // size),
-        ),
-        parameters=tuple(parameters),
-        grid=(tokens if spec.op in BACKWARDS else ["mul", tokens, pieces], 1, 1),
-        block=(WARP * spec.warps, 1, 1),
-        skip_if_zero=("T",),
-    )
 
 
 def _lines(spec: PermutationSpec) -> int:

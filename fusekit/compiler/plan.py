@@ -1,4 +1,4 @@
-"""What a family module hands to the compiler: the function to trace and the launch record that it must agree with."""
+"""What a family module hands to the compiler: the function to trace, and what its arguments mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import Expr, LaunchRecord
+from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,41 @@ HostArgument = HostTensor | HostPointer | HostScalar | HostInteger | HostStream
 
 
 @dataclass(frozen=True, slots=True)
+class Signature:
+    """What the host code cannot tell of a kernel: its arguments' names, roles, shapes and divisors, and its memory.
+
+    The fields are those of LaunchRecord. Every dim keeps to its minimum, maximum and divisor, and every stride that is
+    read to its argument's: the record is simplified by them.
+    """
+
+    arch: str
+    arguments: tuple[Argument, ...]
+    dims: tuple[Dim, ...]
+    constraints: tuple[Constraint, ...] = ()
+    workspace: Expr = 0
+    workspace_zeroed: bool = False
+    scratch: Expr = 0
+    skip_if_zero: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, TensorArgument))
+
+    @property
+    def scalars(self) -> tuple[ScalarArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))
+
+
+@dataclass(frozen=True, slots=True)
 class TracePlan:
     """How to compile one kernel.
 
-    function: the host callable (`cute.jit`) that launches exactly one kernel. arguments: what `cute.compile` is given,
-    in the order of the parameters: fake tensors, numbers, a null stream; None for one that this kernel does without.
-    host_arguments: what each that is not None stands for at run time, in order. record: the launch record, its symbol
-    empty and its offsets -1; its parameters stand in the order of the kernel's.
+    function: the host callable (`cute.jit`). arguments: what `cute.compile` is given, in the order of the parameters:
+    fake tensors, numbers, a null stream; None for one that this kernel does without. host_arguments: what each that is
+    not None stands for at run time, in order. signature: what the kernel's callers pass.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     host_arguments: tuple[HostArgument, ...]
-    record: LaunchRecord
+    signature: Signature

@@ -10,19 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
-from fusekit.abi import (
-    FloatParameter,
-    IntegerParameter,
-    LaunchRecord,
-    PointerParameter,
-    RecordError,
-    TensorMapParameter,
-)
+from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, RecordError, TensorMapParameter
 from fusekit.abi.expr import evaluate
-from fusekit.abi.parameters import INTEGER_BYTES, Parameter
-from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode
+from fusekit.abi.parameters import Parameter, Scalar, StructParameter
+from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode, encode_raw
 from fusekit.compiler.hostcall import check_plan, pack
 from fusekit.compiler.plan import TracePlan
 from fusekit.compiler.recorder import HostFunction, RecordedLaunch
@@ -47,27 +41,36 @@ def prove(
 ) -> dict[str, Any]:
     """Compares `record` (complete) with `host` on at least `launches` argument sets drawn from `seed`.
 
-    Returns the proof as JSON: the number of launches, the parameters compared, which edges were among the argument
-    sets, and a SHA-256 over all compared values. Raises ProofError naming the parameter, the field, both values and the
-    argument set.
+    Returns the proof as JSON: the number of argument sets, the parameters compared, which edges and boundaries were
+    among the sets, and a SHA-256 over all compared values. Raises ProofError naming the parameter, the field, both
+    values and the argument set.
     """
     check_plan(plan)
     digest = hashlib.sha256()
     sets = argument_sets(record, seed, launches)
+    steps = record.launches
     for arguments in sets:
-        launch = host.call(pack(plan, arguments), arguments.values["sm_count"])
-        comparison = _Comparison(arguments)
-        comparison.launch(record, launch)
-        for parameter, data in zip(record.parameters, launch.parameters, strict=True):
-            comparison.parameter(parameter, data)
-        digest.update(json.dumps([arguments.label, comparison.seen], sort_keys=True).encode())
+        recorded = host.call(pack(plan, arguments), arguments.values["sm_count"])
+        seen = compare(steps, recorded, arguments)
+        digest.update(json.dumps([arguments.label, seen], sort_keys=True).encode())
     return {
         "launches": len(sets),
-        "parameters": [parameter.name for parameter in record.parameters],
+        "parameters": [parameter.name for step in steps for parameter in step.parameters],
         "edges": [arguments.label for arguments in sets if arguments.edge],
         "seed": seed,
         "digest": digest.hexdigest(),
     }
+
+
+def compare(steps: Sequence[LaunchRecord], recorded: Sequence[RecordedLaunch], arguments: ArgumentSet) -> list[Any]:
+    """Every value compared, in order: of each launch of a record, and what the host code made. Raises ProofError."""
+    comparison = _Comparison(arguments)
+    comparison.same("launches", "", len(steps), len(recorded))
+    for step, launch in zip(steps, recorded, strict=True):
+        comparison.launch(step, launch)
+        for parameter, data in zip(step.parameters, launch.parameters, strict=True):
+            comparison.parameter(parameter, data)
+    return comparison.seen
 
 
 class _Comparison:
@@ -82,8 +85,8 @@ class _Comparison:
         if recorded != launched:
             what = f"{subject}: {field}" if field else subject
             raise ProofError(
-                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; mend the record in"
-                f" the kernel's family module. Argument set {self._arguments}",
+                f"{what} is {recorded} in the launch record and {launched} in the DSL's own launch; the host code"
+                f" was not read right. Argument set {self._arguments}",
                 parameter=subject,
             )
         self.seen.append([subject, field, recorded])
@@ -125,23 +128,36 @@ class _Comparison:
             self.same("attributes", f"kernel attribute {number}", "absent", value)
 
     def parameter(self, parameter: Parameter, data: bytes) -> None:
-        values = self._arguments.values
-        name = parameter.name
         if isinstance(parameter, TensorMapParameter):
             self._tensor_map(parameter, data)
-        elif isinstance(parameter, PointerParameter):
-            self.same(name, "address", values[f"{parameter.argument}.address"], int.from_bytes(data, "little"))
-        elif isinstance(parameter, IntegerParameter):
-            recorded = evaluate(parameter.value, values)
-            size = INTEGER_BYTES[parameter.dtype]
-            self.same(name, "value", recorded, int.from_bytes(data[:size], "little", signed=True))
+        elif isinstance(parameter, StructParameter):
+            for item in parameter.fields:
+                self._scalar(parameter.name, item, data[item.offset : item.offset + item.size])
+        else:
+            self._scalar("", parameter, data)
+
+    def _scalar(self, struct_name: str, parameter: Scalar, data: bytes) -> None:
+        """A parameter of its own, or a field of the struct called `struct_name`."""
+        values = self._arguments.values
+        name, prefix = (struct_name, f"{parameter.name} ") if struct_name else (parameter.name, "")
+        if isinstance(parameter, IntegerParameter):
+            size, signed = parameter.size, parameter.dtype[0] == "i"
+            launched = int.from_bytes(data[:size], "little", signed=signed)
+            self.same(name, f"{prefix}value", evaluate(parameter.value, values), launched)
         elif isinstance(parameter, FloatParameter):
             # As bits: -0.0 and 0.0 differ, and so would two NaNs.
-            self.same(name, "value", struct.pack("<f", self._arguments.floats[parameter.argument]).hex(), data.hex())
+            value = struct.pack("<f", parameter.evaluate(self._arguments.floats))
+            self.same(name, f"{prefix}value", value.hex(), data.hex())
+        else:
+            address = values[f"{parameter.argument}.address"] + evaluate(parameter.shift, values)
+            self.same(name, f"{prefix}address", address % 2**64, int.from_bytes(data, "little"))
 
     def _tensor_map(self, parameter: TensorMapParameter, data: bytes) -> None:
         recorded = expected_map(parameter, self._arguments.values)
+        raw = parameter.encoding == "raw"
         try:
+            if raw:
+                recorded = decode(encode_raw(recorded))  # what its fields hold
             launched = decode(data)
         except RecordError as error:
             raise ProofError(
@@ -153,4 +169,5 @@ class _Comparison:
         masked = bytearray(data[:DEFINED_BYTES])
         word = int.from_bytes(masked[8:12], "little") & ~ENCODER_BITS
         masked[8:12] = word.to_bytes(4, "little")
-        self.same(parameter.name, "descriptor bytes", encode(recorded)[:DEFINED_BYTES].hex(), masked.hex())
+        made = encode_raw(recorded) if raw else encode(recorded)
+        self.same(parameter.name, "descriptor bytes", made[:DEFINED_BYTES].hex(), masked.hex())

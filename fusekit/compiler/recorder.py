@@ -1,4 +1,4 @@
-"""Runs the DSL's compiled host function on the CPU and records the launch that it asks for.
+"""Runs the DSL's compiled host function on the CPU and records the launches that it asks for.
 
 The DSL compiles the host function to an object file that leaves eight CUDA entry points undefined. Here they are Python
 callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with made-up addresses, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +55,18 @@ class RecordedLaunch:
 
 
 class HostFunction:
-    """A host function, loaded. `call` it with packed arguments; each call gives the one launch that it made.
+    """A host function, loaded. `call` it with packed arguments; each call gives the launches that it made.
 
-    host_object: the DSL's object file. prefix: the function prefix it was made with. cubin: the kernel's bytes; the
-    object must carry the same ones. sizes: bytes of each kernel parameter, in order.
+    host_object: the DSL's object file. prefix: the function prefix it was made with. cubin: the kernels' bytes; the
+    object must carry the same ones. sizes: by kernel symbol, the bytes of each parameter, in order.
     """
 
-    def __init__(self, host_object: bytes, prefix: str, cubin: bytes, sizes: Sequence[int]) -> None:
+    def __init__(self, host_object: bytes, prefix: str, cubin: bytes, sizes: Mapping[str, Sequence[int]]) -> None:
         self._cubin = cubin
-        self._sizes = tuple(sizes)
+        self._sizes = dict(sizes)
         self._sm_count = 0
-        self._symbol = ""
-        self._kernel_attributes: dict[int, int] = {}
+        self._symbols: dict[int, str] = {}  # of the kernels asked for, by handle
+        self._kernel_attributes: dict[int, dict[int, int]] = {}
         self._launches: list[RecordedLaunch] = []
         self._failure: Exception | None = None
         self._callbacks = self._make_callbacks()  # referenced by the linked code: they live as long as this object
@@ -83,7 +83,7 @@ class HostFunction:
         self._library = ctypes.c_uint64(0)
         self._load(start)
 
-    def call(self, arguments: Sequence[ctypes.Array[Any]], sm_count: int) -> RecordedLaunch:
+    def call(self, arguments: Sequence[ctypes.Array[Any]], sm_count: int) -> tuple[RecordedLaunch, ...]:
         """Calls the function with `arguments`, one buffer each, on a device of `sm_count` multiprocessors."""
         self._sm_count = sm_count
         self._launches.clear()
@@ -94,11 +94,7 @@ class HostFunction:
         self._raise_failure()
         if result.value:
             raise BuildError(f"the DSL's host function returned CUDA error {result.value} on the recording driver")
-        if len(self._launches) != 1:
-            raise BuildError(
-                f"the DSL's host function made {len(self._launches)} launches; a kernel is exactly one launch"
-            )
-        return self._launches[0]
+        return tuple(self._launches)
 
     def _load(self, start: str) -> None:
         slot = ctypes.c_void_p(ctypes.addressof(self._library))
@@ -184,8 +180,12 @@ class HostFunction:
     def _library_get_kernel(self, out: int, library: int, name: int) -> None:
         if library != _LIBRARY:
             raise BuildError(f"the DSL's host function asks library {library:#x} for a kernel, which was never loaded")
-        self._symbol = ctypes.string_at(name).decode()
-        _store_u64(out, _KERNEL)
+        symbol = ctypes.string_at(name).decode()
+        handle = next((handle for handle, known in self._symbols.items() if known == symbol), None)
+        if handle is None:
+            handle = _KERNEL + len(self._symbols)
+            self._symbols[handle] = symbol
+        _store_u64(out, handle)
 
     def _device_attribute(self, out: int, attribute: int, _device: int) -> None:
         attribute &= 0xFFFFFFFF
@@ -198,8 +198,10 @@ class HostFunction:
                 f"the DSL's host function asks for device attribute {attribute}; a launch record cannot express it"
             )
 
-    def _set_attribute(self, _kernel: int, attribute: int, value: int, *_: int) -> None:
-        self._kernel_attributes[attribute & 0xFFFFFFFF] = ctypes.c_int32(value & 0xFFFFFFFF).value
+    def _set_attribute(self, kernel: int, attribute: int, value: int, *_: int) -> None:
+        self._kernel_attributes.setdefault(kernel, {})[attribute & 0xFFFFFFFF] = ctypes.c_int32(
+            value & 0xFFFFFFFF
+        ).value
 
     def _get_attribute(self, out: int, attribute: int, _kernel: int, _device: int) -> None:
         if attribute & 0xFFFFFFFF != _KERNEL_SHARED_BYTES:
@@ -209,23 +211,27 @@ class HostFunction:
         _store_i32(out, 0)
 
     def _launch(self, config: int, kernel: int, parameters: int) -> None:
-        if kernel != _KERNEL:
+        symbol = self._symbols.get(kernel)
+        if symbol is None:
             raise BuildError(f"the DSL's host function launches kernel {kernel:#x}, which it never asked for")
         *extents, shared, stream, attributes, count = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
         values: dict[int, bytes] = {}
         for index in range(count):
             raw = ctypes.string_at(attributes + index * _ATTRIBUTE_BYTES, _ATTRIBUTE_BYTES)
             values[int.from_bytes(raw[:4], "little")] = raw[_VALUE_AT:]
-        pointers = (ctypes.c_uint64 * len(self._sizes)).from_address(parameters)
+        if symbol not in self._sizes:
+            raise BuildError(f"the DSL's host function launches {symbol}, which is no kernel of the launch record")
+        sizes = self._sizes[symbol]
+        pointers = (ctypes.c_uint64 * len(sizes)).from_address(parameters)
         launch = RecordedLaunch(
-            symbol=self._symbol,
+            symbol=symbol,
             grid=(extents[0], extents[1], extents[2]),
             block=(extents[3], extents[4], extents[5]),
             dynamic_shared=shared,
             stream=stream,
             launch_attributes=values,
-            kernel_attributes=dict(self._kernel_attributes),
-            parameters=tuple(ctypes.string_at(at, size) for at, size in zip(pointers, self._sizes, strict=True)),
+            kernel_attributes=dict(self._kernel_attributes.get(kernel, {})),
+            parameters=tuple(ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)),
         )
         self._launches.append(launch)
 

@@ -1,26 +1,14 @@
-"""The router family: what `kernels.router` is traced with, and the launch records of its operations."""
+"""The router family: what `kernels.router` is traced with, and what the arguments of its operations are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fusekit.abi import (
-    Argument,
-    Dim,
-    Expr,
-    FloatParameter,
-    IntegerParameter,
-    LaunchRecord,
-    Parameter,
-    PointerParameter,
-    ScalarArgument,
-    TensorArgument,
-)
+from fusekit.abi import Dim, Expr, ScalarArgument, TensorArgument
 from fusekit.abi.arguments import DTYPE_BYTES
-from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, TracePlan
+from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, Signature, TracePlan
 from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD, RouterSpec
 
-WARP = 32
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # token numbers of the last block stay below 2**31
 # Every tensor of an operation, in the order of its host function; a spec takes those that `_tensor` knows for it.
@@ -44,37 +32,17 @@ OUTPUTS = {
 
 def plan(spec: RouterSpec) -> TracePlan:
     """Trace plan of a router operation. Imports the DSL."""
-    function = _function(spec)
-    return TracePlan(
-        function=function,
-        arguments=_fake_arguments(spec),
-        host_arguments=_host_arguments(spec),
-        record=record(spec, function),
-    )
+    return TracePlan(_function(spec), _fake_arguments(spec), _host_arguments(spec), signature(spec))
 
 
-def record(spec: RouterSpec, function: Any) -> LaunchRecord:
-    """The launch record of `spec`, symbol and offsets still open. function: tells shared memory and tokens a block."""
-    tensors = _tensors(spec)
-    arguments: list[Argument] = list(tensors)
-    parameters: list[Parameter] = [PointerParameter(f"{tensor.name}_pointer", tensor.name) for tensor in tensors]
-    for name, dtype in _scalars(spec):
-        arguments.append(ScalarArgument(name, dtype))
-        parameters.append(
-            FloatParameter(f"{name}_value", name) if dtype == "f32" else IntegerParameter(f"{name}_value", "i32", name)
-        )
-    parameters.append(IntegerParameter("tokens", "i32", "T"))
-    loss = spec.op == AUX_LOSS  # one cluster, whatever T is
-    return LaunchRecord(
+def signature(spec: RouterSpec) -> Signature:
+    """What the callers of `spec` pass."""
+    scalars = (ScalarArgument(name, dtype) for name, dtype in _scalars(spec))
+    return Signature(
         arch=spec.arch,
-        arguments=tuple(arguments),
+        arguments=(*_tensors(spec), *scalars),
         dims=(Dim("T", maximum=MOST_TOKENS),),
-        parameters=tuple(parameters),
-        grid=(function.blocks if loss else ["ceildiv", "T", function.tokens_per_block], 1, 1),
-        block=(function.threads, 1, 1),
-        cluster=(function.blocks if loss else 1, 1, 1),
-        dynamic_shared=function.shared_bytes,
-        skip_if_zero=() if loss else ("T",),
+        skip_if_zero=() if spec.op == AUX_LOSS else ("T",),
     )
 
 

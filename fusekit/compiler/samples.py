@@ -1,16 +1,19 @@
-"""Argument sets to prove a launch record on: edges first, then random ones, all of them launchable."""
+"""Argument sets to prove a launch record on: edges, random ones, and both sides of every boundary in the record.
+
+All of them are launchable.
+"""
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter
+from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter, flat
 from fusekit.abi.expr import evaluate, evaluate_address
-from fusekit.abi.parameters import INTEGER_BYTES
 from fusekit.abi.tensormap import TensorMap
+from fusekit.compiler.boundaries import Axis, directed
 from fusekit.errors import BuildError
 
 ADDRESS_LIMIT = 2**47
@@ -19,12 +22,16 @@ _ATTEMPTS = 400
 _TIGHT, _ONE_STEP, _RANDOM = 0, 1, -1
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, 3.4028234663852886e38)
+_MOST_MULTIPROCESSORS, _MOST_CLUSTERS, _INT32 = 264, 2**16, 2**31
+# Extents to look for boundaries from, in steps from the smallest.
+_BASES = (0, 100)
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSet:
-    """One made-up call. values: dims, strides, addresses, sm_count, cluster_margin and i32 scalars by the names that
-    the record's expressions use; floats: the f32 scalars; stream: a handle; edge: chosen, not random.
+    """One made-up call. values: dims, strides, addresses, i32 scalars, sm_count, cluster_margin, active_clusters and
+    the record's own values, by the names that its expressions use; floats: the f32 scalars; stream: a handle; edge:
+    chosen, not random.
     """
 
     label: str
@@ -39,69 +46,101 @@ class ArgumentSet:
 
 
 def argument_sets(record: LaunchRecord, seed: str, count: int) -> list[ArgumentSet]:
-    """At least `count` sets, the same for the same record and seed.
+    """At least `count` sets, and those of the record's boundaries; the same for the same record and seed.
 
     The edges: every dim at its smallest, one step above it with padded rows, and each dim in turn at the largest value
     with which the launch is still possible (tensor-map limits, grid limits, address space). Raises BuildError when the
     record's constraints leave nothing to try.
     """
-    source = random.Random(f"fusekit proof {seed}")
-    sets = list(_edges(record, source))
+    sampler = _Sampler(record, random.Random(f"fusekit proof {seed}"))
+    sets = list(sampler.edges())
     while len(sets) < count:
-        sets.append(_search(record, source, f"random {len(sets)}", {}))
-    return sets
+        sets.append(sampler.search(f"random {len(sets)}"))
+    return [*sets, *sampler.directed()]
 
 
-def _edges(record: LaunchRecord, source: random.Random) -> Iterator[ArgumentSet]:
-    smallest = {dim.name: _smallest(record, dim) for dim in record.dims}
-    for label, steps in (("smallest", _TIGHT), ("next to smallest", _ONE_STEP)):
-        fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in record.dims}
-        made = _attempt(record, source, label, fixed, steps)
-        if made is not None:
-            yield made
-    for dim in record.dims:
-        extent = _largest(dim)
-        while extent > smallest[dim.name]:
-            made = _attempt(record, source, f"largest {dim.name}", {**smallest, dim.name: extent}, _TIGHT)
+class _Sampler:
+    def __init__(self, record: LaunchRecord, source: random.Random) -> None:
+        self._record, self._source = record, source
+        self._launches = record.launches
+        self._smallest = {dim.name: _smallest(record, dim) for dim in record.dims}
+
+    def edges(self) -> Iterator[ArgumentSet]:
+        dims, smallest = self._record.dims, self._smallest
+        for label, steps in (("smallest", _TIGHT), ("next to smallest", _ONE_STEP)):
+            fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
+            made = self._attempt(label, fixed, steps)
             if made is not None:
                 yield made
-                break
-            extent = max(extent // 2 // dim.divisor * dim.divisor, smallest[dim.name])
+        for dim in dims:
+            extent = _largest(dim)
+            while extent > smallest[dim.name]:
+                made = self._attempt(f"largest {dim.name}", {**smallest, dim.name: extent}, _TIGHT)
+                if made is not None:
+                    yield made
+                    break
+                extent = max(extent // 2 // dim.divisor * dim.divisor, smallest[dim.name])
 
+    def search(self, label: str) -> ArgumentSet:
+        for _ in range(_ATTEMPTS):
+            made = self._attempt(label, {}, self._source.choice((_TIGHT, _RANDOM, _RANDOM)))
+            if made is not None:
+                return made
+        rules = "; ".join(constraint.message for constraint in self._record.constraints) or "none"
+        raise BuildError(
+            f"launch record: no launchable arguments in {_ATTEMPTS} random tries (constraints: {rules}); widen the dims"
+            " or state the rules as divisors"
+        )
 
-def _search(record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int]) -> ArgumentSet:
-    for _ in range(_ATTEMPTS):
-        made = _attempt(record, source, label, fixed, source.choice((_TIGHT, _RANDOM, _RANDOM)))
-        if made is not None:
-            return made
-    rules = "; ".join(constraint.message for constraint in record.constraints) or "none"
-    raise BuildError(
-        f"launch record: no launchable arguments in {_ATTEMPTS} random tries (constraints: {rules}); widen the dims or"
-        " state the rules as divisors"
-    )
+    def directed(self) -> Iterator[ArgumentSet]:
+        """Both sides of every boundary of the record, as far as they can be launched."""
+        dims, smallest = self._record.dims, self._smallest
+        axes = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
+        axes += [Axis(each.name, -_INT32, _INT32 - 1, 1) for each in self._record.scalars if each.dtype == "i32"]
+        axes += [Axis("sm_count", 1, _MOST_MULTIPROCESSORS, 1), Axis("cluster_margin", 0, _INT32 - 1, 1)]
+        axes += [Axis("active_clusters", 1, _MOST_CLUSTERS, 1)]
+        bases = []
+        for steps in _BASES:
+            fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
+            made = self._attempt("base", {**fixed, "sm_count": 132, "cluster_margin": 0}, _TIGHT)
+            if made is not None:
+                bases.append(made.values)
+        for label, fixed in directed(self._record, axes, bases):
+            made = self._attempt(label, fixed, self._source.choice((_TIGHT, _RANDOM)))
+            if made is not None:
+                yield made
 
-
-def _attempt(
-    record: LaunchRecord, source: random.Random, label: str, fixed: dict[str, int], padding: int
-) -> ArgumentSet | None:
-    """A set with the dims in `fixed`, or None when it cannot be launched. padding: between rows."""
-    values = {dim.name: fixed.get(dim.name, _extent(record, dim, source)) for dim in record.dims}
-    for tensor in record.tensors:
-        if not _place(tensor, values, source, padding):
+    def _attempt(self, label: str, fixed: Mapping[str, int], padding: int) -> ArgumentSet | None:
+        """A set with the values in `fixed`, or None when it cannot be launched. padding: between rows."""
+        record, source = self._record, self._source
+        values = {dim.name: fixed.get(dim.name, self._extent(dim)) for dim in record.dims}
+        for tensor in record.tensors:
+            if not _place(tensor, values, source, padding):
+                return None
+        for memory in ("workspace", "scratch"):
+            values[f"{memory}.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
+        values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, _MOST_MULTIPROCESSORS)))
+        values["cluster_margin"] = source.choice((0, 0, source.randrange(values["sm_count"] + 8)))
+        values["active_clusters"] = source.randrange(1, values["sm_count"] + 1)
+        floats: dict[str, float] = {}
+        for scalar in record.scalars:
+            if scalar.dtype == "f32":
+                floats[scalar.name] = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
+            else:
+                values[scalar.name] = source.choice((source.randrange(-_INT32, _INT32), source.randrange(1, 2**16)))
+        values |= {name: value for name, value in fixed.items() if name in values}
+        floats = {name: struct.unpack("<f", struct.pack("<f", value))[0] for name, value in floats.items()}
+        try:
+            values = record.environment(values)
+        except RecordError:
             return None
-    for memory in ("workspace", "scratch"):
-        values[f"{memory}.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
-    values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, 264)))
-    values["cluster_margin"] = source.choice((0, 0, source.randrange(values["sm_count"] + 8)))
-    floats: dict[str, float] = {}
-    for scalar in record.scalars:
-        if scalar.dtype == "f32":
-            floats[scalar.name] = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
-        else:
-            values[scalar.name] = source.randrange(-(2**31), 2**31)
-    floats = {name: struct.unpack("<f", struct.pack("<f", value))[0] for name, value in floats.items()}
-    made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
-    return made if _launchable(record, values) else None
+        made = ArgumentSet(label, values, floats, stream=source.randrange(1, 2**47), edge=bool(fixed))
+        return made if all(_launchable(launch, values) for launch in self._launches) else None
+
+    def _extent(self, dim: Dim) -> int:
+        low, high = self._smallest[dim.name], _largest(dim)
+        step = _log_uniform(self._source, 2**20 // dim.divisor)
+        return low + dim.divisor * min(step, (high - low) // dim.divisor)
 
 
 def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random, padding: int) -> bool:
@@ -125,26 +164,27 @@ def _place(tensor: TensorArgument, values: dict[str, int], source: random.Random
     return True
 
 
-def _launchable(record: LaunchRecord, values: dict[str, int]) -> bool:
-    if any(evaluate(constraint.expr, values) for constraint in record.constraints):
-        return False
-    grid = [evaluate(extent, values) for extent in record.grid]
-    if not all(1 <= extent <= limit for extent, limit in zip(grid, _GRID_LIMITS, strict=True)):
-        return False
-    for parameter in record.parameters:
-        if isinstance(parameter, IntegerParameter):
-            bound = 1 << 8 * INTEGER_BYTES[parameter.dtype] - 1
-            if not -bound <= evaluate(parameter.value, values) < bound:
-                return False
-        elif isinstance(parameter, TensorMapParameter):
-            try:
+def _launchable(record: LaunchRecord, values: Mapping[str, int]) -> bool:
+    """Whether a launcher would launch; values that an expression does not have mean no."""
+    try:
+        if any(evaluate(constraint.expr, values) for constraint in record.constraints):
+            return False
+        grid = [evaluate(extent, values) for extent in record.grid]
+        if not all(1 <= extent <= limit for extent, limit in zip(grid, _GRID_LIMITS, strict=True)):
+            return False
+        for _, parameter in flat(record.parameters):
+            if isinstance(parameter, IntegerParameter):
+                low, high = parameter.range
+                if not low <= evaluate(parameter.value, values) <= high:
+                    return False
+            elif isinstance(parameter, TensorMapParameter) and parameter.encoding == "driver":
                 expected_map(parameter, values).check()
-            except RecordError:
-                return False
+    except RecordError:
+        return False
     return True
 
 
-def expected_map(parameter: TensorMapParameter, values: dict[str, int]) -> TensorMap:
+def expected_map(parameter: TensorMapParameter, values: Mapping[str, int]) -> TensorMap:
     """The tensor map that the record asks for under `values`."""
     return TensorMap(
         address=evaluate_address(parameter.address, values),
@@ -168,11 +208,6 @@ def _smallest(record: LaunchRecord, dim: Dim) -> int:
 
 def _largest(dim: Dim) -> int:
     return dim.maximum // dim.divisor * dim.divisor
-
-
-def _extent(record: LaunchRecord, dim: Dim, source: random.Random) -> int:
-    low, high = _smallest(record, dim), _largest(dim)
-    return low + dim.divisor * min(_log_uniform(source, 2**20 // dim.divisor), (high - low) // dim.divisor)
 
 
 def _log_uniform(source: random.Random, limit: int) -> int:

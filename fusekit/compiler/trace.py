@@ -7,12 +7,13 @@ import ctypes
 import hashlib
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import cubin as cubins
+from fusekit.compiler import hostcode
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.plan import TracePlan
 from fusekit.compiler.prove import prove
@@ -34,55 +35,44 @@ class Compiled:
 
 
 def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
-    """Traces, compiles and proves `plan` for its record's architecture. The DSL leaves files in `scratch`, a
+    """Traces, compiles, reads and proves `plan` for its architecture. The DSL leaves files in `scratch`, a
     folder, which is the current one meanwhile.
 
-    Not thread-safe, as the DSL is not. Raises BuildError when the DSL refuses the kernel or the cubin does not fit the
-    record, ProofError when the record is wrong, ToolchainError when the DSL is missing.
+    resources are those of the last kernel that is launched. Not thread-safe, as the DSL is not. Raises BuildError when
+    the DSL refuses the kernel or no record can say what its host code does, ProofError when the record is wrong,
+    ToolchainError when the DSL is missing.
     """
-    image, symbol, host_object = _trace(plan, scratch)
-    facts = cubins.read(image, symbol)
-    record = complete(plan.record, facts)
-    host = HostFunction(host_object, _PREFIX, image, [parameter.size for parameter in facts.parameters])
-    seed = hashlib.sha256(image).hexdigest()
-    proof = prove(plan, record, host, seed)
-    return Compiled(image, record.to_json(), facts.resources(record.dynamic_shared), proof)
+    traced = trace(plan, scratch)
+    record = hostcode.read(traced.module, plan, traced.cubin)
+    proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
+    last = record.launches[-1]
+    resources = cubins.read(traced.cubin, last.symbol).resources(last.dynamic_shared)
+    return Compiled(traced.cubin, record.to_json(), resources, proof)
 
 
-def complete(record: LaunchRecord, facts: cubins.Cubin) -> LaunchRecord:
-    """`record` with the cubin's symbol and parameter offsets; raises BuildError when the two lists of parameters
-    differ.
-    """
-    asked = [parameter.size for parameter in record.parameters]
-    found = [parameter.size for parameter in facts.parameters]
-    if asked != found:
-        listed = ", ".join(f"{parameter.name} {parameter.size}" for parameter in record.parameters)
-        raise BuildError(
-            f"launch record: parameters of {listed} bytes; the cubin's have {', '.join(map(str, found))}; list"
-            " each kernel"
-            " parameter once, in order, and pass numbers and addresses one by one"
-        )
-    x, y, z = record.block
-    if facts.max_threads and x * y * z > facts.max_threads:
-        raise BuildError(f"launch record: block {x}x{y}x{z}; the cubin allows {facts.max_threads} threads")
-    parameters = tuple(
-        replace(parameter, offset=place.offset)
-        for parameter, place in zip(record.parameters, facts.parameters, strict=True)
-    )
-    completed = replace(record, symbol=facts.symbol, parameters=parameters)
-    completed.check_complete()
-    return completed
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What the DSL made of a plan. module: its host code in MLIR's LLVM dialect; host_object: the same, compiled."""
+
+    cubin: bytes
+    module: Any
+    host_object: bytes
+
+    def host(self, record: LaunchRecord) -> HostFunction:
+        """The host code, to run the launches of `record`."""
+        sizes = {launch.symbol: [parameter.size for parameter in launch.parameters] for launch in record.launches}
+        return HostFunction(self.host_object, _PREFIX, self.cubin, sizes)
 
 
-def _trace(plan: TracePlan, scratch: Path) -> tuple[bytes, str, bytes]:
-    """(cubin, kernel symbol, host object)."""
+def trace(plan: TracePlan, scratch: Path) -> Traced:
+    """Compiles `plan` with the DSL. Raises BuildError and ToolchainError as `compile_plan` does."""
     try:
         from cutlass import cute
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
     try:
         with contextlib.chdir(scratch):
-            compiled = cute.compile(plan.function, *plan.arguments, options=compile_options(plan.record.arch))
+            compiled = cute.compile(plan.function, *plan.arguments, options=compile_options(plan.signature.arch))
     except BuildError:
         raise
     except Exception as error:
@@ -94,10 +84,13 @@ def _trace(plan: TracePlan, scratch: Path) -> tuple[bytes, str, bytes]:
         raise ToolchainError(
             "the CuTe DSL gave no cubin; this fusekit does not know its version; install nvidia-cutlass-dsl 4.8"
         )
-    symbols = list(compiled.kernel_info)
-    if len(symbols) != 1:
-        raise BuildError(f"the host function launches {len(symbols)} kernels; a spec is exactly one; launch one")
-    return bytes(image), symbols[0], _host_object(compiled)
+    module = getattr(compiled, "ir_module", None)
+    if module is None:
+        raise ToolchainError(
+            "the CuTe DSL gave no host code to read; this fusekit does not know its version; install nvidia-cutlass-dsl"
+            " 4.8"
+        )
+    return Traced(bytes(image), module, _host_object(compiled))
 
 
 def _host_object(compiled: Any) -> bytes:

@@ -7,13 +7,14 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, evaluate
-from fusekit.compiler import backward, gemm, permutation, wgrad
+from fusekit.compiler.families import family
 from fusekit.config import Config
 from fusekit.reference import decode, encode, route
 from fusekit.reference import gemm as reference_gemm
@@ -29,21 +30,8 @@ COPY_MS = 0.001
 
 
 def record_of(spec: Any) -> LaunchRecord:
-    """Arguments and dims of the real record; parameters that tell a stand-in all it needs."""
-    if spec.op in ("moe-index", "moe-permute", "moe-unpermute"):
-        tensors = permutation._tensors(spec)
-        rows = spec.op != "moe-index"
-        real = (
-            permutation._rows_record(spec, tensors) if rows else permutation._index_record(spec, tensors, _Function())
-        )
-    elif not isinstance(spec, KernelSpec):
-        from fusekit.compiler import router
-
-        real = router.record(spec, _Function())
-    elif spec.op == "grouped-wgrad":
-        real = wgrad.record(spec)
-    else:
-        real = (backward if spec.activation.backward else gemm).record(spec)
+    """Arguments and dims of the real kernel; parameters that tell a stand-in all it needs."""
+    real = import_module(family(spec)).signature(spec)
     parameters: list[Any] = []
     for tensor in real.tensors:
         parameters.append(PointerParameter(tensor.name, tensor.name, 8 * len(parameters)))
@@ -55,16 +43,6 @@ def record_of(spec: Any) -> LaunchRecord:
         symbol="kernel", arch=real.arch, arguments=real.arguments, dims=real.dims, parameters=tuple(parameters),
         grid=(1, 1, 1), block=(128, 1, 1), skip_if_zero=real.skip_if_zero,
     )  # fmt: skip
-
-
-class _Function:
-    """What a record asks of a traced router kernel."""
-
-    shared_bytes = 0
-    tokens_per_block = 8
-
-    def __getattr__(self, name: str) -> Any:
-        return 8
 
 
 class Rig(FakeDriver):

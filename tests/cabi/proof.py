@@ -21,12 +21,11 @@ from fusekit.abi import (
 )
 from fusekit.abi.tensormap import TensorMap, encode
 from fusekit.cabi import Exported
-from fusekit.compiler.backward import record as backward_record
-from fusekit.compiler.gemm import record as gemm_record
 from fusekit.compiler.samples import ArgumentSet, argument_sets
 from fusekit.errors import ArgumentError
 from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.spec import find, parse_file
+from tests.records import read_record
 from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
 from tests.runtime.samples import CUBIN as FAKE_CUBIN
 from tests.runtime.samples import Torchlike, record
@@ -48,9 +47,9 @@ def samples() -> list[Exported]:
     """Records of every shape there is: GEMMs as they are built, and one with whatever a record may hold."""
     model = [find([f"gpt-oss-20b/{name}"])[0] for name in ("fc1-fwd", "fc2-fwd")]
     specs = [*find(["quickstart"]), *model]
-    exported = [Exported(spec.full_name, complete(gemm_record(spec)), CUBIN, spec.defaults()) for spec in specs]
+    exported = [Exported(spec.full_name, complete(read_record(spec)), CUBIN, spec.defaults()) for spec in specs]
     sums = next(spec for spec in parse_file(BACKWARD) if spec.dprob and spec.dbias)  # with scratch
-    exported.append(Exported(sums.full_name, complete(backward_record(sums)), CUBIN, sums.defaults()))
+    exported.append(Exported(sums.full_name, complete(read_record(sums)), CUBIN, sums.defaults()))
     base = record()
     everything = record(
         arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fusekit.cabi import Exported, generate, generate_loader
-from fusekit.compiler.gemm import record
 from fusekit.spec import find
+from tests.records import read_record
 
 from .launcher import CUBIN, complete
 
@@ -28,7 +28,7 @@ def test_it_compiles(example, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     spec = find(["gpt-oss-20b/fc1-fwd"])[0]
-    kernels = [Exported(spec.full_name, complete(record(spec)), CUBIN)]
+    kernels = [Exported(spec.full_name, complete(read_record(spec)), CUBIN)]
     texts = generate_loader("moe") if example == "bundle.c" else generate(kernels, "moe")
     for name, text in texts.items():
         (tmp_path / name).write_text(text)

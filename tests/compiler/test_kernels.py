@@ -10,13 +10,15 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
-from fusekit.abi import LaunchRecord
+from fusekit.abi import LaunchRecord, TensorMapParameter, evaluate
 from fusekit.compiler import sass, trace
 from fusekit.compiler.build import execute, plan_build
 from fusekit.compiler.families import plan
 from fusekit.compiler.prove import prove
+from fusekit.compiler.samples import expected_map
 from fusekit.errors import ProofError, ToolchainError
 from fusekit.spec import find, parse_file
+from fusekit.spec.budget import SM90A
 from fusekit.store import Store
 
 MATRIX = {
@@ -123,6 +125,41 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
     assert entry.proof["parameters"] == [parameter.name for parameter in record.parameters]
 
 
+def variables(record):
+    """What the record's expressions read when compact tensors of some problem are passed."""
+    env = {"M": 1000, "E": 5, "K": 136, "N": 384, "I": 192, "sm_count": 132, "cluster_margin": 0}
+    env |= {"workspace.address": 1 << 39, "scratch.address": 1 << 38}
+    for number, tensor in enumerate(record.tensors, start=1):
+        step = 1
+        env[f"{tensor.name}.address"] = number << 40
+        for index in reversed(range(tensor.rank)):
+            env[f"{tensor.name}.stride{index}"] = step
+            step *= evaluate(tensor.shape[index], env)
+    return env
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=by_name)
+def test_what_was_read_is_what_the_budget_plans(built, spec):
+    """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
+    entry, _ = loaded(built, spec)
+    record, budget = LaunchRecord.from_json(dict(entry.launch)), spec.budget
+    assert record.schema == 1
+    assert not record.constraints
+    assert record.block == (budget.threads, 1, 1)
+    assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
+    tiles = budget.stages * budget.stage_bytes + budget.epilogue_bytes
+    assert tiles < record.dynamic_shared <= budget.shared_bytes <= SM90A.shared_bytes
+    env = variables(record)
+    for each in record.parameters:
+        if isinstance(each, TensorMapParameter):
+            expected_map(each, env).check()
+    size, blocks = record.cluster[0], evaluate(record.grid[0], env)
+    assert blocks % size == 0
+    assert size <= blocks <= 132
+    assert evaluate(record.grid[0], env | {"cluster_margin": 10}) == min(blocks, (132 // size - 10) * size)
+    assert evaluate(record.grid[0], env | {"cluster_margin": 10**6}) == size
+
+
 @pytest.fixture(scope="module")
 def proven(tmp_path_factory):
     """What `prove` is called with for FC1: (plan, record, host function, seed)."""
@@ -147,7 +184,7 @@ PLANTED = {
     "stride": ("map_y", r"strides\[0\] is", lambda r: changed(
         r, "map_y", strides=(["mul", 4, "y.stride0"], *r.parameters[2].strides[1:]))),
     "l2-promotion": ("map_x", "l2_promotion is 256B", lambda r: changed(r, "map_x", l2_promotion="256B")),
-    "scalar": ("columns", "value is", lambda r: changed(r, "columns", value="I")),
+    "scalar": ("integer", "value is", lambda r: changed(r, "integer", value="I")),
     "float": ("act_limit_value", "value is", lambda r: changed(r, "act_limit_value", argument="act_alpha")),
     "pointer": ("bias_pointer", "address is", lambda r: changed(r, "bias_pointer", argument="offsets")),
     "grid": ("grid", "x is", lambda r: dataclasses.replace(r, grid=(["mul", 2, ["floordiv", "sm_count", 2]], 1, 1))),

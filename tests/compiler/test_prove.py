@@ -4,12 +4,31 @@ import dataclasses
 
 import pytest
 
-from fusekit.abi import Dim, FloatParameter, IntegerParameter, LaunchRecord, ScalarArgument
-from fusekit.compiler.plan import HostInteger, HostScalar, HostTensor
-from fusekit.compiler.trace import compile_plan
+from fusekit.abi import Dim, LaunchRecord, ScalarArgument
+from fusekit.compiler.plan import HostInteger, HostTensor
 from fusekit.errors import BuildError, ProofError
 
 replace = dataclasses.replace
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """(plan, record, host function, compile) of tilecopy; `compile` is `compile_plan`."""
+    tilecopy = pytest.importorskip("tilecopy", reason="the CuTe DSL (extra `build`) is not installed")
+    from fusekit.compiler import hostcode
+    from fusekit.compiler.trace import trace
+
+    plan = tilecopy.plan()
+    made = trace(plan, tmp_path_factory.mktemp("scratch"))
+    record = hostcode.read(made.module, plan, made.cubin)
+    return plan, record, made.host(record)
+
+
+def prove(traced, change=lambda record: record, plan=None):
+    from fusekit.compiler.prove import prove
+
+    own, record, host = traced
+    return prove(plan or own, change(record), host, "seed")
 
 
 def with_parameter(record, name, **changes):
@@ -18,16 +37,18 @@ def with_parameter(record, name, **changes):
     return replace(record, parameters=tuple(parameters))
 
 
-def with_argument(record, name, **changes):
-    arguments = [replace(each, **changes) if each.name == name else each for each in record.arguments]
-    return replace(record, arguments=tuple(arguments))
+def with_argument(plan, name, **changes):
+    arguments = [replace(each, **changes) if each.name == name else each for each in plan.signature.arguments]
+    return replace(plan, signature=replace(plan.signature, arguments=tuple(arguments)))
 
 
 def test_a_true_record_is_proven(compiled):
     proof = compiled.proof
     assert proof["launches"] >= 8
-    assert proof["edges"] == ["smallest", "next to smallest", "largest M", "largest N"]
-    assert proof["parameters"] == ["x_map", "y_map", "table_pointer", "scale_value", "rows", "total"]
+    assert proof["edges"][:4] == ["smallest", "next to smallest", "largest M", "largest N"]
+    assert "multiples of 64 in M: M = 64" in proof["edges"]
+    assert "the sign of ceildiv(M, 64) - sm_count: M = 8449" in proof["edges"]  # one tile more than multiprocessors
+    assert proof["parameters"] == ["map_x", "map_y", "table_pointer", "scale_value", "M", "integer"]
     assert len(proof["digest"]) == 64
 
 
@@ -39,51 +60,47 @@ def test_the_complete_record_reads_back(compiled):
 
 
 MAP_ERRORS = [
-    ({"box": (32, 64)}, "x_map", r"box\[0\] is 32 in the launch record and 64 in the DSL"),
-    ({"box": (64, 32)}, "x_map", r"box\[1\] is 32 in the launch record and 64"),
-    ({"swizzle": "64B", "box": (32, 64)}, "x_map", r"box\[0\] is 32"),
-    ({"l2_promotion": "256B"}, "x_map", "l2_promotion is 256B in the launch record and 128B"),
-    ({"dtype": "fp16"}, "x_map", "dtype is fp16 in the launch record and bf16"),
-    ({"dims": ("M", "N")}, "x_map", r"dims\[0\] is \d+ in the launch record and \d+"),
-    ({"strides": (["mul", 4, "x.stride0"],)}, "x_map", r"strides\[0\] is"),
-    ({"strides": (["mul", 2, "N"],)}, "x_map", r"strides\[0\] is"),
-    ({"element_strides": (1, 2)}, "x_map", r"element_strides\[1\] is 2 in the launch record and 1"),
-    ({"oob_fill": "nan_zero"}, "x_map", "oob_fill is nan_zero in the launch record and none"),
-    ({"address": ["add", "x.address", 64]}, "x_map", "address is"),
-    ({"argument": "y", "address": "y.address"}, "x_map", "address is"),
+    ({"box": (32, 64)}, "map_x", r"box\[0\] is 32 in the launch record and 64 in the DSL"),
+    ({"box": (64, 32)}, "map_x", r"box\[1\] is 32 in the launch record and 64"),
+    ({"swizzle": "64B", "box": (32, 64)}, "map_x", r"box\[0\] is 32"),
+    ({"l2_promotion": "256B"}, "map_x", "l2_promotion is 256B in the launch record and 128B"),
+    ({"dtype": "fp16"}, "map_x", "dtype is fp16 in the launch record and bf16"),
+    ({"dims": ("M", "N")}, "map_x", r"dims\[0\] is \d+ in the launch record and \d+"),
+    ({"strides": (["mul", 4, "x.stride0"],)}, "map_x", r"strides\[0\] is"),
+    ({"strides": (["mul", 2, "N"],)}, "map_x", r"strides\[0\] is"),
+    ({"element_strides": (1, 2)}, "map_x", r"element_strides\[1\] is 2 in the launch record and 1"),
+    ({"oob_fill": "nan_zero"}, "map_x", "oob_fill is nan_zero in the launch record and none"),
+    ({"address": ["add", "x.address", 64]}, "map_x", "address is"),
+    ({"argument": "y", "address": "y.address"}, "map_x", "address is"),
     (
         {"dims": ("N", "M", 1), "strides": (["mul", 2, "x.stride0"], 16), "box": (64, 64, 1), "element_strides": ()},
-        "x_map",
+        "map_x",
         "rank is 3 in the launch record and 2",
     ),
 ]
 
 
 @pytest.mark.parametrize(("change", "parameter", "message"), MAP_ERRORS)
-def test_a_wrong_tensor_map_is_caught(tilecopy, tmp_path, change, parameter, message):
-    plan = tilecopy.plan()
-    plan = replace(plan, record=with_parameter(plan.record, parameter, **change))
+def test_a_wrong_tensor_map_is_caught(traced, change, parameter, message):
     with pytest.raises(ProofError, match=rf"^{parameter}: {message}") as caught:
-        compile_plan(plan, tmp_path)
+        prove(traced, lambda record: with_parameter(record, parameter, **change))
     assert caught.value.parameter == parameter
     assert "Argument set " in str(caught.value)
     assert "M=" in str(caught.value)
 
 
-def test_a_wrong_swizzle_is_caught(tilecopy, tmp_path):
+def test_a_wrong_swizzle_is_caught(traced):
     # A swizzle other than 128B cannot stand beside a 128-byte box, so none is what a record could wrongly say.
-    plan = tilecopy.plan()
-    plan = replace(plan, record=with_parameter(plan.record, "y_map", swizzle="none"))
-    with pytest.raises(ProofError, match=r"^y_map: swizzle is none in the launch record and 128B in the DSL"):
-        compile_plan(plan, tmp_path)
+    with pytest.raises(ProofError, match=r"^map_y: swizzle is none in the launch record and 128B in the DSL"):
+        prove(traced, lambda record: with_parameter(record, "map_y", swizzle="none"))
 
 
 @pytest.mark.parametrize(
     ("change", "subject", "message"),
     [
-        (lambda r: with_parameter(r, "rows", value="N"), "rows", "value is"),
-        (lambda r: with_parameter(r, "rows", value=["add", "M", 1]), "rows", "value is"),
-        (lambda r: with_parameter(r, "total", value=["mul", "M", "M"]), "total", "value is"),
+        (lambda r: with_parameter(r, "M", value="N"), "M", "value is"),
+        (lambda r: with_parameter(r, "M", value=["add", "M", 1]), "M", "value is"),
+        (lambda r: with_parameter(r, "integer", value=["mul", "M", "M"]), "integer", "value is"),
         (lambda r: with_parameter(r, "table_pointer", argument="x"), "table_pointer", "address is"),
         (lambda r: replace(r, grid=(["ceildiv", "M", 64], r.grid[1], 1)), "grid", "x is"),
         (lambda r: replace(r, grid=(r.grid[0], ["ceildiv", "N", 32], 1)), "grid", "y is"),
@@ -101,83 +118,65 @@ def test_a_wrong_swizzle_is_caught(tilecopy, tmp_path):
         (lambda r: replace(r, attributes={"preferred_shared_memory_carveout": 50}), "attributes", "preferred"),
     ],
 )
-def test_a_wrong_scalar_or_launch_is_caught(tilecopy, tmp_path, change, subject, message):
-    plan = tilecopy.plan()
-    plan = replace(plan, record=change(plan.record))
+def test_a_wrong_scalar_or_launch_is_caught(traced, change, subject, message):
     with pytest.raises(ProofError, match=rf"^{subject}.*{message}") as caught:
-        compile_plan(plan, tmp_path)
+        prove(traced, change)
     assert caught.value.parameter == subject
 
 
-def test_a_wrong_float_is_caught(tilecopy, tmp_path):
-    plan = tilecopy.plan()
-    record = replace(plan.record, arguments=(*plan.record.arguments, ScalarArgument("other", "f32")))
-    plan = replace(plan, record=with_parameter(record, "scale_value", argument="other"))
+def test_a_wrong_float_is_caught(traced):
+    def change(record):
+        record = replace(record, arguments=(*record.arguments, ScalarArgument("other", "f32")))
+        return with_parameter(record, "scale_value", argument="other")
+
     with pytest.raises(ProofError, match=r"^scale_value: value is") as caught:
-        compile_plan(plan, tmp_path)
+        prove(traced, change)
     assert caught.value.parameter == "scale_value"
 
 
-def test_two_integers_that_changed_places_are_caught(tilecopy, tmp_path):
-    plan = tilecopy.plan()
-    hosts = list(plan.host_arguments)
+def test_a_launch_that_is_missing_is_caught(traced):
+    from fusekit.compiler.prove import compare
+    from fusekit.compiler.samples import argument_sets
+
+    _, record, _ = traced
+    with pytest.raises(ProofError, match=r"^launches is 1 in the launch record and 0"):
+        compare(record.launches, [], argument_sets(record, "seed", 1)[0])
+
+
+def test_two_integers_that_changed_places_are_caught(traced):
+    hosts = list(traced[0].host_arguments)
     hosts[4] = HostInteger("N")
-    with pytest.raises(ProofError, match=r"^rows: value is"):
-        compile_plan(replace(plan, host_arguments=tuple(hosts)), tmp_path)
+    with pytest.raises(ProofError, match=r"^M: value is"):
+        prove(traced, plan=replace(traced[0], host_arguments=tuple(hosts)))
 
 
-def test_a_record_that_allows_more_rows_than_were_compiled_is_caught(tilecopy, tmp_path):
-    plan = tilecopy.plan()
-    plan = replace(plan, arguments=(tilecopy.matrix(stride_divisor=16), *plan.arguments[1:]))
+def test_a_record_that_allows_more_rows_than_were_compiled_is_caught(tilecopy, traced):
+    plan = replace(traced[0], arguments=(tilecopy.matrix(stride_divisor=16), *traced[0].arguments[1:]))
     with pytest.raises(ProofError, match=r"^x: stride of mode 0 is compiled as a multiple of 16, .* x.stride0 = \d+"):
-        compile_plan(plan, tmp_path)
+        prove(traced, plan=plan)
 
 
-def test_a_record_that_allows_more_columns_than_were_compiled_is_caught(tilecopy, tmp_path):
-    plan = tilecopy.plan()
-    record = replace(plan.record, dims=(Dim("M"), Dim("N", divisor=4)))
+def test_a_record_that_allows_more_columns_than_were_compiled_is_caught(traced):
     with pytest.raises(ProofError, match=r"^x: extent of mode 1 is compiled as a multiple of 8, .* N = 4"):
-        compile_plan(replace(plan, record=record), tmp_path)
+        prove(traced, lambda record: replace(record, dims=(Dim("M"), Dim("N", divisor=4))))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: replace(p, record=with_argument(p.record, "x", alignment=8)), "16-byte alignment"),
-        (lambda p: replace(p, record=with_argument(p.record, "table", dtype="bf16")), "table is traced as Float32"),
+        (lambda p: with_argument(p, "x", alignment=8), "16-byte alignment"),
+        (lambda p: with_argument(p, "table", dtype="bf16"), "table is traced as Float32"),
         (lambda p: replace(p, host_arguments=p.host_arguments[1:]), "correspond one for one"),
         (
             lambda p: replace(p, host_arguments=(HostTensor("z"), *p.host_arguments[1:])),
-            "a host tensor names 'z'; the record's tensors are x, y, table",
+            "a host tensor names 'z'; the signature's tensors are x, y, table",
         ),
         (
             lambda p: replace(p, host_arguments=(HostTensor("x", shape=("M",)), *p.host_arguments[1:])),
             "x is traced with 2 modes, its layout here has 1",
         ),
-        (
-            lambda p: replace(p, record=replace(p.record, parameters=p.record.parameters[:-1])),
-            "parameters of x_map 128, .* bytes; the cubin's have 128, 128, 8, 4, 4, 8",
-        ),
-        (lambda p: replace(p, record=replace(p.record, block=(256, 1, 1))), "the cubin allows 128 threads"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(tilecopy, tmp_path, change, message):
+def test_a_plan_that_does_not_fit_is_refused(traced, change, message):
     with pytest.raises(BuildError, match=message):
-        compile_plan(change(tilecopy.plan()), tmp_path)
-
-
-def test_the_swapped_order_of_parameters_is_refused(tilecopy, tmp_path):
-    plan = tilecopy.plan()
-    order = [*plan.record.parameters]
-    order[3], order[4] = order[4], order[3]
-    assert isinstance(order[3], IntegerParameter)
-    assert isinstance(order[4], FloatParameter)
-    with pytest.raises(ProofError, match=r"^rows: value is"):
-        compile_plan(replace(plan, record=replace(plan.record, parameters=tuple(order))), tmp_path)
-
-
-def test_scalars_are_compared_as_bits(tilecopy, tmp_path):
-    # HostScalar packs what the record's scalar holds; -0.0 and denormals are among the values tried.
-    plan = tilecopy.plan()
-    assert isinstance(plan.host_arguments[3], HostScalar)
-    assert compile_plan(plan, tmp_path).proof["launches"] >= 8
+        prove(traced, plan=change(traced[0]))

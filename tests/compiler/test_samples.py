@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Constraint, Dim, LaunchRecord, PointerParameter, TensorArgument, TensorMapParameter
+from fusekit.abi import Constraint, Dim, LaunchRecord, LaunchStep, PointerParameter, TensorArgument, TensorMapParameter
 from fusekit.compiler.samples import argument_sets, expected_map
 from fusekit.errors import BuildError
 
@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_sets():
 def test_edges_and_rules():
     made = record()
     sets = argument_sets(made, "a", 64)
-    assert len(sets) == 64
+    assert len([each for each in sets if ":" not in each.label]) == 64
     by_label = {each.label: each.values for each in sets}
     assert (by_label["smallest"]["M"], by_label["smallest"]["K"], by_label["smallest"]["E"]) == (1, 8, 1)
     assert (by_label["next to smallest"]["M"], by_label["next to smallest"]["K"]) == (2, 16)
@@ -57,6 +57,22 @@ def test_edges_and_rules():
     assert any(each.values["x.stride0"] > each.values["K"] for each in sets)
     assert any(each.values["cluster_margin"] for each in sets)
     assert len({each.values["sm_count"] for each in sets}) > 3
+
+
+def test_boundaries_have_sets_on_both_sides():
+    tiles = ["max", 1, ["min", ["floordiv", "sm_count", 2], ["ceildiv", "M", 64]]]
+    sets = argument_sets(record(grid=(tiles, ["if", ["lt", "E", 7], 1, 2], 1)), "a", 8)
+    rows, experts = {each.values["M"] for each in sets}, {each.values["E"] for each in sets}
+    assert {63, 64, 65} <= rows  # a tile
+    assert {66 * 64, 66 * 64 + 1} <= rows  # as many tiles as half of 132 multiprocessors, and one more
+    assert {6, 7} <= experts
+    assert {each.values["sm_count"] for each in sets} >= {1, 2, 3}  # a multiple of 2, and where the maximum takes over
+
+
+def test_boundaries_are_those_of_named_values_and_of_every_launch():
+    step = LaunchStep((), (["ceildiv", "wide", 5], 1, 1), (32, 1, 1))
+    sets = argument_sets(record(values={"wide": ["mul", 3, "E"]}, then=(step,)), "a", 8)
+    assert {each.values["E"] for each in sets if each.label.startswith("multiples of 5")} >= {4, 5, 6, 29, 30, 31}
 
 
 def test_a_dim_that_may_be_zero_is_tried_at_zero():

@@ -9,17 +9,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from fusekit.abi import (
-    Dim,
-    FloatParameter,
-    IntegerParameter,
-    LaunchRecord,
-    PointerParameter,
-    ScalarArgument,
-    TensorArgument,
-    TensorMapParameter,
-)
-from fusekit.compiler.plan import HostInteger, HostScalar, HostStream, HostTensor, TracePlan
+from fusekit.abi import Dim, ScalarArgument, TensorArgument
+from fusekit.compiler.plan import HostInteger, HostScalar, HostStream, HostTensor, Signature, TracePlan
 
 TILE = 64
 THREADS = 128
@@ -74,23 +65,11 @@ class TileCopy:
             out[0] = scale * rows.to(cutlass.Float32) + total.to(cutlass.Float32)
 
 
-def record() -> LaunchRecord:
+def signature() -> Signature:
     def matrix(name: str, role: str) -> TensorArgument:
         return TensorArgument(name, role, "bf16", ("M", "N"), (f"{name}.stride0", 1), stride_divisor=8)
 
-    def tensor_map(name: str) -> TensorMapParameter:
-        return TensorMapParameter(
-            f"{name}_map",
-            name,
-            dtype="bf16",
-            dims=("N", "M"),
-            strides=(["mul", 2, f"{name}.stride0"],),
-            box=(TILE, TILE),
-            swizzle="128B",
-            l2_promotion="128B",
-        )
-
-    return LaunchRecord(
+    return Signature(
         arch="sm_90a",
         arguments=(
             matrix("x", "input"),
@@ -99,17 +78,6 @@ def record() -> LaunchRecord:
             ScalarArgument("scale", "f32"),
         ),
         dims=(Dim("M"), Dim("N", divisor=8)),
-        parameters=(
-            tensor_map("x"),
-            tensor_map("y"),
-            PointerParameter("table_pointer", "table"),
-            FloatParameter("scale_value", "scale"),
-            IntegerParameter("rows", "i32", "M"),
-            IntegerParameter("total", "i64", ["mul", "M", "N"]),
-        ),
-        grid=(["min", ["ceildiv", "M", TILE], "sm_count"], ["ceildiv", "N", TILE], 1),
-        block=(THREADS, 1, 1),
-        dynamic_shared=2048,
         skip_if_zero=("M", "N"),
     )
 
@@ -142,5 +110,5 @@ def plan(spec: object = None) -> TracePlan:
             HostInteger("sm_count"),
             HostStream(),
         ),
-        record=record(),
+        signature=signature(),
     )

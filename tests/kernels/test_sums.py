@@ -119,9 +119,9 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
         tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(dbias).lower()
     )
     (spec,) = parse_text(text, "t", "t.toml")
-    record = backward.record(spec)
+    signature = backward.signature(spec)
     rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
-    words = evaluate(record.scratch, {"M": rows, "E": groups, "I": n}) // 4
+    words = evaluate(signature.scratch, {"M": rows, "E": groups, "I": n}) // 4
     tiles_n = -(-n // 128)
     piece = 128  # both main loops: a warpgroup's rows
     row_counters = rows // piece + groups + 1 if dprob else 0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusekit.abi import LaunchRecord, TensorArgument
+from fusekit.abi import IntegerParameter, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench.trials import open_trial
-from fusekit.compiler.check import record as check_record
+from fusekit.compiler.check import signature
 from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
 from fusekit.reference.offsets import first_wrong
 from fusekit.runtime import DeviceArray, Kernel, Launch, Library
@@ -27,7 +27,13 @@ GOOD, FALLS, BEYOND, NEGATIVE = [10, 20, 20, 96], [10, 30, 20, 96], [10, 20, 90,
 
 
 def check() -> LaunchRecord:
-    return replace(complete(check_record("sm_90a")), symbol="check")
+    made = signature("sm_90a")
+    parameters = (
+        PointerParameter("offsets_pointer", "offsets"), PointerParameter("report_pointer", "report"),
+        IntegerParameter("groups", "i32", "E"), IntegerParameter("rows", "i32", "rows"),
+    )  # fmt: skip
+    record = LaunchRecord(made.arch, made.arguments, made.dims, parameters, (1, 1, 1), (32, 1, 1))
+    return replace(complete(record), symbol="check")
 
 
 def act(fake: FakeDriver) -> Any:

@@ -1,0 +1,298 @@
+"""From what host code computes in machine words to integer terms, and the guards under which both are the same.
+
+A node of w bits becomes a term that equals it modulo 2**w: sums and products need nothing more. Where an operation
+looks at the whole value (a division, a comparison, a wider type), the term must lie in the word's range. Where bounds
+do not show that, a wrapped value is written as a remainder if it is meant (a difference that may be negative, an
+address), and else becomes a guard: the record refuses arguments with which the host code itself would overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.abi.floats import FloatExpr
+from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, Bits, Graph
+from fusekit.compiler.hostcode.terms import Algebra, Term
+from fusekit.errors import BuildError
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """`term` must lie in [low, high] wherever `condition` is 1, or the launch is refused."""
+
+    term: Term
+    low: int
+    high: int
+    condition: Term
+
+
+class Lowering:
+    """Lowers nodes of `graph`.
+
+    arguments, floats: what each argument of the graph is, by its name there: a term, or an f32 scalar of the record.
+    guards: of everything lowered so far, each once.
+    """
+
+    def __init__(
+        self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term], floats: Mapping[str, str]
+    ) -> None:
+        self.graph, self.algebra = graph, algebra
+        self.guards: dict[Guard, None] = {}
+        self._arguments, self._floats = arguments, floats
+        self._known: dict[Any, Term] = {}
+        self._path: tuple[Term, ...] = ()
+
+    def lower(self, bits: Bits) -> Term:
+        """A term that equals `bits` modulo 2**width."""
+        key = (bits, self._path)
+        found = self._known.get((bits, ())) or self._known.get(key)
+        if found is None:
+            before = len(self.guards)
+            found = self._lower(bits)
+            # A term that needed a guard needs it again outside of the condition that it was made under.
+            self._known[key if len(self.guards) > before else (bits, ())] = found
+        return found
+
+    def unsigned(self, bits: Bits) -> Term:
+        """The value of `bits` without a sign."""
+        term, bound = self.lower(bits), 1 << bits.width
+        if term.low >= 0 and term.high < bound:
+            return term
+        meant = -bound // 2 <= term.low and term.high < bound // 2
+        if meant or self._wraps(term):
+            return self.algebra.mod(term, self.algebra.const(bound))
+        return self._guarded(term, 0, bound - 1)
+
+    def signed(self, bits: Bits) -> Term:
+        """The value of `bits` in two's complement."""
+        term, bound = self.lower(bits), 1 << bits.width - 1
+        if -bound <= term.low and term.high < bound:
+            return term
+        return self._guarded(term, -bound, bound - 1)
+
+    def float(self, bits: Bits) -> FloatExpr:
+        """A float32 expression over the scalars."""
+        if bits.op == "argument" and bits.args[0] in self._floats:
+            return self._floats[bits.args[0]]
+        if bits.op == "float":
+            value = float("nan") if bits.args[0] == "nan" else float.fromhex(bits.args[0])
+            return value if value - value == 0 else str(value)
+        if bits.op in FLOAT_OPERATIONS:
+            return (FLOAT_OPERATIONS[bits.op], *(self.float(item) for item in bits.args))
+        raise BuildError(f"host code: {_words(bits)}; a launch record computes float32 sums, products and quotients")
+
+    def _wraps(self, term: Term) -> bool:
+        """Whether it reads an address: those wrap."""
+        if term.op == "variable":
+            return bool(term.args[0].endswith(".address"))
+        return any(self._wraps(part) for part in _operands(term))
+
+    def _guarded(self, term: Term, low: int, high: int) -> Term:
+        if term.high < low or term.low > high:
+            raise BuildError(f"host code: a value always overflows: it is {term.low} to {term.high}")
+        condition = self.algebra.const(1)
+        for each in self._path:
+            condition = self.algebra.both(condition, each)
+        self.guards[Guard(term, low, high, condition)] = None
+        return term
+
+    def _lower(self, bits: Bits) -> Term:
+        algebra, op, args = self.algebra, bits.op, bits.args
+        if op == "const":
+            return algebra.const(bits.number if bits.width == 1 else bits.signed)
+        if op == "argument":
+            return self._argument(bits)
+        method = getattr(self, f"_{op}", None) or (self._compare if op.startswith("icmp_") else None)
+        if method is None:
+            raise BuildError(f"host code: {_words(bits)}; no launch can be made of it")
+        made: Term = method(bits, *args)
+        return made
+
+    def _argument(self, bits: Bits) -> Term:
+        if bits.args[0] not in self._arguments:
+            raise BuildError(f"host code: a number is made of {bits.args[0]}, of which a launch record makes none")
+        term = self._arguments[bits.args[0]]
+        bound = 1 << bits.width - 1
+        if bits.width < 64 and not (-bound <= term.low and term.high < bound):
+            return self._guarded(term, -bound, bound - 1)
+        return term
+
+    def _add(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.add(self.lower(a), self.lower(b))
+
+    def _sub(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.sub(self.lower(a), self.lower(b))
+
+    def _mul(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.mul(self.lower(a), self.lower(b))
+
+    def _shl(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.mul(self.lower(a), self._power(b, bits.width))
+
+    def _power(self, exponent: Bits, width: int) -> Term:
+        term = self.unsigned(exponent)
+        if term.high >= width:
+            term = self._guarded(term, 0, width - 1)
+        return self.algebra.exp2(term)
+
+    def _positive(self, term: Term) -> Term:
+        """A divisor: at least 1."""
+        return term if term.low >= 1 else self._guarded(term, 1, term.high)
+
+    def _udiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.unsigned(a), self._positive(self.unsigned(b)))
+
+    def _urem(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.mod(self.unsigned(a), self._positive(self.unsigned(b)))
+
+    def _sdiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        """Rounded towards zero."""
+        algebra, x, d = self.algebra, self.signed(a), self._positive(self.signed(b))
+        if x.low >= 0:
+            return algebra.floordiv(x, d)
+        below = algebra.scale(algebra.floordiv(algebra.scale(x, -1), d), -1)
+        return algebra.choose(algebra.less(x, algebra.const(0)), below, algebra.floordiv(x, d))
+
+    def _srem(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        """What `sdiv` leaves: it has the sign of the dividend."""
+        algebra, x, d = self.algebra, self.signed(a), self._positive(self.signed(b))
+        if x.low >= 0:
+            return algebra.mod(x, d)
+        below = algebra.scale(algebra.mod(algebra.scale(x, -1), d), -1)
+        return algebra.choose(algebra.less(x, algebra.const(0)), below, algebra.mod(x, d))
+
+    def _lshr(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.unsigned(a), self._power(b, bits.width))
+
+    def _ashr(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.signed(a), self._power(b, bits.width))
+
+    def _and(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        if bits.width == 1:
+            return self.algebra.both(self.condition(a), self.condition(b))
+        if a.is_const:
+            a, b = b, a
+        if not b.is_const:
+            raise BuildError(f"host code: {_words(bits)}; an `and` is known with a constant only")
+        term, total = self.lower(a), self.algebra.const(0)
+        for low, high in _runs(b.number):  # of the mask's ones
+            upper = self.algebra.mod(term, self.algebra.const(1 << high))
+            lower = self.algebra.mod(term, self.algebra.const(1 << low))
+            total = self.algebra.add(total, self.algebra.sub(upper, lower))
+        return total
+
+    def _or(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        if bits.width == 1:
+            return self.algebra.either(self.condition(a), self.condition(b))
+        x, y = self.lower(a), self.lower(b)
+        for above, below in ((x, y), (y, x)):
+            zeros = above.divisor & -above.divisor if above.divisor else 1 << bits.width
+            if below.low >= 0 and below.high < zeros:  # they share no bits
+                return self.algebra.add(above, below)
+        raise BuildError(f"host code: {_words(bits)}; an `or` is known of values that share no bits only")
+
+    def _xor(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        if bits.width == 1:
+            x, y = self.condition(a), self.condition(b)
+            return self.algebra.choose(x, self.algebra.negation(y), y)
+        for mask, other in ((a, b), (b, a)):
+            if mask.is_const and mask.signed == -1:
+                return self.algebra.sub(self.algebra.const(-1), self.lower(other))
+        raise BuildError(f"host code: {_words(bits)}; an `xor` is known of conditions only")
+
+    def condition(self, bits: Bits) -> Term:
+        """A value of one bit as a term that is 0 or 1."""
+        term = self.lower(bits)
+        return term if term.is_boolean else self.algebra.mod(term, self.algebra.const(2))
+
+    def _compare(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        algebra, predicate = self.algebra, bits.op[5:]
+        if predicate in ("eq", "ne"):
+            half = 1 << a.width - 1
+            narrow = all(-half <= term.low and term.high < half for term in (self.lower(a), self.lower(b)))
+            read = self.signed if narrow and a.width > 1 else self.condition if a.width == 1 else self.unsigned
+            same = algebra.equal(read(a), read(b))
+            return same if predicate == "eq" else algebra.negation(same)
+        read = self.signed if predicate[0] == "s" else self.unsigned
+        x, y = read(a), read(b)
+        if predicate[1:] in ("gt", "ge"):
+            x, y = y, x
+        return algebra.less(x, y) if predicate[2] == "t" else algebra.at_most(x, y)
+
+    def _select(self, bits: Bits, condition: Bits, a: Bits, b: Bits) -> Term:
+        algebra, known = self.algebra, self.condition(condition)
+        if known.is_const:
+            return self.lower(a if known.value else b)
+        path = self._path
+        self._path = (*path, known)
+        first = self.lower(a)
+        self._path = (*path, algebra.negation(known))
+        second = self.lower(b)
+        self._path = path
+        return algebra.choose(known, first, second)
+
+    def _zext(self, bits: Bits, a: Bits) -> Term:
+        return self.unsigned(a)
+
+    def _sext(self, bits: Bits, a: Bits) -> Term:
+        return self.algebra.scale(self.condition(a), -1) if a.width == 1 else self.signed(a)
+
+    def _trunc(self, bits: Bits, a: Bits) -> Term:
+        term = self.lower(a)
+        return self.algebra.mod(term, self.algebra.const(2)) if bits.width == 1 else term
+
+    def _smin(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.minimum(self.signed(a), self.signed(b))
+
+    def _smax(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.maximum(self.signed(a), self.signed(b))
+
+    def _umin(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.minimum(self.unsigned(a), self.unsigned(b))
+
+    def _umax(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.maximum(self.unsigned(a), self.unsigned(b))
+
+    def _abs(self, bits: Bits, a: Bits) -> Term:
+        term = self.signed(a)
+        return self.algebra.maximum(term, self.algebra.scale(term, -1))
+
+    def _ctlz(self, bits: Bits, a: Bits) -> Term:
+        return self.algebra.sub(self.algebra.const(a.width), self.algebra.bit_length(self.unsigned(a)))
+
+    def _doublings(self, bits: Bits, limit: Bits, exponent: int, most: int, predicate: str) -> Term:
+        """How often 2**exponent is doubled until it is at least `limit`."""
+        algebra = self.algebra
+        term = self.signed(limit) if predicate == "slt" else self.unsigned(limit)
+        if term.high > 1 << most:
+            term = self._guarded(term, min(term.low, 0), 1 << most)
+        length = algebra.bit_length(algebra.maximum(algebra.plus(term, -1), algebra.const(0)))
+        return algebra.maximum(algebra.plus(length, -exponent), algebra.const(0))
+
+
+def _operands(term: Term) -> tuple[Term, ...]:
+    if term.op == "sum":
+        return tuple(part for part, _ in term.args[1])
+    return tuple(item for item in term.args if isinstance(item, Term))
+
+
+def _runs(mask: int) -> list[tuple[int, int]]:
+    """[low, high) of each run of ones."""
+    runs, at = [], 0
+    while mask >> at:
+        low = at + ((mask >> at & -(mask >> at)).bit_length() - 1)
+        inverted = ~(mask >> low)
+        at = low + (inverted & -inverted).bit_length() - 1
+        runs.append((low, at))
+    return runs
+
+
+def _words(bits: Bits) -> str:
+    """What stands behind a value that cannot be lowered."""
+    if bits.op == "unknown":
+        return str(bits.args[0])
+    if bits.op == "undefined":
+        return "a value that is never set"
+    return f"the operation {bits.op} of {bits.width} bits"

@@ -1,0 +1,183 @@
+"""How strong the proof is: every operator, constant, variable and mode of a record is changed once, and the argument
+sets of the true record must notice. `python -m tests.compiler.mutations [PATTERN ...]` does it for packaged kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fusekit.abi import (
+    Expr,
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    PointerParameter,
+    RecordError,
+    TensorMapParameter,
+)
+from fusekit.compiler.hostcode.arguments import ranges
+from fusekit.compiler.hostcode.terms import Algebra
+from fusekit.compiler.prove import compare
+from fusekit.compiler.samples import ArgumentSet, argument_sets
+from fusekit.errors import ProofError
+
+OTHER = {
+    "add": "sub", "sub": "add", "mul": "add", "floordiv": "ceildiv", "ceildiv": "floordiv", "mod": "floordiv",
+    "min": "max", "max": "min", "lt": "le", "le": "lt", "eq": "ne", "ne": "eq", "exp2": "bit_length",
+    "bit_length": "exp2",
+}  # fmt: skip
+MODES = {
+    "swizzle": ("none", "32B", "64B", "128B"), "l2_promotion": ("none", "64B", "128B", "256B"),
+    "oob_fill": ("none", "nan_zero"), "interleave": ("none", "16B", "32B"), "dtype": ("bf16", "fp16", "f32", "i32"),
+}  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """Of a record's mutants. equivalent: those that mean the same for every allowed argument; refused: no record."""
+
+    noticed: int = 0
+    equivalent: int = 0
+    refused: int = 0
+    missed: list[str] = field(default_factory=list)
+
+
+def tally(record: LaunchRecord, recorded: Sequence[tuple[ArgumentSet, Any]]) -> Tally:
+    """recorded: argument sets, and what the host code launched with each."""
+    algebra, found = Algebra(ranges(record)), Tally()
+    for label, make, pair in mutants(record):
+        if pair is not None and algebra.term(pair[0]) is algebra.term(pair[1]):
+            found.equivalent += 1
+            continue
+        try:
+            launches = make().launches
+        except RecordError:
+            found.refused += 1
+            continue
+        if any(differs(launches, launched, arguments) for arguments, launched in recorded):
+            found.noticed += 1
+        else:
+            found.missed.append(label)
+    return found
+
+
+def differs(launches: Sequence[LaunchRecord], launched: Any, arguments: ArgumentSet) -> bool:
+    try:
+        compare(launches, launched, arguments)
+    except (ProofError, RecordError):
+        return True
+    return False
+
+
+def mutants(record: LaunchRecord) -> Iterator[tuple[str, Any, tuple[Expr, Expr] | None]]:
+    """(what was changed, a function that makes the mutant, the expressions before and after where it is one)."""
+    for axis, extent in enumerate(record.grid):
+        for mutant in expressions(extent, record):
+            grid = (*record.grid[:axis], mutant, *record.grid[axis + 1 :])
+            yield f"grid[{axis}]: {mutant}", lambda grid=grid: replace(record, grid=grid), (extent, mutant)
+    for name in ("block", "cluster"):
+        for axis, extent in enumerate(getattr(record, name)):
+            changed = (*getattr(record, name)[:axis], extent + 1, *getattr(record, name)[axis + 1 :])
+            yield f"{name}[{axis}]", lambda name=name, changed=changed: replace(record, **{name: changed}), None
+    yield "dynamic_shared", lambda: replace(record, dynamic_shared=record.dynamic_shared + 16), None
+    for index, parameter in enumerate(record.parameters):
+        for label, changes, pair in parameter_mutants(parameter, record):
+
+            def make(index: int = index, changes: dict[str, Any] = changes) -> LaunchRecord:
+                before = record.parameters
+                made = replace(before[index], **changes)
+                return replace(record, parameters=(*before[:index], made, *before[index + 1 :]))
+
+            yield f"{parameter.name}: {label}", make, pair
+
+
+def parameter_mutants(
+    parameter: Any, record: LaunchRecord
+) -> Iterator[tuple[str, dict[str, Any], tuple[Expr, Expr] | None]]:
+    tensors = [tensor.name for tensor in record.tensors]
+    if isinstance(parameter, IntegerParameter):
+        for mutant in expressions(parameter.value, record):
+            yield f"{mutant}", {"value": mutant}, (parameter.value, mutant)
+    elif isinstance(parameter, PointerParameter):
+        for other in (*tensors, "workspace", "scratch"):
+            if other != parameter.argument:
+                yield other, {"argument": other}, None
+                break
+    elif isinstance(parameter, FloatParameter):
+        for scalar in record.scalars:
+            if scalar.dtype == "f32" and scalar.name != parameter.argument:
+                yield scalar.name, {"argument": scalar.name, "value": ""}, None
+                break
+    elif isinstance(parameter, TensorMapParameter):
+        for mutant in expressions(parameter.address, record):
+            yield f"address {mutant}", {"address": mutant}, (parameter.address, mutant)
+        for name in ("dims", "strides"):
+            fields = getattr(parameter, name)
+            for index, expr in enumerate(fields):
+                for mutant in expressions(expr, record):
+                    changed = (*fields[:index], mutant, *fields[index + 1 :])
+                    yield f"{name}[{index}] {mutant}", {name: changed}, (expr, mutant)
+        for name, step in (("box", -1), ("element_strides", 1)):
+            fields = getattr(parameter, name)
+            for index, extent in enumerate(fields):
+                yield f"{name}[{index}]", {name: (*fields[:index], extent + step, *fields[index + 1 :])}, None
+        for name, modes in MODES.items():
+            yield name, {name: next(mode for mode in modes if mode != getattr(parameter, name))}, None
+
+
+def expressions(expr: Expr, record: LaunchRecord) -> Iterator[Expr]:
+    """`expr` with one thing changed, for each thing in it."""
+    if isinstance(expr, int):
+        yield expr + 1
+    elif isinstance(expr, str):
+        names = [dim.name for dim in record.dims]
+        names += [tensor.stride_variable(0) for tensor in record.tensors if tensor.reads_stride(0)]
+        names += ["sm_count", "cluster_margin"]
+        if expr.endswith(".address"):
+            names = [f"{tensor.name}.address" for tensor in record.tensors]
+        yield next(name for name in names if name != expr)
+    else:
+        operator, *operands = expr
+        yield (OTHER[operator], *operands)
+        for index, operand in enumerate(operands):
+            for mutant in expressions(operand, record):
+                yield (operator, *operands[:index], mutant, *operands[index + 1 :])
+
+
+def recorded_launches(plan: Any, record: LaunchRecord, host: Any, seed: str) -> list[tuple[ArgumentSet, Any]]:
+    """What the host code launches with each of the proof's argument sets."""
+    from fusekit.compiler.hostcall import pack
+    from fusekit.compiler.prove import LAUNCHES
+
+    sets = argument_sets(record, seed, LAUNCHES)
+    return [(each, host.call(pack(plan, each), each.values["sm_count"])) for each in sets]
+
+
+def main(patterns: list[str]) -> None:
+    from fusekit.compiler import hostcode
+    from fusekit.compiler.families import plan
+    from fusekit.compiler.trace import trace
+    from fusekit.spec import find
+
+    total = Tally()
+    for spec in find(patterns):
+        made = plan(spec)
+        with tempfile.TemporaryDirectory() as scratch:
+            traced = trace(made, Path(scratch))
+        record = hostcode.read(traced.module, made, traced.cubin)
+        found = tally(record, recorded_launches(made, record, traced.host(record), spec.full_name))
+        for name in ("noticed", "equivalent", "refused"):
+            setattr(total, name, getattr(total, name) + getattr(found, name))
+        total.missed += [f"{spec.full_name} {label}" for label in found.missed]
+    lines = [f"noticed {total.noticed}, equivalent {total.equivalent}, no record {total.refused}"]
+    lines += [f"missed {len(total.missed)}", *(f"  {label}" for label in total.missed)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
