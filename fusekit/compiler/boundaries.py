@@ -15,7 +15,7 @@ from fusekit.abi import Expr, LaunchRecord, RecordError, evaluate, flat, render,
 
 Fixed = dict[str, int]
 Base = Mapping[str, int]
-_PERIODS = 5  # a multiple further on than the first
+_PERIODS = 40  # a multiple further on than the first: there a divisor that is off by one shows, whatever the step
 _CHOICES = frozenset({"min", "max", "eq", "ne", "lt", "le"})
 _QUOTIENTS = frozenset({"floordiv", "ceildiv", "mod"})
 

@@ -102,7 +102,7 @@ class _Sampler:
         bases = []
         for steps in _BASES:
             fixed = {dim.name: min(smallest[dim.name] + steps * dim.divisor, _largest(dim)) for dim in dims}
-            made = self._attempt("base", {**fixed, "sm_count": 132, "cluster_margin": 0}, _TIGHT)
+            made = self._attempt("base", {**fixed, "sm_count": _MOST_MULTIPROCESSORS, "cluster_margin": 0}, _TIGHT)
             if made is not None:
                 bases.append(made.values)
         for label, fixed in directed(self._record, axes, bases):

@@ -80,6 +80,8 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
             f"the CuTe DSL refuses the kernel: {_ANSI.sub('', str(error)).strip() or repr(error)}"
         ) from error
     image = compiled.artifacts.CUBIN
+    if isinstance(image, str):  # the path of the file that it should have written
+        raise BuildError("the host function launches no kernel; a spec is one that launches one kernel or more")
     if not image:
         raise ToolchainError(
             "the CuTe DSL gave no cubin; this fusekit does not know its version; install nvidia-cutlass-dsl 4.8"

@@ -143,7 +143,7 @@ def expressions(expr: Expr, record: LaunchRecord) -> Iterator[Expr]:
         yield next(name for name in names if name != expr)
     else:
         operator, *operands = expr
-        yield (OTHER[operator], *operands)
+        yield ("if", operands[0], *operands[:0:-1]) if operator == "if" else (OTHER[operator], *operands)
         for index, operand in enumerate(operands):
             for mutant in expressions(operand, record):
                 yield (operator, *operands[:index], mutant, *operands[index + 1 :])

@@ -47,7 +47,7 @@ def test_a_true_record_is_proven(compiled):
     assert proof["launches"] >= 8
     assert proof["edges"][:4] == ["smallest", "next to smallest", "largest M", "largest N"]
     assert "multiples of 64 in M: M = 64" in proof["edges"]
-    assert "the sign of ceildiv(M, 64) - sm_count: M = 8449" in proof["edges"]  # one tile more than multiprocessors
+    assert "the sign of ceildiv(M, 64) - sm_count: M = 16897" in proof["edges"]  # one tile more than multiprocessors
     assert proof["parameters"] == ["map_x", "map_y", "table_pointer", "scale_value", "M", "integer"]
     assert len(proof["digest"]) == 64
 

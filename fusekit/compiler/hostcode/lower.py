@@ -63,14 +63,14 @@ class Lowering:
         meant = -bound // 2 <= term.low and term.high < bound // 2
         if meant or self._wraps(term):
             return self.algebra.mod(term, self.algebra.const(bound))
-        return self._guarded(term, 0, bound - 1)
+        return self.guard(term, 0, bound - 1)
 
     def signed(self, bits: Bits) -> Term:
         """The value of `bits` in two's complement."""
         term, bound = self.lower(bits), 1 << bits.width - 1
         if -bound <= term.low and term.high < bound:
             return term
-        return self._guarded(term, -bound, bound - 1)
+        return self.guard(term, -bound, bound - 1)
 
     def float(self, bits: Bits) -> FloatExpr:
         """A float32 expression over the scalars."""
@@ -89,7 +89,8 @@ class Lowering:
             return bool(term.args[0].endswith(".address"))
         return any(self._wraps(part) for part in _operands(term))
 
-    def _guarded(self, term: Term, low: int, high: int) -> Term:
+    def guard(self, term: Term, low: int, high: int) -> Term:
+        """`term`, which must lie in [low, high] where the present choices lead."""
         if term.high < low or term.low > high:
             raise BuildError(f"host code: a value always overflows: it is {term.low} to {term.high}")
         condition = self.algebra.const(1)
@@ -116,7 +117,7 @@ class Lowering:
         term = self._arguments[bits.args[0]]
         bound = 1 << bits.width - 1
         if bits.width < 64 and not (-bound <= term.low and term.high < bound):
-            return self._guarded(term, -bound, bound - 1)
+            return self.guard(term, -bound, bound - 1)
         return term
 
     def _add(self, bits: Bits, a: Bits, b: Bits) -> Term:
@@ -134,12 +135,12 @@ class Lowering:
     def _power(self, exponent: Bits, width: int) -> Term:
         term = self.unsigned(exponent)
         if term.high >= width:
-            term = self._guarded(term, 0, width - 1)
+            term = self.guard(term, 0, width - 1)
         return self.algebra.exp2(term)
 
     def _positive(self, term: Term) -> Term:
         """A divisor: at least 1."""
-        return term if term.low >= 1 else self._guarded(term, 1, term.high)
+        return term if term.low >= 1 else self.guard(term, 1, term.high)
 
     def _udiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
         return self.algebra.floordiv(self.unsigned(a), self._positive(self.unsigned(b)))
@@ -267,7 +268,7 @@ class Lowering:
         algebra = self.algebra
         term = self.signed(limit) if predicate == "slt" else self.unsigned(limit)
         if term.high > 1 << most:
-            term = self._guarded(term, min(term.low, 0), 1 << most)
+            term = self.guard(term, min(term.low, 0), 1 << most)
         length = algebra.bit_length(algebra.maximum(algebra.plus(term, -1), algebra.const(0)))
         return algebra.maximum(algebra.plus(length, -exponent), algebra.const(0))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.errors import BuildError
 
+_LOCATION = re.compile(r'"([^"]+)":([0-9]+):')
 EXIT = -1
 """Stands for the end of the function among block numbers."""
 
@@ -32,10 +34,10 @@ class Instruction:
     @property
     def place(self) -> str:
         """Where it stands: the source line where the DSL says it, else the operation itself."""
-        location = str(self.operation.location)
+        lines = _LOCATION.findall(str(self.operation.location))
         text = str(self.operation).split(" loc(")[0].strip()
         text = text if len(text) <= 90 else text[:87] + "..."
-        return text if "unknown" in location else f"{text} ({location.removeprefix('loc(').removesuffix(')')})"
+        return f"{text} ({lines[-1][0]}, line {lines[-1][1]})" if lines else text
 
 
 @dataclass(slots=True)

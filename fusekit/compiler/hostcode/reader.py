@@ -263,10 +263,11 @@ class _Record:
         if _is_map(layout):
             words = [self._cell(call, at, 8 * index) for index in range(maps.WORDS)]
             fields = maps.read(words, self._lowering)
-            for dim in fields.dims:
-                self._allow(dim, 1, 2**32)
-            for stride in fields.strides:
-                self._allow(stride, 0, 2**40 - 1)
+            if not fields.raw:
+                for dim in fields.dims:
+                    self._allow(dim, 1, 2**32)
+                for stride in fields.strides:
+                    self._allow(stride, 0, 2**40 - 1)
             return _Part("map", offset, _MAP_BYTES, fields, self._base(fields.address, call)[0])
         parts = []
         for leaf in layout.leaves:
@@ -290,12 +291,21 @@ class _Record:
             return _Part("pointer", offset, size, shift, argument)
         # A flag of one bit lies in a byte.
         term = self._lowering.condition(bits) if bits.width == 1 else self._lowering.lower(bits)
-        return _Part("integer", offset, size, self._within(term, 8 * size))
+        return _Part("integer", offset, size, self._within(term, 8 * size, bits.op == "trunc"))
 
-    def _within(self, term: Term, bits: int) -> Term:
-        """`term`, which the host code cuts to `bits` bits: a launcher refuses what does not fit."""
-        self._allow(term, -(1 << bits - 1), (1 << bits) - 1)
-        return term
+    def _within(self, term: Term, bits: int, cut: bool) -> Term:
+        """`term` as a word of `bits` bits: a launcher refuses what does not fit.
+
+        cut: whether it was made of a wider value, and may be meant without a sign.
+        """
+        half = 1 << bits - 1
+        signed, unsigned = term.low >= -half and term.high < half, term.low >= 0 and term.high < 2 * half
+        if signed or unsigned or not cut:
+            self._allow(term, -half, 2 * half - 1)
+            return term
+        if term.low < -half or term.high >= 2 * half:
+            self._lowering.guard(term, -half, 2 * half - 1)
+        return self._algebra.mod(term, self._algebra.const(2 * half))
 
     def _allow(self, term: Term, low: int, high: int) -> None:
         before = self._allowed.get(term, (low, high))

@@ -138,6 +138,10 @@ class Algebra:
             ((part, coefficient),) = parts.items()
             if coefficient == 1:
                 return part
+        if len(parts) == 1:
+            ((part, coefficient),) = parts.items()
+            if coefficient == 1 and part.op in ("min", "max"):
+                return self._extreme(part.op, tuple(self.plus(item, constant) for item in part.args))
         ordered = tuple(sorted(parts.items(), key=lambda item: item[0].number))
         low, high = self._sum_bounds(constant, ordered)
         divisor = math.gcd(constant, *(coefficient * part.divisor for part, coefficient in ordered))
@@ -232,7 +236,11 @@ class Algebra:
         if a.low >= 0 and a.high < b.low:
             return self.const(0)
         corners = [x // y for x in (a.low, a.high) for y in (max(b.low, 1), max(b.high, 1))]
-        return self._make("floordiv", (a, b), min(corners), max(corners), 1)
+        high = max(corners)
+        times, rest = self._content(a)
+        if rest is not None and self.sub(b, rest).low >= 1:  # rest < b: times * rest // b is below times
+            high = min(high, times - -(-times // max(b.high, 1)))
+        return self._make("floordiv", (a, b), min(corners), high, 1)
 
     def _floordiv(self, a: Term, d: int) -> Term:
         if d == 1:

@@ -1,0 +1,159 @@
+"""Small host functions, each with one thing that a launch may be made of, for the tests of the reader."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from fusekit.abi import Dim, ScalarArgument, TensorArgument
+from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, Signature, TracePlan
+
+THREADS = 32
+
+
+@cute.kernel
+def store(x: cute.Tensor, value: cutlass.Int32):
+    x[0] = cutlass.Float32(value)
+
+
+@cute.kernel
+def store_float(x: cute.Tensor, value: cutlass.Float32):
+    x[0] = value
+
+
+@cute.kernel
+def store_wide(x: cute.Tensor, value: cutlass.Int64):
+    x[0] = cutlass.Float32(cutlass.Int32(value))
+
+
+@cute.kernel
+def divide(x: cute.Tensor, divisor: cute.FastDivmodDivisor):
+    block, _, _ = cute.arch.block_idx()
+    quotient, rest = divmod(block, divisor)
+    x[quotient] = cutlass.Float32(cutlass.Int32(rest))
+
+
+@cute.jit
+def tiles(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(cute.ceil_div(x.shape[0], 128), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def fast_division(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    count = cute.ceil_div(x.shape[0], 128)
+    divisor = cute.fast_divmod_create_divisor(count)
+    divide(x, divisor).launch(grid=(count, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def branch(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    value = cutlass.Int32(0)
+    if n > 5:
+        if x.shape[0] % 3 == 0:  # noqa: SIM108
+            value = n * 2
+        else:
+            value = n - x.shape[0]
+    else:
+        value = cute.ceil_div(x.shape[0], 64)
+    store(x, value).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def floats(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store_float(x, scale * 1.4426950408889634 - 0.5).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def two(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    store_float(x, scale).launch(
+        grid=(cute.ceil_div(x.shape[0], 256), 1, 1), block=(2 * THREADS, 1, 1), cluster=(1, 1, 1), smem=4096,
+        stream=stream,
+    )  # fmt: skip
+
+
+@cute.jit
+def inside(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    half = cute.make_tensor(x.iterator + x.shape[0] // 2, cute.make_layout((1,)))
+    store(half, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def cooperative(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(
+        grid=(32, 1, 1), block=(THREADS, 1, 1), cluster=(16, 1, 1), cooperative=True, use_pdl=True, stream=stream
+    )
+
+
+@cute.jit
+def overflow(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    wide = cutlass.Int64(x.shape[0] * x.shape[0])
+    store_wide(x, wide).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def either(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    if n > 5:
+        store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def loop(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    total = cutlass.Int32(1)
+    for i in cutlass.range(n):
+        total = total + i
+    store(x, n).launch(grid=(total, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def idle_loop(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    total = cutlass.Int32(1)
+    for i in cutlass.range(n):
+        total = total + i
+    store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def many(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    for _ in cutlass.range(n):
+        store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def float_grid(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(cutlass.Int32(scale), 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
+def other_stream(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+
+
+@cute.jit
+def shared_by_size(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=4 * x.shape[0], stream=stream)
+
+
+@cute.jit
+def nothing(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    pass
+
+
+def plan(function) -> TracePlan:
+    """x [M] f32, n i32, scale f32."""
+    signature = Signature(
+        arch="sm_90a",
+        arguments=(
+            TensorArgument("x", "output", "f32", ("M",), (1,), alignment=16),
+            ScalarArgument("n", "i32"),
+            ScalarArgument("scale", "f32"),
+        ),
+        dims=(Dim("M", divisor=4, minimum=4, maximum=2**30),),
+    )
+    fake = make_fake_tensor(cutlass.Float32, (cute.sym_int(divisibility=4),), (1,), assumed_align=16)
+    return TracePlan(
+        function,
+        (fake, cutlass.Int32(1), cutlass.Float32(1.0), cuda.CUstream(0)),
+        (HostTensor("x"), HostScalar("n"), HostScalar("scale"), HostStream()),
+        signature,
+    )

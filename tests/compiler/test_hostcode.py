@@ -1,0 +1,133 @@
+"""Small host functions, read and proved: each thing that a launch may be made of, and each refusal in words."""
+
+from pathlib import Path
+
+import pytest
+
+from fusekit.abi import LaunchRecord, StructParameter, evaluate, flat
+from fusekit.compiler import hostcode
+from fusekit.compiler.prove import prove
+from fusekit.compiler.trace import compile_plan, trace
+from fusekit.errors import BuildError
+from tests.compiler.mutations import recorded_launches, tally
+
+hostfunctions = pytest.importorskip("hostfunctions", reason="the CuTe DSL (extra `build`) is not installed")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """traced(name) -> (plan, record, host function), once each."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            plan = hostfunctions.plan(getattr(hostfunctions, name))
+            each = trace(plan, tmp_path_factory.mktemp("scratch"))
+            record = hostcode.read(each.module, plan, each.cubin)
+            made[name] = plan, record, each.host(record)
+        return made[name]
+
+    return get
+
+
+def value_of(record, name, env):
+    """The integer in the parameter or field called `name`."""
+    (item,) = (item for _, item in flat(record.parameters) if item.name == name)
+    return evaluate(item.value, record.environment(env))
+
+
+READ = ("tiles", "fast_division", "branch", "floats", "two", "inside", "cooperative", "overflow", "idle_loop")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_it_is_read_and_proved(traced, name):
+    plan, record, host = traced(name)
+    assert prove(plan, record, host, "seed")["launches"] >= 64
+    assert LaunchRecord.from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_proof_notices_every_change(traced, name):
+    plan, record, host = traced(name)
+    found = tally(record, recorded_launches(plan, record, host, "seed"))
+    assert found.noticed >= 5
+    assert not found.missed
+
+
+def test_a_tensor_by_value_is_a_struct(traced):
+    _, record, _ = traced("tiles")
+    struct, number = record.parameters
+    assert isinstance(struct, StructParameter)
+    assert [(item.offset, item.name) for item in struct.fields] == [(0, "x_pointer"), (8, "M")]
+    assert (number.name, number.value) == ("n", "n")
+    assert record.grid == (("ceildiv", "M", 128), 1, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 100, 8192, 8193, 2**23])
+def test_fast_division_divides(traced, count):
+    """Multiplier and shifts give quotients: what the DSL's loop finds is the rounded-up logarithm."""
+    _, record, _ = traced("fast_division")
+    env = {"M": 128 * count}
+    divisor, multiplier = value_of(record, "integer", env), value_of(record, "integer_2", env)
+    first, second = value_of(record, "integer_3", env), value_of(record, "integer_4", env)
+    assert divisor == count
+    assert 0 <= multiplier < 2**32
+    for number in (0, 1, count - 1, count, 12345, 2**31 - 1):
+        high = number * multiplier >> 32
+        assert (high + (number - high >> first)) >> second == number // count
+
+
+def test_branches_become_choices(traced):
+    _, record, _ = traced("branch")
+    for n, m, want in ((6, 300, 12), (6, 304, 6 - 304), (5, 304, 5), (-7, 4, 1)):
+        assert value_of(record, "integer", {"n": n, "M": m}) == want
+
+
+def test_float_arithmetic_is_kept_in_single_precision(traced):
+    (item,) = (item for _, item in flat(traced("floats")[1].parameters) if item.name == "float")
+    assert item.value == ("fsub", ("fmul", "scale", 1.4426950216293335), 0.5)
+
+
+def test_every_launch_is_read_in_order(traced):
+    _, record, _ = traced("two")
+    first, second = record.launches
+    assert first.symbol != second.symbol
+    assert (second.grid, second.block, second.dynamic_shared) == ((("ceildiv", "M", 256), 1, 1), (64, 1, 1), 4096)
+    assert (first.block, first.dynamic_shared) == ((32, 1, 1), 0)
+
+
+def test_a_pointer_into_a_tensor_keeps_its_distance(traced):
+    pointer = traced("inside")[1].parameters[0]
+    assert (pointer.argument, pointer.shift) == ("x", ("mul", 2, "M"))
+
+
+def test_attributes_and_the_cluster_are_read(traced):
+    _, record, _ = traced("cooperative")
+    assert record.cluster == (16, 1, 1)
+    assert record.attributes == {
+        "cooperative": 1, "programmatic_stream_serialization": 1, "non_portable_cluster_size_allowed": 1,
+    }  # fmt: skip
+
+
+def test_an_overflow_of_the_host_code_is_refused_in_words(traced):
+    (guard,) = traced("overflow")[1].constraints
+    assert "M * M must be at most 2147483647" in guard.message
+    assert evaluate(guard.expr, {"M": 46340}) == 0
+    assert evaluate(guard.expr, {"M": 46344}) > 0
+
+
+REFUSED = {
+    "either": r"a branch on the arguments decides whether _cudaLaunchKernelEx is called: .*functions.py, line \d+\)",
+    "many": "a loop on the arguments makes calls: .*a launch record launches always the same",
+    "loop": "a loop on the arguments makes it: .*no launch can be made of it",
+    "float_grid": "a launch record cannot compute .*fptosi",
+    "other_stream": "another stream than the one that it is given",
+    "shared_by_size": r"the size of shared memory of a launch is 4 \* M, a launch record has a constant there",
+    "nothing": "launches no kernel",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_record_can_say_is_refused_in_words(name, tmp_path):
+    with pytest.raises(BuildError, match=REFUSED[name]):
+        compile_plan(hostfunctions.plan(getattr(hostfunctions, name)), Path(tmp_path))
