@@ -194,7 +194,7 @@ class LaunchRecord:
     def reads(self, name: str) -> bool:
         """Whether some expression of a launch reads the variable `name`."""
         exprs = [*self.values.values(), *(constraint.expr for constraint in self.constraints)]
-        for step in (self, *self.then):
+        for step in self.launches:
             exprs += [*step.grid, *(expr for _, item in flat(step.parameters) for expr in item.expressions)]
         return any(name in variables(expr) for expr in exprs)
 

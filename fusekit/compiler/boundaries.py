@@ -80,7 +80,7 @@ def _expressions(record: LaunchRecord) -> Iterator[Expr]:
     for name, expr in record.values.items():
         whole[name] = _inlined(expr, whole)
     exprs: list[Expr] = [constraint.expr for constraint in record.constraints]
-    for step in (record, *record.then):
+    for step in record.launches:
         exprs += step.grid
         exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
     for expr in exprs:

@@ -1,4 +1,4 @@
-"""Which module builds which operation. A family module has one public function, ``plan(spec) -> TracePlan``."""
+"""Which module builds which operation. A family module has ``plan(spec) -> TracePlan`` and ``signature(spec)``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
 from fusekit.abi.arguments import DTYPE_BYTES
-from fusekit.compiler.plan import HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.plan import HostArgument, HostStream, HostTensor, Signature, TracePlan
 from fusekit.spec.permutation import (
     INDEX,
     PERMUTE,
@@ -45,7 +45,7 @@ TOKEN_ROWS = {
 def plan(spec: PermutationSpec) -> TracePlan:
     """Trace plan of a permutation operation. Imports the DSL."""
     tensors = _tensors(spec)
-    hosts = (*(HostTensor(tensor.name) for tensor in tensors), HostStream())
+    hosts: tuple[HostArgument, ...] = (*(HostTensor(tensor.name) for tensor in tensors), HostStream())
     return TracePlan(_function(spec), _fake_arguments(spec, tensors), hosts, signature(spec))
 
 

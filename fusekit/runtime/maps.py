@@ -135,7 +135,7 @@ class RawMapSlot(MapSlot):
     """A tensor map that the launcher writes itself, as the compiler's host code does: the driver would refuse it."""
 
     def _prepare(self, parameter: TensorMapParameter, dims: list[int], strides: list[int]) -> None:
-        self._fields = {
+        self._fields: dict[str, Any] = {
             "dtype": parameter.dtype, "dims": tuple(dims), "strides": tuple(strides), "box": parameter.box,
             "element_strides": parameter.element_strides, "interleave": parameter.interleave,
             "swizzle": parameter.swizzle, "l2_promotion": parameter.l2_promotion, "oob_fill": parameter.oob_fill,

@@ -228,6 +228,7 @@ def test_what_calls_the_compiler_is_an_input_of_every_kernel():
         assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(
             root
         ).keys()
+        assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= closure(root).keys()
     assert "spec/permutation.py" in closure(FAMILIES["moe-permute"])
     assert "spec/router.py" in closure(FAMILIES["router-topk"])
 

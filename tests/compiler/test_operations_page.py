@@ -50,12 +50,12 @@ def section(op: str) -> str:
 
 
 def launched(op: str):
-    """(spec, launch record) of each variant."""
+    """(spec, signature) of each variant."""
     for keys in VARIANTS[op]:
         name = "grouped-gemm" if op == BACKWARD else op
         text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "{name}"\narch = "sm_90a"\n{keys}'
         (spec,) = parse_text(text, "page")
-        yield spec, plan(spec).record
+        yield spec, plan(spec).signature
 
 
 def test_every_operation_is_there():
@@ -71,9 +71,9 @@ def test_a_section_has_the_arguments_of_its_launches(op):
             name, role, dtype, _, what = (cell.strip() for cell in line.strip("|").split("|"))
             rows[name.strip("`")] = role, dtype, what
     seen = set()
-    for spec, record in launched(op):
+    for spec, signature in launched(op):
         assert operands(spec.canonical()) == OPERANDS[op]
-        for argument in record.arguments:
+        for argument in signature.arguments:
             role, dtype, what = rows[argument.name]
             seen.add(argument.name)
             assert (argument.role if isinstance(argument, TensorArgument) else "scalar") in role.split(" or ")

@@ -335,8 +335,8 @@ class Run:
                 if depth == 0:
                     offset += index.signed * layout.size
                 else:
-                    step, layout = layout.parts[index.number]
-                    offset += step
+                    place, layout = layout.parts[index.number]
+                    offset += place
             return Pointer(base.memory, offset)
         if len(indices) != 1:
             return self._strange(instruction, 64)

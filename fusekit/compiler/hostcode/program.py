@@ -157,6 +157,5 @@ def _slot(value: Any, slots: dict[Any, int]) -> int:
     from cutlass._mlir import ir
 
     owner = value.owner
-    if isinstance(owner, ir.Block):
-        return slots[owner] + ir.BlockArgument(value).arg_number
-    return slots[owner]
+    number: int = ir.BlockArgument(value).arg_number if isinstance(owner, ir.Block) else 0
+    return slots[owner] + number

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import (
-    Expr,
-    FloatParameter,
-    IntegerParameter,
-    LaunchRecord,
-    LaunchStep,
-    Parameter,
-    PointerParameter,
-    StructParameter,
-    TensorMapParameter,
-    render,
-)
-from fusekit.abi.record import Constraint
+from fusekit.abi import Constraint, LaunchRecord, render
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.arguments import Arguments
@@ -27,6 +14,7 @@ from fusekit.compiler.hostcode.expressions import Writer
 from fusekit.compiler.hostcode.layout import Layout
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
+from fusekit.compiler.hostcode.parts import Launch, Part, constraint
 from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.compiler.plan import TracePlan
 from fusekit.errors import BuildError
@@ -95,33 +83,6 @@ def _kernel_attributes(machine: Machine) -> dict[str, dict[int, int]]:
     return found
 
 
-@dataclass(slots=True)
-class _Launch:
-    """What was read of one launch, before its terms are written as expressions."""
-
-    symbol: str
-    grid: list[Term]
-    block: tuple[int, ...]
-    dynamic_shared: int
-    cluster: tuple[int, ...]
-    attributes: dict[str, int]
-    parameters: list[_Part]
-
-
-@dataclass(slots=True)
-class _Part:
-    """A parameter or a field of one. kind: integer, pointer, float, map or struct.
-
-    value: a term, a float expression, map fields, or the parts of a struct. argument: a pointer's or map's.
-    """
-
-    kind: str
-    offset: int
-    size: int
-    value: Any
-    argument: str = ""
-
-
 class _Record:
     def __init__(
         self,
@@ -143,18 +104,15 @@ class _Record:
         launches = [self._launch(call) for call in calls]
         traps = [self._lowering.condition(bits) for bits, _ in self._machine.traps]
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
-        writer = Writer([
-            *(term for launch in launches for term in launch.grid),
-            *(term for launch in launches for part in launch.parameters for term in _terms(part)),
-            *(guard.term for guard in guards), *traps,
-        ])  # fmt: skip
-        constraints = [_constraint(guard, self._algebra, writer) for guard in guards]
+        read_terms = (term for launch in launches for term in launch.terms())
+        writer = Writer([*read_terms, *(guard.term for guard in guards), *traps])
+        constraints = [constraint(guard, writer) for guard in guards]
         constraints += [
             Constraint(writer.write(trap), f"the host function stops the program where {render(writer.write(trap))}")
             for trap in traps
             if trap is not self._algebra.const(0)
         ]
-        first, *then = (LaunchStep(**self._step(launch, writer)) for launch in launches)
+        first, *then = (launch.step(writer) for launch in launches)
         signature = self._plan.signature
         record = LaunchRecord(
             arch=signature.arch,
@@ -174,7 +132,7 @@ class _Record:
 
     # -- what a launch is given
 
-    def _launch(self, call: Call) -> _Launch:
+    def _launch(self, call: Call) -> Launch:
         config, kernel, parameters = call.arguments
         if not isinstance(kernel, Symbol) or not isinstance(config, Pointer) or not isinstance(parameters, Pointer):
             raise BuildError(f"host code: a launch whose kernel or configuration is not known: {call.at.place}")
@@ -189,10 +147,11 @@ class _Record:
         for extent, limit in zip(grid, _GRID_LIMITS, strict=True):
             self._allow(extent, 1, limit)
         cluster, attributes = self._launch_attributes(call, config, symbol)
-        return _Launch(
+        x, y, z = (self._constant(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3))
+        return Launch(
             symbol,
             grid,
-            tuple(self._constant(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3)),
+            (x, y, z),
             self._constant(call, config, _SHARED, "the size of shared memory"),
             cluster,
             attributes,
@@ -218,7 +177,9 @@ class _Record:
             )
         return term.value
 
-    def _launch_attributes(self, call: Call, config: Pointer, symbol: str) -> tuple[tuple[int, ...], dict[str, int]]:
+    def _launch_attributes(
+        self, call: Call, config: Pointer, symbol: str
+    ) -> tuple[tuple[int, int, int], dict[str, int]]:
         cluster, found = (1, 1, 1), {}
         base = self._cell(call, config, _ATTRIBUTES)
         for index in range(self._constant(call, config, _ATTRIBUTE_COUNT, "the number of attributes")):
@@ -243,7 +204,7 @@ class _Record:
 
     # -- parameters
 
-    def _parameters(self, call: Call, pointers: Pointer, symbol: str) -> list[_Part]:
+    def _parameters(self, call: Call, pointers: Pointer, symbol: str) -> list[Part]:
         places = cubins.read(self._cubin, symbol).parameters
         parts = []
         for index, place in enumerate(places):
@@ -259,7 +220,7 @@ class _Record:
             raise BuildError(f"host code: it passes more parameters than {symbol} has: {call.at.place}")
         return parts
 
-    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int) -> _Part:
+    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int) -> Part:
         if _is_map(layout):
             words = [self._cell(call, at, 8 * index) for index in range(maps.WORDS)]
             fields = maps.read(words, self._lowering)
@@ -268,7 +229,7 @@ class _Record:
                     self._allow(dim, 1, 2**32)
                 for stride in fields.strides:
                     self._allow(stride, 0, 2**40 - 1)
-            return _Part("map", offset, _MAP_BYTES, fields, self._base(fields.address, call)[0])
+            return Part("map", offset, _MAP_BYTES, fields, self._base(fields.address, call)[0])
         parts = []
         for leaf in layout.leaves:
             bits = self._cell(call, at, leaf.offset)
@@ -280,18 +241,20 @@ class _Record:
         if len(layout.leaves) == 1 and len(parts) == 1 and parts[0].offset == 0 and parts[0].size == layout.size:
             parts[0].offset = offset
             return parts[0]
-        return _Part("struct", offset, layout.size, parts)
+        return Part("struct", offset, layout.size, parts)
 
-    def _scalar(self, call: Call, bits: Bits, kind: str, offset: int, size: int) -> _Part:
+    def _scalar(self, call: Call, bits: Bits, kind: str, offset: int, size: int) -> Part:
         if kind == "float":
-            return _Part("float", offset, size, self._lowering.float(bits))
+            value = self._lowering.float(bits)
+            own = isinstance(value, str) and value in {scalar.name for scalar in self._plan.signature.scalars}
+            return Part("float", offset, size, value, str(value) if own else "")
         if kind == "pointer":
             term = self._lowering.lower(bits)
             argument, shift = self._base(term, call)
-            return _Part("pointer", offset, size, shift, argument)
+            return Part("pointer", offset, size, shift, argument)
         # A flag of one bit lies in a byte.
         term = self._lowering.condition(bits) if bits.width == 1 else self._lowering.lower(bits)
-        return _Part("integer", offset, size, self._within(term, 8 * size, bits.op == "trunc"))
+        return Part("integer", offset, size, self._within(term, 8 * size, bits.op == "trunc"))
 
     def _within(self, term: Term, bits: int, cut: bool) -> Term:
         """`term` as a word of `bits` bits: a launcher refuses what does not fit.
@@ -323,41 +286,9 @@ class _Record:
             )
         return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])
 
-    # -- writing
-
     def _implied(self, guard: Guard) -> bool:
         low, high = self._allowed.get(guard.term, (guard.low - 1, guard.high + 1))
         return max(low, guard.term.low) >= guard.low and min(high, guard.term.high) <= guard.high
-
-    def _step(self, launch: _Launch, writer: Writer) -> dict[str, Any]:
-        names: set[str] = set()
-        return {
-            "symbol": launch.symbol,
-            "parameters": tuple(self._written(part, writer, names) for part in launch.parameters),
-            "grid": tuple(writer.write(extent) for extent in launch.grid),
-            "block": launch.block,
-            "cluster": launch.cluster,
-            "dynamic_shared": launch.dynamic_shared,
-            "attributes": launch.attributes,
-        }
-
-    def _written(self, part: _Part, writer: Writer, names: set[str]) -> Parameter:
-        if part.kind == "map":
-            return _map(part, writer, _name(f"map_{part.argument}", names))
-        if part.kind == "pointer":
-            name = _name(f"{part.argument}_pointer", names)
-            return PointerParameter(name, part.argument, part.offset, shift=writer.write(part.value))
-        if part.kind == "float":
-            known = part.value in {scalar.name for scalar in self._plan.signature.scalars}
-            name = _name(f"{part.value}_value" if known else "float", names)
-            return FloatParameter(name, part.value if known else "", part.offset, "" if known else part.value)
-        if part.kind == "struct":
-            name, inside = _name("struct", names), set[str]()
-            fields = tuple(self._written(item, writer, inside) for item in part.value)
-            return StructParameter(name, part.size, fields, part.offset)  # type: ignore[arg-type]
-        value = writer.write(part.value)
-        name = _name(value.replace(".", "_") if isinstance(value, str) else "integer", names)
-        return IntegerParameter(name, _integer_type(part), value, part.offset)
 
 
 _STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
@@ -366,68 +297,3 @@ _STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "
 def _is_map(layout: Layout) -> bool:
     words = tuple(leaf.width for leaf in layout.leaves if leaf.kind == "integer")
     return layout.size == _MAP_BYTES and words == (64,) * 16 and layout.alignment == 8
-
-
-def _terms(part: _Part) -> list[Term]:
-    if part.kind == "map":
-        return [part.value.address, *part.value.dims, *part.value.strides]
-    if part.kind == "struct":
-        return [term for item in part.value for term in _terms(item)]
-    return [part.value] if isinstance(part.value, Term) else []
-
-
-def _map(part: _Part, writer: Writer, name: str) -> TensorMapParameter:
-    fields = part.value
-    modes = fields.modes
-    return TensorMapParameter(
-        name,
-        part.argument,
-        part.offset,
-        address=writer.write(fields.address),
-        dtype=modes.dtype,
-        dims=tuple(writer.write(dim) for dim in fields.dims),
-        strides=tuple(writer.write(stride) for stride in fields.strides),
-        box=modes.box,
-        element_strides=modes.element_strides,
-        interleave=modes.interleave,
-        swizzle=modes.swizzle,
-        l2_promotion=modes.l2_promotion,
-        oob_fill=modes.oob_fill,
-        encoding="raw" if fields.raw else "driver",
-    )
-
-
-def _integer_type(part: _Part) -> str:
-    """Without a sign where only that holds all values, or for a byte."""
-    term, bits = part.value, 8 * part.size
-    half = 1 << bits - 1
-    unsigned = term.low >= 0 and half <= term.high < 2 * half
-    return f"{'u' if unsigned else 'i'}{bits}"
-
-
-def _name(wanted: str, taken: set[str]) -> str:
-    name, count = wanted, 1
-    while name in taken:
-        count += 1
-        name = f"{wanted}_{count}"
-    taken.add(name)
-    return name
-
-
-def _constraint(guard: Guard, algebra: Algebra, writer: Writer) -> Constraint:
-    """0 where the guard holds."""
-    term = writer.write(guard.term)
-    over: list[Expr] = []
-    rules = []
-    if guard.term.low < guard.low:
-        over.append(("sub", guard.low, term))
-        rules.append(f"at least {guard.low}")
-    if guard.term.high > guard.high:
-        over.append(("sub", term, guard.high))
-        rules.append(f"at most {guard.high}")
-    expr: Expr = ("max", 0, *over)
-    if not guard.condition.is_const:
-        expr = ("if", writer.write(guard.condition), expr, 0)
-    return Constraint(
-        expr, f"{render(term)} must be {' and '.join(rules)}: the kernel's host code computes with no more bits"
-    )

@@ -193,7 +193,8 @@ class Algebra:
         return None
 
     def mul(self, *items: Term) -> Term:
-        factor, atoms = 1, []
+        factor = 1
+        atoms: list[Term] = []
         for item in items:
             content, rest = self._content(item)
             factor *= content
@@ -237,8 +238,8 @@ class Algebra:
             return self.const(0)
         corners = [x // y for x in (a.low, a.high) for y in (max(b.low, 1), max(b.high, 1))]
         high = max(corners)
-        times, rest = self._content(a)
-        if rest is not None and self.sub(b, rest).low >= 1:  # rest < b: times * rest // b is below times
+        times, smaller = self._content(a)
+        if smaller is not None and self.sub(b, smaller).low >= 1:  # times * smaller // b is below times
             high = min(high, times - -(-times // max(b.high, 1)))
         return self._make("floordiv", (a, b), min(corners), high, 1)
 
