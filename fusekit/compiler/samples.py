@@ -106,7 +106,7 @@ class _Sampler:
             if made is not None:
                 bases.append(made.values)
         for label, fixed in directed(self._record, axes, bases):
-            made = self._attempt(label, fixed, self._source.choice((_TIGHT, _RANDOM)))
+            made = self._attempt(label, fixed, _RANDOM) or self._attempt(label, fixed, _TIGHT)
             if made is not None:
                 yield made
 
