@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.compiler.gemm import record
+from fusekit.abi import LaunchRecord
+from fusekit.compiler.gemm import signature
 from fusekit.spec import parse_text
 from fusekit.store import NameRecord, Store
 from fusekit_cli.main import main
@@ -94,9 +95,8 @@ def test_show(store, fusekit):
 def test_show_says_what_the_arguments_are(fusekit):
     text = 'schema = 1\n[[kernel]]\nname = "fc1"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [128, 128]\n'
     (spec,) = parse_text(text + 'activation = { kind = "swiglu" }\nb_major = "n"\n', "model")
-    launch = record(spec).to_json() | {"symbol": "kernel"}
-    for number, parameter in enumerate(launch["parameters"]):
-        parameter["offset"] = 128 * number
+    made = signature(spec)
+    launch = LaunchRecord(made.arch, made.arguments, made.dims, (), (1, 1, 1), (384, 1, 1), symbol="kernel").to_json()
     entry, cubin = build_entry()
     store = Store(fusekit.root)
     store.publish(replace(entry, launch=launch), cubin)
