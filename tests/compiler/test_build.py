@@ -11,6 +11,8 @@ from fusekit.compiler.identity import Identity
 from fusekit.errors import StoreError, ToolchainError, UsageError
 from fusekit.spec import find
 from fusekit.store import Store
+from fusekit.store.layout import MARKER
+from fusekit.store.marker import DATA
 
 LINEAR = find(["quickstart/linear"])[0]
 
@@ -97,6 +99,7 @@ def test_what_cannot_be_replaced_fails_its_own_kernel_alone(build, store, kind):
     path = own.entry_path(key) if kind == "entry" else own.name_path(one.full_name, one.arch)
     path.unlink(missing_ok=True)
     path.mkdir(parents=True)
+    (own.root / MARKER).write_bytes(DATA)
     report = build(one, two)
     assert [built.name for built in report.built] == [two.full_name]
     (failed,) = report.failed
