@@ -57,7 +57,7 @@ def _put(data: bytes, file: BinaryIO) -> None:
 
 def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
     """Each file's text into the folder `out`, whole, over what is there; their paths."""
-    from fusekit.store.files import replace_file
+    from fusekit.store.publishing import replace_file
 
     written = []
     try:

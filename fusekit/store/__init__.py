@@ -78,10 +78,10 @@ store.md, beside this file, says which test tries to break each of these promise
 """
 
 from fusekit.store.entries import Entry
-from fusekit.store.gc import CollectReport, DiscardReport, Evicted
 from fusekit.store.keys import SCHEMA, canonical_json, key_fields, key_of
 from fusekit.store.listing import Listing, NameListing, Overview, Row
 from fusekit.store.names import NameRecord, matches
+from fusekit.store.reports import CollectReport, DiscardReport, Evicted
 from fusekit.store.store import Store
 from fusekit.store.verify import Problem, VerifyReport
 

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fusekit.errors import UsageError
-from fusekit.store.files import exists, replace_file
+from fusekit.store.files import exists
 from fusekit.store.keys import canonical_json, sha256
 from fusekit.store.layer import Layer
+from fusekit.store.publishing import replace_file
 from fusekit.store.selection import Selection, Step
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store

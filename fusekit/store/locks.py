@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fusekit.store.files import Publisher, store_error
+from fusekit.store.files import store_error
+from fusekit.store.publishing import Publisher
 
 PATIENCE = 600.0
 """Seconds that a builder waits for another one's kernel before he makes it himself."""

@@ -18,10 +18,11 @@ from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
 from fusekit.store.entries import Entry
-from fusekit.store.files import Publisher, read_file
+from fusekit.store.files import read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.names import NameRecord
+from fusekit.store.publishing import Publisher
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust
 from fusekit.store.verify import Inspect
 

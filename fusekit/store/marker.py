@@ -13,9 +13,10 @@ from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store.documents import LIMIT, unseal
-from fusekit.store.files import Publisher, exists, read_file, revalidate, store_error
+from fusekit.store.files import exists, read_file, revalidate, store_error
 from fusekit.store.folders import Folders, said
 from fusekit.store.layout import BLOBS, ENTRIES, MARKER, PARTS, ROOT, kind, strays, walk
+from fusekit.store.publishing import Publisher
 
 FORMAT = 1
 """Version of the layout of a store. A change by which an older fusekit would do harm raises it."""

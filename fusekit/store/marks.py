@@ -25,9 +25,10 @@ from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import process
-from fusekit.store.files import NEW, AnyPath, Publisher, read_file, touch
+from fusekit.store.files import AnyPath, read_file
 from fusekit.store.folders import Folders
 from fusekit.store.layout import LEASES, Found, walk
+from fusekit.store.publishing import NEW, Publisher, touch
 
 LEASE_SECONDS = 900
 _RENEW_SECONDS = 60.0

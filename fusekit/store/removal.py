@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fusekit.store import locks
-from fusekit.store.files import Publisher, store_error
+from fusekit.store.files import store_error
 from fusekit.store.marks import mark, mark_path
+from fusekit.store.publishing import Publisher
 from fusekit.store.scan import File, Item, Scan, State, mentioned_since, state_of
 
 # What there is to be done with a file that is gone, or has a link or a file in the place of its folder.

@@ -1,49 +1,37 @@
-"""The layered store: one writable root over read-only ones."""
+"""The layered store: one writable root over read-only ones. What it finds is `fusekit.store.lookup`'s."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from fusekit.errors import FusekitError, IntegrityError, SignatureError, StoreError
-from fusekit.store import listing, marker, marks, names
-from fusekit.store.documents import LIMIT, check_readable
+from fusekit.errors import IntegrityError, SignatureError
+from fusekit.store import marker, marks
+from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
-from fusekit.store.files import Disk, Publisher, exists, read_file, revalidate
-from fusekit.store.gc import CollectReport, DiscardReport, collect, discard
+from fusekit.store.files import read_file
+from fusekit.store.gc import collect, discard
 from fusekit.store.keys import sha256
-from fusekit.store.layer import Layer
-from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.locks import PATIENCE, HeldError, acquire
+from fusekit.store.lookup import Lookup, quietly
 from fusekit.store.names import NameRecord
+from fusekit.store.publishing import Disk, Publisher
+from fusekit.store.reports import CollectReport, DiscardReport
 from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, read_signing_key
-from fusekit.store.verify import Inspect, VerifyReport, verify
 
 if TYPE_CHECKING:
     from fusekit.config import Config
 
-T = TypeVar("T")
 Make = Callable[[], tuple[Entry, bytes]]
 
-# Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
-# or to remove it for good, or a network file system does not show it yet.
-_PAUSES = (0.01, 0.05, 0.25, 1.0)
 
-
-class _CubinMissingError(IntegrityError):
-    """An entry is there and its cubin is in no layer."""
-
-
-class Store:
-    """Finds kernels in `root` and then in `layers`, and publishes into `root`. Opening one touches no disk.
-
-    A record that is missing, damaged or unreadable in one layer is looked for in the next. Only when none has a good
-    one is the first problem raised; None means that no layer has anything of that name.
+class Store(Lookup):
+    """Finds kernels in `root` and then in `layers`, as `Lookup` says, and publishes into `root`. Opening one touches no
+    disk.
 
     trust: the keys of which one must have signed whatever is read, in every layer; None: digests alone are checked.
     signing_key: file of the private key that signs what is built and exported here; read when it is first used.
@@ -58,12 +46,8 @@ class Store:
         signing_key: Path | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.root = root
-        self.trust = trust
-        self.layers = (Layer(root, trust), *(Layer(path, trust) for path in layers if path != root))
+        super().__init__(root, layers, trust, Publisher(root, disk, marker.admit))
         self._signing_key = signing_key
-        self._publisher = Publisher(root, disk, marker.admit)
-        self._leases: list[marks.Lease] = []
 
     @classmethod
     def open(cls, config: Config) -> Store:
@@ -77,164 +61,6 @@ class Store:
         """
         self.check_writable()
         return Store(self.root, trust=self.trust, signing_key=self._signing_key, disk=self._publisher.disk)
-
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    def tuning_tables(self, arch: str) -> list[tuple[Path, bytes]]:
-        """(path, bytes) of every layer's tuning table for `arch`, in the order of the layers.
-
-        One that cannot be read is left out; so are all of them where only what is signed is loaded.
-        """
-        if self.trust is not None:
-            return []
-        paths = [layer.tuning_path(arch) for layer in self.layers]
-        found = [(path, _quietly(functools.partial(read_file, limit=LIMIT), path)) for path in paths]
-        return [(path, data) for path, data in found if data is not None]
-
-    def find_entry(self, key: str) -> Entry | None:
-        """The entry of `key`, checked: its digest, its key fields, that it lies under its own key."""
-        return self._first_good(lambda layer: layer.entry(key))
-
-    def read_cubin(self, entry: Entry) -> bytes:
-        """The cubin of `entry`, from whichever layer has it whole; IntegrityError when none does."""
-        cubin = self._first_good(lambda layer: layer.blob(entry.cubin_sha256, entry.cubin_bytes))
-        if cubin is None:
-            raise _CubinMissingError(
-                f"the cubin {entry.cubin_sha256} of entry {entry.key} is in no store layer; an entry is published "
-                "after its cubin; build it again",
-                key=entry.key,
-            )
-        return cubin
-
-    def load(self, key: str, *, mark: bool = True) -> tuple[Entry, bytes] | None:
-        """Entry and cubin of `key`, both checked, for use: it is marked as used now (not with `mark` False).
-
-        An entry whose cubin is lost does not hide a lower layer's entry that has its own. Where a cubin is missing, or
-        an entry that has a mark, the look is repeated a few times: a collection may have it in its hands.
-        """
-
-        def read(layer: Layer) -> tuple[Entry, bytes] | None:
-            entry = layer.entry(key)
-            return None if entry is None else (entry, self.read_cubin(entry))
-
-        marked = mark and self._mark(key)
-        for pause in _PAUSES:
-            try:
-                found = self._first_good(read)
-                if found is not None or not (marked or (mark and self.layers[0].has_entry_aside(key))):
-                    return found
-            except _CubinMissingError:
-                pass
-            time.sleep(pause)
-            for layer in self.layers:
-                revalidate(layer.entry_path(key).parent)
-                if (entry := _quietly(layer.entry, key)) is not None:
-                    revalidate(layer.blob_path(entry.cubin_sha256).parent)
-        return self._first_good(read)
-
-    def present(self, key: str, *, mark: bool = True) -> Entry | None:
-        """The entry of `key`, if some layer has it good and its cubin whole; marks it as used (not with `mark` False).
-
-        For builders, to whom what is damaged is missing: they replace it.
-        """
-
-        def look() -> Entry | None:
-            for layer in self.layers:
-                entry = _quietly(layer.entry, key)
-                if entry is not None and _quietly(self.read_cubin, entry) is not None:
-                    return entry
-            return None
-
-        return self._patiently(key, look) if mark else look()
-
-    def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
-        """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
-
-        Nothing is, if the first layer with that name has this very record, and one layer has entry and cubin in the
-        sizes that it states. For builders with thousands of names: neither entry nor cubin is read. None says only
-        that `present` and `publish_name` have to look more closely.
-        """
-        self._mark(record.key)
-        if self.trust is not None:  # then the entry's signature has to be looked at
-            return None
-        for layer in self.layers:
-            try:
-                brief = layer.brief(record.name, record.arch)
-            except (IntegrityError, StoreError):
-                return None
-            if brief is not None:
-                break
-        else:
-            return None
-        if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
-            return None
-        # Stamps of two layers are of two clocks.
-        named = layer.stamp_of_name(record.name, record.arch)
-        settled = (each.is_settled(record.key, brief.summary, named if each is layer else None) for each in self.layers)
-        return brief.summary if any(settled) else None
-
-    def signatures(self, data: bytes) -> dict[str, bytes]:
-        """Key id -> signature, of every signature that a layer has over the document `data`; unchecked."""
-        digest, found = sha256(data), dict[str, bytes]()
-        for layer in self.layers:
-            found |= layer.signatures(digest)
-        return found
-
-    def find_name(self, name: str, arch: str) -> NameRecord | None:
-        """The record of the full name `name` for `arch`."""
-
-        def look() -> NameRecord | None:
-            return self._first_good(lambda layer: layer.name(name, arch))
-
-        file, kernel, variant = names.split(name)
-        for pause in _PAUSES:
-            found = look()
-            start = f"{kernel}@{variant}.{arch}."
-            if found is not None or not any(layer.has_temporary_name(file, start) for layer in self.layers):
-                return found
-            time.sleep(pause)
-        return look()
-
-    def variants(self, name: str, arch: str) -> list[NameRecord]:
-        """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
-        none.
-        """
-        found = self.listing(name, arch)
-        if not found.names and found.problems:
-            raise IntegrityError(found.problems[0])
-        return [each.record for each in found.names]
-
-    def names(self, pattern: str = "*", arch: str | None = None) -> list[NameListing]:
-        """What `pattern` means in this store: a file's stem, a kernel, a full name, or a glob; sorted. Damaged ones
-        left out.
-        """
-        return list(self.listing(pattern, arch).names)
-
-    def listing(self, pattern: str = "*", arch: str | None = None) -> Listing:
-        """As `names`, with what was wrong with the records that were left out."""
-        return listing.search(self.layers, pattern, arch)
-
-    def recorded(self, pattern: str = "*", arch: str | None = None) -> dict[tuple[str, str], Path]:
-        """Full name and architecture of every record that `pattern` means, with the root of the first layer that has
-        it. Reads none of them: a damaged one counts, too.
-        """
-        found: dict[tuple[str, str], Path] = {}
-        for layer in self.layers:
-            for where in listing.recorded(layer, pattern, arch):
-                found.setdefault(where, layer.root)
-        return dict(sorted(found.items()))
-
-    def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
-        """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
-        return listing.overview(self.layers, pattern, arch)
-
-    def absent(self) -> tuple[str, ...]:
-        """Of each read-only layer that is no store, why: most often its file system is not mounted."""
-        return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
-
-    def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
-        """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
-        return verify(self.layers, full, inspect)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +118,7 @@ class Store:
             if (winner := self._winner(entry.key)) is not None:
                 return winner
             self._publisher.put(path, data)
-        if not _quietly(own.has_cubin, entry):
+        if not quietly(own.has_cubin, entry):
             # A cubin that lay there before was collected before its new entry could be seen.
             self._publish_blob(entry.cubin_sha256, cubin)
         return entry
@@ -308,7 +134,7 @@ class Store:
         known = entry if entry is not None and entry.key == record.key else None
 
         def look() -> Entry | None:
-            there = known is not None and any(_quietly(layer.size_of_entry, record.key) for layer in self.layers)
+            there = known is not None and any(quietly(layer.size_of_entry, record.key) for layer in self.layers)
             return known if there else self.find_entry(record.key)
 
         entry = self._patiently(record.key, look, sure=True)
@@ -366,7 +192,7 @@ class Store:
         if found is None:
             raise IntegrityError(f"{record.name} stands for entry {record.key}, which no layer holds; build it again")
         own = self.writable()
-        if own.present(record.key) is not None and _quietly(own.layers[0].name, record.name, record.arch) == record:
+        if own.present(record.key) is not None and quietly(own.layers[0].name, record.name, record.arch) == record:
             return False
         entry = own.publish(*found, self.signatures(found[0].to_bytes()))
         if entry != found[0]:  # another build of the key lay there: the name's summary is to be of that one
@@ -402,7 +228,7 @@ class Store:
         for key_id, signature in signatures.items():
             path = own.signature_path(digest, key_id)
             while not self._publisher.claim(path, signature):
-                there = _quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
+                there = quietly(functools.partial(read_file, limit=SIGNATURE_BYTES), path)
                 if there != signature:
                     self._publisher.put(path, signature)
                 self._publisher.touch(path, signature)
@@ -445,49 +271,10 @@ class Store:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _first_good(self, read: Callable[[Layer], T | None]) -> T | None:
-        problem: FusekitError | None = None
-        for layer in self.layers:
-            try:
-                found = read(layer)
-            except (IntegrityError, StoreError) as error:
-                problem = problem or error
-            else:
-                if found is not None:
-                    return found
-        if problem is not None:
-            raise problem
-        return None
-
     def _made(self, key: str, make: Make) -> tuple[Entry, bool]:
         if (entry := self.present(key)) is not None:
             return entry, False
         return self.publish(*make()), True
-
-    def _mark(self, key: str) -> bool:
-        for lease in self._leases:
-            lease.renew()
-        own = self.layers[0]
-        try:
-            own.check()
-        except StoreError:
-            return False
-        return marks.mark(self._publisher.folders, key, own.entry_file(key))
-
-    def _patiently(self, key: str, look: Callable[[], T | None], sure: bool = False) -> T | None:
-        """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
-        collection may have it aside at this moment, and will see the mark: then it is looked again. sure: who has
-        marked and found it already; that mark may be aside, too, so that there is nothing to mark now.
-        """
-        wanted, own = self._mark(key) or sure, self.layers[0]
-        for pause in _PAUSES:
-            found = look()
-            if found is not None or not wanted or exists(own.entry_path(key)):
-                return found
-            if not own.has_entry_aside(key):
-                break  # put back since, or gone
-            time.sleep(pause)
-        return look()
 
     def _winner(self, key: str) -> Entry | None:
         # An entry in the writable store that is good together with its cubin, made durable: whoever wrote it may have
@@ -522,11 +309,3 @@ class Store:
         except IntegrityError:
             pass  # a damaged blob is replaced: these bytes have the digest of its name
         self._publisher.put(path, data)
-
-
-def _quietly(look: Callable[..., T], *arguments: Any) -> T | None:
-    """What `look` finds; None where it is damaged or cannot be read."""
-    try:
-        return look(*arguments)
-    except (IntegrityError, StoreError):
-        return None

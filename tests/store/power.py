@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusekit.store.files import Disk
+from fusekit.store.publishing import Disk
 
 
 @dataclass

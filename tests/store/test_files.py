@@ -9,8 +9,9 @@ import pytest
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store
-from fusekit.store.files import Disk, Publisher, read_file, size_of
+from fusekit.store.files import read_file, size_of
 from fusekit.store.layout import MARKER
+from fusekit.store.publishing import Disk, Publisher
 
 
 class Recorder(Disk):

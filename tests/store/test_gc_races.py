@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.store import Store
-from fusekit.store.files import Disk
+from fusekit.store.publishing import Disk
 from tests.store.collecting import DAY, age, everything, fill, held
 from tests.store.samples import build_entry, build_record
 

@@ -10,10 +10,10 @@ import pytest
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, marks
 from fusekit.store.bundle import export_bundle
-from fusekit.store.files import Publisher
 from fusekit.store.folders import Folders
 from fusekit.store.layout import MARKER
 from fusekit.store.manifest import Manifest, write_manifest
+from fusekit.store.publishing import Publisher
 from fusekit.store.selection import select
 from fusekit.store.signature import generate
 from tests.store.attacks import VERBS, attempt, bundle, folders_of, state, victim_of, whole_store

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fusekit.store import Store
-from fusekit.store.files import Disk
+from fusekit.store.publishing import Disk
 from tests.store.power import PowerDisk
 from tests.store.samples import build_entry, build_record
 

@@ -12,8 +12,9 @@ import pytest
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, files
-from fusekit.store.files import Disk, read_file
+from fusekit.store.files import read_file
 from fusekit.store.marks import mark_path
+from fusekit.store.publishing import Disk
 from fusekit.store.signature import read_any_keys
 from fusekit_cli.doctor import _stores
 from fusekit_cli.main import main
@@ -271,7 +272,7 @@ def test_a_cubin_that_is_seen_later_than_its_entry(store, monkeypatch):
         if hidden.exists() and len(looked) > 2:
             hidden.rename(blob)
 
-    monkeypatch.setattr("fusekit.store.store.revalidate", revalidate)
+    monkeypatch.setattr("fusekit.store.lookup.revalidate", revalidate)
     assert store.load(entry.key) == (entry, cubin)
     assert blob.parent in looked
     files.revalidate(blob.parent)

@@ -1,0 +1,255 @@
+"""What a layered store finds: entries, cubins and names of the first layer that has them good."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fusekit.errors import FusekitError, IntegrityError, StoreError
+from fusekit.store import listing, marker, marks, names
+from fusekit.store.documents import LIMIT
+from fusekit.store.entries import Entry
+from fusekit.store.files import exists, read_file, revalidate
+from fusekit.store.keys import sha256
+from fusekit.store.layer import Layer
+from fusekit.store.listing import Listing, NameListing, Overview
+from fusekit.store.names import NameRecord
+from fusekit.store.publishing import Publisher
+from fusekit.store.signature import Trust
+from fusekit.store.verify import Inspect, VerifyReport, verify
+
+T = TypeVar("T")
+
+# Seconds between the looks of who misses what should be there: a collection has it aside and is about to put it back
+# or to remove it for good, or a network file system does not show it yet.
+_PAUSES = (0.01, 0.05, 0.25, 1.0)
+
+
+class _CubinMissingError(IntegrityError):
+    """An entry is there and its cubin is in no layer."""
+
+
+class Lookup:
+    """Finds kernels in `root` and then in `layers`.
+
+    A record that is missing, damaged or unreadable in one layer is looked for in the next. Only when none has a good
+    one is the first problem raised; None means that no layer has anything of that name.
+
+    trust: the keys of which one must have signed whatever is read, in every layer; None: digests alone are checked.
+    publisher: of `root`, where what is found is marked as used.
+    """
+
+    def __init__(self, root: Path, layers: Sequence[Path], trust: Trust | None, publisher: Publisher) -> None:
+        self.root = root
+        self.trust = trust
+        self.layers = (Layer(root, trust), *(Layer(path, trust) for path in layers if path != root))
+        self._publisher = publisher
+        self._leases: list[marks.Lease] = []
+
+    def tuning_tables(self, arch: str) -> list[tuple[Path, bytes]]:
+        """(path, bytes) of every layer's tuning table for `arch`, in the order of the layers.
+
+        One that cannot be read is left out; so are all of them where only what is signed is loaded.
+        """
+        if self.trust is not None:
+            return []
+        paths = [layer.tuning_path(arch) for layer in self.layers]
+        found = [(path, quietly(functools.partial(read_file, limit=LIMIT), path)) for path in paths]
+        return [(path, data) for path, data in found if data is not None]
+
+    def find_entry(self, key: str) -> Entry | None:
+        """The entry of `key`, checked: its digest, its key fields, that it lies under its own key."""
+        return self._first_good(lambda layer: layer.entry(key))
+
+    def read_cubin(self, entry: Entry) -> bytes:
+        """The cubin of `entry`, from whichever layer has it whole; IntegrityError when none does."""
+        cubin = self._first_good(lambda layer: layer.blob(entry.cubin_sha256, entry.cubin_bytes))
+        if cubin is None:
+            raise _CubinMissingError(
+                f"the cubin {entry.cubin_sha256} of entry {entry.key} is in no store layer; an entry is published "
+                "after its cubin; build it again",
+                key=entry.key,
+            )
+        return cubin
+
+    def load(self, key: str, *, mark: bool = True) -> tuple[Entry, bytes] | None:
+        """Entry and cubin of `key`, both checked, for use: it is marked as used now (not with `mark` False).
+
+        An entry whose cubin is lost does not hide a lower layer's entry that has its own. Where a cubin is missing, or
+        an entry that has a mark, the look is repeated a few times: a collection may have it in its hands.
+        """
+
+        def read(layer: Layer) -> tuple[Entry, bytes] | None:
+            entry = layer.entry(key)
+            return None if entry is None else (entry, self.read_cubin(entry))
+
+        marked = mark and self._mark(key)
+        for pause in _PAUSES:
+            try:
+                found = self._first_good(read)
+                if found is not None or not (marked or (mark and self.layers[0].has_entry_aside(key))):
+                    return found
+            except _CubinMissingError:
+                pass
+            time.sleep(pause)
+            for layer in self.layers:
+                revalidate(layer.entry_path(key).parent)
+                if (entry := quietly(layer.entry, key)) is not None:
+                    revalidate(layer.blob_path(entry.cubin_sha256).parent)
+        return self._first_good(read)
+
+    def present(self, key: str, *, mark: bool = True) -> Entry | None:
+        """The entry of `key`, if some layer has it good and its cubin whole; marks it as used (not with `mark` False).
+
+        For builders, to whom what is damaged is missing: they replace it.
+        """
+
+        def look() -> Entry | None:
+            for layer in self.layers:
+                entry = quietly(layer.entry, key)
+                if entry is not None and quietly(self.read_cubin, entry) is not None:
+                    return entry
+            return None
+
+        return self._patiently(key, look) if mark else look()
+
+    def settled(self, record: NameRecord) -> Mapping[str, Any] | None:
+        """The summary of the kernel of `record` (see `Entry.summary`) if nothing is left to do for it; marks it used.
+
+        Nothing is, if the first layer with that name has this very record, and one layer has entry and cubin in the
+        sizes that it states. For builders with thousands of names: neither entry nor cubin is read. None says only
+        that `present` and `publish_name` have to look more closely.
+        """
+        self._mark(record.key)
+        if self.trust is not None:  # then the entry's signature has to be looked at
+            return None
+        for layer in self.layers:
+            try:
+                brief = layer.brief(record.name, record.arch)
+            except (IntegrityError, StoreError):
+                return None
+            if brief is not None:
+                break
+        else:
+            return None
+        if not brief.says(record) or not brief.summary.keys() >= listing.SUMMARY:
+            return None
+        # Stamps of two layers are of two clocks.
+        named = layer.stamp_of_name(record.name, record.arch)
+        settled = (each.is_settled(record.key, brief.summary, named if each is layer else None) for each in self.layers)
+        return brief.summary if any(settled) else None
+
+    def signatures(self, data: bytes) -> dict[str, bytes]:
+        """Key id -> signature, of every signature that a layer has over the document `data`; unchecked."""
+        digest, found = sha256(data), dict[str, bytes]()
+        for layer in self.layers:
+            found |= layer.signatures(digest)
+        return found
+
+    def find_name(self, name: str, arch: str) -> NameRecord | None:
+        """The record of the full name `name` for `arch`."""
+
+        def look() -> NameRecord | None:
+            return self._first_good(lambda layer: layer.name(name, arch))
+
+        file, kernel, variant = names.split(name)
+        for pause in _PAUSES:
+            found = look()
+            start = f"{kernel}@{variant}.{arch}."
+            if found is not None or not any(layer.has_temporary_name(file, start) for layer in self.layers):
+                return found
+            time.sleep(pause)
+        return look()
+
+    def variants(self, name: str, arch: str) -> list[NameRecord]:
+        """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
+        none.
+        """
+        found = self.listing(name, arch)
+        if not found.names and found.problems:
+            raise IntegrityError(found.problems[0])
+        return [each.record for each in found.names]
+
+    def names(self, pattern: str = "*", arch: str | None = None) -> list[NameListing]:
+        """What `pattern` means in this store: a file's stem, a kernel, a full name, or a glob; sorted. Damaged ones
+        left out.
+        """
+        return list(self.listing(pattern, arch).names)
+
+    def listing(self, pattern: str = "*", arch: str | None = None) -> Listing:
+        """As `names`, with what was wrong with the records that were left out."""
+        return listing.search(self.layers, pattern, arch)
+
+    def recorded(self, pattern: str = "*", arch: str | None = None) -> dict[tuple[str, str], Path]:
+        """Full name and architecture of every record that `pattern` means, with the root of the first layer that has
+        it. Reads none of them: a damaged one counts, too.
+        """
+        found: dict[tuple[str, str], Path] = {}
+        for layer in self.layers:
+            for where in listing.recorded(layer, pattern, arch):
+                found.setdefault(where, layer.root)
+        return dict(sorted(found.items()))
+
+    def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:
+        """What the layers hold of `pattern`, with size and registers of each kernel; see `Row`."""
+        return listing.overview(self.layers, pattern, arch)
+
+    def absent(self) -> tuple[str, ...]:
+        """Of each read-only layer that is no store, why: most often its file system is not mounted."""
+        return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
+
+    def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
+        """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
+        return verify(self.layers, full, inspect)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _first_good(self, read: Callable[[Layer], T | None]) -> T | None:
+        problem: FusekitError | None = None
+        for layer in self.layers:
+            try:
+                found = read(layer)
+            except (IntegrityError, StoreError) as error:
+                problem = problem or error
+            else:
+                if found is not None:
+                    return found
+        if problem is not None:
+            raise problem
+        return None
+
+    def _mark(self, key: str) -> bool:
+        for lease in self._leases:
+            lease.renew()
+        own = self.layers[0]
+        try:
+            own.check()
+        except StoreError:
+            return False
+        return marks.mark(self._publisher.folders, key, own.entry_file(key))
+
+    def _patiently(self, key: str, look: Callable[[], T | None], sure: bool = False) -> T | None:
+        """What `look` finds of the entry of `key`, which is marked first. If it has a mark and is not there, a
+        collection may have it aside at this moment, and will see the mark: then it is looked again. sure: who has
+        marked and found it already; that mark may be aside, too, so that there is nothing to mark now.
+        """
+        wanted, own = self._mark(key) or sure, self.layers[0]
+        for pause in _PAUSES:
+            found = look()
+            if found is not None or not wanted or exists(own.entry_path(key)):
+                return found
+            if not own.has_entry_aside(key):
+                break  # put back since, or gone
+            time.sleep(pause)
+        return look()
+
+
+def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
+    """What `look` finds; None where it is damaged or cannot be read."""
+    try:
+        return look(*arguments)
+    except (IntegrityError, StoreError):
+        return None

@@ -1,0 +1,312 @@
+"""Writing in a store: files that are whole or absent.
+
+Publishing writes a temporary file *in the target's own directory* (a rename across file systems is a copy), syncs it,
+gives it its final name in one step and syncs the directory. After that the file survives a power loss; before it,
+nobody sees it. Nothing here relies on locks, and nothing is read back to learn whether a step worked: a network file
+system may show an old answer for a while.
+
+All of that happens in one open folder, to which no link below the root has led (see fusekit.store.folders). What lies
+in the place of a file that is written is replaced and never written to: a link, or a further name of another file.
+
+`Disk` holds the few system calls that change a disk, so that a test can record their order, make one of them fail, or
+lose what was not synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from fusekit.errors import IntegrityError, StoreError
+from fusekit.store import process
+from fusekit.store.files import READ, TEMPORARY_SUFFIX, store_error
+from fusekit.store.folders import DIRECTORY_MODE, Folders
+
+FILE_MODE = 0o444  # published files never change; the process' umask still applies
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# How often a file is written again whose temporary somebody cleared away.
+_WRITE_RETRIES = 3
+
+# A sync of a directory is meaningless on some file systems, which say so with one of these.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+# File systems without hard links answer with one of these.
+_NO_HARD_LINK = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL})
+
+
+class Disk:
+    """The system calls that change a store. Each is one step of a publication, in the order in which they stand.
+
+    at: the open folder in which `path` lies; paths themselves are used where it is None, above a store's root.
+    """
+
+    def make_directory(self, path: Path, at: int | None = None) -> bool:
+        """Make one directory; False when it is there already."""
+        try:
+            os.mkdir(_in(path, at), DIRECTORY_MODE, dir_fd=at)
+        except FileExistsError:
+            return False
+        return True
+
+    def write(self, path: Path, data: bytes, at: int | None = None) -> None:
+        """Make the new file `path` with `data` and sync it: when this returns, the bytes are on the disk."""
+        descriptor = os.open(_in(path, at), NEW, FILE_MODE, dir_fd=at)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def link(self, source: Path, target: Path, at: int | None = None) -> None:
+        """Give `source` the name `target` too; FileExistsError when somebody else has that name."""
+        os.link(_in(source, at), _in(target, at), src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+
+    def replace(self, source: Path, target: Path, at: int | None = None) -> None:
+        """Rename `source` to `target`, in the same folder, in one step, over whatever file is there."""
+        os.replace(_in(source, at), _in(target, at), src_dir_fd=at, dst_dir_fd=at)
+
+    def remove(self, path: Path, at: int | None = None) -> None:
+        """Remove a file if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_in(path, at), dir_fd=at)
+
+    def sync(self, path: Path, descriptor: int | None = None) -> None:
+        """Make a file's bytes, or a directory's names, survive a power loss. descriptor: of it, if it is open."""
+        if descriptor is not None:
+            _sync(descriptor)
+            return
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:
+            if path.is_dir():
+                return  # a directory may let us write and not read; such a one cannot be synced
+            raise
+        try:
+            _sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _in(path: Path, at: int | None) -> Path | str:
+    return path if at is None else path.name
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (error.errno in _NO_DIRECTORY_SYNC and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
+            raise
+
+
+class Publisher:
+    """Writes files under one root. Holds which directories this process has made durable; otherwise no state."""
+
+    def __init__(self, root: Path, disk: Disk | None = None, admit: Callable[[Publisher], None] | None = None) -> None:
+        """admit: called with this before the first change below a root that is there; raises to refuse it."""
+        self.root = root
+        self.disk = disk or Disk()
+        self.folders = Folders(root)
+        self._admit = admit
+        self._durable: set[Path] = set()
+        self._host = ""
+
+    def claim(self, path: Path, data: bytes) -> bool:
+        """Publish `data` as the new file `path`; False, with nothing changed, when the name is taken.
+
+        Of any number of processes exactly one gets True, where the file system has hard links. Where it has none the
+        last one wins, which is as right and only does its work twice.
+        """
+        return self._publish(path, data, self._link_or_rename)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Publish `data` as `path`, over whatever file has that name: a repair, or a record that may change."""
+        self._publish(path, data, self._rename)
+
+    def settle(self, path: Path) -> bool:
+        """Make a file durable that another process published and may not have synced yet; False if it is gone."""
+        try:
+            with self.at(path.parent) as at:
+                descriptor = os.open(path.name, READ, dir_fd=at)
+                try:
+                    self.disk.sync(path, descriptor)
+                finally:
+                    os.close(descriptor)
+                self._directory(path.parent)
+                self.disk.sync(path.parent, at)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise store_error(path, "sync", error) from error
+
+    def touch(self, path: Path, data: bytes) -> None:
+        """Give the file `path`, if it is there and may be changed, a new stamp. It holds `data`: one that has a further
+        name is replaced, as that may be somebody else's.
+        """
+        with contextlib.suppress(OSError, StoreError), self.at(path.parent) as at:
+            if not touch(path.name, at):
+                self._place(path, data, self._rename, at)
+
+    def directory(self, path: Path) -> None:
+        """Make the directory `path` and what is missing above it, durably."""
+        try:
+            self._directory(path)
+            with self.at(path):
+                pass  # no link
+        except OSError as error:
+            raise store_error(path, "make the directory", error) from error
+
+    def admit(self) -> None:
+        """Make the root if it is missing, and make sure that it is a place to write to."""
+        try:
+            self._directory(self.root)
+        except OSError as error:
+            raise store_error(self.root, "write", error) from error
+
+    def at(self, folder: Path) -> contextlib.AbstractContextManager[int]:
+        """A descriptor of `folder`, which lies below the root and is there."""
+        return self.folders.at(*self.folders.parts(folder))
+
+    def put_new(self, path: Path, data: bytes, at: int) -> None:
+        """Publish the root's own file `path`, unless it is there, while the root is being admitted."""
+        self._place(path, data, self._link_or_rename, at)
+
+    def _publish(self, path: Path, data: bytes, name_it: Callable[[Path, Path, int], bool]) -> bool:
+        for attempt in range(_WRITE_RETRIES):
+            try:
+                self._directory(path.parent)
+                with self.at(path.parent) as at:
+                    return self._place(path, data, name_it, at)
+            except FileNotFoundError as error:
+                # The directory went away after this process made it (a store that was cleared), or somebody cleared
+                # the temporary away: once more, from the top.
+                if attempt + 1 == _WRITE_RETRIES:
+                    raise store_error(path, "write", error) from error
+                self._durable.clear()
+            except OSError as error:
+                raise store_error(path, "write", error) from error
+        raise AssertionError("every attempt returns or raises")
+
+    def _place(self, path: Path, data: bytes, name_it: Callable[[Path, Path, int], bool], at: int) -> bool:
+        temporary = self.temporary(path)
+        try:
+            self.disk.write(temporary, data, at)
+            named = name_it(temporary, path, at)
+        finally:
+            self.disk.remove(temporary, at)
+        if named:
+            self.disk.sync(path.parent, at)
+        return named
+
+    def temporary(self, path: Path) -> Path:
+        """A new name beside `path` that says whose it is: no reader looks at it, and whoever cleans up can tell."""
+        self._host = self._host or process.host()
+        # A file name has 255 bytes at most, and a kernel's may come near that.
+        return path.parent / f".{path.name[:160]}.{process.owner(self._host)}-{os.urandom(6).hex()}{TEMPORARY_SUFFIX}"
+
+    def give(self, temporary: Path, path: Path) -> bool:
+        """Give what lies at `temporary` the name `path` beside it, unless that is taken; either way `temporary` is
+        gone.
+        """
+        try:
+            with self.at(path.parent) as at:
+                named = self._link_or_rename(temporary, path, at)
+                self.disk.remove(temporary, at)
+                self.disk.sync(path.parent, at)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise store_error(path, "write", error) from error
+        return named
+
+    def _link_or_rename(self, temporary: Path, path: Path, at: int) -> bool:
+        try:
+            self.disk.link(temporary, path, at)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINK:
+                raise
+            return self._rename(temporary, path, at)
+        return True
+
+    def _rename(self, temporary: Path, path: Path, at: int) -> bool:
+        try:
+            self.disk.replace(temporary, path, at)
+        except IsADirectoryError as error:
+            raise IntegrityError(
+                f"{path} is a directory; a store keeps a file there; remove it and try again"
+            ) from error
+        return True
+
+    def _directory(self, path: Path) -> None:
+        # Each level is synced into its parent once by every process that publishes below it: another process may
+        # have made it a moment ago and not have synced it yet.
+        if path in self._durable:
+            return
+        if path == self.root:
+            self._make_root()
+        else:
+            self._directory(path.parent)
+            with self.at(path.parent) as at:
+                self.disk.make_directory(path, at)
+                self.disk.sync(path.parent, at)
+        self._durable.add(path)
+
+    def _make_root(self) -> None:
+        missing = []
+        level = self.root
+        while not level.is_dir():
+            missing.append(level)
+            level = level.parent
+        for level in reversed(missing):
+            self.disk.make_directory(level)
+            self.disk.sync(level.parent)
+        if self._admit is not None:
+            self._admit(self)
+
+
+def touch(name: str, at: int) -> bool:
+    """Stamp the plain file `name` in the open folder `at` as changed now; False where it has a further name, which may
+    be anybody's. OSError where there is none, or it may not be changed.
+    """
+    descriptor = os.open(name, READ, dir_fd=at)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no plain file")
+        if status.st_nlink != 1:
+            return False
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> int:
+    """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
+    replaced, not followed.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+        Disk().sync(path.parent)
+    except OSError as error:
+        raise store_error(path, "write", error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return size
