@@ -160,7 +160,7 @@ def _stdin() -> str:
     if len(data) > MAX_BYTES:
         raise SpecError(f"stdin: more than {MAX_BYTES} bytes; a spec has at most that many; split it")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(f"stdin: byte {error.start} is not UTF-8, which TOML is written in; send it as UTF-8") from None
 

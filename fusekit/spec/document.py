@@ -50,7 +50,7 @@ def read(path: Path) -> str:
         raise SpecError(f"{str(path)!r}: cannot be a path: {error}; give the path of a spec file") from None
     _check_size(max(len(data), status.st_size), str(path))
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise SpecError(
             f"{path}: byte {error.start} is not UTF-8, which TOML is written in; save the file as UTF-8"

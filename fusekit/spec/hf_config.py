@@ -106,7 +106,7 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
     what is not a config, a model type that is not known, and fields that are missing or contradict each other.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text.removeprefix("\ufeff"))  # some editors write a byte order mark
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise SpecError(f"{source}: not JSON: {reason}; give the config.json of a Hugging Face model") from None

@@ -1,5 +1,6 @@
 """The packaged specs, and finding kernels in them."""
 
+import codecs
 import io
 import sys
 from types import SimpleNamespace
@@ -212,6 +213,8 @@ def test_a_spec_on_stdin(folder, monkeypatch):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
 
     stdin((folder / "specs" / "one.toml").read_bytes())
+    assert kernels("-") == ["stdin/linear", "stdin/moe-fc1", "stdin/moe-fc2"]
+    stdin(codecs.BOM_UTF8 + (folder / "specs" / "one.toml").read_bytes())
     assert kernels("-") == ["stdin/linear", "stdin/moe-fc1", "stdin/moe-fc2"]
     for data, message in ((b"\xff", "not UTF-8"), (b"", "is empty"), (b"#" * (MAX_BYTES + 1), "more than")):
         stdin(data)

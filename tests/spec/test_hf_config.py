@@ -195,3 +195,8 @@ def test_every_family_has_a_config_or_a_likeness():
         "olmoe", "qwen3_next", "deepseek_v32", "llama4_text",
     }  # fmt: skip
     assert {config["model_type"] for config in CONFIGS.values()} | alike == set(FAMILIES)
+
+
+def test_a_byte_order_mark_is_read_over():
+    text = json.dumps(CONFIGS["qwen3-8b"])
+    assert read_model("\ufeff" + text, "config.json") == read_model(text, "config.json")

@@ -1,5 +1,7 @@
 """What a spec file may not say, and how the error says it."""
 
+import codecs
+
 import pytest
 
 from fusekit.errors import SpecError
@@ -364,6 +366,8 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b'summary = "\xe9"')
     with pytest.raises(SpecError, match="byte 11 is not UTF-8"):
         parse_file(tmp_path / "latin.toml")
+    (tmp_path / "marked.toml").write_bytes(codecs.BOM_UTF8 + GOOD.encode())
+    assert parse_file(tmp_path / "marked.toml")
     (tmp_path / "Upper Case.toml").write_text(GOOD)
     with pytest.raises(SpecError, match='the stem "Upper Case" begins every kernel\'s name'):
         parse_file(tmp_path / "Upper Case.toml")
