@@ -8,9 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from fusekit.errors import FusekitError
 from fusekit_cli.options import Session
+
+
+def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Files and folders, which the shell completes itself."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

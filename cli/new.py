@@ -10,13 +10,20 @@ from pathlib import Path
 import click
 
 from fusekit.errors import FusekitError, UsageError
-from fusekit_cli import output
+from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
 
 @click.command("new")
-@click.argument("model", metavar="MODEL")
-@click.option("-o", "--output", "out", metavar="FILE", help="Where to write it: a file or a folder (default: stdout).")
+@click.argument("model", metavar="MODEL", shell_complete=complete.files)
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    metavar="FILE",
+    shell_complete=complete.files,
+    help="Where to write it: a file or a folder (default: stdout).",
+)
 @click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 @click.option("--name", metavar="NAME", help="The file's stem, the first part of every kernel's name.")
 @click.option(
@@ -119,7 +126,7 @@ def _write(out: str, text: str, stem: str, force: bool) -> str:
     """Write the file, whole or not at all; returns its path."""
     path = Path(out) / f"{stem}.toml" if Path(out).is_dir() else Path(out)
     if path.suffix != ".toml" or path.stem != stem:
-        raise UsageError(f"-o {out}: the file's name is the kernels' first: it must be {stem}.toml, or a folder")
+        raise UsageError(f"-o {out}: a file's stem begins the names of its kernels; give {stem}.toml, or a folder")
     try:
         if not force:
             with path.open("x", encoding="utf-8") as file:

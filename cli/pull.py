@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import UsageError
-from fusekit_cli import output, sources
+from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 from fusekit_cli.progress import progress, progress_of
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("pull")
-@click.argument("url", metavar="URL")
+@click.argument("url", metavar="URL", shell_complete=complete.files)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @sources.checked

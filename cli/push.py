@@ -12,7 +12,7 @@ from fusekit_cli.progress import progress, progress_of
 
 
 @click.command("push")
-@click.argument("url", metavar="URL")
+@click.argument("url", metavar="URL", shell_complete=complete.files)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
 @click.option("--arch", help="Only this architecture, such as sm_90a.")
 @click.option("--full", is_flag=True, help="Read and check what is there already, and replace what is damaged.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fusekit.errors import NotBuiltError
+from fusekit_cli import complete
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def sourced(function: Callable[..., Any]) -> Callable[..., Any]:
         "--from",
         "source",
         metavar="WHERE",
+        shell_complete=complete.files,
         help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
     )(function)
 
@@ -35,6 +37,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         "--check",
         "manifest",
         metavar="MANIFEST",
+        shell_complete=complete.files,
         help="Take only what this cache manifest lists, by key and digest: nothing older, nothing else.",
     )(function)
 

@@ -54,6 +54,10 @@ def complete(fusekit):
         (("build", "quickstart/*@128x19"), ["quickstart/*@128x192-c2x1"]),
         (("build", "nothing-has-this-name"), []),
         (("build", "nothing*"), []),
+        (("new", "some/mod"), ["some/mod"]),
+        (("ls", "--from", "kern"), ["kern"]),
+        (("pull", "--check", "man"), ["man"]),
+        (("pull", "rem"), ["rem"]),
     ],
 )
 def test_what_needs_no_store(complete, words, offered):

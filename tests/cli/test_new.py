@@ -74,8 +74,8 @@ def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path
     ("arguments", "words"),
     [
         (["{model}/none"], "No such file or directory; give a config.json"),
-        (["{model}", "-o", "x.json"], "it must be x.toml"),
-        (["{model}", "-o", "x.toml", "--name", "y"], "it must be y.toml"),
+        (["{model}", "-o", "x.json"], "give x.toml, or a folder"),
+        (["{model}", "-o", "x.toml", "--name", "y"], "give y.toml, or a folder"),
         (["{model}", "-o", "none/x.toml"], "cannot be written: No such file or directory"),
         (["{model}", "--name", "A B"], "a name is lower-case letters"),
         (["{model}", "--arch", "sm_80"], "--arch sm_80: there are no kernels for it"),
