@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fusekit.errors import NotBuiltError
+from fusekit.errors import NoStoreError, NotBuiltError
 from fusekit.store import NameRecord, Row
 from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
@@ -81,7 +81,15 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
     if not rows:
         where = ", ".join(roots.values())
         wanted = (" of that name" if patterns else "") + (f" for {arch}" if arch else "")
-        session.note(f"nothing{wanted} in {where}" + ("; `fusekit build` fills the store" if source is None else ""))
+        remedy = ""
+        if source is None:
+            try:
+                store.check_writable()
+                remedy = "; `fusekit build` fills the store"
+            except NoStoreError as error:
+                problems.append(str(error))
+                unlisted = True
+        session.note(f"nothing{wanted} in {where}{remedy}")
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")
     for why in store.absent() if source is None else ():

@@ -239,6 +239,10 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
         result = fusekit(*arguments, "--store", str(project), code=2, FUSEKIT_STORES=str(fusekit.root))
         assert f"{project} is no store of fusekit, and not empty" in result.err
         assert result.err.count("\n") <= 2
+    listed = fusekit("ls", "--json", "--store", str(project), code=1)
+    assert listed.json == []
+    assert f"{project} is no store of fusekit, and not empty" in listed.err
+    assert "fills the store" not in listed.err
     assert [path.name for path in project.iterdir()] == ["main.tf"]
 
 
