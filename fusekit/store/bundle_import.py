@@ -347,7 +347,7 @@ class _Reader:
         except OSError as error:
             raise store_error(self._path, "read", error) from error
         if len(data) != count:
-            raise self._bad("ends too early")
+            raise self._bad("ends too early" if self._file.tell() > BLOCK else "is no bundle, or ends too early")
         return data
 
     def _bad(self, what: str) -> IntegrityError:

@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
 from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
+from fusekit.store.source import check_url
 from fusekit.store.web import Web
 
 T = TypeVar("T")
@@ -296,6 +297,7 @@ def hidden(text: str) -> str:
 def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
     if not url:
         raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
+    check_url(url)
     try:
         from fsspec.core import url_to_fs
     except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -33,13 +34,25 @@ class Stream:
 Source = Path | Stream
 
 
+def check_url(text: str) -> str:
+    """`text`, unless it is a URL with a part missing, which would be taken for a path. Raises UsageError for that."""
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", text, re.IGNORECASE):
+        raise UsageError(
+            f"{text}: a URL has two slashes behind {match[1]}: and then a server's name; write "
+            f"{match[1]}://HOST/..., or ./{text} for a path"
+        )
+    if re.fullmatch(r"https?://[/?#]*", text, re.IGNORECASE):
+        raise UsageError(f"{text} names no server; write the whole URL, such as https://host/kernels")
+    return text
+
+
 def bundle_source(text: str, stdin: BinaryIO, bounds: Bounds | None = None) -> Source:
     """The bundle that `text` names: `-` (then `stdin` is read), a URL, or the path of a file."""
     if text == STDIN:
         if stdin.isatty():
             raise UsageError("standard input is a terminal; a bundle is read from a pipe or a file; redirect it")
         return Stream("standard input", lambda: iter(lambda: stdin.read(_PIECE), b""))
-    if "://" not in text:
+    if "://" not in check_url(text):
         return Path(text).absolute()
     from fusekit.store.remote import Remote
 
@@ -58,7 +71,7 @@ def is_bundle(text: str) -> bool:
     """Whether `text` names a bundle and not a remote: `-`, a file, or a URL that ends or begins as one does."""
     if text == STDIN:
         return True
-    if "://" not in text:
+    if "://" not in check_url(text):
         return not Path(text).is_dir()
     from fusekit.store.remote import Remote, hidden
 

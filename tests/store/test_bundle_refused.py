@@ -276,7 +276,7 @@ def test_claims_of_enormous_sizes_take_no_memory(bundle, tmp_path):
 def test_a_cut_bundle(bundle, tmp_path, keep):
     data = bundle.read_bytes()
     bundle.write_bytes(data[:keep])
-    refused(bundle, tmp_path / "seeded", "ends too early|ends within|is cut|no tar file")
+    refused(bundle, tmp_path / "seeded", "is no bundle, or ends too early" if 0 <= keep < 512 else "ends|is cut")
 
 
 @pytest.mark.parametrize("more", [b"\0", b"x", bytes(512), bytes(10240), b"x" * 5000])

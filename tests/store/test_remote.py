@@ -197,7 +197,15 @@ def test_no_server(tmp_path):
 # -- URLs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bad", "message"), [("", "the URL is empty"), ("nothing://x/y", "Protocol not known")])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("", "the URL is empty"),
+        ("nothing://x/y", "Protocol not known"),
+        ("http:/host/kernels", "two slashes behind http:"),
+        ("https://", "names no server"),
+    ],
+)
 def test_no_such_url(bad, message):
     with pytest.raises(UsageError, match=message):
         Remote(bad)
