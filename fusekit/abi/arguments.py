@@ -20,7 +20,9 @@ DTYPE_BYTES = {
 SCALAR_DTYPES = ("f32", "i32")
 ROLES = ("input", "output", "inout")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RESERVED = frozenset({"sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream"})
+RESERVED = frozenset({
+    "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
+})  # fmt: skip
 
 
 def check_name(name: str, where: str) -> None:

@@ -29,8 +29,8 @@ def validate_float(expr: Any, where: str, known: frozenset[str] | None = None, d
         return
     if not isinstance(expr, list | tuple):
         raise RecordError(f"{where}: {describe(expr)}; it must be a number, an f32 scalar or [operator, a, b]")
-    if len(expr) != 3 or expr[0] not in _FUNCTIONS:
-        raise RecordError(f"{where}: {describe(expr)}; it must be [operator, a, b] with {', '.join(_FUNCTIONS)}")
+    if len(expr) != 3 or expr[0] not in FLOAT_OPERATORS:
+        raise RecordError(f"{where}: {describe(expr)}; it must be [operator, a, b] with {', '.join(FLOAT_OPERATORS)}")
     if depth >= MAX_DEPTH:
         raise RecordError(f"{where}: nested deeper than {MAX_DEPTH} levels; write it flatter")
     for index in (1, 2):
@@ -59,7 +59,10 @@ def evaluate_float(expr: Any, scalars: Mapping[str, float]) -> float:
 
 def rounded(value: float) -> float:
     """`value` as the nearest binary32 number; too large is infinite."""
-    return ctypes.c_float(value).value
+    try:
+        return ctypes.c_float(value).value
+    except OverflowError:  # an integer that is beyond binary64 as well
+        return math.inf if value > 0 else -math.inf
 
 
 def _divide(a: float, b: float) -> float:

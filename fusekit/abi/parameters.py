@@ -282,6 +282,8 @@ class StructParameter:
 
     def check(self, where: str) -> None:
         end = 0
+        if self.size < 1:
+            raise RecordError(f"{where}.size: {self.size}; a struct has at least 1 byte")
         for index, item in enumerate(self.fields):
             if item.offset < end or item.offset % item.alignment or item.offset + item.size > self.size:
                 raise RecordError(

@@ -249,7 +249,7 @@ class LaunchRecord:
             workspace_zeroed=workspace.boolean("zeroed"),
             scratch=0 if scratch is None else scratch.expr("bytes"),
             skip_if_zero=reader.array("skip_if_zero", string),
-            values=dict(reader.array("values", _value)) if "values" in reader else {},
+            values=_values(reader.array("values", _value)) if "values" in reader else {},
             then=reader.array("then", LaunchStep.from_json) if "then" in reader else (),
         )
         workspace.end()
@@ -295,6 +295,11 @@ def _value(value: Any, where: str) -> tuple[str, Expr]:
     pair = reader.string("name"), reader.expr("value")
     reader.end()
     return pair
+
+
+def _values(pairs: tuple[tuple[str, Expr], ...]) -> dict[str, Expr]:
+    _unique([name for name, _ in pairs], "values")
+    return dict(pairs)
 
 
 def _check_complete(record: LaunchRecord, prefix: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusekit.abi import LaunchRecord, ScalarArgument, evaluate
+from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
 from fusekit.errors import ArgumentError, DriverError, IntegrityError
 from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
@@ -176,6 +176,12 @@ class Kernel:
         return values
 
     def _plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
+        try:
+            return self._made_plan(metas, margin, priority, scalars)
+        except RecordError as error:  # a divisor of 0, made of this call's numbers
+            raise ArgumentError(f"{self.name} cannot be launched on these arguments: {error}") from error
+
+    def _made_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
         bound = bind(self.record, views)
         settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusekit.abi import (
@@ -20,16 +20,15 @@ from fusekit.abi import (
     LaunchStep,
     PointerParameter,
     RecordError,
+    ScalarArgument,
     StructParameter,
     TensorArgument,
     evaluate,
     flat,
 )
 from fusekit.abi.expr import thaw
-from fusekit.abi.floats import evaluate_float
+from fusekit.abi.floats import evaluate_float, rounded
 from fusekit.abi.tensormap import TensorMap, encode, encode_raw
-from fusekit.cabi.tables import Tables
-from fusekit.errors import UsageError
 from tests.runtime.samples import record
 
 DIVIDER = StructParameter(
@@ -102,8 +101,6 @@ def test_only_what_needs_it_is_schema_2(changes: dict[str, Any]) -> None:
     assert again(made) == made
     with pytest.raises(RecordError, match="schema: 1; the record says what only schema 2 can"):
         LaunchRecord.from_json(made.to_json() | {"schema": 1})
-    with pytest.raises(UsageError, match="the C launcher reads schema 1"):
-        Tables(0, "kernel", made, "cubin", 1)
 
 
 def test_each_launch_is_a_record_of_its_own() -> None:
@@ -120,6 +117,20 @@ def test_values_are_evaluated_in_order() -> None:
         replace(record(), values={"b": "c", "c": 1})
     with pytest.raises(RecordError, match=r"values\.M: the name is taken"):
         replace(record(), values={"M": 1})
+
+
+def test_a_record_from_elsewhere_is_refused_in_words() -> None:
+    made = whole().to_json()
+    twice = made | {"values": [*made["values"], {"name": "tiles", "value": 1}]}
+    with pytest.raises(RecordError, match=r"values\[2\].name: 'tiles' stands twice"):
+        LaunchRecord.from_json(twice)
+    with pytest.raises(RecordError, match="size: -8; a struct has at least 1 byte"):
+        replace(record(), **new_parameter(StructParameter("s", -8, ())))
+    with pytest.raises(RecordError, match="must be \\[operator, a, b\\] with fadd"):
+        again(replace(record(), **new_parameter(FloatParameter("f", "", value=((1, 2), 1.0, 2.0)))))
+    with pytest.raises(RecordError, match="'nan' is reserved"):
+        replace(record(), arguments=(*record().arguments, ScalarArgument("nan", "f32")))
+    assert rounded(10**400) == math.inf and rounded(-(10**400)) == -math.inf
 
 
 def test_a_struct_is_its_fields_at_their_places() -> None:
@@ -153,6 +164,7 @@ def test_operators_refuse(expr: Any) -> None:
 SINGLE = st.floats(width=32)
 
 
+@settings(deadline=None)
 @given(SINGLE, SINGLE, st.sampled_from(["fadd", "fsub", "fmul", "fdiv"]))
 def test_float_steps_are_those_of_binary32(a: float, b: float, operator: str) -> None:
     np = pytest.importorskip("numpy")

@@ -66,6 +66,15 @@ def test_a_guard_refuses_in_its_words_before_the_first_launch() -> None:
     assert not fake.launches
 
 
+def test_what_cannot_be_computed_is_an_argument_error() -> None:
+    made = replace(whole(), values=whole().values | {"rest": ("floordiv", 8, ("sub", "M", 96))})
+    kernel, fake = load(made, driver())
+    with pytest.raises(ArgumentError, match="floordiv of 8 by 0; a divisor must be positive"):
+        kernel(**tensors(m=96))
+    kernel(**tensors(m=97))
+    assert len(fake.launches) == 2
+
+
 def test_an_integer_is_refused_where_it_does_not_fit() -> None:
     narrow = replace(whole(), parameters=(*whole().parameters, IntegerParameter("n", "u8", "M", 320)))
     kernel, _ = load(narrow, driver(narrow))
