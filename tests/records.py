@@ -16,11 +16,16 @@ from fusekit.abi import LaunchRecord
 def read_record(spec: Any) -> LaunchRecord:
     """The record of `spec`, once a process. Skips the test without the DSL."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
-    from fusekit.compiler import hostcode
     from fusekit.compiler.families import plan
+
+    return read_plan(plan(spec))
+
+
+def read_plan(made: Any) -> LaunchRecord:
+    """The record of a TracePlan."""
+    from fusekit.compiler import hostcode
     from fusekit.compiler.trace import trace
 
-    made = plan(spec)
     with tempfile.TemporaryDirectory() as scratch:
         traced = trace(made, Path(scratch))
     return hostcode.read(traced.module, made, traced.cubin)

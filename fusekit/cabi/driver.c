@@ -69,6 +69,7 @@ typedef struct { /* CUlaunchConfig */
     X(encode, "cuTensorMapEncodeTiled",                                                                                \
       (void *, int, unsigned, void *, const uint64_t *, const uint64_t *, const unsigned *, const unsigned *, int,     \
        int, int, int))                                                                                                 \
+    X(active_clusters, "cuOccupancyMaxActiveClusters", (int *, void *, const fk_config *))                             \
     X(launch, "cuLaunchKernelEx", (const fk_config *, void *, void **, void **))                                       \
     X(allocate, "cuMemAlloc_v2", (unsigned long long *, size_t))                                                       \
     X(free_memory, "cuMemFree_v2", (unsigned long long))                                                               \

@@ -76,28 +76,68 @@ static int64_t fk_apply(fk_operator operation, int64_t a, int64_t b) {
     case FK_MOD: return a % b < 0 ? a % b + b : a % b;
     case FK_MIN: return a < b ? a : b;
     case FK_MAX: return a > b ? a : b;
+    case FK_EQ: return a == b;
+    case FK_NE: return a != b;
+    case FK_LT: return a < b;
+    case FK_LE: return a <= b;
+    case FK_EXP2: return (int64_t)1 << b;
+    case FK_BIT_LENGTH:
+        for (a = 0; b != 0; b >>= 1) ++a;
+        return a;
     default: return 0;
     }
 }
 
-/* Returns 0 where the expression has no value: it overflows, or divides by what is not positive. */
+/* Whether the operator takes `b` for its only or second operand. */
+static int fk_takes(fk_operator operation, int64_t b) {
+    switch (operation) {
+    case FK_FLOORDIV:
+    case FK_CEILDIV:
+    case FK_MOD: return b > 0;
+    case FK_BIT_LENGTH: return b >= 0;
+    case FK_EXP2: return b >= 0 && b <= 62;
+    default: return 1;
+    }
+}
+
+/* Returns 0 where the expression has no value: it overflows, or an operator does not take an operand. `wraps`: sums and
+ * products wrap modulo 2^64, as long as nothing but sums and products is made of them. */
 static int fk_evaluate(const fk_expression *expression, const int64_t *variables, int wraps, int64_t *result) {
     int64_t stack[FK_MOST_STACK];
+    char wrapped[FK_MOST_STACK];
     int depth = 0, index;
+    if (expression->count == 1) { /* a constant or a variable, as most are */
+        *result = expression->steps->operation == FK_PUSH ? expression->steps->value : variables[expression->steps->value];
+        return 1;
+    }
     for (index = 0; index < expression->count; ++index) {
         const fk_step *step = &expression->steps[index];
-        int64_t a, b;
-        if (step->operation == FK_PUSH || step->operation == FK_VARIABLE) {
+        int64_t a = 0, b;
+        int lost;
+        if (step->operation <= FK_VARIABLE) {
             if (depth == FK_MOST_STACK) return 0;
+            wrapped[depth] = 0;
             stack[depth++] = step->operation == FK_PUSH ? step->value : variables[step->value];
             continue;
         }
-        if (depth < 2) return 0;
+        if (step->operation == FK_JUMP) {
+            index += (int)step->value;
+            continue;
+        }
+        if (depth < (step->operation < FK_ADD ? 1 : 2)) return 0;
         b = stack[--depth];
-        a = stack[--depth];
-        if (!wraps && fk_overflows(step->operation, a, b)) return 0;
-        if ((step->operation == FK_FLOORDIV || step->operation == FK_CEILDIV || step->operation == FK_MOD) && b <= 0)
-            return 0;
+        lost = wrapped[depth];
+        if (step->operation >= FK_ADD) {
+            a = stack[--depth];
+            lost |= wrapped[depth] | fk_overflows(step->operation, a, b);
+        }
+        if (lost && (!wraps || step->operation < FK_ADD || step->operation > FK_MUL)) return 0;
+        if (step->operation == FK_UNLESS) {
+            if (b == 0) index += (int)step->value;
+            continue;
+        }
+        if (!fk_takes(step->operation, b)) return 0;
+        wrapped[depth] = (char)lost;
         stack[depth++] = fk_apply(step->operation, a, b);
     }
     if (depth != 1) return 0;
@@ -105,9 +145,43 @@ static int fk_evaluate(const fk_expression *expression, const int64_t *variables
     return 1;
 }
 
-static fusekit_status fk_value(const fk_record *record, const fk_expression *expression, const int64_t *variables,
-                               const char *what, int64_t *result, fusekit_error *error) {
-    if (fk_evaluate(expression, variables, 0, result)) return FUSEKIT_OK;
+/* Of numbers and f32 scalars. The exact result of a step, rounded to binary64 and then to binary32, is the one rounded
+ * once: 53 bits are more than 2 * 24 + 2. */
+static float fk_evaluate_float(const fk_expression *expression, const float *floats) {
+    float stack[FK_MOST_STACK] = {0};
+    int depth = 0, index;
+    for (index = 0; index < expression->count; ++index) {
+        const fk_step *step = &expression->steps[index];
+        double a, b;
+        if (step->operation <= FK_VARIABLE) {
+            uint32_t bits = (uint32_t)step->value;
+            if (depth == FK_MOST_STACK) return 0;
+            if (step->operation == FK_VARIABLE)
+                stack[depth++] = floats[step->value];
+            else
+                memcpy(&stack[depth++], &bits, sizeof bits);
+            continue;
+        }
+        if (depth < 2) return 0;
+        b = (double)stack[--depth];
+        a = (double)stack[depth - 1];
+        switch (step->operation) {
+        case FK_FADD: a += b; break;
+        case FK_FSUB: a -= b; break;
+        case FK_FMUL: a *= b; break;
+        default: a /= b; break;
+        }
+        stack[depth - 1] = (float)a;
+    }
+    return stack[0];
+}
+
+static fusekit_status fk_no_value(const fk_record *record, const char *what, fusekit_error *error) {
     return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s cannot be computed in 64 bits for these extents",
                    record->name, what);
+}
+
+static fusekit_status fk_value(const fk_record *record, const fk_expression *expression, const int64_t *variables,
+                               const char *what, int64_t *result, fusekit_error *error) {
+    return fk_evaluate(expression, variables, 0, result) ? FUSEKIT_OK : fk_no_value(record, what, error);
 }

@@ -1,127 +1,232 @@
 /* ---- Parameters. */
 
-static fusekit_status fk_encode(const fk_kernel *kernel, const fk_parameter *parameter, const int64_t *variables,
-                                void *place, fusekit_error *error) {
-    const fusekit_driver *driver = kernel->driver;
-    const fk_record *record = kernel->record;
-    const fk_map *map = parameter->map;
-    uint64_t dims[FK_MOST_RANK], strides[FK_MOST_RANK];
-    int64_t value;
-    void *address, *before;
-    int index, result, attempt;
-    for (index = 0; index < map->rank; ++index) {
-        fusekit_status status = fk_value(record, &map->dims[index], variables, parameter->name, &value, error);
-        if (status != FUSEKIT_OK) return status;
-        if (value < 1 || value > (int64_t)1 << 32)
+/* Bytes to the end of the last parameter. */
+static size_t fk_space(const fk_node *node) {
+    const fk_parameter *last = &node->parameters[node->parameter_count - 1];
+    return node->parameter_count > 0 ? last->offset + last->size : 0;
+}
+
+/* Extents and strides of a tensor map, with which the driver's encoder may be asked. */
+static fusekit_status fk_check_map(const fk_record *record, const fk_part *part, const int64_t *extents,
+                                   const int64_t *strides, fusekit_error *error) {
+    int index;
+    for (index = 0; index < part->map->rank; ++index)
+        if (extents[index] < 1 || extents[index] > (int64_t)1 << 32)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has extent %lld; a tensor map takes 1 to 2^32",
-                           record->name, parameter->name, (long long)value);
-        dims[index] = (uint64_t)value;
-    }
-    for (index = 0; index + 1 < map->rank; ++index) {
-        fusekit_status status = fk_value(record, &map->strides[index], variables, parameter->name, &value, error);
-        if (status != FUSEKIT_OK) return status;
-        if (value < 0 || value >= (int64_t)1 << 40 || value % 16 != 0)
+                           record->name, part->name, (long long)extents[index]);
+    for (index = 0; index + 1 < part->map->rank; ++index)
+        if (strides[index] < 0 || strides[index] >= (int64_t)1 << 40 || strides[index] % 16 != 0)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
                            "%s: %s has stride %lld bytes; a tensor map takes multiples of 16 below 2^40", record->name,
-                           parameter->name, (long long)value);
-        strides[index] = (uint64_t)value;
-    }
-    if (!fk_evaluate(&map->address, variables, 1, &value))
-        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has no address", record->name, parameter->name);
-    address = (void *)(uintptr_t)(uint64_t)value;
-    result = FK_INVALID_CONTEXT;
+                           part->name, (long long)strides[index]);
+    return FUSEKIT_OK;
+}
+
+static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map, uint64_t at, const int64_t *extents,
+                                     const int64_t *strides, unsigned char *place, fusekit_error *error) {
+    const fusekit_driver *driver = kernel->driver;
+    unsigned char room[FK_MAP_BYTES + FK_MAP_ALIGNMENT]; /* it wants alignment, which a parameter need not have */
+    unsigned char *made = room + (FK_MAP_ALIGNMENT - (uintptr_t)room % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
+    uint64_t dims[FK_MOST_RANK] = {0}, steps[FK_MOST_RANK] = {0};
+    void *before;
+    int index, result = FK_INVALID_CONTEXT, attempt;
+    for (index = 0; index < map->rank; ++index) dims[index] = (uint64_t)extents[index];
+    for (index = 0; index + 1 < map->rank; ++index) steps[index] = (uint64_t)strides[index];
     for (attempt = 0; attempt < 2 && result != 0; ++attempt) {
         /* It takes a context, and one of a device that has tensor maps: this thread's may do, the kernel's does. */
         if (attempt == 1 && driver->push(kernel->context) != 0) break;
-        result = driver->encode(place, map->dtype, (unsigned)map->rank, address, dims, strides, map->box,
+        result = driver->encode(made, map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, map->box,
                                 map->element_strides, map->interleave, map->swizzle, map->promotion, map->fill);
         if (attempt == 1) driver->pop(&before);
     }
-    if (result == 0) return FUSEKIT_OK;
-    fk_cuda(driver, error, result, record->name, "cuTensorMapEncodeTiled");
+    if (result == 0) {
+        memcpy(place, made, FK_MAP_BYTES);
+        return FUSEKIT_OK;
+    }
+    fk_cuda(driver, error, result, kernel->record->name, "cuTensorMapEncodeTiled");
     if (result != FK_INVALID_VALUE) return FUSEKIT_CUDA_ERROR;
     if (error != NULL) error->status = FUSEKIT_INVALID_ARGUMENT; /* extents, strides or address are none of a map's */
     return FUSEKIT_INVALID_ARGUMENT;
 }
 
-static fusekit_status fk_integer(const fk_record *record, const fk_parameter *parameter, const int64_t *variables,
-                                 uint64_t *place, fusekit_error *error) {
-    int64_t value;
-    fusekit_status status = fk_value(record, &parameter->value, variables, parameter->name, &value, error);
-    if (status != FUSEKIT_OK) return status;
-    if (parameter->kind == FK_INT32) {
-        int32_t narrow = (int32_t)value;
-        if (narrow != value)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %lld; it does not fit into 32 bits",
-                           record->name, parameter->name, (long long)value);
-        memcpy(place, &narrow, sizeof narrow);
-    } else {
-        memcpy(place, &value, sizeof value);
+/* The descriptor as the compiler's host code writes it, whatever the driver would say: fusekit/abi/tensormap.py. */
+static void fk_write_map(const fk_map *map, uint64_t at, const int64_t *extents, const int64_t *strides,
+                         unsigned char *place) {
+    static const unsigned char codes[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14, 15}; /* of CUtensorMapDataType */
+    uint32_t words[FK_MAP_BYTES / 4] = {0};
+    int index;
+    words[0] = (uint32_t)at;
+    words[1] = (uint32_t)(at >> 32) & 0x1FFFFFF;
+    words[2] = (uint32_t)((map->rank - 1) << 4 | codes[map->dtype] << 7 | map->interleave << 11 | map->swizzle << 13 |
+                          map->fill << 15 | map->promotion << 17);
+    for (index = 0; index + 1 < map->rank; ++index) {
+        words[3 + index] = (uint32_t)((uint64_t)strides[index] >> 4);
+        words[7] |= (uint32_t)((uint64_t)strides[index] >> 36 & 0xF) << 4 * index;
     }
+    for (index = 0; index < map->rank; ++index) {
+        words[8 + index] = (uint32_t)extents[index] - 1;
+        words[13] |= (map->element_strides[index] - 1) << 3 * index;
+        if (index > 0) words[14] |= (map->box[index] - 1) << 8 * (index - 1);
+    }
+    words[13] |= (map->box[0] - 1) << 24;
+    memcpy(place, words, sizeof words);
+}
+
+static fusekit_status fk_encode(const fk_kernel *kernel, const fk_part *part, const int64_t *variables,
+                                unsigned char *place, fusekit_error *error) {
+    const fk_map *map = part->map;
+    int64_t extents[FK_MOST_RANK] = {0}, strides[FK_MOST_RANK] = {0}, at;
+    int index, known = fk_evaluate(&map->address, variables, 1, &at);
+    fusekit_status status;
+    for (index = 0; index < map->rank && known; ++index)
+        known = fk_evaluate(&map->dims[index], variables, map->raw, &extents[index]);
+    for (index = 0; index + 1 < map->rank && known; ++index)
+        known = fk_evaluate(&map->strides[index], variables, map->raw, &strides[index]);
+    if (!known) return fk_no_value(kernel->record, part->name, error);
+    if (map->raw) {
+        fk_write_map(map, (uint64_t)at, extents, strides, place);
+        return FUSEKIT_OK;
+    }
+    status = fk_check_map(kernel->record, part, extents, strides, error);
+    return status == FUSEKIT_OK ? fk_ask_encoder(kernel, map, (uint64_t)at, extents, strides, place, error) : status;
+}
+
+static fusekit_status fk_integer(const fk_record *record, const fk_part *part, const int64_t *variables,
+                                 unsigned char *place, fusekit_error *error) {
+    const int bits = (int)part->size * 8;
+    int64_t value, most = part->kind == FK_INT || bits == 64 ? INT64_MAX >> (64 - bits) : ((int64_t)1 << bits) - 1;
+    fusekit_status status = fk_value(record, &part->value, variables, part->name, &value, error);
+    if (status != FUSEKIT_OK) return status;
+    if (value > most || value < (part->kind == FK_INT ? -most - 1 : 0))
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %lld; it does not fit into %d bits%s", record->name,
+                       part->name, (long long)value, bits, part->kind == FK_INT ? "" : " without sign");
+    memcpy(place, &value, part->size); /* little-endian, as every host of CUDA's is */
     return FUSEKIT_OK;
 }
 
-static fusekit_status fk_parameters(fusekit_launch *launch, const fk_call *call, const int64_t *variables,
-                                    fusekit_error *error) {
-    const fk_record *record = launch->kernel->record;
-    unsigned char *map = launch->maps + (FK_MAP_ALIGNMENT - (uintptr_t)launch->maps % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
+/* The value of every part of a node's parameters. Of the stream's own memory it is what is added to the address, which is
+ * known only when it is launched. */
+static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, const fk_call *call,
+                               const int64_t *variables, unsigned char *space, fusekit_error *error) {
     int index;
-    for (index = 0; index < record->parameter_count; ++index) {
-        const fk_parameter *parameter = &record->parameters[index];
-        uint64_t *place = &launch->values[index];
+    for (index = 0; index < node->part_count; ++index) {
+        const fk_part *part = &node->parts[index];
+        unsigned char *place = space + part->offset;
         fusekit_status status = FUSEKIT_OK;
-        launch->pointers[index] = place;
-        switch (parameter->kind) {
-        case FK_TENSOR_MAP:
-            launch->pointers[index] = map;
-            status = fk_encode(launch->kernel, parameter, variables, map, error);
-            map += FK_MAP_BYTES;
-            break;
-        case FK_POINTER: *place = call->addresses[parameter->argument]; break;
+        int64_t shift = 0;
+        uint64_t address;
+        float number;
+        switch (part->kind) {
+        case FK_TENSOR_MAP: status = fk_encode(kernel, part, variables, place, error); break;
+        case FK_POINTER:
         case FK_WORKSPACE:
-        case FK_SCRATCH: break; /* the stream's, which is known when it is launched */
-        case FK_INT32:
-        case FK_INT64: status = fk_integer(record, parameter, variables, place, error); break;
-        case FK_FLOAT: memcpy(place, &call->floats[parameter->argument], sizeof(float)); break;
+        case FK_SCRATCH:
+            if (part->value.count > 0 && !fk_evaluate(&part->value, variables, 1, &shift))
+                return fk_no_value(kernel->record, part->name, error);
+            address = (part->kind == FK_POINTER ? call->addresses[part->argument] : 0) + (uint64_t)shift;
+            memcpy(place, &address, sizeof address);
+            break;
+        case FK_INT:
+        case FK_UINT: status = fk_integer(kernel->record, part, variables, place, error); break;
+        case FK_FLOAT:
+            number = fk_evaluate_float(&part->value, call->floats);
+            memcpy(place, &number, sizeof number);
+            break;
         }
         if (status != FUSEKIT_OK) return status;
     }
     return FUSEKIT_OK;
 }
 
-static fusekit_status fk_grid(fusekit_launch *launch, const int64_t *variables, fusekit_error *error) {
-    const fk_record *record = launch->kernel->record;
+static fusekit_status fk_grid(const fk_record *record, const fk_node *node, const int64_t *variables, unsigned grid[3],
+                              fusekit_error *error) {
     int axis;
     for (axis = 0; axis < 3; ++axis) {
         int64_t blocks, limit = axis == 0 ? INT32_MAX : 65535;
-        fusekit_status status = fk_value(record, &record->grid[axis], variables, "the grid", &blocks, error);
+        fusekit_status status = fk_value(record, &node->grid[axis], variables, "the grid", &blocks, error);
         if (status != FUSEKIT_OK) return status;
-        if (blocks < 1 || blocks > limit || blocks % record->cluster[axis] != 0)
+        if (blocks < 1 || blocks > limit || blocks % node->cluster[axis] != 0)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
                            "%s: grid %c is %lld blocks; it must be 1 to %lld, a multiple of %u (the cluster)",
-                           record->name, "xyz"[axis], (long long)blocks, (long long)limit, record->cluster[axis]);
-        launch->grid[axis] = (unsigned)blocks;
+                           record->name, "xyz"[axis], (long long)blocks, (long long)limit, node->cluster[axis]);
+        grid[axis] = (unsigned)blocks;
     }
     return FUSEKIT_OK;
 }
 
-static fk_attribute *fk_add_attribute(fusekit_launch *launch, int id) {
-    fk_attribute *attribute = &launch->attributes[launch->attribute_count++];
+static fk_attribute *fk_add_attribute(fk_attribute *attributes, unsigned *count, int id) {
+    fk_attribute *attribute = &attributes[(*count)++];
     memset(attribute, 0, sizeof *attribute);
     attribute->id = id;
     return attribute;
 }
 
-static void fk_attributes(fusekit_launch *launch, const fk_call *call) {
-    const fk_record *record = launch->kernel->record;
-    launch->attribute_count = 0;
-    if (launch->kernel->major >= 9) {
-        fk_attribute *cluster = fk_add_attribute(launch, FK_LAUNCH_CLUSTER);
-        memcpy(cluster->value.dims, record->cluster, sizeof cluster->value.dims);
+/* The launch attributes of a node, three at most; how many. */
+static unsigned fk_attributes(const fk_kernel *kernel, const fk_node *node, fk_attribute *attributes) {
+    unsigned count = 0;
+    if (kernel->major >= 9) {
+        fk_attribute *cluster = fk_add_attribute(attributes, &count, FK_LAUNCH_CLUSTER);
+        memcpy(cluster->value.dims, node->cluster, sizeof cluster->value.dims);
     }
-    if (record->cooperative) fk_add_attribute(launch, FK_LAUNCH_COOPERATIVE)->value.number = 1;
-    if (record->serialization) fk_add_attribute(launch, FK_LAUNCH_SERIALIZATION)->value.number = 1;
-    if (call->has_priority) fk_add_attribute(launch, FK_LAUNCH_PRIORITY)->value.number = call->priority;
+    if (node->cooperative) fk_add_attribute(attributes, &count, FK_LAUNCH_COOPERATIVE)->value.number = 1;
+    if (node->serialization) fk_add_attribute(attributes, &count, FK_LAUNCH_SERIALIZATION)->value.number = 1;
+    return count;
+}
+
+static void fk_configure(const fk_node *node, const unsigned *grid, const fk_attribute *attributes, unsigned count,
+                         void *stream, fk_config *config) {
+    memset(config, 0, sizeof *config);
+    memcpy(config->grid, grid, sizeof config->grid);
+    memcpy(config->block, node->block, sizeof config->block);
+    config->shared = node->shared;
+    config->stream = stream;
+    config->attributes = (fk_attribute *)attributes; /* the driver only reads them */
+    config->count = count;
+}
+
+/* The constraints that read dims and strides only, or the others. */
+static fusekit_status fk_constraints(const fk_record *record, int late, const int64_t *variables,
+                                     fusekit_error *error) {
+    char dims[160] = "";
+    size_t length = 0;
+    int index, dim;
+    for (index = 0; index < record->constraint_count; ++index) {
+        const fk_constraint *constraint = &record->constraints[index];
+        int64_t value = 0;
+        fusekit_status status;
+        if (constraint->late != late) continue;
+        status = fk_value(record, &constraint->expression, variables, "a constraint", &value, error);
+        if (status != FUSEKIT_OK) return status;
+        if (value == 0) continue;
+        for (dim = 0; dim < record->dim_count && length < sizeof dims; ++dim)
+            length += (size_t)snprintf(dims + length, sizeof dims - length, "%s%s = %lld", dim ? ", " : "",
+                                       record->dims[dim].name, (long long)variables[dim]);
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s; got %s", record->name, constraint->message, dims);
+    }
+    return FUSEKIT_OK;
+}
+
+/* Checks of a call; dims, strides and addresses go into `variables`, whether there is nothing to do into `skip`. */
+static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int64_t *variables, int *skip,
+                               fusekit_error *error) {
+    const fk_record *record = kernel->record;
+    fk_extent extents[FK_MOST_TENSORS];
+    const int64_t *given = call->strides;
+    int index;
+    fusekit_status status = fk_check_dims(record, call, variables, error);
+    for (index = 0; index < record->tensor_count && status == FUSEKIT_OK; ++index) {
+        const fk_tensor *tensor = &record->tensors[index];
+        status = fk_check_tensor(record, tensor, given, variables, &extents[index], error);
+        variables[record->first_address + index] = (int64_t)call->addresses[index];
+        given += tensor->rank;
+    }
+    if (status == FUSEKIT_OK) status = fk_constraints(record, 0, variables, error);
+    if (status == FUSEKIT_OK && (call->margin < 0 || call->margin > INT32_MAX))
+        status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be at least 0",
+                         record->name, (long long)call->margin);
+    if (status != FUSEKIT_OK) return status;
+    for (index = 0; index < record->skip_count; ++index) *skip |= variables[record->skip[index]] == 0;
+    return *skip ? FUSEKIT_OK : fk_check_places(record, call, extents, error);
 }
 
 /* Checks a call and packs it into `launch`. */
@@ -129,104 +234,138 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
                               fusekit_error *error) {
     const fk_record *record = kernel->record;
     int64_t variables[FK_MOST_VARIABLES];
-    fk_extent extents[FK_MOST_TENSORS];
-    const int64_t *given = call->strides;
     int index;
-    fusekit_status status = fk_check_dims(record, call, variables, error);
-    launch->kernel = kernel;
-    launch->skip = 0;
-    for (index = 0; index < record->tensor_count && status == FUSEKIT_OK; ++index) {
-        const fk_tensor *tensor = &record->tensors[index];
-        status = fk_check_tensor(record, tensor, given, variables, &extents[index], error);
-        variables[record->first_address + index] = (int64_t)call->addresses[index];
-        given += tensor->rank;
-    }
-    for (index = 0; index < record->constraint_count && status == FUSEKIT_OK; ++index) {
-        int64_t value = 0;
-        status = fk_value(record, &record->constraints[index].expression, variables, "a constraint", &value, error);
-        if (status == FUSEKIT_OK && value != 0)
-            status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s", record->name,
-                             record->constraints[index].message);
-    }
-    if (status == FUSEKIT_OK && (call->margin < 0 || call->margin > INT32_MAX))
-        status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be at least 0",
-                         record->name, (long long)call->margin);
+    fusekit_status status = fk_check(kernel, call, variables, &launch->skip, error);
     if (status != FUSEKIT_OK) return status;
-    for (index = 0; index < record->skip_count; ++index)
-        if (variables[record->skip[index]] == 0) launch->skip = 1;
     if (launch->skip) return fk_ok(error);
-    status = fk_check_places(record, call, extents, error);
-    if (status != FUSEKIT_OK) return status;
     for (index = 0; index < call->integer_count; ++index)
         variables[record->first_integer + index] = call->integers[index];
     variables[record->sm_count] = kernel->sm_count;
     variables[record->margin] = call->margin;
-    status = fk_grid(launch, variables, error);
-    launch->scratch = 0;
+    variables[record->clusters] = kernel->active_clusters;
+    for (index = 0; index < record->value_count && status == FUSEKIT_OK; ++index)
+        status = fk_value(record, &record->values[index], variables, "its launch", &variables[record->first_value + index],
+                          error);
+    if (status == FUSEKIT_OK) status = fk_constraints(record, 1, variables, error);
     if (status == FUSEKIT_OK && record->scratch.count > 0)
         status = fk_value(record, &record->scratch, variables, "its scratch", &launch->scratch, error);
     if (status == FUSEKIT_OK && launch->scratch > (int64_t)1 << 57)
         status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: it needs %lld bytes of scratch; no device has so many",
                          record->name, (long long)launch->scratch);
-    if (status == FUSEKIT_OK) status = fk_parameters(launch, call, variables, error);
-    if (status != FUSEKIT_OK) return status;
-    fk_attributes(launch, call);
-    return fk_ok(error);
+    for (index = 0; index < record->node_count && status == FUSEKIT_OK; ++index) {
+        fk_packed *packed = &launch->nodes[index];
+        status = fk_grid(record, &record->nodes[index], variables, packed->grid, error);
+        if (status == FUSEKIT_OK)
+            status = fk_parts(kernel, &record->nodes[index], call, variables, packed->space, error);
+        packed->attribute_count = fk_attributes(kernel, &record->nodes[index], packed->attributes);
+        if (call->has_priority)
+            fk_add_attribute(packed->attributes, &packed->attribute_count, FK_LAUNCH_PRIORITY)->value.number = call->priority;
+    }
+    return status == FUSEKIT_OK ? fk_ok(error) : status;
 }
 
-/* One driver call; `inside`: with the kernel's context current. */
-static int fk_launch_once(const fk_kernel *kernel, const fk_config *config, void **parameters, int inside) {
-    void *before;
-    int result = inside ? kernel->driver->push(kernel->context) : 0;
-    if (result != 0) return result;
-    result = kernel->driver->launch(config, kernel->function, parameters, NULL);
-    if (inside) kernel->driver->pop(&before);
+/* Memory for a launch and all that it points to. */
+static fusekit_launch *fk_new_launch(const fk_kernel *kernel) {
+    const fk_record *record = kernel->record;
+    size_t size = sizeof(fusekit_launch) + (size_t)record->node_count * sizeof(fk_packed);
+    fusekit_launch *launch;
+    unsigned char *at;
+    int pass, index, parameter;
+    for (index = 0; index < record->node_count; ++index)
+        size += (size_t)record->nodes[index].parameter_count * sizeof(void *) + fk_space(&record->nodes[index]);
+    launch = (fusekit_launch *)calloc(1, size);
+    if (launch == NULL) return NULL;
+    launch->kernel = kernel;
+    launch->nodes = (fk_packed *)(launch + 1);
+    at = (unsigned char *)(launch->nodes + record->node_count);
+    for (pass = 0; pass < 2; ++pass) /* pointers first: what has no alignment of its own comes last */
+        for (index = 0; index < record->node_count; ++index) {
+            const fk_node *node = &record->nodes[index];
+            fk_packed *packed = &launch->nodes[index];
+            if (pass == 0) {
+                packed->pointers = (void **)(void *)at;
+                at += (size_t)node->parameter_count * sizeof(void *);
+                continue;
+            }
+            packed->space = at;
+            at += fk_space(node);
+            for (parameter = 0; parameter < node->parameter_count; ++parameter)
+                packed->pointers[parameter] = packed->space + node->parameters[parameter].offset;
+        }
+    return launch;
+}
+
+/* A node's parameters with the stream's own memory in them, in `space`: a launch may run in two streams at once, so it
+ * stays as it is. */
+static void fk_own_parameters(const fk_node *node, const fk_packed *packed, uint64_t workspace, uint64_t scratch,
+                              unsigned char *space, void **pointers) {
+    uint64_t address;
+    int index;
+    memcpy(space, packed->space, fk_space(node));
+    for (index = 0; index < node->parameter_count; ++index) pointers[index] = space + node->parameters[index].offset;
+    for (index = 0; index < node->part_count; ++index) {
+        const fk_part *part = &node->parts[index];
+        if (part->kind != FK_WORKSPACE && part->kind != FK_SCRATCH) continue;
+        memcpy(&address, space + part->offset, sizeof address);
+        address += part->kind == FK_WORKSPACE ? workspace : scratch;
+        memcpy(space + part->offset, &address, sizeof address);
+    }
+}
+
+/* Queues the nodes from `next` on, which is then the first that is not queued; `inside`: with the kernel's context current.
+ * Memory: of the stream's own, 0 where there is none. */
+static int fk_queue(const fusekit_launch *launch, void *stream, const unsigned long long memory[2], int inside,
+                    int *next) {
+    const fk_kernel *kernel = launch->kernel;
+    unsigned char space[FK_MOST_SPACE];
+    void *before, *pointers[FK_MOST_PARAMETERS];
+    int result = inside ? kernel->driver->push(kernel->context) : 0, pushed = inside && result == 0;
+    while (result == 0 && *next < kernel->record->node_count) {
+        const fk_node *node = &kernel->record->nodes[*next];
+        const fk_packed *packed = &launch->nodes[*next];
+        void **parameters = packed->pointers;
+        fk_config config;
+        if (kernel->workspaces != NULL) {
+            fk_own_parameters(node, packed, memory[0], memory[1], space, pointers);
+            parameters = pointers;
+        }
+        fk_configure(node, packed->grid, packed->attributes, packed->attribute_count, stream, &config);
+        result = kernel->driver->launch(&config, kernel->functions[*next], parameters, NULL);
+        if (result == 0) ++*next;
+    }
+    if (pushed) kernel->driver->pop(&before);
     return result;
 }
 
 fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fusekit_error *error) {
     const fk_kernel *kernel = launch->kernel;
     const fusekit_driver *driver = kernel->driver;
-    const fk_record *record = kernel->record;
-    void *current = kernel->context, *pointers[FK_MOST_PARAMETERS], **parameters = (void **)launch->pointers;
-    unsigned long long workspace = 0, scratch = 0;
-    fk_config config;
-    int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, index;
+    void *current = kernel->context;
+    unsigned long long memory[2] = {0, 0};
+    int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, next = 0;
     if (launch->skip) return fk_ok(error);
-    if (kernel->workspaces != NULL) { /* a launch may run in two streams at once, so it stays as it is */
+    if (kernel->workspaces != NULL) {
         fusekit_status status = FUSEKIT_OK;
-        if (kernel->workspaces->stocks != NULL) status = fk_workspace(kernel->workspaces, stream, &workspace, error);
-        if (status == FUSEKIT_OK && record->scratch.count > 0)
-            status = fk_scratch(kernel->workspaces, stream, launch->scratch, &scratch, error);
+        if (kernel->workspaces->stocks != NULL) status = fk_workspace(kernel->workspaces, stream, &memory[0], error);
+        if (status == FUSEKIT_OK && kernel->record->scratch.count > 0)
+            status = fk_scratch(kernel->workspaces, stream, launch->scratch, &memory[1], error);
         if (status != FUSEKIT_OK) return status;
-        parameters = pointers;
-        for (index = 0; index < record->parameter_count; ++index) {
-            fk_kind kind = record->parameters[index].kind;
-            pointers[index] = kind == FK_WORKSPACE ? &workspace : kind == FK_SCRATCH ? &scratch : launch->pointers[index];
-        }
     }
-    memset(&config, 0, sizeof config);
-    memcpy(config.grid, launch->grid, sizeof config.grid);
-    memcpy(config.block, record->block, sizeof config.block);
-    config.shared = record->shared;
-    config.stream = stream;
-    config.attributes = (fk_attribute *)launch->attributes; /* the driver only reads them */
-    config.count = launch->attribute_count;
     /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
     if (!own) result = driver->current(&current);
-    if (result == 0) result = fk_launch_once(kernel, &config, parameters, current != kernel->context);
+    if (result == 0) result = fk_queue(launch, stream, memory, current != kernel->context, &next);
     /* Another device's context may be current, and be why the driver refused. */
     if (own && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
         current != kernel->context)
-        result = fk_launch_once(kernel, &config, parameters, 1);
-    return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, record->name, "cuLaunchKernelEx");
+        result = fk_queue(launch, stream, memory, 1, &next);
+    return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, kernel->record->name, "cuLaunchKernelEx");
 }
 
 void fusekit_launch_free(fusekit_launch *launch) { free(launch); }
 
 static fusekit_status fk_bind(const fk_kernel *kernel, const fk_call *call, fusekit_launch **made,
                               fusekit_error *error) {
-    fusekit_launch *launch = (fusekit_launch *)malloc(sizeof *launch);
+    fusekit_launch *launch = fk_new_launch(kernel);
     fusekit_status status;
     *made = NULL;
     if (launch == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a launch", kernel->record->name);
@@ -239,7 +378,10 @@ static fusekit_status fk_bind(const fk_kernel *kernel, const fk_call *call, fuse
 }
 
 static fusekit_status fk_launch(const fk_kernel *kernel, const fk_call *call, void *stream, fusekit_error *error) {
-    fusekit_launch launch;
-    fusekit_status status = fk_pack(kernel, call, &launch, error);
-    return status == FUSEKIT_OK ? fusekit_launch_run(&launch, stream, error) : status;
+    fusekit_launch *launch;
+    fusekit_status status = fk_bind(kernel, call, &launch, error);
+    if (status != FUSEKIT_OK) return status;
+    status = fusekit_launch_run(launch, stream, error);
+    free(launch);
+    return status;
 }

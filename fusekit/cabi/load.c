@@ -81,62 +81,90 @@ static int fk_capturing(const fusekit_driver *driver) {
 static fusekit_status fk_open_cubin(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_record *record = kernel->record;
-    int result;
+    int index, result;
     if (record->cubin_size > FK_ELF_ABI && record->cubin[FK_ELF_ABI] >= 8 && driver->cuda < FK_CUDA_13)
         return fk_fail(error, FUSEKIT_NO_DRIVER,
                        "%s: the CUDA driver supports CUDA %d.%d; the cubin is of CUDA 13's format; update the driver",
                        record->name, driver->cuda / 1000, driver->cuda % 1000 / 10);
     result = driver->library_load(&kernel->library, record->cubin, NULL, NULL, 0, NULL, NULL, 0);
-    if (result == 0) result = driver->library_kernel(&kernel->kernel, kernel->library, record->symbol);
+    for (index = 0; index < record->node_count && result == 0; ++index)
+        result = driver->library_kernel(&kernel->kernels[index], kernel->library, record->nodes[index].symbol);
     return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "loading the cubin");
 }
 
-/* The driver's own account of the parameters against the record's. */
-static fusekit_status fk_check_cubin(const fk_kernel *kernel, fusekit_error *error) {
+/* The driver's own account of a node's parameters against the record's. */
+static fusekit_status fk_check_cubin(const fk_kernel *kernel, int at, fusekit_error *error) {
     const fk_record *record = kernel->record;
+    const fk_node *node = &record->nodes[at];
     int index;
-    for (index = 0; index <= record->parameter_count; ++index) {
+    for (index = 0; index <= node->parameter_count; ++index) {
         size_t offset = 0, size = 0;
-        int result = kernel->driver->kernel_parameter(kernel->kernel, (size_t)index, &offset, &size);
-        if (index == record->parameter_count) {
+        int result = kernel->driver->kernel_parameter(kernel->kernels[at], (size_t)index, &offset, &size);
+        if (index == node->parameter_count) {
             if (result == FK_INVALID_VALUE) return FUSEKIT_OK;
             return fk_fail(error, FUSEKIT_MISMATCH, "%s: the cubin has more than the record's %d parameters",
                            record->name, index);
         }
         if (result == FK_INVALID_VALUE)
             return fk_fail(error, FUSEKIT_MISMATCH, "%s: the cubin has %d parameters, the record %d", record->name, index,
-                           record->parameter_count);
+                           node->parameter_count);
         if (result != 0) return fk_cuda(kernel->driver, error, result, record->name, "cuKernelGetParamInfo");
-        if (offset != record->parameters[index].offset || size != record->parameters[index].size)
+        if (offset != node->parameters[index].offset || size != node->parameters[index].size)
             return fk_fail(error, FUSEKIT_MISMATCH, "%s: parameter %s is %u+%u in the record and %u+%u in the cubin",
-                           record->name, record->parameters[index].name, record->parameters[index].offset,
-                           record->parameters[index].size, (unsigned)offset, (unsigned)size);
+                           record->name, node->parameters[index].name, node->parameters[index].offset,
+                           node->parameters[index].size, (unsigned)offset, (unsigned)size);
     }
     return FUSEKIT_OK;
 }
 
-static fusekit_status fk_configure(fk_kernel *kernel, fusekit_error *error) {
+/* The function of a node, its attributes set. */
+static fusekit_status fk_take_function(fk_kernel *kernel, int at, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
+    const fk_node *node = &kernel->record->nodes[at];
+    void *own = kernel->kernels[at];
+    int device = kernel->device, result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)node->shared, own, device);
+    if (result == 0 && node->non_portable_cluster)
+        result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, own, device);
+    if (result == 0 && node->carveout >= 0)
+        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, node->carveout, own, device);
+    if (result != 0) return fk_cuda(driver, error, result, kernel->record->name, "cuKernelSetAttribute");
+    result = driver->kernel_function(&kernel->functions[at], own);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, kernel->record->name, "cuKernelGetFunction");
+}
+
+/* How many clusters of the last node the device runs at a time. */
+static fusekit_status fk_ask_clusters(fk_kernel *kernel, fusekit_error *error) {
     const fk_record *record = kernel->record;
-    int device = kernel->device, result;
-    int64_t workspace, *variables;
-    result = driver->kernel_attribute(FK_FUNCTION_SHARED, (int)record->shared, kernel->kernel, device);
-    if (result == 0 && record->non_portable_cluster)
-        result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, kernel->kernel, device);
-    if (result == 0 && record->carveout >= 0)
-        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, record->carveout, kernel->kernel, device);
-    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuKernelSetAttribute");
-    result = driver->kernel_function(&kernel->function, kernel->kernel);
-    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuKernelGetFunction");
-    variables = (int64_t *)calloc(FK_MOST_VARIABLES, sizeof *variables);
-    if (variables == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", record->name);
+    const fk_node *last = &record->nodes[record->node_count - 1];
+    fk_attribute attributes[4];
+    fk_config config;
+    int result;
+    fk_configure(last, last->cluster, attributes, fk_attributes(kernel, last, attributes), NULL, &config);
+    result = kernel->driver->active_clusters(&kernel->active_clusters, kernel->functions[record->node_count - 1], &config);
+    return result == 0 ? FUSEKIT_OK
+                       : fk_cuda(kernel->driver, error, result, record->name, "cuOccupancyMaxActiveClusters");
+}
+
+static fusekit_status fk_take_memory(fk_kernel *kernel, fusekit_error *error) {
+    const fk_record *record = kernel->record;
+    int64_t workspace, variables[FK_MOST_VARIABLES] = {0};
     variables[record->sm_count] = kernel->sm_count;
-    result = fk_evaluate(&record->workspace, variables, 0, &workspace);
-    free(variables);
-    if (!result || workspace < 0) workspace = 0;
+    if (!fk_evaluate(&record->workspace, variables, 0, &workspace) || workspace < 0) workspace = 0;
     if (workspace == 0 && record->scratch.count == 0) return FUSEKIT_OK;
-    return fk_make_workspaces(driver, record->name, kernel->context, workspace, record->workspace_zeroed,
+    return fk_make_workspaces(kernel->driver, record->name, kernel->context, workspace, record->workspace_zeroed,
                               &kernel->workspaces, error);
+}
+
+static fusekit_status fk_open_kernel(fk_kernel *kernel, fusekit_error *error) {
+    const fk_record *record = kernel->record;
+    fusekit_status status = fk_open_cubin(kernel, error);
+    int index;
+    for (index = 0; index < record->node_count && status == FUSEKIT_OK; ++index) {
+        status = fk_check_cubin(kernel, index, error);
+        if (status == FUSEKIT_OK) status = fk_take_function(kernel, index, error);
+    }
+    if (status == FUSEKIT_OK && record->asks_clusters) status = fk_ask_clusters(kernel, error);
+    return status == FUSEKIT_OK ? fk_take_memory(kernel, error) : status;
 }
 
 static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
@@ -193,9 +221,7 @@ static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *rec
         result = fk_capturing(driver);
         if (result != 0)
             status = fk_cuda(driver, error, result, record->name, "loading before the end of a stream's capture");
-        if (status == FUSEKIT_OK) status = fk_open_cubin(kernel, error);
-        if (status == FUSEKIT_OK) status = fk_check_cubin(kernel, error);
-        if (status == FUSEKIT_OK) status = fk_configure(kernel, error);
+        if (status == FUSEKIT_OK) status = fk_open_kernel(kernel, error);
         driver->capture_mode(&mode);
     } else {
         status = fk_cuda(driver, error, result, record->name, "cuThreadExchangeStreamCaptureMode");

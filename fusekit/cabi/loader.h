@@ -39,7 +39,7 @@ typedef struct fusekit_kernel fusekit_kernel;
 fusekit_status fusekit_kernel_load(const fusekit_driver *driver, const fusekit_bundle *bundle, const char *name,
                                    int device, fusekit_kernel **kernel, fusekit_error *error);
 
-/* The values are CUtensorMapDataType's. */
+/* The values are CUtensorMapDataType's, and further ones. */
 typedef enum fusekit_dtype {
     FUSEKIT_U8 = 0,
     FUSEKIT_U16 = 1,
@@ -50,7 +50,11 @@ typedef enum fusekit_dtype {
     FUSEKIT_FP16 = 6,
     FUSEKIT_F32 = 7,
     FUSEKIT_F64 = 8,
-    FUSEKIT_BF16 = 9
+    FUSEKIT_BF16 = 9,
+    FUSEKIT_E4M3 = 16,  /* 8-bit floats, and scales: 1 byte */
+    FUSEKIT_E5M2 = 17,
+    FUSEKIT_E8M0 = 18,
+    FUSEKIT_E2M1X2 = 19 /* two 4-bit floats in a byte, which is what extents and strides count */
 } fusekit_dtype;
 
 /* What a kernel takes. Of a tensor: rank, whether it is written, alignment of its first element in bytes. Of a scalar

@@ -31,7 +31,7 @@ static int fk_read_tensor(fk_reader *reader, fk_json item, fk_tensor *tensor, fu
     int64_t alignment;
     int role, dtype, index = 0;
     if (!fk_get_object(reader, item, 8) || !fk_get_choice(reader, item, "role", roles, &role) ||
-        !fk_get_choice(reader, item, "dtype", fk_dtype_names, &dtype) ||
+        !fk_get_dtype(reader, item, FK_TENSOR_DTYPES, &dtype) ||
         !fk_get_integer(reader, item, "stride_divisor", 1, INT64_MAX, &tensor->stride_divisor) ||
         !fk_get_integer(reader, item, "alignment", 1, 1 << 30, &alignment) ||
         !fk_get_expressions(reader, item, "shape", FK_OF_DIMS, -1, tensor->shape, &tensor->rank) ||
@@ -44,13 +44,13 @@ static int fk_read_tensor(fk_reader *reader, fk_json item, fk_tensor *tensor, fu
         snprintf(own, sizeof own, "\"%s.stride%d\"", argument->name, index);
         if (fk_json_says(stride, own))
             tensor->free_strides |= 1u << index;
-        else if (!fk_compile(reader, "strides", stride, FK_OF_DIMS, &tensor->strides[index]))
+        else if (!fk_compile(reader, "strides", stride, FK_OF_DIMS, &tensor->strides[index], NULL))
             return 0;
     }
     if (fk_json_count(strides) != tensor->rank) return fk_refuse(reader, "strides", "must be as many as the shape has");
     tensor->name = argument->name;
     tensor->written = argument->written = role != 0;
-    tensor->itemsize = fk_dtype_bytes[dtype];
+    tensor->itemsize = fk_dtype_bits[dtype] / 8;
     tensor->alignment = argument->alignment = (int)alignment;
     argument->dtype = (fusekit_dtype)dtype;
     argument->rank = tensor->rank;
@@ -59,18 +59,10 @@ static int fk_read_tensor(fk_reader *reader, fk_json item, fk_tensor *tensor, fu
 
 /* null, a number, "inf", "-inf" or "nan". */
 static int fk_read_default(fk_reader *reader, fk_json value, fusekit_argument *argument) {
-    double number = 0;
-    int known = 1;
+    double number;
     if (fk_json_says(value, "null")) return 1;
-    if (fk_json_says(value, "\"inf\""))
-        number = (double)INFINITY;
-    else if (fk_json_says(value, "\"-inf\""))
-        number = -(double)INFINITY;
-    else if (fk_json_says(value, "\"nan\""))
-        number = (double)NAN;
-    else
-        known = fk_json_number(value, &number);
-    if (!known) return fk_refuse(reader, "default", "must be null, a number, \"inf\", \"-inf\" or \"nan\"");
+    if (!fk_not_finite(value, &number) && !fk_json_number(value, &number))
+        return fk_refuse(reader, "default", "must be null, a number, \"inf\", \"-inf\" or \"nan\"");
     if (!fk_fits(argument->dtype, number)) return fk_refuse(reader, "default", "does not fit into the argument");
     argument->has_default = 1;
     argument->default_value = number;
@@ -81,7 +73,7 @@ static int fk_read_scalar(fk_reader *reader, fk_json item, fusekit_argument *arg
     fk_json value;
     int dtype;
     argument->rank = -1;
-    if (!fk_get_object(reader, item, 4) || !fk_get_choice(reader, item, "dtype", fk_dtype_names, &dtype)) return 0;
+    if (!fk_get_object(reader, item, 4) || !fk_get_dtype(reader, item, FK_TENSOR_DTYPES, &dtype)) return 0;
     argument->dtype = (fusekit_dtype)dtype;
     if (dtype != FUSEKIT_F32 && dtype != FUSEKIT_I32) return fk_refuse(reader, "dtype", "must be f32 or i32");
     return fk_get(reader, item, "default", &value) && fk_read_default(reader, value, argument);
@@ -127,10 +119,40 @@ static int fk_read_arguments(fk_reader *reader, fk_json launch) {
     record->first_integer = record->first_address + record->tensor_count;
     record->sm_count = record->first_integer + integers;
     record->margin = record->sm_count + 1;
-    record->variable_count = record->margin + 1;
+    record->clusters = record->margin + 1;
+    record->first_value = record->clusters + 1;
     *reader->where = 0;
-    if (record->variable_count > FK_MOST_VARIABLES)
-        return fk_refuse(reader, "arguments", "have more extents, strides and scalars than the launcher takes");
+    return record->first_value <= FK_MOST_VARIABLES ||
+           fk_refuse(reader, "arguments", "have more extents, strides and scalars than the launcher takes");
+}
+
+static int fk_read_values(fk_reader *reader, fk_json launch) {
+    fk_record *record = reader->record;
+    fk_expression *values;
+    fk_json rest, item;
+    void *items;
+    int index, other;
+    if (!fk_json_member(launch, "values", &item)) return 1;
+    if (!fk_is_newer(reader, "values") ||
+        !fk_get_items(reader, launch, "values", FK_MOST_VARIABLES - record->first_value, sizeof *values, &rest, &items))
+        return 0;
+    record->values = values = (fk_expression *)items;
+    reader->values = (const char **)fk_take(reader->arena, FK_MOST_VARIABLES, sizeof *reader->values);
+    if (reader->values == NULL) return fk_no_memory(reader);
+    for (index = 0; fk_json_next(&rest, NULL, &item); ++index) {
+        snprintf(reader->where, sizeof reader->where, "values[%d]", index);
+        if (!fk_get_object(reader, item, 2) || !fk_get_own_name(reader, item, &reader->values[index]) ||
+            !fk_get_expression(reader, item, "value", FK_OF_SCHEMA_2, &values[index]))
+            return 0;
+        for (other = 0; other < record->dim_count; ++other)
+            if (!fk_names_differ(reader, reader->values[index], record->dims[other].name)) return 0;
+        for (other = 0; other < reader->argument_count; ++other)
+            if (!fk_names_differ(reader, reader->values[index], reader->arguments[other].name)) return 0;
+        for (other = 0; other < index; ++other)
+            if (!fk_names_differ(reader, reader->values[index], reader->values[other])) return 0;
+        record->value_count = index + 1;
+    }
+    *reader->where = 0;
     return 1;
 }
 
@@ -154,17 +176,21 @@ static int fk_check_dims_stand(fk_reader *reader) {
 }
 
 static int fk_read_constraints(fk_reader *reader, fk_json launch) {
+    const unsigned allowed = reader->schema > 1 ? FK_OF_SCHEMA_2 : FK_OF_HOST;
     fk_constraint *constraints;
-    fk_json rest, item;
+    fk_json rest, item, expression;
     void *items;
     int index;
     if (!fk_get_items(reader, launch, "constraints", 1024, sizeof *constraints, &rest, &items)) return 0;
     reader->record->constraints = constraints = (fk_constraint *)items;
     for (index = 0; fk_json_next(&rest, NULL, &item); ++index) {
+        unsigned kinds;
         snprintf(reader->where, sizeof reader->where, "constraints[%d]", index);
         if (!fk_get_object(reader, item, 2) || !fk_get_text(reader, item, "message", &constraints[index].message) ||
-            !fk_get_expression(reader, item, "expr", FK_OF_HOST, &constraints[index].expression))
+            !fk_get(reader, item, "expr", &expression) ||
+            !fk_compile(reader, "expr", expression, allowed, &constraints[index].expression, &kinds))
             return 0;
+        constraints[index].late = (kinds & ~(unsigned)FK_OF_HOST) != 0;
     }
     reader->record->constraint_count = index;
     *reader->where = 0;
@@ -185,24 +211,23 @@ static int fk_read_skip(fk_reader *reader, fk_json launch) {
     return 1;
 }
 
-static int fk_read_attributes(fk_reader *reader, fk_json launch) {
-    fk_record *record = reader->record;
+static int fk_read_attributes(fk_reader *reader, fk_json launch, fk_node *node) {
     fk_json value, rest, key, item;
     int64_t number;
-    record->carveout = -1;
+    node->carveout = -1;
     if (!fk_get(reader, launch, "attributes", &value)) return 0;
     if (!fk_json_is(value, '{')) return fk_refuse(reader, "attributes", "must be an object");
     for (rest = fk_json_inside(value); fk_json_next(&rest, &key, &item);) {
         if (!fk_json_integer(item, &number) || number < INT32_MIN || number > INT32_MAX)
             return fk_refuse(reader, "attributes", "are integers of 32 bits");
         if (fk_json_says(key, "cooperative"))
-            record->cooperative = number != 0;
+            node->cooperative = number != 0;
         else if (fk_json_says(key, "programmatic_stream_serialization"))
-            record->serialization = number != 0;
+            node->serialization = number != 0;
         else if (fk_json_says(key, "non_portable_cluster_size_allowed"))
-            record->non_portable_cluster = number != 0;
+            node->non_portable_cluster = number != 0;
         else if (fk_json_says(key, "preferred_shared_memory_carveout"))
-            record->carveout = (int)number;
+            node->carveout = (int)number;
         else
             return fk_refuse(reader, "attributes", "have a name that is not known");
     }
@@ -223,43 +248,80 @@ static int fk_read_arch(const char *arch, int *major, int *minor, int *exact) {
     return 1;
 }
 
-/* Reads `launch` into `reader->record`, which is all zero, and the arguments beside it. */
-static int fk_read_record(fk_reader *reader, fk_json launch) {
+/* One launch: the record's own fields, or those of an object in its `then`. */
+static int fk_read_node(fk_reader *reader, fk_json launch, fk_node *node) {
+    int64_t shared;
+    if (!fk_get_text(reader, launch, "symbol", &node->symbol)) return 0;
+    if (*node->symbol == 0) return fk_refuse(reader, "symbol", "is empty");
+    if (!fk_read_attributes(reader, launch, node) ||
+        !fk_get_expressions(reader, launch, "grid", fk_of_launch(reader), 3, node->grid, NULL) ||
+        !fk_get_triple(reader, launch, "block", 1024, node->block) ||
+        !fk_get_triple(reader, launch, "cluster", 16, node->cluster) ||
+        !fk_get_integer(reader, launch, "dynamic_shared", 0, INT32_MAX, &shared))
+        return 0;
+    node->shared = (unsigned)shared;
+    return fk_read_parameters(reader, launch, node);
+}
+
+static int fk_read_nodes(fk_reader *reader, fk_json launch, int several) {
+    fk_record *record = reader->record;
+    fk_json rest, item;
+    fk_node *nodes;
+    void *items;
+    record->nodes = nodes = (fk_node *)fk_take(reader->arena, FK_MOST_NODES, sizeof *nodes);
+    if (nodes == NULL) return fk_no_memory(reader);
+    record->node_count = 1;
+    if (!fk_read_node(reader, launch, nodes)) return 0;
+    if (!several) return 1;
+    if (!fk_is_newer(reader, "then") || !fk_get_items(reader, launch, "then", FK_MOST_NODES - 1, 1, &rest, &items)) return 0;
+    while (fk_json_next(&rest, NULL, &item)) {
+        snprintf(reader->node, sizeof reader->node, "then[%d].", record->node_count - 1);
+        if (!fk_get_object(reader, item, 7) || !fk_read_node(reader, item, &nodes[record->node_count])) return 0;
+        ++record->node_count;
+    }
+    return 1;
+}
+
+static int fk_read_memory(fk_reader *reader, fk_json launch) {
     fk_record *record = reader->record;
     fk_json workspace, scratch;
-    const char *arch;
-    int64_t schema, shared;
-    int scratches; /* the one field that may be left out */
-    *reader->where = 0;
-    record->name = reader->title;
-    if (!fk_json_is(launch, '{')) return fk_refuse(reader, "", "must be an object");
-    if (!fk_get_integer(reader, launch, "schema", 0, INT64_MAX, &schema)) return 0;
-    if (schema != 1) return fk_refuse(reader, "schema", "is not 1, the one that this loader reads");
-    scratches = fk_json_member(launch, "scratch", &scratch);
-    if (!fk_get_object(reader, launch, 14 + scratches) || !fk_get_text(reader, launch, "symbol", &record->symbol) ||
-        !fk_get_text(reader, launch, "arch", &arch))
-        return 0;
-    if (*record->symbol == 0) return fk_refuse(reader, "symbol", "is empty");
-    if (!fk_read_arch(arch, &record->major, &record->minor, &record->exact))
-        return fk_refuse(reader, "arch", "does not look like sm_90a");
-    if (!fk_read_dims(reader, launch) || !fk_read_arguments(reader, launch) || !fk_check_dims_stand(reader) ||
-        !fk_read_constraints(reader, launch) || !fk_read_skip(reader, launch) || !fk_read_attributes(reader, launch) ||
-        !fk_get_expressions(reader, launch, "grid", FK_OF_LAUNCH, 3, record->grid, NULL) ||
-        !fk_get_triple(reader, launch, "block", 1024, record->block) ||
-        !fk_get_triple(reader, launch, "cluster", 16, record->cluster) ||
-        !fk_get_integer(reader, launch, "dynamic_shared", 0, INT32_MAX, &shared) ||
-        !fk_get(reader, launch, "workspace", &workspace))
-        return 0;
-    record->shared = (unsigned)shared;
+    if (!fk_get(reader, launch, "workspace", &workspace)) return 0;
     snprintf(reader->where, sizeof reader->where, "workspace");
     if (!fk_get_object(reader, workspace, 2) ||
         !fk_get_expression(reader, workspace, "bytes", FK_OF_DEVICE, &record->workspace) ||
         !fk_get_flag(reader, workspace, "zeroed", &record->workspace_zeroed))
         return 0;
-    snprintf(reader->where, sizeof reader->where, "scratch");
-    if (scratches && (!fk_get_object(reader, scratch, 1) ||
-                      !fk_get_expression(reader, scratch, "bytes", FK_OF_DIMS | FK_OF_DEVICE, &record->scratch)))
-        return 0;
-    if (scratches && fk_is_zero(&record->scratch)) record->scratch.count = 0;
-    return fk_read_parameters(reader, launch);
+    if (fk_json_member(launch, "scratch", &scratch)) {
+        snprintf(reader->where, sizeof reader->where, "scratch");
+        if (!fk_get_object(reader, scratch, 1) ||
+            !fk_get_expression(reader, scratch, "bytes", FK_OF_DIMS | FK_OF_DEVICE, &record->scratch))
+            return 0;
+        if (fk_is_zero(&record->scratch)) record->scratch.count = 0;
+    }
+    *reader->where = 0;
+    return 1;
+}
+
+/* Reads `launch` into `reader->record`, which is all zero, and the arguments beside it. */
+static int fk_read_record(fk_reader *reader, fk_json launch) {
+    fk_record *record = reader->record;
+    fk_json found;
+    const char *arch;
+    int64_t schema;
+    int values, then, scratch; /* the fields that may be left out */
+    *reader->where = 0;
+    record->name = reader->title;
+    if (!fk_json_is(launch, '{')) return fk_refuse(reader, "", "must be an object");
+    if (!fk_get_integer(reader, launch, "schema", 0, INT64_MAX, &schema)) return 0;
+    if (schema < 1 || schema > 2) return fk_refuse(reader, "schema", "is neither 1 nor 2, which this loader reads");
+    reader->schema = (int)schema;
+    values = fk_json_member(launch, "values", &found);
+    then = fk_json_member(launch, "then", &found);
+    scratch = fk_json_member(launch, "scratch", &found);
+    if (!fk_get_object(reader, launch, 14 + values + then + scratch) || !fk_get_text(reader, launch, "arch", &arch)) return 0;
+    if (!fk_read_arch(arch, &record->major, &record->minor, &record->exact))
+        return fk_refuse(reader, "arch", "does not look like sm_90a");
+    return fk_read_dims(reader, launch) && fk_read_arguments(reader, launch) && fk_check_dims_stand(reader) &&
+           fk_read_values(reader, launch) && fk_read_constraints(reader, launch) && fk_read_skip(reader, launch) &&
+           fk_read_memory(reader, launch) && fk_read_nodes(reader, launch, then);
 }

@@ -1,10 +1,16 @@
 /* ---- Reading a launch record: each field by name and type, every one of them, and none beside them. */
 
-enum { FK_MOST_EXPRESSION = 32, FK_MOST_SCALARS = 64, FK_DTYPES = 10 };
+enum { FK_MOST_EXPRESSION = 32, FK_MOST_SCALARS = 64, FK_DTYPES = 20 };
 
-/* By CUtensorMapDataType. */
-static const char *const fk_dtype_names[] = {"u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16", NULL};
-static const int fk_dtype_bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
+/* By CUtensorMapDataType, then by fusekit_dtype. */
+static const char *const fk_dtype_names[] = {
+    "u8",       "u16",  "u32",      "i32",       "u64",        "i64",        "fp16", "f32",  "f64",  "bf16",
+    "f32_ftz",  "tf32", "tf32_ftz", "u4_align8", "u4_align16", "u6_align16", "e4m3", "e5m2", "e8m0", "e2m1x2", NULL};
+static const unsigned char fk_dtype_bits[] = {8,  16, 32, 32, 64, 64, 16, 32, 64, 16,
+                                              32, 32, 32, 4,  4,  6,  8,  8,  8,  8};
+
+/* Sets of them: of schema 1, of tensors, of tensor maps. */
+enum { FK_DTYPES_1 = 0x3FF, FK_TENSOR_DTYPES = FK_DTYPES_1 | 0xF0000, FK_MAP_DTYPES = FK_DTYPES_1 | 0xE800 };
 
 /* Kinds of variables, and what an expression of each place may read. */
 enum {
@@ -14,8 +20,12 @@ enum {
     FK_OF_SCALARS = 8,
     FK_OF_DEVICE = 16,
     FK_OF_MARGIN = 32,
+    FK_OF_CLUSTERS = 64,
+    FK_OF_VALUES = 128,
+    FK_OF_FLOATS = 256, /* a float expression, which reads nothing else */
     FK_OF_HOST = FK_OF_DIMS | FK_OF_STRIDES,
-    FK_OF_LAUNCH = FK_OF_HOST | FK_OF_DEVICE | FK_OF_MARGIN
+    FK_OF_LAUNCH = FK_OF_HOST | FK_OF_DEVICE | FK_OF_MARGIN,
+    FK_OF_SCHEMA_2 = FK_OF_LAUNCH | FK_OF_SCALARS | FK_OF_CLUSTERS | FK_OF_VALUES
 };
 
 typedef struct {
@@ -23,17 +33,20 @@ typedef struct {
     fusekit_error *error;
     fusekit_status status;
     const char *title; /* the kernel's name */
+    char node[24];     /* the launch that is being read: empty, or such as then[0]. */
     char where[64];    /* the field that is being read, such as parameters[2] */
     fk_record *record;
     fusekit_argument *arguments; /* in the record's order */
     int argument_count;
+    int schema;
+    const char **values; /* their names; those read so far are counted in the record */
 } fk_reader;
 
 /* Returns 0, the failure of every function here. `what`: what is wrong, and what it must be. */
 static int fk_refuse(fk_reader *reader, const char *key, const char *what) {
     reader->status = fk_fail(reader->error, FUSEKIT_BAD_BUNDLE,
-                             "%s: launch record: %s%s%s %s; write loader and bundle with one version of fusekit",
-                             reader->title, reader->where, *reader->where && *key ? "." : "", key, what);
+                             "%s: launch record: %s%s%s%s %s; write loader and bundle with one version of fusekit",
+                             reader->title, reader->node, reader->where, *reader->where && *key ? "." : "", key, what);
     return 0;
 }
 
@@ -41,6 +54,14 @@ static int fk_no_memory(fk_reader *reader) {
     reader->status = fk_fail(reader->error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to read its launch record", reader->title);
     return 0;
 }
+
+/* What only a record of schema 2 may have. */
+static int fk_is_newer(fk_reader *reader, const char *key) {
+    return reader->schema > 1 || fk_refuse(reader, key, "is of schema 2, which the record does not say");
+}
+
+/* What an expression of a launch may read. */
+static unsigned fk_of_launch(const fk_reader *reader) { return reader->schema > 1 ? FK_OF_SCHEMA_2 : FK_OF_LAUNCH; }
 
 static int fk_get(fk_reader *reader, fk_json object, const char *key, fk_json *value) {
     return fk_json_member(object, key, value) || fk_refuse(reader, key, "is missing");
@@ -93,12 +114,13 @@ static int fk_get_name(fk_reader *reader, fk_json object, const char **result) {
     return at > *result || fk_refuse(reader, "name", "is empty");
 }
 
-/* A dim's or an argument's: not one of those that the launcher itself provides. */
+/* A dim's, an argument's or a value's: not one of those that the launcher itself provides. */
 static int fk_get_own_name(fk_reader *reader, fk_json object, const char **result) {
-    static const char *const reserved[] = {"sm_count", "cluster_margin", "workspace", "scratch", "stream"};
+    static const char *const reserved[] = {"sm_count", "active_clusters", "cluster_margin", "workspace", "scratch",
+                                           "stream", "inf", "nan", NULL};
     int index;
     if (!fk_get_name(reader, object, result)) return 0;
-    for (index = 0; index < 5; ++index)
+    for (index = 0; reserved[index] != NULL; ++index)
         if (strcmp(*result, reserved[index]) == 0) return fk_refuse(reader, "name", "is reserved");
     return 1;
 }
@@ -110,6 +132,13 @@ static int fk_get_choice(fk_reader *reader, fk_json object, const char *key, con
     for (*result = 0; choices[*result] != NULL; ++*result)
         if (strcmp(text, choices[*result]) == 0) return 1;
     return fk_refuse(reader, key, "is none of the values that it may have");
+}
+
+/* A type of the set `allowed`. */
+static int fk_get_dtype(fk_reader *reader, fk_json object, unsigned allowed, int *result) {
+    if (!fk_get_choice(reader, object, "dtype", fk_dtype_names, result)) return 0;
+    if (!(allowed >> *result & 1)) return fk_refuse(reader, "dtype", "is none of the values that it may have");
+    return (FK_DTYPES_1 >> *result & 1) || fk_is_newer(reader, "dtype");
 }
 
 /* Three integers from 1, of a product up to `most`. */
@@ -188,6 +217,11 @@ static unsigned fk_find_variable(const fk_reader *reader, fk_json text, unsigned
         *index = record->tensors[tensor].first_stride + at;
         return at < record->tensors[tensor].rank ? allowed & FK_OF_STRIDES : 0;
     }
+    if (allowed & FK_OF_VALUES)
+        for (at = 0; at < record->value_count; ++at) {
+            *index = record->first_value + at;
+            if (fk_json_says(name, reader->values[at])) return FK_OF_VALUES;
+        }
     if (allowed & FK_OF_SCALARS)
         for (at = 0; at < reader->argument_count; ++at) {
             const fusekit_argument *argument = &reader->arguments[at];
@@ -199,70 +233,162 @@ static unsigned fk_find_variable(const fk_reader *reader, fk_json text, unsigned
         if (fk_json_says(name, record->dims[*index].name)) return allowed & FK_OF_DIMS;
     *index = record->sm_count;
     if (fk_json_says(name, "sm_count")) return allowed & FK_OF_DEVICE;
+    *index = record->clusters;
+    if (fk_json_says(name, "active_clusters")) return allowed & FK_OF_CLUSTERS;
     *index = record->margin;
     return fk_json_says(name, "cluster_margin") ? allowed & FK_OF_MARGIN : 0;
 }
 
-/* Writes the steps of an expression in postfix order, or counts them where `steps` is NULL. `kinds` gets those of its
- * variables. */
-static int fk_steps(fk_reader *reader, const char *key, fk_json value, unsigned allowed, int depth, fk_step *steps,
-                    int *count, unsigned *kinds) {
-    static const char *const operators[] = {"\"add\"", "\"sub\"", "\"mul\"", "\"floordiv\"",
-                                            "\"ceildiv\"", "\"mod\"", "\"min\"", "\"max\""};
+/* "inf", "-inf" or "nan" with its quotes. */
+static int fk_not_finite(fk_json value, double *number) {
+    *number = fk_json_says(value, "\"nan\"") ? (double)NAN : (double)INFINITY;
+    if (!fk_json_says(value, "\"-inf\"")) return *number != *number || fk_json_says(value, "\"inf\"");
+    *number = -*number;
+    return 1;
+}
+
+/* A number or an f32 scalar as a step of a float expression. */
+static int fk_float_leaf(fk_reader *reader, const char *key, fk_json value, fk_step *step) {
+    double number;
+    float single;
+    uint32_t bits;
+    int at, floats = 0;
+    if (fk_not_finite(value, &number) || fk_json_number(value, &number)) {
+        single = (float)number;
+        memcpy(&bits, &single, sizeof bits);
+        step->value = bits;
+        return 1;
+    }
+    if (!fk_json_is(value, '"')) return fk_refuse(reader, key, "holds what is no float: a number, a scalar, an array");
+    step->operation = FK_VARIABLE;
+    for (at = 0; at < reader->argument_count; ++at) {
+        const fusekit_argument *argument = &reader->arguments[at];
+        if (argument->rank >= 0 || argument->dtype != FUSEKIT_F32) continue;
+        step->value = floats++;
+        if (fk_json_says(fk_json_inside(value), argument->name)) return 1;
+    }
+    return fk_refuse(reader, key, "names no f32 scalar");
+}
+
+static int fk_leaf(fk_reader *reader, const char *key, fk_json value, unsigned allowed, fk_step *step,
+                   unsigned *kinds) {
+    int at;
+    if (allowed & FK_OF_FLOATS) return fk_float_leaf(reader, key, value, step);
+    if (!fk_json_is(value, '"'))
+        return fk_json_integer(value, &step->value) ||
+               fk_refuse(reader, key, "holds what is no expression: an integer of 64 bits, a variable, an array");
+    *kinds = fk_find_variable(reader, value, allowed, &at);
+    if (*kinds == 0) return fk_refuse(reader, key, "reads a variable that it may not");
+    reader->record->asks_clusters |= *kinds == FK_OF_CLUSTERS;
+    step->operation = FK_VARIABLE;
+    step->value = at;
+    return 1;
+}
+
+typedef struct {
+    fk_step *steps; /* NULL: they are only counted */
+    int count;
+    unsigned kinds; /* of the variables */
+} fk_program;
+
+/* Adds a step; its place, so that a jump can be set later. */
+static int fk_add(fk_program *program, fk_operator operation, int64_t value) {
+    if (program->steps != NULL) {
+        program->steps[program->count].operation = operation;
+        program->steps[program->count].value = value;
+    }
+    return program->count++;
+}
+
+/* Lets the jump at `from` leave out what has come since. */
+static void fk_land(fk_program *program, int from) {
+    if (program->steps != NULL) program->steps[from].value = program->count - from - 1;
+}
+
+/* The name of an operator of an expression, with its quotes, and how many operands it takes; 0: two or more. */
+typedef struct {
+    const char *name;
+    fk_operator operation;
+    int operands;
+} fk_known_operator;
+
+static const fk_known_operator *fk_find_operator(fk_json name, int floats) {
+    static const fk_known_operator known[] = {
+        {"\"fadd\"", FK_FADD, 2},     {"\"fsub\"", FK_FSUB, 2},   {"\"fmul\"", FK_FMUL, 2},
+        {"\"fdiv\"", FK_FDIV, 2},     {"\"add\"", FK_ADD, 0},     {"\"sub\"", FK_SUB, 2},
+        {"\"mul\"", FK_MUL, 0},       {"\"min\"", FK_MIN, 0},     {"\"max\"", FK_MAX, 0},
+        {"\"floordiv\"", FK_FLOORDIV, 2}, {"\"ceildiv\"", FK_CEILDIV, 2}, {"\"mod\"", FK_MOD, 2},
+        {"\"eq\"", FK_EQ, 2},         {"\"ne\"", FK_NE, 2},       {"\"lt\"", FK_LT, 2},
+        {"\"le\"", FK_LE, 2},         {"\"if\"", FK_UNLESS, 3},   {"\"exp2\"", FK_EXP2, 1},
+        {"\"bit_length\"", FK_BIT_LENGTH, 1}};
+    int index, end = floats ? 4 : (int)(sizeof known / sizeof *known);
+    for (index = floats ? 0 : 4; index < end; ++index)
+        if (fk_json_says(name, known[index].name)) return &known[index];
+    return NULL;
+}
+
+/* Adds the steps of an expression in postfix order. */
+static int fk_steps(fk_reader *reader, const char *key, fk_json value, unsigned allowed, int depth,
+                    fk_program *program) {
+    const fk_known_operator *known;
     fk_json rest, item;
-    fk_step step;
-    int operands = 0, which = 0, at;
-    memset(&step, 0, sizeof step);
+    int operands = 0, jump = 0;
     if (!fk_json_is(value, '[')) {
-        if (fk_json_is(value, '"')) {
-            unsigned kind = fk_find_variable(reader, value, allowed, &at);
-            if (kind == 0) return fk_refuse(reader, key, "reads a variable that it may not");
-            *kinds |= kind;
-            step.operation = FK_VARIABLE;
-            step.value = at;
-        } else if (!fk_json_integer(value, &step.value)) {
-            return fk_refuse(reader, key, "holds what is no expression: an integer of 64 bits, a variable, an array");
-        }
-        if (steps != NULL) steps[*count] = step;
-        ++*count;
+        fk_step step = {FK_PUSH, 0};
+        unsigned kind = 0;
+        if (!fk_leaf(reader, key, value, allowed, &step, &kind)) return 0;
+        program->kinds |= kind;
+        fk_add(program, step.operation, step.value);
         return 1;
     }
     if (depth == FK_MOST_EXPRESSION) return fk_refuse(reader, key, "is nested deeper than 32 levels");
     rest = fk_json_inside(value);
     if (!fk_json_next(&rest, NULL, &item)) return fk_refuse(reader, key, "holds an array without operator");
-    while (which < 8 && !fk_json_says(item, operators[which])) ++which;
-    if (which == 8) return fk_refuse(reader, key, "has an operator that is not known");
-    step.operation = (fk_operator)(FK_ADD + which);
-    for (; fk_json_next(&rest, NULL, &item); ++operands) {
-        unsigned inner = 0;
-        if (!fk_steps(reader, key, item, allowed, depth + 1, steps, count, &inner)) return 0;
-        if ((inner & FK_OF_ADDRESSES) && step.operation > FK_MUL)
+    known = fk_find_operator(item, (allowed & FK_OF_FLOATS) != 0);
+    if (known == NULL) return fk_refuse(reader, key, "has an operator that is not known");
+    if ((known->operation < FK_ADD || (known->operation >= FK_EQ && known->operation <= FK_LE)) && !fk_is_newer(reader, key))
+        return 0;
+    while (fk_json_next(&rest, NULL, &item)) {
+        unsigned outer = program->kinds;
+        program->kinds = 0;
+        if (!fk_steps(reader, key, item, allowed, depth + 1, program)) return 0;
+        if ((program->kinds & FK_OF_ADDRESSES) && (known->operation < FK_ADD || known->operation > FK_MUL))
             return fk_refuse(reader, key, "takes an address by more than add, sub and mul");
-        *kinds |= inner;
-        if (operands == 0) continue;
-        if (steps != NULL) steps[*count] = step;
-        ++*count;
+        program->kinds |= outer;
+        ++operands;
+        if (known->operation == FK_UNLESS && operands < 3) { /* of the second and the third operand one is left out */
+            int next = fk_add(program, operands == 1 ? FK_UNLESS : FK_JUMP, 0);
+            if (operands == 2) fk_land(program, jump);
+            jump = next;
+        } else if (known->operation != FK_UNLESS && (known->operands == 1 || operands > 1)) {
+            fk_add(program, known->operation, 0);
+        }
     }
-    at = step.operation == FK_ADD || step.operation == FK_MUL || step.operation >= FK_MIN;
-    return operands == 2 || (operands > 2 && at) || fk_refuse(reader, key, "has an operator of too few or many operands");
+    if (known->operation == FK_UNLESS) fk_land(program, jump);
+    return operands == known->operands || (known->operands == 0 && operands >= 2) ||
+           fk_refuse(reader, key, "has an operator of too few or many operands");
 }
 
-static int fk_compile(fk_reader *reader, const char *key, fk_json value, unsigned allowed, fk_expression *expression) {
-    unsigned kinds = 0;
-    int count = 0;
-    fk_step *steps;
-    if (!fk_steps(reader, key, value, allowed, 0, NULL, &count, &kinds)) return 0;
-    steps = (fk_step *)fk_take(reader->arena, (size_t)count, sizeof *steps);
-    if (steps == NULL) return fk_no_memory(reader);
-    expression->steps = steps;
-    expression->count = 0;
-    return fk_steps(reader, key, value, allowed, 0, steps, &expression->count, &kinds);
+/* kinds: those of its variables; may be NULL. */
+static int fk_compile(fk_reader *reader, const char *key, fk_json value, unsigned allowed, fk_expression *expression,
+                      unsigned *kinds) {
+    fk_program program;
+    memset(&program, 0, sizeof program);
+    if (!fk_steps(reader, key, value, allowed, 0, &program)) return 0;
+    program.steps = (fk_step *)fk_take(reader->arena, (size_t)program.count, sizeof *program.steps);
+    if (program.steps == NULL) return fk_no_memory(reader);
+    program.count = 0;
+    if (!fk_steps(reader, key, value, allowed, 0, &program)) return 0;
+    expression->steps = program.steps;
+    expression->count = program.count;
+    if (kinds != NULL) *kinds = program.kinds;
+    return 1;
 }
 
 static int fk_get_expression(fk_reader *reader, fk_json object, const char *key, unsigned allowed,
                              fk_expression *expression) {
     fk_json value;
-    return fk_get(reader, object, key, &value) && fk_compile(reader, key, value, allowed, expression);
+    return fk_get(reader, object, key, &value) && fk_compile(reader, key, value, allowed, expression, NULL);
 }
 
 /* An array of `count` expressions; -1: of up to FK_MOST_RANK, whose number `found` gets. */
@@ -273,7 +399,7 @@ static int fk_get_expressions(fk_reader *reader, fk_json object, const char *key
     if (!fk_get_array(reader, object, key, &value)) return 0;
     for (rest = fk_json_inside(value); fk_json_next(&rest, NULL, &item); ++number) {
         if (number == most) return fk_refuse(reader, key, "has too many entries");
-        if (!fk_compile(reader, key, item, allowed, &expressions[number])) return 0;
+        if (!fk_compile(reader, key, item, allowed, &expressions[number], NULL)) return 0;
     }
     if (found != NULL) *found = number;
     return number == count || count < 0 || fk_refuse(reader, key, "has too few entries");

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import re
+import struct
 
 from fusekit.abi import (
     Expr,
     FloatParameter,
     IntegerParameter,
     LaunchRecord,
-    Parameter,
     PointerParameter,
     TensorArgument,
     TensorMapParameter,
+    flat,
+    variables,
 )
-from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
+from fusekit.abi.floats import FloatExpr, evaluate_float
+from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
 from fusekit.errors import UsageError
 
 # Limits of the C launcher's arrays.
-MOST_RANK, MOST_VARIABLES, MOST_STACK, MOST_MAPS, MOST_PARAMETERS, MOST_TENSORS = 5, 256, 40, 16, 96, 32
+MOST_RANK, MOST_VARIABLES, MOST_NODES, MOST_PARAMETERS, MOST_SPACE, MOST_TENSORS = 5, 512, 16, 256, 32764, 32
 _OPERATORS = {
-    "add": "FK_ADD", "sub": "FK_SUB", "mul": "FK_MUL", "floordiv": "FK_FLOORDIV", "ceildiv": "FK_CEILDIV",
-    "mod": "FK_MOD", "min": "FK_MIN", "max": "FK_MAX",
+    name: f"FK_{name.upper()}"
+    for name in (
+        "add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max", "eq", "ne", "lt", "le", "bit_length", "exp2",
+        "fadd", "fsub", "fmul", "fdiv",
+    )
 }  # fmt: skip
-# CUtensorMapDataType, CUtensorMapSwizzle
-_DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
+# By CUtensorMapDataType, then by the loader's fusekit_dtype.
+DTYPES = (
+    "u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "u4_align8",
+    "u4_align16", "u6_align16", "e4m3", "e5m2", "e8m0", "e2m1x2",
+)  # fmt: skip
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
-_BESIDE = {"workspace": "FK_WORKSPACE", "scratch": "FK_SCRATCH"}
+_OWN_MEMORY = {"workspace": "FK_WORKSPACE", "scratch": "FK_SCRATCH"}
 _NO_EXPRESSION = "{NULL, 0}"
 
 
@@ -51,66 +60,74 @@ class Tables:
         self._name = name
         self._cubin = cubin
         self._cubin_size = cubin_size
-        self._expressions: dict[Expr, str] = {}
+        self._arrays: dict[tuple[str, ...], str] = {}
         self._lines: list[str] = []
         self._variables = _variables(record)
+        self._floats = [scalar.name for scalar in record.scalars if scalar.dtype == "f32"]
         self._check()
 
     def text(self) -> str:
         """Definitions of everything; the last one is ``fk_record_<number>``."""
         record, number = self.record, self.number
-        tensors = [self._tensor(tensor) for tensor in record.tensors]
-        parameters = [self._parameter(item) for item in sorted(record.parameters, key=lambda item: item.offset)]
-        constraints = [f"{{{self._expression(item.expr)}, {string(item.message)}}}" for item in record.constraints]
+        host = {dim.name for dim in record.dims}
+        host |= {tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)}
+        constraints = [
+            f"{{{self._expression(item.expr)}, {string(item.message)}, {int(not variables(item.expr) <= host)}}}"
+            for item in record.constraints
+        ]
         dims = [
             f"{{{string(dim.name)}, {constant(dim.divisor)}, {constant(dim.minimum)}, {constant(dim.maximum)}}}"
             for dim in record.dims
         ]
         places = [dim.name for dim in record.dims]
-        skip = [str(places.index(name)) for name in record.skip_if_zero]
-        arrays = [
-            self._array("fk_dim", "dims", dims),
-            self._array("fk_tensor", "tensors", tensors),
-            self._array("fk_constraint", "constraints", constraints),
-            self._array("fk_parameter", "parameters", parameters),
-        ]
-        skips = self._array("int", "skip", skip)
         match = _ARCH.fullmatch(record.arch)
         assert match is not None  # a record checks its architecture
-        first = {kind: self._first(kind) for kind in ("address", "integer")}
-        settings = record.attributes
-        maps = sum(isinstance(item, TensorMapParameter) for item in record.parameters)
+        first = ", ".join(str(self._first(kind)) for kind in ("address", "integer"))
+        own = ", ".join(str(self._variables[name]) for name in ("sm_count", "cluster_margin", "active_clusters"))
         members = [
-            f"{string(self._name)}, {string(record.symbol)}",
+            string(self._name),
             f"{match[1]}, {match[2]}, {int(match[3] == 'a')}",
             f"(const unsigned char *){self._cubin}, {self._cubin_size}",
-            *arrays,
-            str(maps),
-            f"{first['address']}, {first['integer']}, {self._variables['sm_count']},"
-            f" {self._variables['cluster_margin']}, {len(self._variables)}",
-            "{" + ", ".join(self._expression(extent) for extent in record.grid) + "}",
-            f"{_braced(record.block)}, {_braced(record.cluster)}, {record.dynamic_shared}",
-            f"{int(bool(settings.get('cooperative')))}, {int(bool(settings.get('programmatic_stream_serialization')))},"
-            f" {int(bool(settings.get('non_portable_cluster_size_allowed')))},"
-            f" {settings.get('preferred_shared_memory_carveout', -1)}",
+            self._array("fk_dim", "dims", dims),
+            self._array("fk_tensor", "tensors", [self._tensor(tensor) for tensor in record.tensors]),
+            self._array("fk_constraint", "constraints", constraints),
+            self._array("fk_expression", "named", [self._expression(expr) for expr in record.values.values()]),
+            self._array("fk_node", "nodes", [self._node(index, node) for index, node in enumerate(record.launches)]),
+            self._array("int", "skip", [str(places.index(name)) for name in record.skip_if_zero]),
+            f"{first}, {own}, {len(self._variables) - len(record.values)}",
+            str(int(record.reads("active_clusters"))),
             f"{self._expression(record.workspace)}, {int(record.workspace_zeroed)}",
             _NO_EXPRESSION if record.scratch == 0 else self._expression(record.scratch),
-            skips,
         ]
         body = ",\n    ".join(members)
         return "\n".join([*self._lines, f"static const fk_record fk_record_{number} = {{\n    {body}\n}};", ""])
 
+    def _node(self, index: int, node: LaunchRecord) -> str:
+        """One launch of the record."""
+        placed = sorted(node.parameters, key=lambda item: item.offset)
+        parameters = [f"{{{string(item.name)}, {item.offset}, {item.size}}}" for item in placed]
+        parts = [self._part(index, offset, item) for offset, item in flat(placed)]
+        settings = node.attributes
+        members = [
+            string(node.symbol),
+            self._array("fk_parameter", f"parameters_{index}", parameters),
+            self._array("fk_part", f"parts_{index}", parts),
+            "{" + ", ".join(self._expression(extent) for extent in node.grid) + "}",
+            f"{_braced(node.block)}, {_braced(node.cluster)}, {node.dynamic_shared}",
+            f"{int(bool(settings.get('cooperative')))}, {int(bool(settings.get('programmatic_stream_serialization')))},"
+            f" {int(bool(settings.get('non_portable_cluster_size_allowed')))},"
+            f" {settings.get('preferred_shared_memory_carveout', -1)}",
+        ]
+        return "{" + ",\n     ".join(members) + "}"
+
     def _check(self) -> None:
-        record = self.record
-        if record.schema != 1:
-            raise UsageError(
-                f"{self._name} has a launch record of schema {record.schema}; the C launcher reads schema 1; launch it"
-                " from Python"
-            )
-        maps = sum(isinstance(item, TensorMapParameter) for item in record.parameters)
+        record, launches = self.record, self.record.launches
+        parameters = [item for launch in launches for item in launch.parameters]
         for what, count, most in (
-            ("variables", len(self._variables), MOST_VARIABLES), ("tensor maps", maps, MOST_MAPS),
-            ("parameters", len(record.parameters), MOST_PARAMETERS), ("tensors", len(record.tensors), MOST_TENSORS),
+            ("variables", len(self._variables), MOST_VARIABLES), ("launches", len(launches), MOST_NODES),
+            ("parameters in one launch", max(len(launch.parameters) for launch in launches), MOST_PARAMETERS),
+            ("bytes of parameters", max((item.offset + item.size for item in parameters), default=0), MOST_SPACE),
+            ("tensors", len(record.tensors), MOST_TENSORS),
             ("dims in one tensor", max((tensor.rank for tensor in record.tensors), default=0), MOST_RANK),
         ):  # fmt: skip
             if count > most:
@@ -134,12 +151,15 @@ class Tables:
         return f"{label}, {len(items)}"
 
     def _expression(self, expr: Expr) -> str:
-        if expr not in self._expressions:
-            steps = self._steps(expr)
-            label = f"fk_e{self.number}_{len(self._expressions)}"
+        return self._program(self._steps(expr))
+
+    def _program(self, steps: list[str]) -> str:
+        """The pair (steps, count); what several expressions have in common is defined once."""
+        label = self._arrays.get(tuple(steps))
+        if label is None:
+            label = self._arrays[tuple(steps)] = f"fk_e{self.number}_{len(self._arrays)}"
             self._lines.append(f"static const fk_step {label}[] = {{{', '.join(steps)}}};")
-            self._expressions[expr] = f"{{{label}, {len(steps)}}}"
-        return self._expressions[expr]
+        return f"{{{label}, {len(steps)}}}"
 
     def _steps(self, expr: Expr) -> list[str]:
         """Postfix order. The first two operands of a longer sum are added first, so the stack stays as deep as the
@@ -150,10 +170,20 @@ class Tables:
         if isinstance(expr, str):
             return [f"{{FK_VARIABLE, {self._variables[expr]}}}"]
         operator, *operands = expr
-        steps = self._steps(operands[0])
-        for operand in operands[1:]:
-            steps += [*self._steps(operand), f"{{{_OPERATORS[operator]}, 0}}"]
-        return steps
+        if operator == "if":
+            condition, then, other = (self._steps(item) for item in operands)
+            return [
+                *condition, f"{{FK_UNLESS, {len(then) + 1}}}", *then, f"{{FK_JUMP, {len(other)}}}", *other,
+            ]  # fmt: skip
+        return _postfix(operator, [self._steps(item) for item in operands])
+
+    def _float_steps(self, expr: FloatExpr) -> list[str]:
+        if isinstance(expr, list | tuple):
+            return _postfix(expr[0], [self._float_steps(item) for item in expr[1:]])
+        if expr in self._floats:
+            return [f"{{FK_VARIABLE, {self._floats.index(str(expr))}}}"]
+        (bits,) = struct.unpack("<I", struct.pack("<f", evaluate_float(expr, {})))
+        return [f"{{FK_PUSH, INT64_C({bits:#010x}) /* {expr} */}}"]
 
     def _tensor(self, tensor: TensorArgument) -> str:
         free = sum(tensor.reads_stride(index) << index for index in range(tensor.rank))
@@ -169,37 +199,33 @@ class Tables:
         shown = [self._expression(item) for item in items]
         return "{" + ", ".join(shown + [_NO_EXPRESSION] * (MOST_RANK - len(shown))) + "}"
 
-    def _parameter(self, parameter: Parameter) -> str:
-        tensors = [tensor.name for tensor in self.record.tensors]
-        floats = [scalar.name for scalar in self.record.scalars if scalar.dtype == "f32"]
+    def _part(self, node: int, offset: int, item: TensorMapParameter | Scalar) -> str:
         kind, argument, value, tensor_map = "FK_POINTER", 0, _NO_EXPRESSION, "NULL"
-        if isinstance(parameter, TensorMapParameter):
-            kind, tensor_map = "FK_TENSOR_MAP", f"&{self._map(parameter)}"
-            argument = tensors.index(parameter.argument)
-        elif isinstance(parameter, IntegerParameter):
-            kind, value = {"i32": "FK_INT32", "i64": "FK_INT64"}[parameter.dtype], self._expression(parameter.value)
-        elif isinstance(parameter, FloatParameter):
-            kind, argument = "FK_FLOAT", floats.index(parameter.argument)
-        elif isinstance(parameter, PointerParameter):
-            if parameter.argument in _BESIDE:
-                kind = _BESIDE[parameter.argument]
-            else:
-                argument = tensors.index(parameter.argument)
-        return (
-            f"{{{string(parameter.name)}, {kind}, {parameter.offset}, {parameter.size}, {argument}, {value},"
-            f" {tensor_map}}}"
-        )
+        if isinstance(item, TensorMapParameter):
+            kind, tensor_map = "FK_TENSOR_MAP", f"&{self._map(node, item)}"
+        elif isinstance(item, IntegerParameter):
+            kind, value = "FK_INT" if item.dtype[0] == "i" else "FK_UINT", self._expression(item.value)
+        elif isinstance(item, FloatParameter):
+            kind, value = "FK_FLOAT", self._program(self._float_steps(item.value))
+        elif isinstance(item, PointerParameter):
+            kind = _OWN_MEMORY.get(item.argument, kind)
+            if item.argument not in _OWN_MEMORY:
+                argument = [tensor.name for tensor in self.record.tensors].index(item.argument)
+            if item.shift != 0:
+                value = self._expression(item.shift)
+        return f"{{{string(item.name)}, {kind}, {offset}, {item.size}, {argument}, {value}, {tensor_map}}}"
 
-    def _map(self, parameter: TensorMapParameter) -> str:
-        label = f"fk_map_{self.number}_{parameter.name}"
+    def _map(self, node: int, parameter: TensorMapParameter) -> str:
+        label = f"fk_map_{self.number}_{node}_{parameter.name}"
         boxes = [extents + (0,) * (MOST_RANK - len(extents)) for extents in (parameter.box, parameter.element_strides)]
         members = [
-            f"{_DTYPES.index(parameter.dtype)}, {parameter.rank}, {self._expression(parameter.address)}",
+            f"{DTYPES.index(parameter.dtype)}, {parameter.rank}, {self._expression(parameter.address)}",
             self._expressions_of(parameter.dims),
             self._expressions_of(parameter.strides),
             f"{_braced(boxes[0])}, {_braced(boxes[1])}",
             f"{INTERLEAVES.index(parameter.interleave)}, {_SWIZZLES.index(parameter.swizzle)},"
-            f" {L2_PROMOTIONS.index(parameter.l2_promotion)}, {OOB_FILLS.index(parameter.oob_fill)}",
+            f" {L2_PROMOTIONS.index(parameter.l2_promotion)}, {OOB_FILLS.index(parameter.oob_fill)},"
+            f" {ENCODINGS.index(parameter.encoding)}",
         ]
         body = ",\n    ".join(members)
         self._lines.append(f"static const fk_map {label} = {{\n    {body}\n}};")
@@ -207,13 +233,24 @@ class Tables:
 
 
 def _variables(record: LaunchRecord) -> dict[str, int]:
-    """Indices of what expressions read: dims, strides of every tensor, addresses, i32 scalars, the launch's own."""
+    """Indices of what expressions read: dims, strides of every tensor, addresses, i32 scalars, the launch's
+    own, the record's values.
+    """
     names = [dim.name for dim in record.dims]
     names += [tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)]
     names += [f"{tensor.name}.address" for tensor in record.tensors]
     names += [scalar.name for scalar in record.scalars if scalar.dtype == "i32"]
-    names += ["sm_count", "cluster_margin"]
+    names += ["sm_count", "cluster_margin", "active_clusters", *record.values]
     return {name: index for index, name in enumerate(names)}
+
+
+def _postfix(operator: str, operands: list[list[str]]) -> list[str]:
+    """An operator of one operand behind it, any other behind each operand from the second on."""
+    own = f"{{{_OPERATORS[operator]}, 0}}"
+    steps = [*operands[0], own] if len(operands) == 1 else list(operands[0])
+    for operand in operands[1:]:
+        steps += [*operand, own]
+    return steps
 
 
 def _braced(values: tuple[int, ...]) -> str:

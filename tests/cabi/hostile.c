@@ -25,13 +25,29 @@ static int attribute(int *out, int kind, int ordinal) {
 
 static int handle(void **out) { return *out = (void *)&pretended, 0; }
 
+/* A kernel's handle, and its function's, is its node. */
+static int kernel_of(void **out, void *library, const char *symbol) {
+    int index;
+    (void)library;
+    for (index = 0; index < pretended.node_count; ++index)
+        if (strcmp(pretended.nodes[index].symbol, symbol) == 0) {
+            *out = (void *)(uintptr_t)&pretended.nodes[index];
+            return 0;
+        }
+    return 500;
+}
+
+static int function_of(void **out, void *kernel) { return *out = kernel, 0; }
+
 static int parameter(void *kernel, size_t index, size_t *offset, size_t *size) {
-    (void)kernel;
-    if (index >= (size_t)pretended.parameter_count) return FK_INVALID_VALUE;
-    *offset = pretended.parameters[index].offset;
-    *size = pretended.parameters[index].size;
+    const fk_node *node = (const fk_node *)kernel;
+    if (index >= (size_t)node->parameter_count) return FK_INVALID_VALUE;
+    *offset = node->parameters[index].offset;
+    *size = node->parameters[index].size;
     return 0;
 }
+
+static int clusters(int *out, void *function, const fk_config *config) { return (void)function, (void)config, *out = 61, 0; }
 
 static int encode(void *place, int dtype, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
                   const unsigned *box, const unsigned *steps, int interleave, int swizzle, int promotion, int fill) {
@@ -43,11 +59,12 @@ static int encode(void *place, int dtype, unsigned rank, void *address, const ui
 
 static int launch(const fk_config *config, void *function, void **parameters, void **extra) {
     static volatile unsigned char sum;
+    const fk_node *node = (const fk_node *)function;
     int index;
     unsigned byte;
-    (void)config, (void)function, (void)extra;
-    for (index = 0; index < pretended.parameter_count; ++index) /* the driver reads every byte of them */
-        for (byte = 0; byte < pretended.parameters[index].size; ++byte)
+    (void)config, (void)extra;
+    for (index = 0; index < node->parameter_count; ++index) /* the driver reads every byte of them */
+        for (byte = 0; byte < node->parameters[index].size; ++byte)
             sum = (unsigned char)(sum + ((unsigned char *)parameters[index])[byte]);
     ++launches;
     return 0;
@@ -65,14 +82,15 @@ static void play(demo_driver *driver) {
     driver->kernel_parameter = parameter;
     driver->encode = encode;
     driver->launch = launch;
+    driver->library_kernel = kernel_of;
+    driver->kernel_function = function_of;
+    driver->active_clusters = clusters;
     driver->allocate = allocate;
 #define HANDLE(name, type) memcpy(&driver->name, &(type){handle}, sizeof driver->name)
 #define DONE(name) memcpy(&driver->name, &(int (*)(void)){done}, sizeof driver->name)
     HANDLE(retain, int (*)(void **));
     HANDLE(current, int (*)(void **));
     HANDLE(library_load, int (*)(void **));
-    HANDLE(library_kernel, int (*)(void **));
-    HANDLE(kernel_function, int (*)(void **));
     HANDLE(stream_create, int (*)(void **));
     DONE(release), DONE(push), DONE(pop), DONE(library_unload), DONE(kernel_attribute);
     DONE(free_memory), DONE(fill), DONE(stream_wait), DONE(stream_destroy), DONE(capture_mode);

@@ -60,15 +60,22 @@ def build(
 
 
 def complete(record: LaunchRecord, symbol: str = "kernel") -> LaunchRecord:
-    """`record` with a symbol and offsets as a compiler would lay its parameters out."""
-    end, placed = 0, []
-    for parameter in record.parameters:
-        alignment = 64 if parameter.size == 128 else parameter.size
+    """`record` with symbols and offsets as a compiler would lay the parameters out."""
+    then = (
+        replace(step, parameters=placed(step.parameters), symbol=f"{symbol}_{index}")
+        for index, step in enumerate(record.then, start=1)
+    )
+    return replace(record, parameters=placed(record.parameters), symbol=symbol, then=tuple(then))
+
+
+def placed(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    end, found = 0, []
+    for parameter in parameters:
+        alignment = 64 if parameter.size == 128 else parameter.alignment
         end = -(-end // alignment) * alignment
-        made: Parameter = replace(parameter, offset=end)
-        placed.append(made)
+        found.append(replace(parameter, offset=end))
         end += parameter.size
-    return replace(record, parameters=tuple(placed), symbol=symbol)
+    return tuple(found)
 
 
 class Launcher:

@@ -14,8 +14,8 @@ from typing import Any
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
 from fusekit.abi.tensormap import TensorMap, encode
+from fusekit.cabi.tables import DTYPES
 
-DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16")
 # The context of a device that knows no tensor maps.
 NO_TENSOR_MAPS = 0x7777
 # Where the first stock of workspaces begins, and how far behind it the next.
@@ -23,6 +23,7 @@ WORKSPACE, STOCK_STEP = 0xABC000, 1 << 24
 # What a driver refuses while a stream is captured, and the mode of a thread in which it does not.
 UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery", "cuLibraryLoadData"}
 RELAXED = 2
+KERNEL, FUNCTION = 0x3000, 0x4000  # handles of the first launch's
 ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
 
 
@@ -50,6 +51,7 @@ class Launched:
     attributes: dict[str, Any]
     parameters: list[bytes]
     context: int  # the current one, or 0
+    function: int  # of which of the record's launches
 
 
 @dataclass
@@ -75,9 +77,15 @@ class Recorder:
     capturing: bool = False  # this thread captures a stream: what is unsafe is refused in any mode but relaxed
     sizes: list[int] = field(default_factory=list)  # of allocations
     filled: list[tuple[int, int]] = field(default_factory=list)
+    active_clusters: int = 66
+    most_launches: int = 1 << 30  # those after them fail
+    asked: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = field(default_factory=list)  # for clusters
 
     def __post_init__(self) -> None:
-        self._places = sorted((item.offset, item.size) for item in self.record.parameters)
+        self._symbols = [launch.symbol for launch in self.record.launches]
+        self._places = [
+            sorted((item.offset, item.size) for item in launch.parameters) for launch in self.record.launches
+        ]
         self._kept: dict[str, Any] = {}
         self.lookup = CFUNCTYPE(c_void_p, c_char_p, c_void_p)(self._lookup)
 
@@ -161,8 +169,9 @@ class Recorder:
 
     def cuLibraryGetKernel(self) -> Any:  # noqa: N802
         def get(out: Any, library: int, name: bytes) -> int:
-            _set(out, 0x3000)
-            return 0 if name.decode() == self.record.symbol else 500
+            if name.decode() not in self._symbols:
+                return 500
+            return _set(out, KERNEL + self._symbols.index(name.decode()))
 
         return (POINTER(c_void_p), c_void_p, c_char_p), get
 
@@ -170,10 +179,11 @@ class Recorder:
         def info(kernel: int, index: int, offset: Any, size: Any) -> int:
             if not self.contexts:
                 return 201
-            if index >= len(self._places):
+            places = self._places[kernel - KERNEL]
+            if index >= len(places):
                 return 1
-            _set(offset, self._places[index][0])
-            return _set(size, self._places[index][1])
+            _set(offset, places[index][0])
+            return _set(size, places[index][1])
 
         return (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)), info
 
@@ -181,7 +191,17 @@ class Recorder:
         return (c_int, c_int, c_void_p, c_int), lambda kind, value, kernel, device: self.settings.update({kind: value})
 
     def cuKernelGetFunction(self) -> Any:  # noqa: N802
-        return (POINTER(c_void_p), c_void_p), lambda out, kernel: _set(out, 0x4000)
+        return (POINTER(c_void_p), c_void_p), lambda out, kernel: _set(out, FUNCTION + kernel - KERNEL)
+
+    def cuOccupancyMaxActiveClusters(self) -> Any:  # noqa: N802
+        def active(out: Any, function: int, config: Any) -> int:
+            if not self.contexts:
+                return 201
+            given = config.contents
+            self.asked.append((function - FUNCTION, tuple(given.grid), tuple(given.block), given.shared))
+            return _set(out, self.active_clusters)
+
+        return (POINTER(c_int), c_void_p, POINTER(LaunchConfig)), active
 
     def cuTensorMapEncodeTiled(self) -> Any:  # noqa: N802
         sizes = POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint), POINTER(c_uint)
@@ -212,12 +232,15 @@ class Recorder:
         def launch(config: Any, function: int, parameters: Any, extra: int) -> int:
             if self.strict and self.contexts[-1:] != [0x1000]:
                 return 201
+            if len(self.launches) == self.most_launches:
+                return 719
             given = config.contents
             attributes: dict[str, Any] = {}
             for attribute in given.attributes[: given.count]:
                 name = ATTRIBUTES[attribute.id]
                 attributes[name] = tuple(attribute.numbers[:3]) if name == "cluster" else attribute.numbers[0]
-            values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(self._places)]
+            places = self._places[function - FUNCTION]
+            values = [ctypes.string_at(parameters[n], size) for n, (_, size) in enumerate(places)]
             self.launches.append(
                 Launched(
                     tuple(given.grid),
@@ -227,9 +250,9 @@ class Recorder:
                     attributes,
                     values,
                     self.contexts[-1] if self.contexts else 0,
+                    function - FUNCTION,
                 )
             )
-            assert function == 0x4000
             return 0
 
         return (POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p), launch

@@ -19,10 +19,12 @@ from fusekit.cabi import Exported, generate_loader
 from fusekit.config import Config
 from fusekit.store import bundle as form
 from fusekit.store.keys import canonical_json, sha256
+from tests.abi.test_schema_2 import SECOND
+from tests.runtime.samples import record
 
 from .bundles import entry_of, name_of
-from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, OK
-from .proof import samples
+from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, OK, complete
+from .samples import samples
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MUTATIONS = 1500
@@ -119,6 +121,10 @@ STRANGE = [
     "sm_count", "a\0b", "é\n\"𝄞", "sm_9", "sm_1234a", [], {}, [1, 2, 3], None, True, ["add", "M"], ["mod", "M", "K"],
     ["floordiv", "M", ["sub", "M", "M"]], ["mul", "M", 2**62], ["mul", "x.address", 3], ["max", "x.address", 3],
     nested(5), nested(31), nested(33), "f32", "u8", "workspace", ["sub", 0, "M"], [0] * 6, ["pow", 2, 3],
+    2, "tiles", "safe", "active_clusters", ["if", "M", 1, ["floordiv", 8, "M"]], ["if", "M", 1],
+    ["bit_length", ["sub", "M", 9]], ["exp2", "K"], ["lt", "x.address", 3], ["fmul", "act_alpha", 2],
+    ["fdiv", 1e39, 0], ["fadd", "M", 1], "inf", "act_alpha", "e4m3", "tf32", "i16", "raw", "struct",
+    {"kind": "pointer"}, 32764,
 ]  # fmt: skip
 
 
@@ -157,7 +163,8 @@ def test_launch_records_that_are_made_up(hostile, tmp_path):
     for being beyond its limits.
     """
     source = random.Random(5)
-    kernels = [kernel for kernel in samples() if "every-field" in kernel.name or "fc1-fwd" in kernel.name]
+    names = ("every-field", "schema-2", "fc1-fwd")
+    kernels = [kernel for kernel in samples() if any(name in kernel.name for name in names)]
     launches = []
     for number in range(MUTATIONS):
         kernel = kernels[number % len(kernels)]
@@ -175,6 +182,14 @@ def test_launch_records_that_are_made_up(hostile, tmp_path):
         launched += count
     assert taken > 50
     assert launched > 100
+
+
+def test_what_only_schema_2_can_say(hostile, tmp_path):
+    made = [replace(samples()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()]
+    good = [packed(kernel) for kernel in made]
+    bad = [packed(kernel, kernel.record.to_json() | {"schema": schema}) for kernel in made for schema in (1, 3)]
+    assert [found[:2] for found in attempts(hostile, tmp_path, good)] == [(OK, OK)] * len(good)
+    assert [found[:2] for found in attempts(hostile, tmp_path, bad)] == [(BAD_BUNDLE, BAD_BUNDLE)] * len(bad)
 
 
 def test_what_fusekit_takes_the_loader_takes(hostile, tmp_path):

@@ -21,8 +21,9 @@ from .launcher import (
     Launcher,
     compile_shared,
 )
-from .proof import prove, prove_refusals, samples
+from .proof import prove, prove_refusals
 from .recorder import NO_TENSOR_MAPS, Recorder
+from .samples import samples
 
 
 @pytest.fixture(scope="module", params=sorted(LANGUAGES))
@@ -88,6 +89,67 @@ def test_a_bound_launch_is_one_driver_call_and_keeps_its_arguments(loaded):
     assert [launch.stream for launch in loaded.recorder.launches] == [77, 78]
     assert int.from_bytes(loaded.recorder.launches[1].parameters[3], "little") == args.y - 4096
     loaded.free(bound)
+
+
+@pytest.fixture
+def several(exported):
+    """The record of schema 2, which has three launches."""
+    shared, kernels = exported
+    launcher = Launcher(shared, kernels, len(kernels) - 2, "demo", Recorder(kernels[-2].record, active_clusters=61))
+    assert launcher.load() == OK, str(launcher.error)
+    return launcher
+
+
+def test_one_bound_launch_queues_every_launch(several):
+    assert several.recorder.asked == [(2, (1, 1, 1), (32, 2, 1), 0)]  # how many clusters of the last are active
+    status, bound = several.bind(usual(several))
+    assert status == OK, str(several.error)
+    for stream in (77, 78):
+        assert several.run(bound, stream) == OK
+    several.recorder.launches.clear()
+    several.recorder.calls.clear()
+    assert several.run(bound, 77) == several.run(bound, 78) == OK
+    assert several.recorder.calls == ["cuLaunchKernelEx"] * 6
+    done = several.recorder.launches
+    assert [launch.function for launch in done] == [0, 1, 2] * 2
+    assert [launch.stream for launch in done] == [77] * 3 + [78] * 3
+    assert [launch.grid for launch in done[:3]] == [(132, 1, 1), (122, 1, 4), (3, 1, 1)]
+    assert done[0].parameters != done[3].parameters  # workspaces of their own
+    several.free(bound)
+    assert several.unload() == OK
+    assert (several.recorder.loaded, several.recorder.retained, several.recorder.allocated) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [0, 77])
+def test_every_launch_is_in_the_kernels_context(several, stream):
+    several.recorder.contexts.append(NO_TENSOR_MAPS)
+    several.recorder.strict = True
+    assert several.launch(usual(several), stream) == OK, str(several.error)
+    assert [launch.context for launch in several.recorder.launches] == [0x1000] * 3
+    assert several.recorder.contexts == [NO_TENSOR_MAPS]
+
+
+def test_a_guard_refuses_in_its_words_before_the_first_launch(several):
+    args = usual(several)
+    args.shift = 0
+    assert several.launch(args, 77) == INVALID_ARGUMENT
+    assert "shift must be at least 1; got M = 96, K = 128, E = 4, I = 160" in str(several.error)
+    args = usual(several)
+    args.m = 2**20
+    assert several.launch(args, 77) == INVALID_ARGUMENT
+    assert "at most 5000 tiles of 128 rows; got M = 1048576" in str(several.error)
+    args = usual(several)
+    args.m, args.e = 70_000, 2**18
+    assert several.launch(args, 77) == INVALID_ARGUMENT
+    assert "rows_of_tile is 70000; it does not fit into 16 bits without sign" in str(several.error)
+    assert several.recorder.launches == []
+
+
+def test_a_launch_that_fails_is_said_and_ends_the_row(several):
+    args = usual(several)
+    several.recorder.most_launches = 1
+    assert several.launch(args, 77) == CUDA_ERROR
+    assert len(several.recorder.launches) == 1
 
 
 def test_the_default_stream_gets_the_kernels_context(loaded):

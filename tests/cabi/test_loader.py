@@ -28,8 +28,9 @@ from .launcher import (
     WRONG_ARCH,
     build,
 )
-from .proof import prove, prove_refusals, samples
+from .proof import prove, prove_refusals
 from .recorder import Recorder
+from .samples import samples
 
 
 @pytest.fixture(scope="module", params=sorted(LANGUAGES))

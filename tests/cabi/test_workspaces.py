@@ -11,8 +11,8 @@ from fusekit.abi import PointerParameter
 from fusekit.cabi import Exported
 
 from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
-from .proof import samples
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
+from .samples import samples
 from .test_launcher import usual
 
 STOCK = 64

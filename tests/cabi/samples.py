@@ -1,0 +1,173 @@
+"""Kernels for the proof of a C launcher: of every shape that a launch record has."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusekit.abi import (
+    Constraint,
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    LaunchStep,
+    PointerParameter,
+    ScalarArgument,
+    StructParameter,
+    TensorArgument,
+    TensorMapParameter,
+)
+from fusekit.cabi import Exported
+from fusekit.spec import find, parse_file
+from tests.records import read_plan, read_record
+from tests.runtime.samples import record
+
+from .launcher import CUBIN, complete
+
+BACKWARD = Path(__file__).parents[1] / "gpu" / "matrix_backward.toml"
+HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflow")
+
+
+@functools.cache
+def samples() -> list[Exported]:
+    """GEMMs as they are built, small host functions, and two records with whatever one may hold."""
+    hostfunctions = pytest.importorskip(
+        "tests.compiler.hostfunctions", reason="the CuTe DSL (extra `build`) is not installed"
+    )
+    model = [find([f"gpt-oss-20b/{name}"])[0] for name in ("fc1-fwd", "fc2-fwd")]
+    specs = [*find(["quickstart"]), *model]
+    exported = [Exported(spec.full_name, complete(read_record(spec)), CUBIN, spec.defaults()) for spec in specs]
+    sums = next(spec for spec in parse_file(BACKWARD) if spec.dprob and spec.dbias)  # with scratch
+    exported.append(Exported(sums.full_name, complete(read_record(sums)), CUBIN, sums.defaults()))
+    for name in HOST_FUNCTIONS:
+        made = read_plan(hostfunctions.plan(getattr(hostfunctions, name)))
+        exported.append(Exported(f"host/{name}@1", complete(made), CUBIN, {}))
+    base = record()
+    everything = record(
+        arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
+        parameters=(
+            *base.parameters, PointerParameter("counters", "workspace", 296), IntegerParameter("shifted", "i64",
+            ("add", "shift", ("mod", ("sub", "M", "shift"), 7)), 304), PointerParameter("partial", "scratch", 312),
+        ),
+        constraints=(*base.constraints,),
+        workspace=("mul", "sm_count", 64), workspace_zeroed=True,
+        scratch=("mul", 4, ("mul", "M", ("min", "sm_count", "I"))),
+        attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
+                    "non_portable_cluster_size_allowed": 1},
+    )  # fmt: skip
+    exported += [
+        Exported(f"sample/{name}@1", complete(made), CUBIN, {})
+        for name, made in (("expressions", expressions()), ("schema-2", schema_2()))
+    ]
+    return [*exported, Exported("sample/every-field@1", complete(everything), CUBIN, {"cluster_margin": 4})]
+
+
+def random_expression(source: random.Random, depth: int) -> Any:
+    """An expression of any operators that has a value below 2**40 for all arguments."""
+    if depth == 0:
+        return source.choice(
+            ["M", "K", "E", "I", "x.stride0", "w.stride1", "shift", "sm_count", source.randrange(-9, 9)]
+        )
+    one, other, third = (random_expression(source, source.randrange(depth)) for _ in range(3))
+    operator = source.choice(["add", "sub", "min", "max", "eq", "ne", "lt", "le"])
+    made = source.choice([
+        (operator, one, other), ("add", one, other, third), ("mul", 3, one, 5), ("if", one, other, third),
+        ("if", ("lt", one, other), third, other), ("floordiv", one, ("max", 1, other)),
+        ("ceildiv", one, ("add", 1, ("mod", other, 7))), ("mod", one, ("exp2", ("mod", other, 41))),
+        ("exp2", ("mod", one, 40)), ("bit_length", ("max", 0, one)),
+        ("if", one, ("mod", other, ("max", 1, one)), third),
+    ])  # fmt: skip
+    return made if source.random() < 0.5 else ("sub", ("mod", made, 2**39), 2**38)
+
+
+def random_float(source: random.Random, depth: int) -> Any:
+    if depth == 0:
+        leaves = ["act_alpha", "act_limit", source.gauss(0, 3), 1e-40, 3e38, 7, "inf", "-inf"]
+        return source.choice(leaves)
+    operands = (random_float(source, source.randrange(depth)) for _ in range(2))
+    return (source.choice(["fadd", "fsub", "fmul", "fdiv"]), *operands)
+
+
+def expressions() -> LaunchRecord:
+    """As many expressions, of integers and of floats, as fit into two structs."""
+    source = random.Random(31)
+    base = record()
+    integers = [IntegerParameter(f"n{n}", "i64", random_expression(source, 5), 8 * n) for n in range(300)]
+    floats = [FloatParameter(f"f{n}", "", 4 * n, random_float(source, 4)) for n in range(100)]
+    structs = StructParameter("integers", 2400, tuple(integers)), StructParameter("floats", 400, tuple(floats))
+    arguments = (*base.arguments, ScalarArgument("shift", "i32", 3))
+    return replace(base, arguments=arguments, parameters=(*base.parameters, *structs))
+
+
+def schema_2() -> LaunchRecord:
+    """Whatever schema 2 adds, in three launches."""
+    base = record()
+    rows = ("min", "M", ("exp2", ("bit_length", "E")))
+    divider = StructParameter(
+        "divider", 72, (
+            PointerParameter("base", "offsets", 0, shift=("mul", 4, "E")),
+            PointerParameter("before", "y", 8, shift=("sub", 0, ("mul", 2**40, ("mul", "K", "y.stride0")))),
+            IntegerParameter("divisor", "u32", "tiles", 16),
+            IntegerParameter("log", "u8", ("bit_length", ("sub", "tiles", 1)), 20),
+            IntegerParameter("sign", "i8", ("sub", 0, ("mod", "M", 129)), 21),
+            IntegerParameter("short", "i16", ("sub", ("min", "K", 32767), 4), 22),
+            IntegerParameter("multiplier", "u64", ("ceildiv", ("exp2", 62), "tiles"), 24),
+            FloatParameter("scale", "", 32, ("fdiv", ("fmul", "act_alpha", 1.4426950216293335),
+                                             ("fsub", "act_limit", ("fadd", 0.1, "-inf")))),
+            FloatParameter("one", "", 36, 1),
+            FloatParameter("alpha", "act_alpha", 40),
+            PointerParameter("counters", "workspace", 48, shift=16),
+            PointerParameter("partial", "scratch", 56, shift=4096),
+            IntegerParameter("odd", "u16", ("ne", ("mod", "M", 2), 0), 64),
+        ),
+    )  # fmt: skip
+    codes = TensorMapParameter(
+        "codes_map", "codes", dtype="u8", dims=("K", "M"), strides=("codes.stride0",), box=(64, 64), swizzle="64B",
+    )  # fmt: skip
+    raw = TensorMapParameter(
+        "raw_map", "x", dtype="u4_align16", dims=(("mul", 2**33, "K"), ("add", "M", 2**32), "E"), encoding="raw",
+        strides=(("sub", 2**40, ("mul", 2, "x.stride0")), ("sub", 0, ("mul", 16, ("mul", 2**50, "K")))),
+        box=(64, 8, 3), element_strides=(1, 2, 8), swizzle="32B", l2_promotion="256B", oob_fill="none",
+        address=("sub", ("add", "x.address", ("floordiv", "K", 3)), ("mul", 2**57, "M")),
+    )  # fmt: skip
+    tf32 = TensorMapParameter(
+        "tf32_map", "scales", dtype="tf32", dims=("M",), box=(32,), swizzle="128B", oob_fill="nan_zero"
+    )
+    second = LaunchStep(
+        parameters=(codes, PointerParameter("out", "y"), raw, IntegerParameter("clusters", "i32", "active_clusters")),
+        grid=("resident", 1, ("if", ("le", "M", 64), 1, ("min", "E", 8))), block=(128, 1, 1), cluster=(2, 1, 1),
+        dynamic_shared=1024, attributes={"non_portable_cluster_size_allowed": 1},
+    )  # fmt: skip
+    last = LaunchStep(
+        parameters=(PointerParameter("partial", "scratch"), tf32, divider), grid=("shift", "tiles", 1), block=(32, 2, 1)
+    )
+    return replace(
+        base,
+        arguments=(
+            *base.arguments, TensorArgument("codes", "input", "e4m3", ("M", "K"), ("codes.stride0", 1), 16),
+            TensorArgument("scales", "input", "f32", ("M",), (1,)),
+            TensorArgument("packed", "inout", "e2m1x2", ("M", ("floordiv", "K", 2)), (("floordiv", "K", 2), 1)),
+            ScalarArgument("shift", "i32", 3),
+        ),
+        dims=(*(replace(dim, maximum=2**20) for dim in base.dims),),
+        values={
+            "tiles": ("ceildiv", "M", 128),
+            "resident": ("mul", 2, ("max", 1, ("sub", "active_clusters", "cluster_margin"))),
+            "safe": ("if", ("lt", "M", 100), ("if", ("eq", "M", 0), 1, ("floordiv", 1000, "M")), ("mod", 7, "K")),
+        },
+        constraints=(
+            *base.constraints, Constraint(("max", 0, ("sub", "tiles", 5000)), "at most 5000 tiles of 128 rows"),
+            Constraint(("lt", "shift", 1), "shift must be at least 1"),
+        ),
+        parameters=(
+            *base.parameters, replace(divider, name="first_divider"), IntegerParameter("safe", "i32", "safe"),
+            IntegerParameter("rows_of_tile", "u16", rows),
+        ),
+        then=(second, last), workspace=("mul", "sm_count", 64), workspace_zeroed=True,
+        scratch=("add", 8192, ("mul", 4, "M")),
+    )  # fmt: skip
