@@ -60,7 +60,7 @@ void fusekit_driver_close(fusekit_driver *driver);
 /* A launch checked and packed once by one of the _bind functions. It holds addresses, not memory. */
 typedef struct fusekit_launch fusekit_launch;
 
-/* One driver call; nothing at all where an extent of 0 leaves nothing to do. */
+/* One driver call for each launch of the kernel's record, as a rule one; none where an extent of 0 leaves nothing to do. */
 fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fusekit_error *error);
 
 /* NULL is allowed. */

@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 
-from fusekit.abi import evaluate
+from fusekit.abi import ScalarArgument, evaluate
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
 from fusekit.interop.shapes import dims_of
 from fusekit.runtime import Kernel
+from fusekit.runtime.arguments import check_scalar
 
 DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f64": "float64", "i32": "int32", "i64": "int64",
-    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
+    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "e8m0": "float8_e8m0fnu", "e2m1x2": "uint8",
 }  # fmt: skip
 
 
@@ -31,8 +33,10 @@ class _Tensor:
 
     __slots__ = ("_address", "_strides", "device", "dtype", "shape")
 
-    def __init__(self, buffer: xla.Buffer, device: int) -> None:
+    def __init__(self, buffer: xla.Buffer, device: int, wanted: str) -> None:
         self.dtype = xla.DTYPES.get(buffer.dtype, f"XLA type {buffer.dtype}")
+        if (wanted, self.dtype) == ("e2m1x2", "u8"):  # JAX has no type for two codes in a byte
+            self.dtype = wanted
         self.shape = tuple(buffer.dims[: buffer.rank])
         self.device = device
         self._address = buffer.data or 0
@@ -55,31 +59,37 @@ def operator(
     """Registers `kernel` with XLA under `name`, unique in the process, and returns a function for use inside jax.jit.
 
     The function takes the kernel's inputs by name, row-major as JAX has them, and returns its outputs, newly allocated:
-    one array, or a tuple in the record's order. scalars: of the kernel; they are fixed here. Raises ArgumentError for a
-    kernel with an `inout` argument, or (when called) inputs that do not determine the outputs' shapes.
+    one array, or a tuple in the record's order. Arrays of e2m1x2 are uint8, two codes in each. A call queues every
+    launch of the record. scalars: of the kernel; a call may give others, numbers that jax.jit does not trace. Raises
+    ArgumentError for a kernel with an `inout` argument, or (when called) for a scalar that is no number and for inputs
+    that do not determine the outputs' shapes.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
         raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
-    names = [tensor.name for tensor in (*inputs, *outputs)]
+    numbers = {scalar.name: scalar for scalar in record.scalars}
 
-    def launch(buffers: list[xla.Buffer], stream: int) -> None:
+    def launch(buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
         device = kernel.current_device()
-        arguments: dict[str, Any] = {**scalars}
-        arguments.update((key, _Tensor(buffer, device)) for key, buffer in zip(names, buffers, strict=True))
+        arguments: dict[str, Any] = {**scalars, **given}
+        for tensor, buffer in zip((*inputs, *outputs), buffers, strict=True):
+            arguments[tensor.name] = _Tensor(buffer, device, tensor.dtype)
         kernel(**arguments, stream=stream, cluster_margin=cluster_margin)
 
     made = xla.handler(launch)
     jax.ffi.register_ffi_target(name, xla.capsule(made), platform=platform, api_version=1)
 
-    def call(**arrays: Any) -> Any:
+    def call(**given: Any) -> Any:
+        attributes = {key: _attribute(numbers[key], value) for key, value in given.items() if key in numbers}
+        arrays = {key: value for key, value in given.items() if key not in numbers}
         missing = [tensor.name for tensor in inputs if tensor.name not in arrays]
         unknown = sorted(set(arrays) - {tensor.name for tensor in inputs})
         if missing or unknown:
+            known = ", ".join((*(tensor.name for tensor in inputs), *numbers))
             raise ArgumentError(
-                f"{name} takes {', '.join(tensor.name for tensor in inputs)}; missing: {', '.join(missing) or 'none'};"
+                f"{name} takes {known}; missing: {', '.join(missing) or 'none'};"
                 f" unknown: {', '.join(unknown) or 'none'}"
             )
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
@@ -87,7 +97,12 @@ def operator(
             jax.ShapeDtypeStruct([evaluate(extent, dims) for extent in output.shape], DTYPES[output.dtype])
             for output in outputs
         ]
-        found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs))
+        found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
         return found[0] if len(found) == 1 else tuple(found)
 
     return call
+
+
+def _attribute(scalar: ScalarArgument, value: Any) -> Any:
+    """A number as XLA takes one: NumPy's, of the scalar's type."""
+    return jax.numpy.dtype(DTYPES[scalar.dtype]).type(check_scalar(scalar, value))

@@ -21,6 +21,10 @@ from fusekit.runtime import DeviceArray, Kernel
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32, "f64": torch.float64, "i32": torch.int32,
     "i64": torch.int64, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
+    # Those that PyTorch has; the last one from 2.8 on.
+    **{name: getattr(torch, known) for name, known in (
+        ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2"), ("e8m0", "float8_e8m0fnu"), ("e2m1x2", "float4_e2m1fn_x2"),
+    ) if hasattr(torch, known)},
 }  # fmt: skip
 _SCALARS = {"f32": "float", "i32": "int"}
 
@@ -29,15 +33,19 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     """Registers `kernel` as the PyTorch operator `name` ("namespace::name") and returns it.
 
     The operator takes the kernel's inputs in the record's order, then its scalars (those with a default are optional),
-    and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It launches on the current
-    stream of the inputs' device, can be captured in a graph, and works under torch.compile, dynamic shapes included.
-    Raises ArgumentError for a kernel with an `inout` argument or an output whose shape its inputs do not determine.
+    and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It queues every launch of
+    the record on the current stream of the inputs' device, can be captured in a graph, and works under torch.compile,
+    dynamic shapes included. Raises ArgumentError for a kernel with an `inout` argument, an output whose shape its
+    inputs do not determine, and one of a type that this PyTorch lacks.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
         raise ArgumentError(f"{kernel.name} changes an argument in place; call it directly instead of as an operator")
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
+    for tensor in outputs:
+        if tensor.dtype not in DTYPES:
+            raise ArgumentError(f"{tensor.name} is {tensor.dtype}, which PyTorch {torch.__version__} lacks; update it")
     if not inputs:
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
     required = [scalar for scalar in record.scalars if kernel.defaults.get(scalar.name, scalar.default) is None]
@@ -76,7 +84,7 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
 
 def copy_of(array: DeviceArray) -> torch.Tensor:
     """A new tensor on the array's device, with its contents. Waits for the device."""
-    data = torch.frombuffer(array.download(), dtype=DTYPES[array.dtype]).reshape(array.shape)
+    data = torch.frombuffer(array.download(), dtype=torch.uint8).view(DTYPES[array.dtype]).reshape(array.shape)
     return data.to(f"cuda:{array.device}")
 
 

@@ -8,13 +8,30 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, sizeof
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_void_p,
+    cast,
+    sizeof,
+)
 from typing import Any
 
 # XLA_FFI_DataType
 DTYPES = {
     4: "i32", 5: "i64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "fp16", 11: "f32", 12: "f64", 16: "bf16",
+    19: "e5m2", 20: "e4m3", 33: "e8m0",
 }  # fmt: skip
+SCALARS: dict[int, Any] = {4: c_int32, 11: c_float}
+SCALAR = 3  # XLA_FFI_AttrType
 METADATA = 1  # XLA_FFI_Extension_Metadata
 COMMAND_BUFFER_COMPATIBLE = 1
 INVALID_ARGUMENT, INTERNAL = 3, 13
@@ -35,6 +52,21 @@ class Buffers(Structure):
     _fields_ = (
         ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
         ("items", POINTER(POINTER(Buffer))),
+    )  # fmt: skip
+
+
+class ByteSpan(Structure):
+    _fields_ = (("data", c_void_p), ("size", c_size_t))
+
+
+class Scalar(Structure):
+    _fields_ = (("dtype", c_int), ("value", c_void_p))
+
+
+class Attributes(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
+        ("names", POINTER(POINTER(ByteSpan))), ("items", POINTER(c_void_p)),
     )  # fmt: skip
 
 
@@ -62,7 +94,7 @@ class Api(Structure):
 class CallFrame(Structure):
     _fields_ = (
         ("struct_size", c_size_t), ("extension", c_void_p), ("api", POINTER(Api)), ("context", c_void_p),
-        ("stage", c_int), ("args", Buffers), ("rets", Buffers),
+        ("stage", c_int), ("args", Buffers), ("rets", Buffers), ("attributes", Attributes),
     )  # fmt: skip
 
 
@@ -77,8 +109,8 @@ class Extension(Structure):
 
 
 Handler: Any = CFUNCTYPE(c_void_p, POINTER(CallFrame))
-Launch = Callable[[list[Buffer], int], None]
-"""Takes a call's buffers, arguments then results, and the stream's handle."""
+Launch = Callable[[list[Buffer], dict[str, float | int], int], None]
+"""Takes a call's buffers, arguments then results, its attributes, which are numbers, and the stream's handle."""
 
 
 def handler(launch: Launch) -> Any:
@@ -94,7 +126,7 @@ def handler(launch: Launch) -> Any:
                 return None
             given = [frame.args.items[index].contents for index in range(frame.args.size)]
             given += [frame.rets.items[index].contents for index in range(frame.rets.size)]
-            return _launch(frame, launch, given)
+            return _launch(frame, launch, given, _numbers(frame.attributes))
         except Exception as error:
             return _error(frame, INTERNAL, f"{type(error).__name__}: {error}")
 
@@ -114,18 +146,37 @@ def _answer(extension: int) -> bool:
     return True
 
 
-def _launch(frame: CallFrame, launch: Launch, given: list[Buffer]) -> int | None:
+def _numbers(attributes: Attributes) -> dict[str, float | int]:
+    """The call's attributes that are numbers of a scalar argument's type, by name."""
+    found = {}
+    for index in range(attributes.size):
+        if attributes.types[index] != SCALAR:
+            continue
+        name, scalar = attributes.names[index].contents, Scalar.from_address(attributes.items[index])
+        if scalar.dtype in SCALARS:
+            value = SCALARS[scalar.dtype].from_address(scalar.value).value
+            found[ctypes.string_at(name.data, name.size).decode()] = value
+    return found
+
+
+def _launch(frame: CallFrame, launch: Launch, given: list[Buffer], scalars: dict[str, float | int]) -> int | None:
     from fusekit.errors import FusekitError
 
-    wanted = StreamGet(sizeof(StreamGet), None, frame.context, None)
-    failed: int | None = frame.api.contents.stream_get(ctypes.byref(wanted))
+    failed, stream = stream_of(frame)
     if failed:
         return failed
     try:
-        launch(given, wanted.stream or 0)
+        launch(given, scalars, stream)
     except FusekitError as error:
         return _error(frame, INVALID_ARGUMENT, str(error))
     return None
+
+
+def stream_of(frame: CallFrame) -> tuple[int | None, int]:
+    """An error of XLA's, or None, and the handle of the call's stream."""
+    wanted = StreamGet(sizeof(StreamGet), None, frame.context, None)
+    failed: int | None = frame.api.contents.stream_get(ctypes.byref(wanted))
+    return failed, wanted.stream or 0
 
 
 def _error(frame: CallFrame, code: int, message: str) -> int | None:
