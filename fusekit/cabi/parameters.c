@@ -93,13 +93,15 @@ static int fk_read_integer(fk_reader *reader, fk_json item, fk_part *part) {
 static int fk_read_float(fk_reader *reader, fk_json item, fk_part *part) {
     fk_json value;
     const char *name;
+    double number;
     part->kind = FK_FLOAT;
     part->size = 4;
     if (!fk_get_object(reader, item, 5)) return 0;
     if (fk_json_member(item, "value", &value))
         return fk_is_newer(reader, "value") && fk_compile(reader, "value", value, FK_OF_FLOATS, &part->value, NULL);
-    return fk_get_text(reader, item, "argument", &name) && fk_json_member(item, "argument", &value) &&
-           fk_compile(reader, "argument", value, FK_OF_FLOATS, &part->value, NULL);
+    if (!fk_get_text(reader, item, "argument", &name) || !fk_get(reader, item, "argument", &value)) return 0;
+    if (fk_not_finite(value, &number)) return fk_refuse(reader, "argument", "names no f32 scalar");
+    return fk_compile(reader, "argument", value, FK_OF_FLOATS, &part->value, NULL);
 }
 
 /* A parameter with one value: `most` of the kinds are allowed. */

@@ -192,6 +192,15 @@ def test_what_only_schema_2_can_say(hostile, tmp_path):
     assert [found[:2] for found in attempts(hostile, tmp_path, bad)] == [(BAD_BUNDLE, BAD_BUNDLE)] * len(bad)
 
 
+def test_a_float_argument_is_a_scalar(hostile, tmp_path):
+    bad = []
+    for wrong in ("inf", "-inf", "nan", "shift", "x", "", 1.5, ["fadd", "act_limit", 1]):
+        launch = KERNEL.record.to_json()
+        next(item for item in launch["parameters"] if item["kind"] == "float")["argument"] = wrong
+        bad.append(packed(KERNEL, launch))
+    assert {found[:2] for found in attempts(hostile, tmp_path, bad)} == {(BAD_BUNDLE, BAD_BUNDLE)}
+
+
 def test_what_fusekit_takes_the_loader_takes(hostile, tmp_path):
     found = attempts(hostile, tmp_path, [packed(kernel) for kernel in samples()])
     assert all(statuses[:2] == (OK, OK) and statuses[2] > 0 for statuses in found), found
