@@ -17,9 +17,9 @@ from fusekit.cabi.wrappers import Wrapper
 from fusekit.errors import UsageError
 
 # The launcher, in the order in which its parts build on each other; then the loader of bundles.
-PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "workspace.c", "launch.c", "load.c")
+PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "workspace.c", "maps.c", "launch.c", "load.c")
 LOADER_PARTS = (
-    "json.c", "sha256.c", "reader.c", "parameters.c", "parse.c", "tar.c", "bundle.c", "entry.c", "named.c",
+    "json.c", "sha256.c", "reader.c", "postfix.c", "parameters.c", "parse.c", "tar.c", "bundle.c", "entry.c", "named.c",
 )  # fmt: skip
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _OWN = re.compile(r"\b(fusekit|FUSEKIT)_")
