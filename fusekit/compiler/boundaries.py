@@ -134,12 +134,13 @@ def _multiples(divisor: int, value: Callable[[int], int], axis: Axis) -> Iterato
     slope = value(1) - start
     if slope == 0 or (axis.count > 1 and value(2) - value(1) != slope):
         return
-    period = divisor // math.gcd(divisor, slope)
-    for index in range(1, period + 1):
-        if (start + index * slope) % divisor == 0:
-            yield index
-            yield index + _PERIODS * period
-            return
+    common = math.gcd(divisor, slope)
+    if start % common:
+        return
+    period = divisor // common
+    index = -start // common * pow(slope // common, -1, period) % period or period
+    yield index
+    yield index + _PERIODS * period
 
 
 def _crossings(value: Callable[[int], int], axis: Axis) -> Iterator[int]:

@@ -29,7 +29,8 @@ def check_plan(plan: TracePlan) -> None:
         if not isinstance(host, HostTensor):
             continue
         tensor = tensor_of(plan.signature, host.argument)
-        if fake.element_type.width != 8 * tensor.itemsize:
+        packed = 2 if tensor.dtype == "e2m1x2" else 1
+        if packed * fake.element_type.width != 8 * tensor.itemsize:
             raise BuildError(
                 f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
             )
@@ -59,6 +60,8 @@ def pack(plan: TracePlan, arguments: ArgumentSet) -> list[ctypes.Array[Any]]:
 
 def given(plan: TracePlan) -> list[Any]:
     """The traced arguments that the host function takes."""
+    if plan.leaves is not None:
+        return list(plan.leaves)
     # The DSL compiles a None away: it is no argument of the host function.
     return [argument for argument in plan.arguments if argument is not None]
 
@@ -94,7 +97,8 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
                 )
             if not fixed:
                 width = symbol.width // 8
-                packed += bytes(-len(packed) % width) + value.to_bytes(width, "little", signed=True)
+                # What is wider than the word is cut: the record refuses it where the host code reads it.
+                packed += bytes(-len(packed) % width) + (value % (1 << symbol.width)).to_bytes(width, "little")
     return packed
 
 

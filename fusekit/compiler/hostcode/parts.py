@@ -80,8 +80,9 @@ def constraint(guard: Guard, writer: Writer) -> Constraint:
         over.append(("sub", guard.low, term))
         rules.append(f"at least {guard.low}")
     if guard.term.high > guard.high:
-        over.append(("sub", term, guard.high))
-        rules.append(f"at most {guard.high}")
+        most = min(guard.high, 2**63 - 1)  # what a launcher computes with
+        over.append(("sub", term, most))
+        rules.append(f"at most {most}")
     expr: Expr = ("max", 0, *over)
     if not guard.condition.is_const:
         expr = ("if", writer.write(guard.condition), expr, 0)

@@ -38,6 +38,11 @@ def read(module: Any, plan: TracePlan, cubin: bytes) -> LaunchRecord:
     module: the DSL's, in MLIR's LLVM dialect. plan: what the function was traced with, and what its arguments mean.
     cubin: the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can say.
     """
+    with module.context:  # which operands of vector types need to be looked at
+        return _read(module, plan, cubin)
+
+
+def _read(module: Any, plan: TracePlan, cubin: bytes) -> LaunchRecord:
     machine = Machine(module)
     entry = next((name for name in machine.names if name.startswith(_ENTRY)), None)
     if entry is None:
@@ -250,6 +255,8 @@ class _Record:
             return Part("float", offset, size, value, str(value) if own else "")
         if kind == "pointer":
             term = self._lowering.lower(bits)
+            if term.is_const:  # none
+                return Part("integer", offset, size, term)
             argument, shift = self._base(term, call)
             return Part("pointer", offset, size, shift, argument)
         # A flag of one bit lies in a byte.
