@@ -49,6 +49,11 @@ NAMED = 5  # names that a note lists
     type=click.FloatRange(min=1),
     help="How long to wait where the cluster has no worker (default: 300).",
 )
+@click.option(
+    "--allow-extern",
+    is_flag=True,
+    help='Run the Python that specs with op = "extern" name (default: FUSEKIT_ALLOW_EXTERN).',
+)
 @namespaced
 @signing
 @common
@@ -62,6 +67,7 @@ def command(
     executor: str | None,
     executor_timeout: float | None,
     prune: bool,
+    allow_extern: bool,
     namespace: str | None,
 ) -> int:
     """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver.
@@ -72,7 +78,7 @@ def command(
     """
     import time
 
-    from fusekit.compiler.build import execute, look_up, of_arch, plan_build, tidy
+    from fusekit.compiler.build import execute, look_up, of_arch, plan_build, tidy, trust
     from fusekit.compiler.naming import left_behind
     from fusekit.spec.catalog import specs_of
 
@@ -84,11 +90,14 @@ def command(
                 "store; leave those out"
             )
         with _executor(session, executor, executor_timeout) as pool:
-            return _check(session, check, targets, jobs, pool, namespace)
+            return _check(session, check, targets, jobs, pool, namespace, allow_extern)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
     found = look_up(targets, namespace)
-    wanted = plan_build(of_arch(specs_of(found), archs), store)
+    allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # which runs nothing
+    trusted = trust(specs_of(found), allowed, named=bool(targets))
+    wanted = plan_build(of_arch(trusted.specs, archs), store)
+    _untrusted(session, trusted.left_out)
     if dry_run:
         return _dry_run(session, wanted, store, left_behind(store, found, archs))
     _explain(session, wanted, store)
@@ -97,6 +106,7 @@ def command(
         progress(session, "compiling") as update,
     ):
         report = execute(wanted, store, jobs, lambda step: update(step.done, step.total, step.name, 0), executor=pool)
+    report.untrusted = list(trusted.left_out)
     tidy(report, store, found, archs, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     output.answer(session, _document(session, report), lambda: _text(session, report))
@@ -162,6 +172,7 @@ def _check(
     jobs: int | None,
     executor: Executor | None,
     namespace: str | None,
+    allow_extern: bool,
 ) -> int:
     from fusekit.compiler.build_check import check_build
     from fusekit.store.manifest import read_manifest
@@ -175,6 +186,7 @@ def _check(
             lambda step: update(step.done, step.total, step.name, 0),
             executor=executor,
             namespace=namespace,
+            allow_extern=allow_extern or session.config.allow_extern,
         )
     output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
     _failures(session, checked.report)
@@ -222,6 +234,7 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
         "failed": [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in report.failed],
         "seconds": report.seconds,
         "warnings": session.warned,
+        "untrusted": report.untrusted,
         "moved": [dataclasses.asdict(each) for each in report.moved],
         "left_behind": _left_document(report.left),
         "pruned": [{"name": name, "arch": arch} for name, arch in report.pruned.names] if report.pruned else [],
@@ -256,6 +269,15 @@ def _text(session: Session, report: BuildReport) -> None:
         return
     counts = [(len(report.built), "built"), (len(report.hits), "cached"), (len(report.failed), "failed")]
     click.echo(f"{', '.join(f'{count} {what}' for count, what in counts if count)} ({report.seconds:.2f} s)")
+
+
+def _untrusted(session: Session, names: tuple[str, ...]) -> None:
+    if names:
+        files = ", ".join(dict.fromkeys(name.partition("/")[0] for name in names))
+        session.note(
+            f"left out: {output.plural(len(names), 'foreign kernel')} ({files}), whose specs run Python to be built; "
+            "--allow-extern builds them too"
+        )
 
 
 def _moved(session: Session, moved: list[Moved]) -> None:

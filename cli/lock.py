@@ -36,16 +36,19 @@ def command(
 ) -> int:
     """Compare what the store holds with the cache manifests, one for each architecture and toolchain, or write them.
 
-    A TARGET is what `fusekit build` takes; without one: every packaged spec. Nothing is compiled without --write;
+    A TARGET is what `fusekit build` takes; without one: every packaged spec, foreign kernels only where
+    FUSEKIT_ALLOW_EXTERN=1. Nothing is compiled without --write;
     `fusekit build --check` rebuilds.
     """
-    from fusekit.compiler.build import select
+    from fusekit.compiler.build import select, trust
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
     from fusekit.store.files import exists
     from fusekit.store.manifest import Manifest, read_manifest, write_manifest
 
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
+    if not targets:
+        specs = trust(specs, session.config.allow_extern, named=False).specs
     where = _folder(folder, write)
     if write:
         _build(session, targets, jobs, namespace)

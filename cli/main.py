@@ -27,7 +27,7 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 # What `--help` shows; a verb's own file is only imported when it is called.
 VERBS = {
-    "new": "Write a spec file for a model from its config.json.",
+    "new": "Write a spec file for a model, or for somebody's kernel.",
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List what the store holds.",
     "show": "Show one entry whole.",

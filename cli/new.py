@@ -15,7 +15,12 @@ from fusekit_cli.options import Session, common
 
 
 @click.command("new")
-@click.argument("model", metavar="MODEL", shell_complete=complete.files)
+@click.argument("model", metavar="[MODEL]", required=False, shell_complete=complete.files)
+@click.option(
+    "--from", "source", metavar="MODULE:FUNCTION",
+    help="Instead of MODEL: a spec for the foreign kernel of this function, which is run.",
+)  # fmt: skip
+@click.option("--params", metavar="JSON", help="With --from: the function's keyword arguments, a JSON object.")
 @click.option(
     "-o",
     "--output",
@@ -40,7 +45,9 @@ from fusekit_cli.options import Session, common
 @common
 def command(
     session: Session,
-    model: str,
+    model: str | None,
+    source: str | None,
+    params: str | None,
     out: str | None,
     force: bool,
     name: str | None,
@@ -55,7 +62,16 @@ def command(
 
     The file has the kernels of one layer: the MLP of a dense model; router, permutation and experts of a
     mixture-of-experts model. What of the model does not fit is a comment that says why.
+
+    --from runs a function that returns what cute.compile takes, names the arguments of its kernel, and leaves their
+    roles to fill in.
     """
+    if (model is None) == (source is None):
+        raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
+    if source is not None:
+        _foreign(session, source, params, arch, name, out, force)
+        return
+    assert model is not None
     from fusekit.spec.hf_config import read_model
     from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
     from fusekit.spec.model import ARCHES
@@ -77,6 +93,35 @@ def command(
     made = new_spec(read, wanted)
     written = _write(out, made, stem, force) if out is not None else None
     document = {"name": stem, "model_type": read.model_type, "file": written, "spec": made}
+    output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
+
+
+def _foreign(
+    session: Session, source: str, params: str | None, arch: str, name: str | None, out: str | None, force: bool
+) -> None:
+    import json
+
+    from fusekit.compiler.new_extern import new_extern
+    from fusekit.spec.extern import EXTERN_ARCHES
+    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
+
+    if not re.fullmatch(r"[\w.]+:\w+", source):
+        raise UsageError(f"--from {source}: it names a function as package.module:function")
+    if arch not in EXTERN_ARCHES:
+        raise UsageError(f"--arch {arch}: it is one of {', '.join(EXTERN_ARCHES)}")
+    try:
+        given = json.loads(params or "{}")
+    except ValueError as error:
+        raise UsageError(f"--params is no JSON: {error}; give an object such as '{{\"n\": 4096}}'") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"--params {params}: it is a JSON object, such as '{{\"n\": 4096}}'")
+    kernel = re.sub(r"[^a-z0-9._-]+", "-", source.partition(":")[2].lower().replace("_", "-")).strip("-._")
+    stem = name if name is not None else (_stem(kernel, out, kernel) if out is not None else kernel)
+    if not re.fullmatch(NAME_PATTERN, stem):
+        raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
+    made = new_extern(kernel, source, arch, given)
+    written = _write(out, made, stem, force) if out is not None else None
+    document = {"name": stem, "source": source, "file": written, "spec": made}
     output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
 
 

@@ -6,6 +6,7 @@
 | `FUSEKIT_STORES` | read-only store layers, `:`-separated, searched after the writable one |
 | `FUSEKIT_TRUSTED_KEYS` | files of public keys, `:`-separated; if set, only what they signed loads; empty: nothing |
 | `FUSEKIT_SIGNING_KEY` | file of the private key that signs what is built, exported and locked |
+| `FUSEKIT_ALLOW_EXTERN` | `1`: a build may run the Python of foreign kernels' specs |
 | `NO_COLOR` | when set to anything, output has no colour |
 """
 
@@ -25,7 +26,7 @@ class Config:
     the order in which they are searched after `store`. color: whether a terminal may be coloured. trusted_keys:
     absolute paths of files of public keys: only what one of these keys has signed is loaded, and nothing at all where
     there is no path. None: signatures are not asked for. signing_key: absolute path of the private key that signs what
-    is built, exported and locked.
+    is built, exported and locked. allow_extern: whether a build may run the Python that specs of foreign kernels name.
     """
 
     store: Path
@@ -33,6 +34,7 @@ class Config:
     color: bool = True
     trusted_keys: tuple[Path, ...] | None = None
     signing_key: Path | None = None
+    allow_extern: bool = False
 
     @classmethod
     def from_environment(
@@ -67,12 +69,18 @@ class Config:
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
             trusted = _several("FUSEKIT_TRUSTED_KEYS", environ, "a file of public keys")
+        allow = environ.get("FUSEKIT_ALLOW_EXTERN", "")
+        if allow not in ("", "0", "1"):
+            raise UsageError(
+                f"FUSEKIT_ALLOW_EXTERN = '{allow}'; 1 lets builds run the Python of foreign kernels' specs, 0 does not"
+            )
         return cls(
             store=root,
             layers=layers,
             color=not environ.get("NO_COLOR"),
             trusted_keys=trusted,
             signing_key=signer,
+            allow_extern=allow == "1",
         )
 
     @property

@@ -13,6 +13,7 @@
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi |
 | reference | numpy, spec, errors |
+| providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
 | bench | runtime, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
 """
 
@@ -42,6 +43,9 @@ MAY = {
     "compiler": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
         "cutlass", "cuda.bindings", "llvmlite", "distributed",
+    },
+    "providers": {
+        "fusekit.abi", "fusekit.config", "fusekit.store", "cutlass", "cuda.bindings", "quack", "cudnn",
     },
     "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},

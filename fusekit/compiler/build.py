@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.families import plan
+from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.naming import Left, Moved, give_names, left_behind, record_of
 from fusekit.compiler.sources import changed
@@ -24,7 +25,7 @@ from fusekit.errors import (
     ToolchainError,
     UsageError,
 )
-from fusekit.spec import Spec
+from fusekit.spec import ExternSpec, Spec
 from fusekit.spec.catalog import Found, specs_of
 from fusekit.spec.catalog import targets as find_targets
 from fusekit.store import DiscardReport, Entry, Store, key_of
@@ -102,7 +103,7 @@ class Failed:
 class BuildReport:
     """built: compiled now. hits: found in the store. failed: the rest. seconds: of the whole call. moved: names that
     stood for something else before. left: names that the store has, and the spec files no longer. pruned: those of
-    `left` that were removed, if that was asked for.
+    `left` that were removed, if that was asked for. untrusted: names of foreign kernels that were left out.
     """
 
     built: list[Built] = field(default_factory=list)
@@ -112,6 +113,7 @@ class BuildReport:
     moved: list[Moved] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     pruned: DiscardReport | None = None
+    untrusted: list[str] = field(default_factory=list)
 
     @property
     def cached(self) -> list[str]:
@@ -142,6 +144,7 @@ def build(
     executor: Executor | None = None,
     namespace: str | None = None,
     prune: bool = False,
+    allow_extern: bool = False,
 ) -> BuildReport:
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
@@ -152,7 +155,8 @@ def build(
     each processor this process may use. config: names the store; default: from the environment. progress: called with a
     `Progress` at the start and after every kernel. executor: compiles on its processes instead, of which each needs the
     same fusekit and the same toolchain, but not the store; `jobs` is then how many kernels it is given at a time. It is
-    left open.
+    left open. allow_extern: lets the build run the Python that specs with op = "extern" name, as the configuration may;
+    without it such a target is a UsageError, and no target leaves them out.
 
     Each kernel is published as it comes. One that fails, whose process dies, or in whose place in the store lies what
     cannot be replaced, does not stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad
@@ -160,10 +164,12 @@ def build(
     not trust what is built.
     """
     start = time.perf_counter()
-    store = Store.open(config or Config.from_environment())
+    config = config or Config.from_environment()
+    store = Store.open(config)
     found = look_up(targets, namespace)
-    specs = of_arch(specs_of(found), arch)
-    report = execute(plan_build(specs, store), store, jobs, progress, executor=executor)
+    trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(targets))
+    report = execute(plan_build(of_arch(trusted.specs, arch), store), store, jobs, progress, executor=executor)
+    report.untrusted = list(trusted.left_out)
     tidy(report, store, found, arch, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
     return report
@@ -184,6 +190,32 @@ def select(
 ) -> tuple[Spec, ...]:
     """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
     return of_arch(specs_of(look_up(targets, namespace)), arch)
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """The specs that may be built, and the names of those that may not."""
+
+    specs: tuple[Spec, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def trust(specs: tuple[Spec, ...], allow_extern: bool, *, named: bool) -> Trusted:
+    """What may be built: building a foreign kernel runs the Python that its spec names, so that is asked for.
+
+    named: whether the targets were given; then what may not be built is a UsageError, else it is left out.
+    """
+    if allow_extern:
+        return Trusted(specs)
+    foreign = [spec for spec in specs if isinstance(spec, ExternSpec)]
+    if foreign and named:
+        sources = ", ".join(dict.fromkeys(spec.source for spec in foreign[:3]))
+        raise UsageError(
+            f"{foreign[0].full_name} is a foreign kernel: building it runs {sources}; if you trust that code, allow it"
+            " with --allow-extern, or FUSEKIT_ALLOW_EXTERN=1"
+        )
+    left = tuple(dict.fromkeys(spec.full_name for spec in foreign))
+    return Trusted(tuple(spec for spec in specs if not isinstance(spec, ExternSpec)), left)
 
 
 def of_arch(specs: tuple[Spec, ...], arch: str | Sequence[str] | None) -> tuple[Spec, ...]:
@@ -310,7 +342,7 @@ def _make(
     from fusekit.compiler.worker import Job
 
     def compiled() -> tuple[Entry, bytes]:
-        done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields))
+        done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields, _home(task.specs[0])))
         _unchanged(task)
         entry = Entry(
             key=task.key,
@@ -332,11 +364,20 @@ def _make(
     return entry, made, give_names(store, task.key, task.specs, entry)
 
 
+def _home(spec: Spec) -> tuple[str, str] | None:
+    """Where a foreign kernel is compiled: packages change the DSL as they are imported, each for itself."""
+    return (spec.provider, spec.arch) if isinstance(spec, ExternSpec) else None
+
+
 def _unchanged(task: Task) -> None:
     """Raises BuildError if a source was edited meanwhile: which version was compiled can then not be told."""
     sources, toolchain = _labelled(task.fields, "source."), _labelled(task.fields, "toolchain.")
     names = [f"source.{name}" for name in changed(sources)]
     names += [f"toolchain.{name}" for name, _ in sorted(toolchain.items() ^ distributions().items())]
+    spec = task.specs[0]
+    if isinstance(spec, ExternSpec):
+        before = {label: value for label, value in task.fields.items() if label.startswith("foreign.")}
+        names += [label for label, _ in sorted(before.items() ^ Foreign().fields(spec).items())]
     if names:
         listed = ", ".join(dict.fromkeys(names))
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select
+from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select, trust
 from fusekit.compiler.identity import Identity
 from fusekit.errors import ToolchainError
 from fusekit.spec import find
@@ -39,16 +39,17 @@ def check_build(
     progress: Callable[[Progress], None] | None = None,
     executor: Executor | None = None,
     namespace: str | None = None,
+    allow_extern: bool = False,
 ) -> Checked:
     """Builds the kernels of `manifest` that `targets` name (none: all) from nothing, and compares the cubins. targets,
-    namespace: as for `fusekit.build`.
+    namespace, allow_extern: as for `fusekit.build`.
 
     No store is read or written. Raises ToolchainError when the manifest is of another toolchain than the one installed
     here: other compilers make other bytes.
     """
     identity = Identity()
     same_toolchain(manifest, identity.toolchain)
-    wanted = chosen(manifest, targets, namespace)
+    wanted = list(trust(tuple(chosen(manifest, targets, namespace)), allow_extern, named=True).specs)
     with tempfile.TemporaryDirectory(prefix="fusekit-check-") as folder:
         store = Store(Path(folder))
         report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "dense-gemm": "fusekit.compiler.gemm",
+    "extern": "fusekit.compiler.extern",
     "grouped-gemm": "fusekit.compiler.gemm",
     "grouped-wgrad": "fusekit.compiler.wgrad",
     "moe-aux-loss": "fusekit.compiler.router",

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusekit.compiler.families import family
+from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.sources import closure
 from fusekit.compiler.toolchain import distributions
+from fusekit.spec import ExternSpec
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class Identity:
     toolchain: dict[str, str] = field(default_factory=distributions)
     _sources: dict[str, dict[str, str]] = field(default_factory=dict)
     _common: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    _foreign: Foreign = field(default_factory=Foreign)
 
     def key_fields(self, spec: Spec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
@@ -35,7 +38,10 @@ class Identity:
                 options=compile_options(spec.arch),
                 sources=self._sources[module],
             )
-        return with_spec(self._common[module, spec.arch], spec.device_spec())
+        fields = with_spec(self._common[module, spec.arch], spec.device_spec())
+        if isinstance(spec, ExternSpec):
+            fields = dict(sorted({**fields, **self._foreign.fields(spec)}.items()))
+        return fields
 
 
 def key_fields_for(spec: Spec) -> dict[str, str]:

@@ -7,6 +7,7 @@ So a compile process begins with what is listed here, and with nothing else.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 # Where Python and its libraries are, and whether byte code is written: without these a process may not start at all.
@@ -18,7 +19,16 @@ def compile_options(arch: str) -> str:
     return f"--gpu-arch={arch} --keep-cubin --dump-dir=."
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """The environment of a compile process: it sees no GPU, and leaves its temporary files in `folder`."""
+def environment(folder: Path, arch: str | None = None) -> dict[str, str]:
+    """The environment of a compile process: it sees no GPU, and leaves its temporary files in `folder`.
+
+    arch: of one that runs foreign packages, which ask for it; without it they would look for a GPU.
+    """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)} | _foreign(arch)
+
+
+def _foreign(arch: str | None) -> dict[str, str]:
+    if arch is None:
+        return {}
+    return {"CUTE_DSL_ARCH": arch, "QUACK_ARCH": re.sub(r"\D", "", arch)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument
@@ -85,10 +85,26 @@ class TracePlan:
 
     function: the host callable (`cute.jit`). arguments: what `cute.compile` is given, in the order of the parameters:
     fake tensors, numbers, a null stream; None for one that this kernel does without. host_arguments: what each that is
-    not None stands for at run time, in order. signature: what the kernel's callers pass.
+    not None stands for at run time, in order. signature: what the kernel's callers pass. keywords: given to
+    `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
+    others than those of `arguments` that are not None.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     host_arguments: tuple[HostArgument, ...]
     signature: Signature
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    leaves: tuple[Any, ...] | None = None
+    lifted: Lifted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """A compile-time integer that becomes `expr` in the record. values: what it is compiled with, first by the plan
+    that has this, then by `plans`.
+    """
+
+    expr: Expr
+    values: tuple[int, ...]
+    plans: tuple[TracePlan, ...]

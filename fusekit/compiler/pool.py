@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from fusekit.compiler.foreign import search_path
 from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
 from fusekit.compiler.options import environment
 from fusekit.compiler.scratch import Scratch
@@ -52,11 +53,16 @@ class ForkServer:
     """The process that compile processes are forked from, started when the first is needed. A context manager.
 
     folder: for scratch files and logs. memory: bytes that each process may take; recycle: bytes after which it is
-    replaced.
+    replaced. home: of foreign kernels, whose processes have an environment and a search path of their own.
     """
 
-    def __init__(self, folder: Path, memory: int = PROCESS_BYTES, recycle: int = RECYCLE_BYTES) -> None:
+    def __init__(
+        self, folder: Path, memory: int = PROCESS_BYTES, recycle: int = RECYCLE_BYTES,
+        home: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.memory = memory
+        self._home = home
+        self._homes: dict[tuple[str, str], ForkServer] = {}
         self.recycle = recycle
         self._folder = folder
         self._workers = 0
@@ -77,8 +83,15 @@ class ForkServer:
     def closed(self) -> bool:
         return self._closed
 
-    def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], io.FileIO]:
-        """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
+    def fork(
+        self, scratch: Path, log: Path, home: tuple[str, str] | None = None
+    ) -> tuple[Connection[Any, Any], io.FileIO]:
+        """A new compile process: the connection to it, and the end of the pipe that tells its exit code.
+
+        home: see `Job`; each has a server of its own, so that what a foreign package changes reaches no other kernel.
+        """
+        if home != self._home and home is not None:
+            return self._at(home).fork(scratch, log, home)
         ours, theirs = socket.socketpair()
         status, tells = os.pipe()
         request = json.dumps({"scratch": str(scratch), "memory": self.memory}).encode()
@@ -110,6 +123,8 @@ class ForkServer:
         """Ends the server and all its processes at once. Safe to call while they work."""
         with self._guard:
             self._closed = True
+            for server in self._homes.values():
+                server.close()
             self._end()
 
     def __enter__(self) -> ForkServer:
@@ -120,6 +135,16 @@ class ForkServer:
     ) -> None:
         self.close()
 
+    def _at(self, home: tuple[str, str]) -> ForkServer:
+        with self._guard:
+            if self._closed:
+                raise BuildError("the build was stopped")
+            if home not in self._homes:
+                folder = self._folder / f"home-{len(self._homes)}"
+                folder.mkdir()
+                self._homes[home] = ForkServer(folder, self.memory, self.recycle, home)
+            return self._homes[home]
+
     def _running(self) -> socket.socket:
         if self._closed:
             raise BuildError("the build was stopped")
@@ -128,11 +153,12 @@ class ForkServer:
         if not sys.executable:
             raise ToolchainError("this Python does not know its own executable; a build starts processes; use another")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = [str(Path(entry).absolute()) for entry in sys.path]
+        arch = None if self._home is None else self._home[1]
+        paths = [str(Path(entry).absolute()) for entry in (sys.path if arch is None else search_path())]
         with theirs, (self._folder / "server.log").open("ab") as log:
             command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder),
+                command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder, arch),
                 start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self._control = ours
@@ -161,11 +187,15 @@ class Worker:
         self._log = scratch.with_suffix(".log")
         self._connection: Connection[Any, Any] | None = None
         self._status: io.FileIO | None = None
+        self._home: tuple[str, str] | None = None
 
     def compile(self, job: Job) -> Done:
         """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
+        if job.home != self._home:
+            self.hang_up()
         if self._connection is None:
-            self._connection, self._status = self._server.fork(self._scratch, self._log)
+            self._home = job.home
+            self._connection, self._status = self._server.fork(self._scratch, self._log, job.home)
         try:
             self._connection.send(job)
             answer = self._connection.recv()

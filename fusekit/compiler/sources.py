@@ -23,6 +23,8 @@ _APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compile
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
+# What it imports is foreign, and named by fields of its own (fusekit.compiler.foreign).
+_FOREIGN = "compiler/extern.py"
 
 
 def closure(root: str, package: Path | None = None) -> dict[str, str]:
@@ -99,8 +101,11 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
             found += [f"{base}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Name) and node.id == "__import__":
             raise _unidentified(path, "__import__")
+    foreign = path.relative_to(package).as_posix() == _FOREIGN
     for module in found:
         top = module.partition(".")[0]
+        if foreign and top == "importlib":
+            continue
         if top not in _KNOWN or top in _DYNAMIC:
             raise _unidentified(path, module)
     own = [module for module in found if module.startswith("fusekit.")]

@@ -13,9 +13,9 @@ from typing import Any
 
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler import hostcode
+from fusekit.compiler import hostcode, lift
 from fusekit.compiler.options import compile_options
-from fusekit.compiler.plan import TracePlan
+from fusekit.compiler.plan import Lifted, TracePlan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
 from fusekit.errors import BuildError, ToolchainError
@@ -42,12 +42,38 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
     the DSL refuses the kernel or no record can say what its host code does, ProofError when the record is wrong,
     ToolchainError when the DSL is missing.
     """
-    traced = trace(plan, scratch)
-    record = hostcode.read(traced.module, plan, traced.cubin)
-    proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
+    traced, record, proof = _proved(plan, scratch)
+    if plan.lifted is not None:
+        record, proof = _lifted(plan.lifted, traced.cubin, record, proof, scratch)
     last = record.launches[-1]
     resources = cubins.read(traced.cubin, last.symbol).resources(last.dynamic_shared)
     return Compiled(traced.cubin, record.to_json(), resources, proof)
+
+
+def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
+    traced = trace(plan, scratch)
+    record = hostcode.read(traced.module, plan, traced.cubin)
+    proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
+    return traced, record, proof
+
+
+def _lifted(
+    lifted: Lifted, cubin: bytes, record: LaunchRecord, proof: dict[str, Any], scratch: Path
+) -> tuple[LaunchRecord, dict[str, Any]]:
+    """The record with the lifted variable, and the proofs of all that it was made from as one."""
+    records, proofs = [record], [proof]
+    for value, plan in zip(lifted.values[1:], lifted.plans, strict=True):
+        traced, found, proved = _proved(plan, scratch)
+        if traced.cubin != cubin:
+            raise BuildError(
+                f"lift: the cubin for {value} is not the one for {lifted.values[0]}; only what no kernel depends on can"
+                " be lifted; sweep it instead"
+            )
+        records.append(found)
+        proofs.append(proved)
+    digest = hashlib.sha256("".join(each["digest"] for each in proofs).encode()).hexdigest()
+    launches = sum(each["launches"] for each in proofs)
+    return lift.unify(records, lifted.values, lifted.expr), {**proof, "launches": launches, "digest": digest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +98,8 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
     try:
         with contextlib.chdir(scratch):
-            compiled = cute.compile(plan.function, *plan.arguments, options=compile_options(plan.signature.arch))
+            options = compile_options(plan.signature.arch)
+            compiled = cute.compile(plan.function, *plan.arguments, **plan.keywords, options=options)
     except BuildError:
         raise
     except Exception as error:

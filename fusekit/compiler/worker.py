@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fusekit.compiler import foreign
 from fusekit.compiler.plan import TracePlan
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
@@ -29,13 +30,15 @@ COMPILER = ("cutlass.cute", "llvmlite.binding")
 @dataclass(frozen=True, slots=True)
 class Job:
     """One kernel. planner: a function that can be imported by name; called with `spec`. name: for messages. fields: the
-    key fields that it is compiled for, which an executor's process compares with its own.
+    key fields that it is compiled for, which an executor's process compares with its own. home: (package, architecture)
+    of a foreign kernel: its process compiles nothing else.
     """
 
     name: str
     planner: Callable[[Any], TracePlan]
     spec: Any
     fields: Mapping[str, str] | None = None
+    home: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,10 @@ def _work(job: Job) -> Done | FusekitError:
         failure = BuildError(f"{_said(error)}; this is a defect of the kernel's family module")
         failure.add_note(traceback.format_exc())
         return failure
-    return Done(compiled, round(time.perf_counter() - start, 3), describe(versions))
+    toolchain = describe(versions)
+    if job.fields is not None and job.home is not None:
+        toolchain["foreign"] = foreign.describe(dict(job.fields))
+    return Done(compiled, round(time.perf_counter() - start, 3), toolchain)
 
 
 def unusable(why: str) -> ToolchainError:

@@ -72,6 +72,9 @@ def choose(
     """
     if len(variants) == 1:
         return variants[0]
+    if variants[0].spec.get("op") == "extern":
+        names = ", ".join(record.name for record in variants[:4])
+        raise UsageError(f"{names} are kernels of their own: a sweep of a foreign kernel's params; give the full name")
     check_alike(variants)
     if tuning is not None:
         spec = variants[0].spec

@@ -8,6 +8,7 @@
 | `token` | what specs of kernels that work token by token share |
 | `router` | the router's operations: `RouterSpec`, their keys and rules |
 | `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
+| `extern` | kernels that are not fusekit's: `ExternSpec`, its keys and rules |
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
 | `sweep` | a table's variants: what is swept, excluded, or chosen where it is left out |
@@ -30,6 +31,7 @@ from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
 
 if TYPE_CHECKING:
     from fusekit.spec.catalog import find, packaged_files
+    from fusekit.spec.extern import ExternSpec
     from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
     from fusekit.spec.parse import parse_file, parse_text
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "Budget",
+    "ExternSpec",
     "KernelSpec",
     "PermutationSpec",
     "Problem",
@@ -64,7 +67,7 @@ def __getattr__(name: str) -> Any:
         from fusekit.spec import parse
 
         return getattr(parse, name)
-    if name in ("Spec", "RouterSpec", "PermutationSpec", "TokenProblem"):
+    if name in ("ExternSpec", "Spec", "RouterSpec", "PermutationSpec", "TokenProblem"):
         from fusekit.spec import family
 
         return getattr(family, name)

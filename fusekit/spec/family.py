@@ -6,6 +6,8 @@ from functools import cache
 from typing import Any
 
 from fusekit.spec.budget import default_mainloop
+from fusekit.spec.extern import EXTERN, EXTERN_KEYS, ExternSpec, broken_extern_rules
+from fusekit.spec.extern import make as make_extern
 from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
 from fusekit.spec.model import OPS, Activation, KernelSpec, Problem
 from fusekit.spec.permutation import PERMUTATION_KEYS, PERMUTATION_OPS, PermutationSpec, broken_permutation_rules
@@ -16,10 +18,10 @@ from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
 
-__all__ = ["Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
+__all__ = ["ExternSpec", "Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
 
-Spec = KernelSpec | RouterSpec | PermutationSpec
-ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS)
+Spec = KernelSpec | RouterSpec | PermutationSpec | ExternSpec
+ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, EXTERN)
 OP_DOC = "The operation."
 ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 
@@ -60,7 +62,8 @@ def families() -> tuple[Family, ...]:
         Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_permutation, broken_permutation_rules)
         for op, keys in PERMUTATION_KEYS.items()
     )
-    return (gemm, *routers, *permutations)
+    extern = Family((EXTERN,), _with_op(EXTERN_KEYS), ("arch", "sweep"), make_extern, broken_extern_rules)
+    return (gemm, *routers, *permutations, extern)
 
 
 def family_of(op: Any) -> Family:

@@ -92,6 +92,11 @@ def _property(key: Key) -> dict[str, Any]:
     if key.type == "tables":
         tables = {**_table(key), "minProperties": 1}
         return {"description": key.doc, "type": "array", "items": tables, "maxItems": MAX_VALUES}
+    if key.type in ("json", "combinations"):
+        values = {"type": "array", "minItems": 1, "maxItems": MAX_VALUES} if key.type == "combinations" else {}
+        return {"description": key.doc, "type": "object", "additionalProperties": values or True}
+    if key.type == "strings":
+        return {"description": key.doc, "type": "array", "items": {"type": "string"}, "maxItems": MAX_VALUES}
     single = _single(key)
     described: dict[str, Any] = {"description": key.doc}
     if key.default is not None:

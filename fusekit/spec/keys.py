@@ -15,9 +15,10 @@ INT32_MAX = 2**31 - 1
 class Key:
     """One key.
 
-    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers), "table", or "tables" (a list of
-    them). choices: allowed strings, or allowed pairs. keys: a table's own keys. sweep: a list of values is allowed, and
-    makes one kernel for each.
+    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers), "table", "tables" (a list of
+    them), "strings" (a list of strings), "json" (a table of JSON values) or "combinations" (a table of lists, of which
+    each combination is a value). choices: allowed strings, or allowed pairs. keys: a table's own keys. sweep: a list
+    of values is allowed, and makes one kernel for each.
     """
 
     name: str

@@ -139,6 +139,9 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
 
 def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
     """What each argument of the kernel is, by its name. spec: the canonical form; an operation not known has none."""
+    if spec.get("op") == "extern":
+        told = spec.get("arguments", {})
+        return {table.get("rename", name): table.get("doc", "") for name, table in told.items()}
     activation = spec.get("activation")
     kind = activation.get("kind", "") if isinstance(activation, Mapping) else ""
     op = BACKWARD if isinstance(kind, str) and kind.startswith("d") else spec.get("op")

@@ -167,6 +167,9 @@ class _File:
             key.name: (key.default,) if key.sweep else key.default for key in family.keys if key.name not in KERNEL_ONLY
         }
         values |= {"summary": file_summary} | shared | own
+        for name in (key.name for key in family.keys if key.type == "json"):
+            if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
+                values[name] = {**shared[name], **own[name]}
         required = [key.name for key in family.keys if key.required]
         if any(values.get(name) in (None, (None,)) for name in required) or any(
             value is BAD for value in values.values()

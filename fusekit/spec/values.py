@@ -149,6 +149,8 @@ class Reader:
 
     def value(self, where: str, key: Key, value: Any) -> Any:
         """The value, normalised; a sweep comes as a tuple of values, always, for a key that may be swept."""
+        if key.type == "combinations":
+            return self._combinations(where, key, value)
         if not key.sweep:
             return self._single(where, key, value)
         many = isinstance(value, list) and not (
@@ -236,6 +238,44 @@ class Reader:
         values = self.table(f"{where}{key.name}.", value, key.keys)
         return values if self._told == before else BAD
 
+    def _json(self, where: str, key: Key, value: Any) -> Any:
+        from fusekit.spec.extern import is_json
+
+        if not isinstance(value, dict):
+            return self._wrong_type(where, key, value)
+        odd = next((name for name, item in value.items() if not is_json(item)), None)
+        if odd is not None:
+            rule = "must be a JSON value: a string, a finite number, true, false, a list or a table of those"
+            return self.report(where, f"{key.name}.{bare(odd)}", value[odd], rule)
+        return value
+
+    def _strings(self, where: str, key: Key, value: Any) -> Any:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return self._wrong_type(where, key, value)
+        if len(value) > MAX_VALUES or any(len(item) > MAX_TEXT for item in value):
+            return self.report(where, key.name, value, f"at most {MAX_VALUES} strings of {MAX_TEXT} characters")
+        return tuple(value)
+
+    def _combinations(self, where: str, key: Key, value: Any) -> Any:
+        from fusekit.spec.extern import MOST_COMBINATIONS, combinations
+
+        if self._json(where, key, value) is BAD:
+            return BAD
+        count = 1
+        for name, items in value.items():
+            if not isinstance(items, list) or not items:
+                rule = "must be a list of values, of which each makes a kernel; one value belongs into params"
+                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+            twice = next((item for index, item in enumerate(items) if item in items[:index]), None)
+            if twice is not None:
+                rule = f"{show(twice)} appears twice; a sweep names each value once"
+                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+            count *= len(items)
+        if count > MOST_COMBINATIONS:
+            rule = f"makes {count} kernels; at most {MOST_COMBINATIONS}; sweep less, or write several kernels"
+            return self.report(where, key.name, value, rule)
+        return combinations(value)
+
     def _tables(self, where: str, key: Key, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(table, dict) and table for table in value):
             return self.report(where, key.name, value, f"must be {_expected(key)}")
@@ -256,6 +296,12 @@ def _expected(key: Key) -> str:
             return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in key.keys[1:3]) + " }]"
         case "table":
             return "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
+        case "json":
+            return "a table of JSON values"
+        case "combinations":
+            return "a table of lists"
+        case "strings":
+            return "a list of strings"
         case "bool":
             return "true or false"
         case "int":

@@ -201,7 +201,7 @@ def test_nobody_signed_a_table(tmp_path: Path) -> None:
 def test_the_packaged_table_names_packaged_variants(arch: str) -> None:
     by_features: dict[str, set[str]] = {}
     problems = set()
-    for spec in find():
+    for spec in (each for each in find() if each.op != "extern"):
         data = json.loads(json.dumps(spec.canonical()))
         key = json.dumps(features(data), sort_keys=True)
         by_features.setdefault(key, set()).add(spec.variant)

@@ -1,0 +1,358 @@
+"""The family of kernels that are not fusekit's: a Python function gives the host function and its fake arguments.
+
+What the host code computes is read out of it, as for every kernel. The spec says the rest: roles, names of dims, sizes
+of workspaces. Divisors and alignments are those of the fakes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
+from fusekit.abi.arguments import DTYPE_BYTES, RESERVED
+from fusekit.abi.expr import evaluate, freeze, validate
+from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
+from fusekit.compiler.plan import (
+    HostArgument,
+    HostInteger,
+    HostPointer,
+    HostScalar,
+    HostStream,
+    HostTensor,
+    Lifted,
+    Signature,
+    TracePlan,
+)
+from fusekit.errors import BuildError, FusekitError
+from fusekit.spec import ExternSpec
+
+LIFT_VALUES = (59, 61, 67)
+"""What a lifted argument is compiled with. Primes: what divides them is no property of the kernel."""
+FREE = "free"
+MEMORY_ALIGNMENT = 256
+
+
+def plan(spec: ExternSpec) -> TracePlan:
+    """Trace plan of a foreign kernel. Runs its source, and imports the DSL.
+
+    Raises BuildError, in words, for a source that cannot be called, and for arguments of which the spec does not say
+    what the trace cannot tell.
+    """
+    if not spec.lift:
+        return _plan(spec, {})
+    plans = [_plan(spec, dict.fromkeys(spec.lift, value)) for value in LIFT_VALUES]
+    exprs = {freeze(expr) for expr in spec.lift.values()}
+    if len(exprs) > 1:
+        raise BuildError("lift: every lifted argument must be the same expression; compute the others from one of them")
+    (expr,) = exprs
+    first, *others = plans
+    return TracePlan(
+        first.function, first.arguments, first.host_arguments, first.signature, first.keywords, first.leaves,
+        Lifted(expr, LIFT_VALUES, tuple(others)),
+    )  # fmt: skip
+
+
+def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What the function `source` ("module:function") returns for `params`: host function, arguments, keywords."""
+    module_name, _, name = source.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise BuildError(
+            f"source {source}: there is no module {error.name!r}; install what has it, or mend the source"
+        ) from None
+    except Exception as error:
+        raise BuildError(f"source {source}: importing {module_name} failed: {_told(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise BuildError(f"source {source}: {module_name} has no function {name}; mend the source")
+    takes = inspect.signature(function).parameters
+    given = {"arch": arch, **params} if "arch" in takes else dict(params)
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        known = ", ".join(takes) or "none"
+        raise BuildError(f"source {source}: {error}; its arguments are {known}; mend params") from None
+    try:
+        made = function(**given)
+    except FusekitError:
+        raise
+    except Exception as error:
+        raise BuildError(f"source {source} raised {_told(error)}") from error
+    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not callable(made[0]):
+        raise BuildError(
+            f"source {source} returned {type(made).__name__}; it must return (function, arguments) or (function,"
+            " arguments, keywords), as cute.compile takes them"
+        )
+    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+
+
+def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
+    function, arguments, keywords = _lifted_call(spec, lifted)
+    found = leaves(function, arguments, keywords)
+    # By place where that can be: an argument may have the name of one of cute.compile's own.
+    bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
+    arguments, keywords = bound.args, bound.kwargs
+    hosts, signature = _Reading(spec, found).signature()
+    return TracePlan(function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found))
+
+
+def _lifted_call(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The source's answer with `lifted` for its own arguments of those names, or for those of the host function."""
+    if not lifted:
+        return call_source(spec.source, spec.params, spec.arch)
+    module_name, _, name = spec.source.partition(":")
+    call_source(spec.source, spec.params, spec.arch)  # whose errors are told first
+    takes = inspect.signature(getattr(sys.modules[module_name], name)).parameters
+    own = {key: value for key, value in lifted.items() if key in takes}
+    function, arguments, keywords = call_source(spec.source, {**spec.params, **own}, spec.arch)
+    rest = {key: value for key, value in lifted.items() if key not in own}
+    if not rest:
+        return function, arguments, keywords
+    bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
+    for key in rest:
+        if key not in bound.arguments or isinstance(bound.arguments[key], bool | type(None)):
+            raise BuildError(
+                f"lift.{key}: neither {spec.source} nor its host function takes an integer of this name; the host"
+                f" function is given {', '.join(bound.arguments)}"
+            )
+    bound.arguments.update(rest)
+    return function, bound.args, bound.kwargs
+
+
+class _Reading:
+    """From the fakes and the spec to a signature."""
+
+    def __init__(self, spec: ExternSpec, found: Sequence[Leaf]) -> None:
+        self._spec, self._leaves = spec, found
+        self._constants = {name: value for name, value in spec.params.items() if type(value) is int}
+        self._symbols: dict[int, tuple[Expr, str]] = {}  # a symbolic extent -> its expression, where that is said
+        self._keep: list[Any] = []
+        self._divisors: dict[str, int] = {}
+        self._strides: dict[int, str] = {}
+        self._constraints: list[Constraint] = []
+        self._memory: dict[str, Expr] = {"workspace": 0, "scratch": 0}
+
+    def signature(self) -> tuple[tuple[HostArgument, ...], Signature]:
+        self._check()
+        hosts: list[HostArgument] = []
+        arguments: list[Argument] = []
+        for leaf in self._leaves:
+            host, argument = self._argument(leaf)
+            hosts.append(host)
+            if argument is not None:
+                arguments.append(argument)
+        dims = tuple(self._dim(name) for name in self._divisors)
+        for name in self._spec.dims:
+            if name not in self._divisors:
+                known = ", ".join(self._divisors) or "none"
+                raise BuildError(f"dims.{name}: no shape has this dim; the dims are {known}")
+        skip = tuple(name for name, told in self._spec.dims.items() if told.get("skip_if_zero"))
+        return tuple(hosts), Signature(
+            self._spec.arch,
+            tuple(arguments),
+            dims,
+            tuple(self._constraints),
+            workspace=self._memory["workspace"],
+            workspace_zeroed=self._memory["workspace"] != 0,
+            scratch=self._memory["scratch"],
+            skip_if_zero=skip,
+        )
+
+    def _check(self) -> None:
+        """Raises BuildError for what the spec says of no argument, and for what it does not say."""
+        names = {leaf.name for leaf in self._leaves if leaf.kind != STREAM}
+        has = ", ".join(str(leaf) for leaf in self._leaves if leaf.kind != STREAM)
+        for name, said in self._spec.arguments.items():
+            if name not in names and not said.get("optional"):
+                raise BuildError(f"arguments.{name}: the trace has no such argument; it has {has}")
+        missing = []
+        for leaf in self._leaves:
+            told = self._told(leaf)
+            if leaf.kind in (TENSOR, POINTER):
+                needs = ("role",) if told.get("role") == "workspace" else ("role", "shape")
+                lacks = [key for key in needs if key not in told]
+                if lacks:
+                    missing.append(f"{leaf} lacks {' and '.join(lacks)}")
+            elif leaf.kind == INTEGER and leaf.dtype == "i64" and "value" not in told:
+                missing.append(f"{leaf.name} (a 64-bit integer, which no caller passes) lacks value, an expression")
+        if missing:
+            raise BuildError(
+                f"the host code cannot tell what these arguments are: {'; '.join(missing)}; say it in the spec, such as"
+                ' arguments.x = { role = "input", shape = ["M", "N"] }'
+            )
+
+    def _told(self, leaf: Leaf) -> Mapping[str, Any]:
+        return self._spec.arguments.get(leaf.name, {})
+
+    def _name(self, leaf: Leaf) -> str:
+        name: str = self._told(leaf).get("rename", leaf.name)
+        if name in RESERVED and "rename" in self._told(leaf):
+            raise BuildError(f"arguments.{leaf.name}.rename: {name!r} is reserved; take another name")
+        return f"{name}_" if name in RESERVED else name
+
+    def _argument(self, leaf: Leaf) -> tuple[HostArgument, Argument | None]:
+        told, name = self._told(leaf), self._name(leaf)
+        if leaf.kind == STREAM:
+            return HostStream(), None
+        if told.get("role") == "workspace":
+            return self._workspace(leaf, told), None
+        if leaf.kind == TENSOR:
+            return self._tensor(leaf, name, told)
+        if leaf.kind == POINTER:
+            return self._pointer(leaf, name, told)
+        if "value" in told:
+            if leaf.kind == FLOAT:
+                raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")
+            return HostInteger(self._expr(told["value"]), leaf.dtype), None
+        return HostScalar(name), ScalarArgument(name, "f32" if leaf.kind == FLOAT else "i32", told.get("default"))
+
+    def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:
+        if leaf.kind not in (TENSOR, POINTER):
+            raise BuildError(f"arguments.{leaf.name}: {leaf} is no memory; a workspace is a pointer or a tensor")
+        if leaf.kind == TENSOR and not all(isinstance(each, int) for each in (*leaf.fake.shape, *leaf.fake.stride)):
+            raise BuildError(
+                f"arguments.{leaf.name}: a workspace's extents are fixed in the trace, those of {leaf} not"
+            )
+        memory = "workspace" if told.get("zeroed") else "scratch"
+        if self._memory[memory] != 0:
+            words = "that begins as zeros" if told.get("zeroed") else "that does not begin as zeros"
+            raise BuildError(f"arguments.{leaf.name}: a launch record has one workspace {words}; this is the second")
+        self._memory[memory] = self._expr(told["bytes"])
+        return HostPointer(memory)
+
+    def _tensor(self, leaf: Leaf, name: str, told: Mapping[str, Any]) -> tuple[HostTensor, TensorArgument]:
+        shape, fake = told["shape"], leaf.fake
+        if len(shape) != leaf.rank:
+            raise BuildError(f"arguments.{leaf.name}.shape has {len(shape)} dims; {leaf}")
+        rules = told.get("strides", [FREE] * leaf.rank)
+        if len(rules) != leaf.rank:
+            raise BuildError(f"arguments.{leaf.name}.strides has {len(rules)} entries; {leaf}")
+        contiguous = next((mode for mode, stride in enumerate(fake.stride) if stride == 1), -1)
+        extents: list[Expr] = []
+        hosts: list[Expr] = []
+        for mode, (said, symbol) in enumerate(zip(shape, fake.shape, strict=True)):
+            where = f"arguments.{leaf.name}.shape[{mode}]"
+            factor = leaf.packed if mode == contiguous else 1
+            extent = self._extent(self._expr(said), symbol, factor, where)
+            extents.append(extent)
+            hosts.append(_times(extent, factor))
+        strides: list[Expr] = []
+        host_strides: list[Expr] = []
+        divisor = 1
+        for mode, (rule, symbol) in enumerate(zip(rules, fake.stride, strict=True)):
+            stride, host, step = self._stride(leaf, name, mode, rule, symbol, contiguous)
+            strides.append(stride)
+            host_strides.append(host)
+            divisor = math.lcm(divisor, step)
+        tensor = TensorArgument(
+            name, told["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(fake._assumed_align, 1)
+        )
+        return HostTensor(name, tuple(freeze(each) for each in hosts), tuple(map(freeze, host_strides))), tensor
+
+    def _extent(self, said: Expr, symbol: Any, factor: int, where: str) -> Expr:
+        """The record's extent of a mode whose extent in the trace is `symbol`, a number or symbolic."""
+        if isinstance(symbol, int):
+            count = symbol // factor
+            if said == "*":
+                return count
+            if said != count:
+                rule = f'the trace fixes this extent at {count}; say {count}, a param of that value, or "*"'
+                raise BuildError(f"{where} is {_shown(said)}; {rule}")
+            return count
+        if isinstance(said, int):
+            raise BuildError(f"{where} is {said}, but the trace leaves this extent open; name it")
+        if said == "*":
+            raise BuildError(f'{where} is "*", but the trace leaves this extent open; name it')
+        known = self._symbols.get(id(symbol))
+        whole = _times(said, factor)
+        if known is not None and known[0] != whole:
+            raise BuildError(
+                f"{where} is {_shown(said)}; the trace has one extent for it and for {known[1]}, which is"
+                f" {_shown(known[0])}; call both the same"
+            )
+        self._symbols[id(symbol)] = whole, where
+        self._keep.append(symbol)
+        for each in variables(said):
+            self._divisors.setdefault(each, 1)
+        if isinstance(said, str):
+            step = symbol.divisibility // math.gcd(symbol.divisibility, factor)
+            self._divisors[said] = math.lcm(self._divisors[said], step)
+        return said
+
+    def _stride(
+        self, leaf: Leaf, name: str, mode: int, rule: Any, symbol: Any, contiguous: int
+    ) -> tuple[Expr, Expr, int]:
+        """(the record's stride, the host function's, what a stride that is read is a multiple of)."""
+        where = f"arguments.{leaf.name}.strides[{mode}]"
+        factor = 1 if mode == contiguous else leaf.packed
+        if isinstance(symbol, int):
+            stride: Expr = symbol // factor
+            if rule != FREE and self._expr(rule) != stride:
+                raise BuildError(f"{where} is {_shown(rule)}; the trace fixes this stride at {stride}")
+            return stride, symbol, 1
+        if rule != FREE:
+            stride = self._expr(rule)
+            return stride, _times(stride, factor), 1
+        if id(symbol) in self._symbols:
+            return self._symbols[id(symbol)][0], self._symbols[id(symbol)][0], 1
+        variable = f"{name}.stride{mode}"
+        before = self._strides.setdefault(id(symbol), variable)
+        self._keep.append(symbol)
+        if before != variable:
+            self._constraints.append(
+                Constraint(("sub", variable, before), f"the stride {variable} must be {before}: the kernel takes one")
+            )
+        return variable, _times(variable, factor), symbol.divisibility // math.gcd(symbol.divisibility, factor)
+
+    def _pointer(self, leaf: Leaf, name: str, told: Mapping[str, Any]) -> tuple[HostArgument, Argument]:
+        """A pointer is a tensor whose rows follow upon one another."""
+        shape = [self._expr(said) for said in told["shape"]]
+        for each in shape:
+            for dim in variables(each):
+                self._divisors.setdefault(dim, 1)
+        strides: list[Expr] = []
+        span: Expr = 1
+        for extent in reversed(shape):
+            strides.insert(0, span)
+            span = extent if span == 1 else ("mul", extent, span)
+        align = max(getattr(leaf.fake, "_assumed_align", 0) or 0, DTYPE_BYTES[leaf.dtype])
+        return HostPointer(name), TensorArgument(
+            name, told["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
+        )
+
+    def _expr(self, said: Any) -> Expr:
+        """The expression with params for their values; worked out where nothing else is left."""
+        if isinstance(said, str):
+            return self._constants.get(said, said)
+        if isinstance(said, int):
+            return said
+        made: Expr = (said[0], *(self._expr(item) for item in said[1:]))
+        validate(made, "the spec's expression")
+        return evaluate(made, {}) if not variables(made) else made
+
+    def _dim(self, name: str) -> Dim:
+        told = self._spec.dims.get(name, {})
+        divisor = math.lcm(self._divisors[name], told.get("divisor", 1))
+        least = 0 if told.get("skip_if_zero") else divisor
+        return Dim(name, divisor, told.get("minimum", least), told.get("maximum", 2**31 - 1))
+
+
+def _times(expr: Expr, factor: int) -> Expr:
+    if factor == 1:
+        return expr
+    return expr * factor if isinstance(expr, int) else ("mul", factor, expr)
+
+
+def _shown(expr: Any) -> str:
+    return render(freeze(expr))
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

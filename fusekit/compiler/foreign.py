@@ -1,0 +1,239 @@
+"""What a foreign kernel is made from, as key fields: distributions, their files, the module that holds the source.
+
+Nothing of it is imported or run. Of a source in an installed distribution every file of that distribution counts. Of
+another module (a file of the user's, a provider of fusekit's) the file counts and every module that it imports from its
+own top package or folder; of the distributions that those import, every file where the distribution builds on the CuTe
+DSL, else the version. `distributions` of the spec names those that no import statement shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import machinery, metadata
+from pathlib import Path
+from typing import Any
+
+from fusekit.errors import BuildError, ToolchainError
+from fusekit.spec import ExternSpec
+
+_EXTRAS = {"quack-kernels": "quack", "nvidia-cudnn-frontend": "cudnn"}
+_DSL = "nvidia-cutlass-dsl"
+_OWN = frozenset({"cutlass", "cuda", "fusekit"})  # whose versions and sources a key has
+_ABSENT = "absent"
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+@dataclass(slots=True)
+class Foreign:
+    """Digests as of now; each distribution and module is read once."""
+
+    _files: dict[str, str] = field(default_factory=dict)
+    _modules: dict[str, tuple[dict[str, str], frozenset[str]]] = field(default_factory=dict)
+    _owners: dict[str, list[str]] | None = None
+
+    def fields(self, spec: ExternSpec) -> dict[str, str]:
+        """The labelled key fields. Raises ToolchainError for a distribution or a module that is not installed."""
+        found: dict[str, str] = {}
+        whole = {normal(name) for name in spec.distributions}
+        for name in sorted(whole):
+            distribution(name)  # which says what to install
+        module = spec.source.partition(":")[0]
+        owners = self._owned(module.partition(".")[0])
+        whole |= set(owners)
+        if not owners:
+            if module not in self._modules:
+                self._modules[module] = _followed(module, self._owned)
+            digests, imported = self._modules[module]
+            found |= {f"foreign.module.{name}": digest for name, digest in digests.items()}
+            for top in sorted(imported - _OWN):
+                names = self._owned(top)
+                whole |= {name for name in names if _builds_on_dsl(name)}
+                found |= {f"foreign.version.{name}": distribution(name).version for name in names}
+                if not names:
+                    found[f"foreign.version.{top}"] = _ABSENT
+        for name in sorted(whole):
+            found[f"foreign.version.{name}"] = distribution(name).version
+            if name not in self._files:
+                self._files[name] = _digest_of(name)
+            found[f"foreign.files.{name}"] = self._files[name]
+            for needed in _requires(name):
+                found.setdefault(f"foreign.version.{needed}", _version(needed))
+        return dict(sorted(found.items()))
+
+    def _owned(self, top: str) -> list[str]:
+        """The installed distributions that have the top-level package, fusekit's own not."""
+        if top in _OWN:
+            return []
+        if self._owners is None:
+            self._owners = {name: sorted({normal(each) for each in made})
+                            for name, made in metadata.packages_distributions().items()}  # fmt: skip
+        return self._owners.get(top, [])
+
+
+def describe(fields: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Of each distribution whose files are in a key: version and licence, as its metadata has them."""
+    names = [label.removeprefix("foreign.files.") for label in fields if label.startswith("foreign.files.")]
+    return {name: {"version": distribution(name).version, "licence": licence(name)} for name in names}
+
+
+def licence(name: str) -> str:
+    """What the metadata of a distribution says of its licence, in a line."""
+    told: Any = distribution(name).metadata
+    stated = told.get("License-Expression") or ""
+    if not stated:
+        classifiers = [each for each in told.get_all("Classifier") or () if each.startswith("License ::")]
+        stated = (
+            ", ".join(each.rpartition(" :: ")[2] for each in classifiers) or told.get("License") or _licence_file(name)
+        )
+    return str(stated).strip().splitlines()[0][:100]
+
+
+def _licence_file(name: str) -> str:
+    """The first line of a distribution's licence, where its metadata names none."""
+    files = (file for file in distribution(name).files or () if file.name.upper().startswith(("LICENSE", "LICENCE")))
+    for file in files:
+        return file.read_text().strip() or "not stated"
+    return "not stated"
+
+
+def distribution(name: str) -> metadata.Distribution:
+    """The installed distribution; ToolchainError, with what to install, where there is none."""
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        wanted = f"fusekit[{_EXTRAS[name]}]" if name in _EXTRAS else name
+        raise ToolchainError(f"{name} is not installed, whose kernels the spec names; pip install '{wanted}'") from None
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def search_path() -> list[str]:
+    """Where the module of a source is looked for: as an import would, then the current folder."""
+    here = str(Path.cwd())
+    paths = [entry or here for entry in sys.path]
+    return paths if here in paths else [*paths, here]
+
+
+def _digest_of(name: str) -> str:
+    """SHA-256 over path and content of every file of a distribution that is there, byte code and records apart."""
+    digest = hashlib.sha256()
+    for file in sorted(distribution(name).files or (), key=str):
+        path = Path(str(file.locate()))
+        if file.suffix in (".pyc", ".pyo") or "__pycache__" in file.parts or file.name in ("RECORD", "INSTALLER"):
+            continue
+        if ".." in file.parts or not path.is_file():  # scripts outside, and what was removed
+            continue
+        digest.update(f"{file.as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _requires(name: str) -> list[str]:
+    """The distributions that one needs without any extra, the CuTe DSL apart, which a key names as its compiler."""
+    found = set()
+    for line in distribution(name).requires or ():
+        match = _REQUIREMENT.match(line)
+        if match is not None and "extra ==" not in line.replace("extra==", "extra =="):
+            found.add(normal(match[1]))
+    return sorted(each for each in found if not each.startswith(_DSL))
+
+
+def _builds_on_dsl(name: str) -> bool:
+    return any(normal(line).startswith(_DSL) for line in distribution(name).requires or ())
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return _ABSENT
+
+
+# -- modules that belong to no distribution
+
+
+def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str, str], frozenset[str]]:
+    """(path -> digest, other top-level packages) of a module and of what it imports from its own package or folder.
+
+    owners: of a top-level package, the distributions that have it.
+    """
+    top = module.partition(".")[0]
+    root = _root(top, module)
+    pending, digests, others = [module], dict[str, str](), set[str]()
+    while pending:
+        name = pending.pop()
+        for path in _files(root, name):
+            label = path.relative_to(root).as_posix()
+            if label in digests:
+                continue
+            data = path.read_bytes()
+            digests[label] = hashlib.sha256(data).hexdigest()
+            if path.suffix != ".py":
+                continue
+            for found in _imports(data, path, root):
+                first = found.partition(".")[0]
+                if first == top or (top not in _OWN and _files(root, first) and not owners(first)):
+                    # Of fusekit the providers alone: its compiler is in every key.
+                    pending += [found] if top not in _OWN or found.startswith("fusekit.providers") else []
+                elif first not in sys.stdlib_module_names:
+                    others.add(first)
+    if not digests:
+        raise BuildError(f"source {module}: there is no such module below {root}; mend the source")
+    return digests, frozenset(others)
+
+
+def _root(top: str, module: str) -> Path:
+    """The folder that the top-level package or module lies in."""
+    found = machinery.PathFinder.find_spec(top, search_path())
+    if found is None:
+        found = importlib.util.find_spec(top)  # of an editable installation; runs nothing of a top-level package
+    if found is not None and found.submodule_search_locations:
+        return Path(next(iter(found.submodule_search_locations))).parent
+    if found is not None and found.origin is not None and Path(found.origin).is_file():
+        return Path(found.origin).parent
+    raise ToolchainError(
+        f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
+        " from the folder that it is in"
+    )
+
+
+def _files(root: Path, module: str) -> list[Path]:
+    """The files below `root` that an import of `module` runs."""
+    files: list[Path] = []
+    at = root
+    for part in module.split("."):
+        at = at / part
+        plain = [at / "__init__.py", at.with_name(f"{part}.py")]
+        files += [path for path in plain if path.is_file()][:1]
+        files += list(at.parent.glob(f"{part}.*.so")) if not files else []
+    return files
+
+
+def _imports(data: bytes, path: Path, root: Path) -> Iterable[str]:
+    try:
+        tree = ast.parse(data, str(path))
+    except SyntaxError as error:
+        raise BuildError(f"{path.name}: {error}; mend it") from error
+    here = list(path.relative_to(root).with_suffix("").parts)
+    return list(_stated(tree, here))
+
+
+def _stated(tree: ast.AST, here: list[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*here[: -node.level], *([base] if base else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)

@@ -1,0 +1,120 @@
+"""What the host function of a foreign kernel is given: its run-time arguments, flattened as the DSL does.
+
+Names come from the host function's signature; members of tuples, NamedTuples and dataclasses follow after an
+underscore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.errors import BuildError
+
+TENSOR, POINTER, INTEGER, FLOAT, STREAM = "tensor", "pointer", "integer", "float", "stream"
+# The DSL's name of a type -> the record's.
+DTYPES = {
+    "BFloat16": "bf16", "Float16": "fp16", "Float32": "f32", "Float64": "f64", "Int8": "u8", "Uint8": "u8",
+    "Boolean": "u8", "Int16": "u16", "Uint16": "u16", "Int32": "i32", "Uint32": "u32", "Int64": "i64", "Uint64": "u64",
+    "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2", "Float8E8M0FNU": "e8m0", "Float4E2M1FN": "e2m1x2",
+}  # fmt: skip
+_INTEGERS = {"Int32": "i32", "Uint32": "i32", "Int64": "i64", "Uint64": "i64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One run-time argument. kind: tensor, pointer, integer, float or stream; dtype: the record's; fake: what the trace
+    is given for it.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    fake: Any
+
+    @property
+    def rank(self) -> int:
+        return len(self.fake.shape) if self.kind == TENSOR else 0
+
+    @property
+    def packed(self) -> int:
+        """Elements in one of the record's."""
+        return 2 if self.dtype == "e2m1x2" else 1
+
+    def __str__(self) -> str:
+        if self.kind == TENSOR:
+            extents = ", ".join(str(each) if isinstance(each, int) else "?" for each in self.fake.shape)
+            return f"{self.name} ({self.dtype}, rank {self.rank}: [{extents}])"
+        return f"{self.name} ({self.kind}{f' to {self.dtype}' if self.kind == POINTER else ''})"
+
+
+def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Leaf]:
+    """The run-time arguments of a host function, in the order of its parameters.
+
+    Raises BuildError where the arguments do not fit its signature, or one of them has a type that no record knows.
+    """
+    call = host_callable(function)
+    try:
+        signature = inspect.signature(call)
+        bound = signature.bind(*arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        raise BuildError(f"the host function cannot be called with what the source returns: {error}") from None
+    bound.apply_defaults()
+    found: list[Leaf] = []
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if "Constexpr" not in str(parameter.annotation):
+            found += _flat(name, value)
+    return found
+
+
+def host_callable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What of a host function has its signature: itself, or the method that calling an object calls."""
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        return function
+    instance: Any = function
+    method: Callable[..., Any] = instance.__call__
+    return method
+
+
+def _flat(name: str, value: Any) -> Iterator[Leaf]:
+    kind = type(value).__name__
+    if value is None or isinstance(value, bool | str | enum.Enum | type):
+        return  # compiled away, or into the code
+    if hasattr(value, "_assumed_align") and hasattr(value, "element_type") and hasattr(value, "shape"):
+        yield Leaf(name, TENSOR, _dtype(name, value.element_type), value)
+    elif hasattr(value, "_fields"):
+        told = getattr(type(value), "__annotations__", {})
+        for member in value._fields:
+            if "Constexpr" not in str(told.get(member, "")):
+                yield from _flat(f"{name}_{member}", getattr(value, member))
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}_{index}", item)
+    elif kind == "CUstream" or "FakeStream" in kind:
+        yield Leaf(name, STREAM, "", value)
+    elif kind in _INTEGERS or isinstance(value, int):
+        yield Leaf(name, INTEGER, _INTEGERS.get(kind, "i32"), value)
+    elif kind == "Float32" or isinstance(value, float):
+        yield Leaf(name, FLOAT, "f32", value)
+    elif "Pointer" in kind:
+        yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
+    elif dataclasses.is_dataclass(value):
+        for member in dataclasses.fields(value):
+            if "Constexpr" not in str(member.type):
+                yield from _flat(f"{name}_{member.name}", getattr(value, member.name))
+    elif hasattr(value, "__get_mlir_types__"):
+        raise BuildError(
+            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Float32"
+        )
+
+
+def _dtype(name: str, element: Any) -> str:
+    known = DTYPES.get(getattr(element, "__name__", str(element)))
+    if known is None:
+        raise BuildError(f"{name} holds {element}, which launch records do not know; they know {', '.join(DTYPES)}")
+    return known

@@ -1,0 +1,121 @@
+"""The text of a spec for a foreign kernel, as far as tracing its source tells it: `fusekit new --from`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusekit.compiler.foreign import search_path
+from fusekit.compiler.options import environment
+from fusekit.errors import BuildError
+
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.new_extern import main; main(sys.argv[1])"
+_UNKNOWN = "?"
+
+
+def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> str:
+    """The text of a spec of one kernel. Runs `source` in a process of its own; BuildError says what fails there.
+
+    Its tensors have their dtypes, ranks and fixed extents; a role that is to be filled in is "?".
+    """
+    request = json.dumps({"source": source, "arch": arch, "params": dict(params)})
+    with tempfile.TemporaryDirectory(prefix="fusekit-new-") as folder:
+        paths = [str(Path(entry).absolute()) for entry in search_path()]
+        ran = subprocess.run(
+            [sys.executable, "-P", "-c", _BOOT, request, *paths], cwd=folder, capture_output=True, text=True,
+            env=environment(Path(folder), arch), check=False,
+        )  # fmt: skip
+    try:
+        answer = json.loads(ran.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise BuildError(
+            f"source {source}: its process ended with {ran.returncode}: {ran.stderr[-2000:].strip()}"
+        ) from None
+    if "error" in answer:
+        raise BuildError(answer["error"])
+    return _text(name, source, arch, params, answer["leaves"])
+
+
+def main(request: str) -> None:
+    """Prints the run-time arguments of the host function as JSON, on the last line."""
+    from fusekit.compiler.extern import call_source
+    from fusekit.compiler.leaves import STREAM, leaves
+    from fusekit.errors import FusekitError
+
+    wanted = json.loads(request)
+    try:
+        found = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
+    except FusekitError as error:
+        answer: dict[str, Any] = {"error": str(error)}
+    else:
+        symbols: dict[int, str] = {}
+        answer = {"leaves": [_leaf(leaf, symbols) for leaf in found if leaf.kind != STREAM]}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def _leaf(leaf: Any, symbols: dict[int, str]) -> dict[str, Any]:
+    """One argument; open extents are named D0, D1, ... as they come, the same extent the same."""
+    told = {"name": leaf.name, "kind": leaf.kind, "dtype": leaf.dtype}
+    if leaf.kind != "tensor":
+        return told
+    contiguous = next((mode for mode, stride in enumerate(leaf.fake.stride) if stride == 1), -1)
+    shape: list[Any] = []
+    for mode, extent in enumerate(leaf.fake.shape):
+        if isinstance(extent, int):
+            shape.append(extent // (leaf.packed if mode == contiguous else 1))
+        else:
+            shape.append(symbols.setdefault(id(extent), f"D{len(symbols)}"))
+    steps = [None if isinstance(each, int) else each.divisibility for each in leaf.fake.stride]
+    return {**told, "shape": shape, "steps": steps, "align": leaf.fake._assumed_align}
+
+
+def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: list[dict[str, Any]]) -> str:
+    lines = [
+        f'# The kernel of {source}. What stands as "?" cannot be read out of its code: fill it in, and name the',
+        "# dims D0, D1, ... Building it runs that function: fusekit build FILE --allow-extern.",
+        "schema = 1",
+        "",
+        "[[kernel]]",
+        f"name = {json.dumps(name)}",
+        'op = "extern"',
+        f"source = {json.dumps(source)}",
+        f"arch = {json.dumps(arch)}",
+    ]
+    if params:
+        lines.append("params = { " + ", ".join(f"{key} = {_toml(value)}" for key, value in params.items()) + " }")
+    lines += ["", "[kernel.arguments]"]
+    for leaf in leaves:
+        lines += _argument(leaf)
+    return "\n".join(lines) + "\n"
+
+
+def _argument(leaf: Mapping[str, Any]) -> list[str]:
+    name, kind = leaf["name"], leaf["kind"]
+    if kind == "tensor":
+        steps = ", ".join("fixed" if step is None else f"free, a multiple of {step}" for step in leaf["steps"])
+        about = f"# {leaf['dtype']}, {leaf['align']}-byte aligned; strides: {steps}"
+        return [about, f'{name} = {{ role = "{_UNKNOWN}", shape = {json.dumps(leaf["shape"])}, doc = "" }}']
+    if kind == "pointer":
+        return [
+            f'# a pointer to {leaf["dtype"]}: a tensor without gaps, or {{ role = "workspace", bytes = ... }}',
+            f'{name} = {{ role = "{_UNKNOWN}", shape = ["{_UNKNOWN}"], doc = "" }}',
+        ]
+    if leaf["dtype"] == "i64":
+        return ["# 64 bits, which no caller passes: an expression over dims", f'{name} = {{ value = "{_UNKNOWN}" }}']
+    return [
+        f"# {leaf['dtype']}, given at launch; value = an expression computes an integer",
+        f'{name} = {{ doc = "" }}',
+    ]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

@@ -1,0 +1,261 @@
+"""Specs of kernels that are not fusekit's: a Python function gives the host function and its fake arguments."""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from fusekit.errors import SpecError
+from fusekit.spec.keys import Key
+from fusekit.spec.token import TokenSpec
+from fusekit.spec.values import show
+
+EXTERN = "extern"
+EXTERN_ARCHES = (
+    "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_100f", "sm_101a", "sm_103a", "sm_103f", "sm_110a", "sm_110f",
+    "sm_120a", "sm_120f", "sm_121a",
+)  # fmt: skip
+ROLES = ("input", "output", "inout", "workspace")
+NOT_RUN = "compiled and proved, not run"
+RUN = "run"
+MOST_COMBINATIONS = 1024
+
+# What an argument's table may say: key -> (types, words for them).
+ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
+    "role": ((str,), f"one of {', '.join(ROLES)}"),
+    "shape": ((list,), 'a list of names, integers and expressions, such as ["M", ["floordiv", "N", 2]]'),
+    "strides": (
+        (list,),
+        'a list with "free" for a stride that the tensor says, or an expression for one that is fixed',
+    ),
+    "rename": ((str,), "a name"),
+    "optional": ((bool,), "true where the trace may lack it"),
+    "value": ((int, str, list), "an expression: what an integer argument is computed from"),
+    "default": ((int, float), "a number: what a scalar is that a launch leaves out"),
+    "bytes": ((int, str, list), "an expression: the size of a workspace"),
+    "zeroed": ((bool,), "true for a workspace that begins as zeros"),
+    "doc": ((str,), "what it is, in a line"),
+}
+DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
+
+_SOURCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
+
+EXTERN_KEYS = (
+    Key("name", "string", "The kernel's name in this file.", required=True),
+    Key("summary", "string", "One line about the kernel; default: the file's."),
+    Key("arch", "choice", "Target architecture.", choices=EXTERN_ARCHES, required=True, sweep=True),
+    Key("source", "string", 'A function, "module:function", that returns what cute.compile takes: (function, args) or '
+        "(function, args, kwargs), with fake arguments. It is called with params, and with arch if it takes that.",
+        required=True),
+    Key("params", "json", "Its keyword arguments: JSON values; a list is a value.", default={}),
+    Key("sweep", "combinations", "Params of which each combination is a kernel: name -> list of values.", default={},
+        sweep=True),
+    Key("lift", "json", "Integer arguments that no cubin depends on, computed at launch: name -> expression.",
+        default={}),
+    Key("arguments", "json", "Of each argument of the host function what its code cannot tell; for a tensor role and "
+        "shape.", default={}),
+    Key("dims", "json", "Bounds of dims: name -> { divisor, minimum, maximum, skip_if_zero }.", default={}),
+    Key("distributions", "strings", "Installed distributions whose code the source calls; those that its module "
+        "imports are found without.", default=()),
+    Key("ran_on", "strings", f'Architectures that it was run on; entries of another say "{NOT_RUN}".', default=()),
+)  # fmt: skip
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(frozen=True, slots=True)
+class ExternSpec(TokenSpec):
+    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
+
+    params: all keyword arguments of the source, with the sweep's choice; sweep: the choice alone.
+    """
+
+    file: str
+    kernel: str
+    op: str
+    arch: str
+    source: str
+    params: dict[str, Any] = field(hash=False)
+    sweep: dict[str, Any] = field(hash=False)
+    lift: dict[str, Any] = field(hash=False)
+    arguments: dict[str, dict[str, Any]] = field(hash=False)
+    dims: dict[str, dict[str, Any]] = field(hash=False)
+    distributions: tuple[str, ...]
+    ran_on: tuple[str, ...]
+    summary: str
+
+    @property
+    def variant(self) -> str:
+        """The sweep's choice, such as `n4096-dtype-bf16`; `base` without one."""
+        return "-".join(_said(name, value) for name, value in self.sweep.items()) or "base"
+
+    @property
+    def provider(self) -> str:
+        """The top-level package whose code is run to build it, or, in fusekit's own providers, the module."""
+        module = self.source.partition(":")[0]
+        return module if module.startswith("fusekit.") else module.partition(".")[0]
+
+    def canonical(self) -> dict[str, Any]:
+        """The whole spec in JSON types, keys sorted; `status` says whether it was run on this architecture."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {key: list(values[key]) for key in ("distributions", "ran_on")}
+        values["status"] = RUN if self.arch in self.ran_on else NOT_RUN
+        return dict(sorted(values.items()))
+
+    @classmethod
+    def from_canonical(cls, data: Mapping[str, Any]) -> Self:
+        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
+        expected = {field.name for field in fields(cls)}
+        if set(data) != expected | {"status"}:
+            odd = ", ".join(sorted((expected | {"status"}) ^ set(data)))
+            raise SpecError(
+                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
+            )
+        values: dict[str, Any] = {
+            key: tuple(data[key]) if key in ("distributions", "ran_on") else data[key] for key in expected
+        }
+        return cls(**values)
+
+    def device_spec(self) -> dict[str, Any]:
+        """What decides the cubin and its launch record, in JSON types: no names and no words."""
+        apart = ("file", "kernel", "summary", "sweep", "ran_on", "status")
+        spec = {key: value for key, value in self.canonical().items() if key not in apart}
+        arguments = {name: {key: told[key] for key in told if key != "doc"} for name, told in self.arguments.items()}
+        return spec | {"arguments": arguments}
+
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out are in the record: there are none here."""
+        return {}
+
+
+def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:
+    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    return ExternSpec(
+        file=file,
+        kernel=values["name"],
+        op=values["op"],
+        arch=choice["arch"],
+        source=values["source"],
+        params={**values["params"], **choice["sweep"]},
+        sweep=choice["sweep"],
+        lift=values["lift"],
+        arguments=values["arguments"],
+        dims=values["dims"],
+        distributions=tuple(values["distributions"]),
+        ran_on=tuple(values["ran_on"]),
+        summary=values["summary"],
+    )
+
+
+def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
+    """Every rule that an expanded spec breaks; empty when it can be traced."""
+    found: list[Broken] = []
+    if not _SOURCE.fullmatch(spec.source):
+        rule = 'must name a function as "package.module:function"'
+        found.append(("source", spec.source, rule))
+    for key in ("params", "lift"):
+        for name in getattr(spec, key):
+            if not _NAME.fullmatch(name):
+                found.append((f"{key}.{name}", getattr(spec, key)[name], "must be named as a Python argument is"))
+    for arch in spec.ran_on:
+        if arch not in EXTERN_ARCHES:
+            found.append(("ran_on", arch, f"must be of {', '.join(EXTERN_ARCHES)}"))
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.variant):
+        rule = (
+            f"makes the variant's name {show(spec.variant)}, which must be at most 100 letters, digits, '.', '_', '-'"
+        )
+        found.append(("sweep", spec.sweep, rule))
+    return [*found, *_lift(spec), *_arguments(spec), *_dims(spec)]
+
+
+def _lift(spec: ExternSpec) -> list[Broken]:
+    return [
+        (f"lift.{name}", value, "must be an expression, a list that begins with its operator, or a variable's name")
+        for name, value in spec.lift.items()
+        if not _is_expression(value)
+    ]
+
+
+def _arguments(spec: ExternSpec) -> list[Broken]:
+    found: list[Broken] = []
+    for name, table in spec.arguments.items():
+        where = f"arguments.{name}"
+        if not isinstance(table, dict):
+            found.append((where, table, 'must be a table, such as { role = "input", shape = ["M", "N"] }'))
+            continue
+        for key, value in table.items():
+            rule = _broken(key, value)
+            if rule:
+                found.append((f"{where}.{key}", value, rule))
+        if table.get("role") == "workspace" and "bytes" not in table:
+            found.append((where, table, "a workspace needs its size; say bytes = an integer or an expression"))
+    return found
+
+
+def _broken(key: str, value: Any) -> str:
+    """The rule that one entry of an argument's table breaks."""
+    if key not in ARGUMENT_KEYS:
+        return f"there is no such key; the keys are {', '.join(ARGUMENT_KEYS)}"
+    types, words = ARGUMENT_KEYS[key]
+    right = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+    if right and key == "role":
+        right = value in ROLES
+    elif right and key in ("value", "bytes"):
+        right = _is_expression(value)
+    elif right and key in ("shape", "strides"):
+        right = all(_is_expression(item) for item in value)
+    elif right and key == "rename":
+        right = _NAME.fullmatch(value) is not None
+    return "" if right else f"must be {words}"
+
+
+def _dims(spec: ExternSpec) -> list[Broken]:
+    found: list[Broken] = []
+    for name, table in spec.dims.items():
+        if not isinstance(table, dict):
+            found.append((f"dims.{name}", table, "must be a table, such as { divisor = 8, maximum = 65536 }"))
+            continue
+        for key, value in table.items():
+            wanted = bool if key == "skip_if_zero" else int
+            if key not in DIM_KEYS:
+                rule = f"there is no such key; the keys are {', '.join(DIM_KEYS)}"
+                found.append((f"dims.{name}.{key}", value, rule))
+            elif type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
+                words = "true or false" if wanted is bool else "an integer from 0"
+                found.append((f"dims.{name}.{key}", value, f"must be {words}"))
+    return found
+
+
+def _is_expression(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) >= 2 and isinstance(value[0], str) and all(_is_expression(item) for item in value[1:])
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def is_json(value: Any) -> bool:
+    """Whether a TOML value has an exact JSON form: dates, times, infinities have none."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def combinations(sweep: Mapping[str, list[Any]]) -> tuple[dict[str, Any], ...]:
+    """Every choice of one value for each name."""
+    return tuple(dict(zip(sweep, choice, strict=True)) for choice in itertools.product(*sweep.values()))
+
+
+def _said(name: str, value: Any) -> str:
+    text = name.replace("_", "")
+    if isinstance(value, bool):
+        return text if value else f"no{text}"
+    if isinstance(value, int) and value >= 0:
+        return f"{text}{value}"
+    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
+        return text + "x".join(map(str, value))
+    words = json.dumps(value) if not isinstance(value, str) else value
+    return f"{text}-" + (re.sub(r"[^A-Za-z0-9.]+", "-", words).strip("-") or "none")

@@ -1,0 +1,83 @@
+"""Kernels as a user of the CuTe DSL writes them, for specs with op = "extern"."""
+
+from typing import NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_tensor, make_ptr
+
+
+class Options(NamedTuple):
+    factor: cutlass.Float32
+    sm_count: cutlass.Int32
+
+
+@cute.kernel
+def scale_kernel(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32, rows: cutlass.Int32):
+    column = cute.arch.block_idx()[0] * 128 + cute.arch.thread_idx()[0]
+    if column < x.shape[1]:
+        for row in range(rows):
+            y[row, column] = x[row, column] * factor
+
+
+@cute.jit
+def scale_twice(x: cute.Tensor, y: cute.Tensor, options: Options, stream: CUstream):
+    grid = [cute.ceil_div(x.shape[1], 128), 1, 1]
+    scale_kernel(x, y, options.factor, options.sm_count).launch(grid=grid, block=[128, 1, 1], stream=stream)
+    scale_kernel(y, y, options.factor, options.sm_count).launch(grid=grid, block=[128, 1, 1], stream=stream)
+
+
+@cute.kernel
+def fill_kernel(y: cute.Tensor, memory: cute.Pointer, count: cutlass.Int64):
+    column = cute.arch.block_idx()[0] * 128 + cute.arch.thread_idx()[0]
+    if column < y.shape[0]:
+        y[column] = count.to(cutlass.Float32)
+
+
+@cute.jit
+def fill(y: cute.Tensor, memory: cute.Pointer, count: cutlass.Int64, clusters: cutlass.Constexpr, stream: CUstream):
+    blocks = cutlass.min(cute.ceil_div(y.shape[0], 128), clusters)
+    fill_kernel(y, memory, count).launch(grid=[blocks, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+@cute.jit
+def fill_by_size(
+    y: cute.Tensor, memory: cute.Pointer, count: cutlass.Int64, clusters: cutlass.Constexpr, stream: CUstream
+):
+    fill_kernel(y, memory, count).launch(grid=[1, 1, 1], block=[clusters, 1, 1], stream=stream)
+
+
+def _matrix(rows, columns, dtype=cutlass.Float32):
+    return make_fake_tensor(dtype, (rows, columns), (cute.sym_int64(divisibility=4), 1), assumed_align=16)
+
+
+def twice(columns=0):
+    """Two launches; a fixed number of columns, or any multiple of 4."""
+    m, n = cute.sym_int(), columns or cute.sym_int(divisibility=4)
+    options = Options(cutlass.Float32(1), cutlass.Int32(0))
+    return scale_twice, (_matrix(m, n), _matrix(m, n)), {"options": options, "stream": CUstream(0)}
+
+
+def halves():
+    """y has extents of its own."""
+    x, y = _matrix(cute.sym_int(), cute.sym_int(divisibility=8)), _matrix(cute.sym_int(), cute.sym_int(divisibility=4))
+    return scale_twice, (x, y, Options(cutlass.Float32(1), cutlass.Int32(0)), CUstream(0))
+
+
+def filled(clusters=4, by_size=False):
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    memory = make_ptr(cutlass.Uint8, 0, cute.AddressSpace.gmem, assumed_align=16)
+    return (fill_by_size if by_size else fill), (y, memory, cutlass.Int64(0), clusters, CUstream(0))
+
+
+def broken():
+    raise RuntimeError("no luck")
+
+
+def empty():
+    return 3
+
+
+def twice_with_more(more=1):
+    return twice()

@@ -1,0 +1,199 @@
+"""op = "extern": what is read of a stranger's kernel, what its spec must say, and what is refused in words."""
+
+import pytest
+
+from fusekit.abi import LaunchRecord
+from fusekit.errors import BuildError
+from fusekit.spec import parse_text
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+TWICE = """
+arguments.x = { role = "input", shape = ["M", "N"], doc = "What is scaled." }
+arguments.y = { role = "output", shape = ["M", "N"] }
+"""
+FILLED = """
+arguments.y = { role = "output", shape = ["N"] }
+arguments.memory = { role = "workspace", bytes = ["mul", 4, "N"] }
+arguments.count = { value = ["mul", 2, "N"] }
+"""
+
+
+def spec_of(function, rest, arch="sm_90a"):
+    text = f"""schema = 1
+        [[kernel]]
+        name = "k"
+        op = "extern"
+        source = "foreignkernels:{function}"
+        arch = "{arch}"
+        {rest}"""
+    (spec,) = parse_text(text, "own")
+    return spec
+
+
+def compiled(tmp_path, function, rest):
+    from fusekit.compiler.families import plan
+    from fusekit.compiler.trace import compile_plan
+
+    made = compile_plan(plan(spec_of(function, rest)), tmp_path)
+    return LaunchRecord.from_json(made.launch), made
+
+
+def refused(function, rest):
+    from fusekit.compiler.families import plan
+
+    with pytest.raises(BuildError) as error:
+        plan(spec_of(function, rest))
+    return str(error.value)
+
+
+def test_two_launches_with_strides_and_scalars(tmp_path):
+    record, made = compiled(tmp_path, "twice", TWICE)
+    assert len(record.launches) == 2
+    assert made.proof["launches"] >= 64
+    x, y, factor, rows = record.arguments
+    assert (x.name, x.role, x.dtype, x.shape, x.strides) == ("x", "input", "f32", ("M", "N"), ("x.stride0", 1))
+    assert (x.stride_divisor, x.alignment, y.role) == (4, 16, "output")
+    assert [(dim.name, dim.divisor, dim.minimum) for dim in record.dims] == [("M", 1, 1), ("N", 4, 4)]
+    # Members of a NamedTuple; a name that records reserve is given an underscore.
+    assert [(each.name, each.dtype) for each in (factor, rows)] == [
+        ("options_factor", "f32"),
+        ("options_sm_count", "i32"),
+    ]
+    assert record.grid == (("ceildiv", "N", 128), 1, 1)
+
+
+def test_dims_bounds_defaults_and_names(tmp_path):
+    rest = (
+        TWICE
+        + """
+        arguments.options_sm_count = { rename = "rows", default = 1 }
+        dims.M = { skip_if_zero = true }
+        dims.N = { divisor = 6, maximum = 1200 }
+        """
+    )
+    record, _ = compiled(tmp_path, "twice", rest)
+    assert [(dim.name, dim.divisor, dim.minimum, dim.maximum) for dim in record.dims] == [
+        ("M", 1, 0, 2**31 - 1), ("N", 12, 12, 1200),
+    ]  # fmt: skip
+    assert record.skip_if_zero == ("M",)
+    assert record.scalars[-1].name == "rows" and record.scalars[-1].default == 1
+
+
+def test_a_fixed_extent_is_a_number_a_param_or_a_star(tmp_path):
+    for said in ("96", '"columns"', '"*"', '["mul", "columns", 1]'):
+        rest = f"""params.columns = 96
+            arguments.x = {{ role = "input", shape = ["M", {said}] }}
+            arguments.y = {{ role = "output", shape = ["M", 96] }}"""
+        record, _ = compiled(tmp_path, "twice", rest)
+        assert record.tensors[0].shape == ("M", 96)
+    said = refused("twice", rest.replace("96] }", "95] }"))
+    assert said == (
+        'arguments.y.shape[1] is 95; the trace fixes this extent at 96; say 96, a param of that value, or "*"'
+    )
+
+
+def test_one_name_ties_two_extents_and_expressions_derive_them(tmp_path):
+    rest = """arguments.x = { role = "input", shape = ["M", "N"] }
+        arguments.y = { role = "output", shape = ["M", ["floordiv", "N", 2]] }"""
+    record, _ = compiled(tmp_path, "halves", rest)
+    assert [(dim.name, dim.divisor) for dim in record.dims] == [("M", 1), ("N", 8)]
+    assert record.tensors[1].shape == ("M", ("floordiv", "N", 2))
+
+
+def test_an_extent_has_one_name():
+    rest = TWICE.replace('["M", "N"] }', '["M", "J"] }')
+    assert refused("twice", rest) == (
+        "arguments.y.shape[1] is J; the trace has one extent for it and for arguments.x.shape[1], which is N; call both"
+        " the same"
+    )
+
+
+def test_prescribed_strides(tmp_path):
+    rest = TWICE.replace('"output", shape', '"output", strides = ["N", 1], shape')
+    record, _ = compiled(tmp_path, "twice", rest)
+    assert record.tensors[1].strides == ("N", 1)
+    said = refused("twice", TWICE.replace('"output", shape', '"output", strides = ["N", 2], shape'))
+    assert said == "arguments.y.strides[1] is 2; the trace fixes this stride at 1"
+
+
+def test_a_workspace_and_a_computed_integer(tmp_path):
+    record, _ = compiled(tmp_path, "filled", FILLED)
+    assert (record.scratch, record.workspace, [each.name for each in record.arguments]) == (("mul", 4, "N"), 0, ["y"])
+    zeroed = FILLED.replace('bytes = ["mul", 4, "N"]', "bytes = 64, zeroed = true")
+    record, _ = compiled(tmp_path, "filled", zeroed)
+    assert (record.scratch, record.workspace, record.workspace_zeroed) == (0, 64, True)
+
+
+def test_a_constant_that_no_cubin_depends_on_is_lifted(tmp_path):
+    lift = 'lift = { clusters = ["max", 1, ["sub", "active_clusters", "cluster_margin"]] }'
+    record, made = compiled(tmp_path, "filled", FILLED + lift)
+    margin = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
+    assert record.grid[0] in (("min", margin, ("ceildiv", "N", 128)), ("min", ("ceildiv", "N", 128), margin))
+    plain, alone = compiled(tmp_path, "filled", FILLED + "params.clusters = 59")
+    assert made.cubin == alone.cubin
+    assert made.proof["launches"] >= 3 * 64
+    values = {"N": 128 * 500, "active_clusters": 61, "cluster_margin": 2}
+    from fusekit.abi.expr import evaluate
+
+    assert evaluate(record.grid[0], values) == evaluate(plain.grid[0], values) == 59
+
+
+def test_what_cannot_be_lifted(tmp_path):
+    with pytest.raises(BuildError, match=r"lift: the cubin for 61 is not the one for 59|lift: .*block"):
+        compiled(tmp_path, "filled", FILLED + 'params.by_size = true\nlift.clusters = "active_clusters"')
+    assert "lift.other: neither foreignkernels:filled nor its host function takes an integer" in refused(
+        "filled", FILLED + 'lift.other = "active_clusters"'
+    )
+    with pytest.raises(BuildError, match="the launch does not depend on the lifted argument"):
+        compiled(tmp_path, "twice_with_more", TWICE + 'lift.more = "active_clusters"')
+
+
+def test_what_the_spec_forgets_is_asked_for():
+    assert refused("twice", "") == (
+        "the host code cannot tell what these arguments are: x (f32, rank 2: [?, ?]) lacks role and shape; y (f32, rank"
+        ' 2: [?, ?]) lacks role and shape; say it in the spec, such as arguments.x = { role = "input", shape ='
+        ' ["M", "N"] }'
+    )
+    said = refused("filled", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
+    assert "count (a 64-bit integer, which no caller passes) lacks value, an expression" in said
+
+
+def test_what_the_trace_does_not_have():
+    said = refused("twice", TWICE + 'arguments.z = { role = "input", shape = ["M"] }')
+    assert said.startswith("arguments.z: the trace has no such argument; it has x (f32, rank 2: [?, ?]), y (f32,")
+    refusals = {
+        'arguments.z = { role = "input", shape = ["M"], optional = true }': None,
+        "dims.K = { divisor = 2 }": "dims.K: no shape has this dim; the dims are M, N",
+        "params.rows = 1": "source foreignkernels:twice: got an unexpected keyword argument 'rows'; its arguments are"
+        " columns; mend params",
+    }
+    from fusekit.compiler.families import plan
+
+    for rest, words in refusals.items():
+        if words is None:
+            plan(spec_of("twice", TWICE + rest))
+        else:
+            assert refused("twice", TWICE + rest) == words
+    assert refused("twice", TWICE.replace('"input", shape = ["M", "N"]', '"input", shape = ["M"]')) == (
+        "arguments.x.shape has 1 dims; x (f32, rank 2: [?, ?])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("broken", "source foreignkernels:broken raised RuntimeError: no luck"),
+        ("empty", "source foreignkernels:empty returned int; it must return (function, arguments)"),
+        ("missing", "source foreignkernels:missing: foreignkernels has no function missing; mend the source"),
+    ],
+)
+def test_sources_that_fail(function, words):
+    assert refused(function, "").startswith(words)
+
+
+def test_a_module_that_is_not_there():
+    from fusekit.compiler.extern import call_source
+
+    with pytest.raises(BuildError, match="source no_such_module:f: there is no module 'no_such_module'"):
+        call_source("no_such_module:f", {}, "sm_90a")

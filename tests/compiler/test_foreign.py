@@ -1,0 +1,159 @@
+"""What a foreign kernel's key is made of: each change of it is a miss, or an error in words. A package is made here."""
+
+import hashlib
+import sys
+
+import pytest
+
+from fusekit.compiler.foreign import Foreign, describe
+from fusekit.errors import BuildError, ToolchainError
+from fusekit.spec import parse_text
+
+
+def spec_of(source, *distributions):
+    (spec,) = parse_text(
+        f"""schema = 1
+        [[kernel]]
+        name = "k"
+        op = "extern"
+        source = "{source}"
+        arch = "sm_90a"
+        distributions = {list(distributions)}""",
+        "own",
+    )
+    return spec
+
+
+class Package:
+    """A distribution below `folder`, as an installer leaves it: a package of two modules, a data file, metadata."""
+
+    def __init__(self, folder, name, requires=(), version="1.0"):
+        self.folder, self.name = folder, name
+        self.module = name.replace("-", "_")
+        self.files = {f"{self.module}/__init__.py": "", f"{self.module}/kernels.py": "def make(): ...\n",
+                      f"{self.module}/table.json": "{}"}  # fmt: skip
+        self.write(version, requires)
+
+    def write(self, version, requires=()):
+        for old in self.folder.glob(f"{self.module}-*.dist-info/*"):
+            old.unlink()
+        for old in self.folder.glob(f"{self.module}-*.dist-info"):
+            old.rmdir()
+        info = f"{self.module}-{version}.dist-info"
+        lines = ["Metadata-Version: 2.1", f"Name: {self.name}", f"Version: {version}", "License-Expression: MIT"]
+        metadata = "\n".join(lines + [f"Requires-Dist: {each}" for each in requires]) + "\n"
+        files = {**self.files, f"{info}/METADATA": metadata, f"{info}/top_level.txt": f"{self.module}\n"}
+        listed = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD", f"{self.module}/__pycache__/x.pyc"])
+        for name, text in {**files, f"{info}/RECORD": listed}.items():
+            path = self.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def differing(one, other):
+    return sorted(label for label in {*one, *other} if one.get(label) != other.get(label))
+
+
+def test_every_file_of_a_distribution_counts(folder):
+    Package(folder, "throw-away", ["needed>=2", "extra-only; extra == 'x'", "nvidia-cutlass-dsl>=4"])
+    Package(folder, "needed", version="2.1")
+    spec = spec_of("throw_away.kernels:make")
+    before = Foreign().fields(spec)
+    assert set(before) == {"foreign.files.throw-away", "foreign.version.throw-away", "foreign.version.needed"}
+    assert (before["foreign.version.throw-away"], before["foreign.version.needed"]) == ("1.0", "2.1")
+    assert describe(before) == {"throw-away": {"version": "1.0", "licence": "MIT"}}
+    assert Foreign().fields(spec) == before
+
+    (folder / "throw_away" / "__pycache__").mkdir()
+    (folder / "throw_away" / "__pycache__" / "x.pyc").write_text("any")
+    assert Foreign().fields(spec) == before
+    (folder / "throw_away" / "table.json").write_text("[]")
+    assert differing(before, Foreign().fields(spec)) == ["foreign.files.throw-away"]
+    (folder / "throw_away" / "table.json").unlink()
+    assert differing(before, Foreign().fields(spec)) == ["foreign.files.throw-away"]
+
+
+def test_another_version_is_a_miss(folder):
+    package = Package(folder, "throw-away", ["needed"])
+    needed = Package(folder, "needed", version="2.1")
+    spec = spec_of("throw_away.kernels:make")
+    before = Foreign().fields(spec)
+    needed.write("2.2")
+    assert differing(before, Foreign().fields(spec)) == ["foreign.version.needed"]
+    package.write("1.1", ["needed"])
+    assert "foreign.version.throw-away" in differing(before, Foreign().fields(spec))
+
+
+def test_a_users_module_and_what_it_imports_beside_it(folder):
+    (folder / "mine.py").write_text("import helper\nfrom throw_away import kernels\nimport plain, json\ndef f(): ...\n")
+    (folder / "helper.py").write_text("import deeper\n")
+    (folder / "deeper.py").write_text("")
+    (folder / "other.py").write_text("")
+    Package(folder, "throw-away", ["nvidia-cutlass-dsl"])
+    Package(folder, "plain")
+    before = Foreign().fields(spec_of("mine:f"))
+    # Whole where it builds on the DSL, else by version.
+    assert set(before) == {
+        "foreign.module.mine.py", "foreign.module.helper.py", "foreign.module.deeper.py", "foreign.files.throw-away",
+        "foreign.version.throw-away", "foreign.version.plain",
+    }  # fmt: skip
+    for name in ("mine", "helper", "deeper", "other"):
+        was = (folder / f"{name}.py").read_text()
+        (folder / f"{name}.py").write_text(was + "# changed\n")
+        changed = [] if name == "other" else [f"foreign.module.{name}.py"]
+        assert differing(before, Foreign().fields(spec_of("mine:f"))) == changed
+        (folder / f"{name}.py").write_text(was)
+
+
+def test_a_users_package_follows_relative_imports(folder):
+    package = folder / "pack"
+    (package / "inner").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "", "inner/__init__.py": "", "inner/a.py": "from ..b import c\nfrom . import d\n", "b.py": "",
+        "inner/d.py": "", "e.py": "",
+    }.items():  # fmt: skip
+        (package / name).write_text(text)
+    fields = Foreign().fields(spec_of("pack.inner.a:f"))
+    names = ["__init__.py", "b.py", "inner/__init__.py", "inner/a.py", "inner/d.py"]
+    assert sorted(fields) == [f"foreign.module.pack/{name}" for name in names]
+    digest = hashlib.sha256((package / "inner/a.py").read_bytes()).hexdigest()
+    assert fields["foreign.module.pack/inner/a.py"] == digest
+
+
+def test_what_is_named_and_not_installed(folder):
+    (folder / "mine.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(
+        ToolchainError, match="no-such-thing is not installed, whose kernels the spec names; pip install"
+    ):
+        Foreign().fields(spec_of("mine:f", "no-such-thing"))
+    assert Foreign().fields(spec_of("mine:f"))["foreign.version.not_installed_anywhere"] == "absent"
+    with pytest.raises(ToolchainError, match="there is no module nowhere_to_be_found on Python's path"):
+        Foreign().fields(spec_of("nowhere_to_be_found.x:f"))
+    with pytest.raises(BuildError, match=r"mine.py: .*; mend it"):
+        (folder / "mine.py").write_text("def f(:\n")
+        Foreign().fields(spec_of("mine:f"))
+
+
+def test_a_missing_extra_is_named(folder, monkeypatch):
+    from importlib import metadata
+
+    def gone(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", gone)
+    for name, extra in (("quack-kernels", "quack"), ("nvidia-cudnn-frontend", "cudnn")):
+        with pytest.raises(ToolchainError, match=rf"pip install 'fusekit\[{extra}\]'"):
+            Foreign().fields(spec_of("fusekit.providers.quack:rmsnorm", name))
+
+
+def test_nothing_foreign_is_run(folder):
+    (folder / "loud.py").write_text("raise SystemExit('ran')\n")
+    Foreign().fields(spec_of("loud:f"))
+    assert "loud" not in sys.modules
