@@ -1,0 +1,43 @@
+"""The table of foreign kernels in a store, as Markdown: `python -m fusekit.providers.table 'quack/*' 'cudnn/*'`.
+
+Columns: the name, the architecture, its arguments, the parameters that were read over all its launches, the launches
+that were proved, the seconds to trace, compile, read and prove it (three times where an argument is lifted).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from fusekit.abi import LaunchRecord
+from fusekit.config import Config
+from fusekit.store import Store
+
+
+def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
+    """The lines of the table, sorted by name and architecture."""
+    yield "| kernel | arch | arguments | launches | parameters read | launches proved | seconds |"
+    yield "|---|---|---|---|---|---|---|"
+    found = {(row.name, row.arch): row for pattern in patterns for row in store.overview(pattern).rows}
+    for name, arch in sorted(found):
+        record = store.find_name(name, arch)
+        entry = None if record is None else store.find_entry(record.key)
+        if record is None or entry is None or record.spec.get("op") != "extern":
+            continue
+        launch = LaunchRecord.from_json(entry.launch)
+        read = sum(len(step.parameters) for step in launch.launches)
+        arguments = ", ".join(argument.name for argument in launch.arguments)
+        yield (
+            f"| {name} | {arch} | {arguments} | {len(launch.launches)} | {read} | {entry.proof['launches']} |"
+            f" {entry.seconds:.2f} |"
+        )
+
+
+def main(patterns: Sequence[str]) -> None:
+    """Prints the table of the kernels that `patterns` name, of every layer."""
+    store = Store.open(Config.from_environment())
+    sys.stdout.write("\n".join(rows(store, patterns or ("*",))) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,104 @@
+"""fusekit build of foreign kernels: asked for, isolated, filed under what they are made from."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+KERNELS = Path(__file__).parents[1] / "compiler" / "foreignkernels.py"
+SPEC = """schema = 1
+[[kernel]]
+name = "twice"
+op = "extern"
+source = "mykernels:twice"
+arch = "sm_90a"
+arguments.x = { role = "input", shape = ["M", "N"], doc = "What is scaled." }
+arguments.y = { role = "output", shape = ["M", "N"] }
+"""
+
+
+@pytest.fixture
+def spec(fusekit, tmp_path):
+    """A spec and its module in the folder that commands run in."""
+    (tmp_path / "own.toml").write_text(SPEC)
+    shutil.copy(KERNELS, tmp_path / "mykernels.py")
+    return tmp_path / "own.toml"
+
+
+def test_running_foreign_python_is_asked_for(fusekit, spec):
+    refused = fusekit("build", "own.toml", code=2)
+    assert "own/twice@base is a foreign kernel: building it runs mykernels:twice" in refused.err
+    assert "--allow-extern" in refused.err
+    assert not fusekit.root.exists()
+    (row,) = fusekit("build", "own.toml", "--dry-run", "--json").json["would_build"]  # runs nothing
+    assert row["name"] == "own/twice@base"
+
+    (built,) = fusekit("build", "own.toml", "--allow-extern", "--json").json["built"]
+    assert built["proved_launches"] >= 64
+    # What is there needs no trust.
+    shown = fusekit("show", "own/twice", "--json").json
+    assert shown["spec"]["status"] == "compiled and proved, not run"
+    assert [row["what"] for row in shown["arguments"][:2]] == ["What is scaled.", ""]
+    assert fusekit("ls", "own", "--json").json[0]["name"] == "own/twice@base"
+
+
+def test_a_changed_module_is_a_miss_that_says_so(fusekit, spec):
+    fusekit("build", "own.toml", "--allow-extern")
+    assert fusekit("build", "own.toml", "--allow-extern", "--json").json["cached"] == ["own/twice@base"]
+    module = spec.parent / "mykernels.py"
+    module.write_text(module.read_text() + "# more\n")
+    (row,) = fusekit("build", "own.toml", "--dry-run", "--json").json["would_build"]
+    assert row["reason"].endswith("what differs: foreign.module.mykernels.py")
+
+
+def test_a_build_of_everything_leaves_foreign_kernels_out(fusekit):
+    plan = fusekit("build", "--dry-run", "--json")
+    assert not [row for row in plan.json["would_build"] if row["name"].startswith(("quack/", "cudnn/"))]
+    assert "foreign kernels (cudnn, quack), whose specs run Python to be built; --allow-extern" in plan.err
+
+
+def test_a_source_has_an_environment_from_nothing(fusekit, spec, monkeypatch):
+    spec.with_name("mykernels.py").write_text(
+        KERNELS.read_text().replace(
+            "def twice(columns=0):",
+            "import json, os, sys\n\n\ndef twice(columns=0):\n    raise RuntimeError(json.dumps([dict(os.environ),"
+            " sorted(each for each in sys.modules if each in ('torch', 'quack', 'cudnn'))]))\n",
+        )
+    )
+    for name in ("QUACK_CACHE_DIR", "CUTE_DSL_LINEINFO", "CUDNN_LOGLEVEL", "HOME"):
+        monkeypatch.setenv(name, "/tmp/never")
+    (failed,) = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
+    environment, modules = json.loads(failed["error"].partition("RuntimeError: ")[2])
+    assert environment.keys() & {"QUACK_CACHE_DIR", "CUTE_DSL_LINEINFO", "CUDNN_LOGLEVEL", "HOME"} == set()
+    assert (environment["CUTE_DSL_ARCH"], environment["QUACK_ARCH"]) == ("sm_90a", "90")
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert modules == []
+
+
+def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
+    made = fusekit("new", "--from", "mykernels:twice", "--params", '{"columns": 96}').out
+    assert 'x = { role = "?", shape = ["D0", 96], doc = "" }' in made
+    fusekit("new", "--from", "mykernels:twice", "-o", "begun.toml")
+    text = (tmp_path / "begun.toml").read_text()
+    refused = fusekit("build", "begun.toml", "--allow-extern", code=2)
+    assert 'arguments.x.role = "?": must be one of input, output, inout, workspace' in refused.err
+    (tmp_path / "begun.toml").write_text(text.replace('role = "?"', 'role = "inout"'))
+    assert fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/twice@base"
+    said = fusekit("new", "--from", "mykernels:broken", code=1)
+    assert said.err == "fusekit: source mykernels:broken raised RuntimeError: no luck\n"
+    assert "one of the two" in fusekit("new", code=2).err
+
+
+def test_the_table_of_a_store(fusekit, spec):
+    import subprocess
+    import sys
+
+    fusekit("build", "own.toml", "--allow-extern")
+    ran = subprocess.run(
+        [sys.executable, "-m", "fusekit.providers.table", "own/*"], capture_output=True, text=True, check=True,
+        env={"FUSEKIT_STORE": str(fusekit.root)},
+    )  # fmt: skip
+    line = ran.stdout.splitlines()[-1]
+    assert line.startswith("| own/twice@base | sm_90a | x, y, options_factor, options_sm_count | 2 |")
