@@ -89,3 +89,17 @@ def test_rules_that_nothing_meets_are_an_error():
     made = record(constraints=(Constraint(["add", "K", 1], "K must be -1"),))
     with pytest.raises(BuildError, match=r"no launchable arguments in 400 random tries.*K must be -1"):
         argument_sets(made, "a", 8)
+
+
+def test_multiples_are_found_without_a_search():
+    """The first multiple lies 2**30 steps away: arithmetic finds it, and the places are those of a search."""
+    from fusekit.compiler.boundaries import Axis, _multiples
+
+    far = Axis("n", 0, 2**31 - 1, 1)
+    assert next(_multiples(2**31, lambda index: 2**30 + index * 3, far)) == -(2**30) * pow(3, -1, 2**31) % 2**31
+    for divisor in range(2, 20):
+        for slope in (-7, -4, 1, 6, 12):
+            for start in range(-9, 9):
+                wanted = [index for index in range(1, divisor + 1) if (start + index * slope) % divisor == 0][:1]
+                found = list(_multiples(divisor, lambda index, a=start, b=slope: a + index * b, far))
+                assert found[:1] == wanted
