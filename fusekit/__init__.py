@@ -4,7 +4,8 @@
     kernel = library.load("quickstart/moe-fc1")
     kernel(x=x, w=w, offsets=offsets, y=y)
 
-`open_library` needs cuda-bindings, `build` the `build` extra; both, and `Config`, are imported on first use.
+`open_library` needs cuda-bindings; `build`, `capture` and `compile` need the `build` extra. They and `Config` are
+imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from fusekit.errors import (
 
 if TYPE_CHECKING:
     from fusekit.compiler.build import build
+    from fusekit.compiler.capture import capture
     from fusekit.config import Config
     from fusekit.runtime import open_library
+    from fusekit.stand_in import compile
 
 __version__ = "0.1.0"
 
@@ -53,6 +56,8 @@ __all__ = [
     "UsageError",
     "__version__",
     "build",
+    "capture",
+    "compile",
     "open_library",
 ]
 
@@ -66,6 +71,14 @@ def __getattr__(name: str) -> Any:
         from fusekit.compiler.build import build
 
         return build
+    if name == "capture":
+        from fusekit.compiler.capture import capture
+
+        return capture
+    if name == "compile":
+        from fusekit.stand_in import compile
+
+        return compile
     if name == "Config":
         from fusekit.config import Config
 

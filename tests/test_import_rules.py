@@ -14,6 +14,7 @@
 | cabi | errors, abi |
 | reference | numpy, spec, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
+| stand_in | compiler, runtime, what these may import |
 | bench | runtime, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
 """
 
@@ -55,7 +56,13 @@ MAY = {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
         "fusekit.reference", "fusekit.interop", "numpy", "cuda.bindings", "transformer_engine", "matplotlib",
     },
-    "__init__": {"fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler"},
+    "stand_in": {
+        "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
+        "fusekit.runtime",
+    },
+    "__init__": {
+        "fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler", "fusekit.stand_in",
+    },
 }  # fmt: skip
 
 # A framework is imported by one module, which a program imports that uses it; the benchmarks run PyTorch beside.

@@ -16,6 +16,7 @@ from typing import Any
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
 from fusekit.abi.arguments import DTYPE_BYTES, RESERVED
 from fusekit.abi.expr import evaluate, freeze, validate
+from fusekit.compiler import fakes
 from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
 from fusekit.compiler.plan import (
     HostArgument,
@@ -58,7 +59,12 @@ def plan(spec: ExternSpec) -> TracePlan:
 
 
 def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What the function `source` ("module:function") returns for `params`: host function, arguments, keywords."""
+    """What the function `source` ("module:function") returns for `params`: host function, arguments, keywords.
+
+    With fakes among the params the source is the host function itself (see `fusekit.compiler.fakes`).
+    """
+    if fakes.FAKES in params:
+        return fakes.read(source, params)
     module_name, _, name = source.partition(":")
     try:
         module = import_module(module_name)
@@ -99,7 +105,10 @@ def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
     bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
     arguments, keywords = bound.args, bound.kwargs
     hosts, signature = _Reading(spec, found).signature()
-    return TracePlan(function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found))
+    options = spec.params.get("options", "") if fakes.FAKES in spec.params else ""
+    return TracePlan(
+        function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found), options=options
+    )
 
 
 def _lifted_call(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

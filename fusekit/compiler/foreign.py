@@ -66,6 +66,19 @@ class Foreign:
                 found.setdefault(f"foreign.version.{needed}", _version(needed))
         return dict(sorted(found.items()))
 
+    def behind(self, start: str, module: str) -> list[str] | None:
+        """The distributions that have `module`; none of them where its file counts for a source in the module `start`;
+        None where it is in no key.
+        """
+        owners = self._owned(module.partition(".")[0])
+        if owners:
+            return owners
+        if start not in self._modules:
+            self._modules[start] = _followed(start, self._owned)
+        path = module.replace(".", "/")
+        known = any(name in self._modules[start][0] for name in (f"{path}.py", f"{path}/__init__.py"))
+        return [] if known else None
+
     def _owned(self, top: str) -> list[str]:
         """The installed distributions that have the top-level package, fusekit's own not."""
         if top in _OWN:

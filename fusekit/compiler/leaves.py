@@ -68,7 +68,7 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         if "Constexpr" not in str(parameter.annotation):
-            found += _flat(name, value)
+            found += flat(name, value)
     return found
 
 
@@ -81,7 +81,8 @@ def host_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _flat(name: str, value: Any) -> Iterator[Leaf]:
+def flat(name: str, value: Any) -> Iterator[Leaf]:
+    """The run-time arguments in one parameter of the host function."""
     kind = type(value).__name__
     if value is None or isinstance(value, bool | str | enum.Enum | type):
         return  # compiled away, or into the code
@@ -91,10 +92,10 @@ def _flat(name: str, value: Any) -> Iterator[Leaf]:
         told = getattr(type(value), "__annotations__", {})
         for member in value._fields:
             if "Constexpr" not in str(told.get(member, "")):
-                yield from _flat(f"{name}_{member}", getattr(value, member))
+                yield from flat(f"{name}_{member}", getattr(value, member))
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from _flat(f"{name}_{index}", item)
+            yield from flat(f"{name}_{index}", item)
     elif kind == "CUstream" or "FakeStream" in kind:
         yield Leaf(name, STREAM, "", value)
     elif kind in _INTEGERS or isinstance(value, int):
@@ -106,7 +107,7 @@ def _flat(name: str, value: Any) -> Iterator[Leaf]:
     elif dataclasses.is_dataclass(value):
         for member in dataclasses.fields(value):
             if "Constexpr" not in str(member.type):
-                yield from _flat(f"{name}_{member.name}", getattr(value, member.name))
+                yield from flat(f"{name}_{member.name}", getattr(value, member.name))
     elif hasattr(value, "__get_mlir_types__"):
         raise BuildError(
             f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Float32"

@@ -87,7 +87,7 @@ class TracePlan:
     fake tensors, numbers, a null stream; None for one that this kernel does without. host_arguments: what each that is
     not None stands for at run time, in order. signature: what the kernel's callers pass. keywords: given to
     `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
-    others than those of `arguments` that are not None.
+    others than those of `arguments` that are not None. options: of the DSL, that change the cubin.
     """
 
     function: Callable[..., Any]
@@ -97,6 +97,7 @@ class TracePlan:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     leaves: tuple[Any, ...] | None = None
     lifted: Lifted | None = None
+    options: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compile
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
 # What it imports is foreign, and named by fields of its own (fusekit.compiler.foreign).
-_FOREIGN = "compiler/extern.py"
+_FOREIGN = frozenset({"compiler/extern.py", "compiler/fakes.py"})
 
 
 def closure(root: str, package: Path | None = None) -> dict[str, str]:
@@ -101,7 +101,7 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
             found += [f"{base}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Name) and node.id == "__import__":
             raise _unidentified(path, "__import__")
-    foreign = path.relative_to(package).as_posix() == _FOREIGN
+    foreign = path.relative_to(package).as_posix() in _FOREIGN
     for module in found:
         top = module.partition(".")[0]
         if foreign and top == "importlib":

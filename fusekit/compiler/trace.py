@@ -98,7 +98,7 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
     try:
         with contextlib.chdir(scratch):
-            options = compile_options(plan.signature.arch)
+            options = f"{compile_options(plan.signature.arch)} {plan.options}"
             compiled = cute.compile(plan.function, *plan.arguments, **plan.keywords, options=options)
     except BuildError:
         raise

@@ -157,3 +157,12 @@ def plan(function) -> TracePlan:
         (HostTensor("x"), HostScalar("n"), HostScalar("scale"), HostStream()),
         signature,
     )
+
+
+@cute.jit
+def of_all_kinds(
+    pair: tuple, width: cutlass.Constexpr, absent, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream
+):
+    first, second = pair
+    store(first, n).launch(grid=(1, 1, 1), block=(width, 1, 1), stream=stream)
+    store_float(second, scale).launch(grid=(1, 1, 1), block=(width, 1, 1), stream=stream)

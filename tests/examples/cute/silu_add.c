@@ -21,7 +21,8 @@ int main(void) {
     mine_driver *driver = NULL;
     mine_kernels_silu_add *kernel = NULL;
     mine_error error;
-    if (mine_driver_open(&driver, &error) != MINE_OK || mine_kernels_silu_add_load(driver, 0, &kernel, &error) != MINE_OK) {
+    if (mine_driver_open(&driver, &error) != MINE_OK ||
+        mine_kernels_silu_add_load(driver, 0, &kernel, &error) != MINE_OK) {
         fprintf(stderr, "%s\n", error.text);
         return 1;
     }

@@ -1,0 +1,322 @@
+"""`fusekit.capture`: what any code compiles with `cute.compile`, as a spec file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fusekit.compiler import fakes
+from fusekit.compiler.foreign import Foreign
+from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, leaves
+from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError
+from fusekit.spec.extern import EXTERN_ARCHES
+
+# Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
+_OF_NO_CUBIN = frozenset({
+    "gpu-arch", "keep-cubin", "keep-ptx", "keep-sass", "nvdisasm-options", "dump-dir", "enable-tvm-ffi", "host-target",
+    "remark-filter", "remark-output",
+})  # fmt: skip
+_OF_THE_CUBIN = frozenset({"opt-level", "ptxas-options", "enable-assertions", "enable-pyir"})
+_KNOWN_MODULES = frozenset({"cutlass", "cuda"}) | sys.stdlib_module_names
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One compilation. name: of its kernel in the file; source, params, arguments, distributions: the keys of its spec
+    (see `fusekit.compiler.fakes`).
+    """
+
+    name: str
+    arch: str
+    source: str
+    params: Mapping[str, Any]
+    arguments: Mapping[str, Mapping[str, Any]]
+    distributions: tuple[str, ...] = ()
+
+    def toml(self) -> str:
+        """Its `[[kernel]]` table."""
+        head = {"name": self.name, "op": "extern", "arch": self.arch, "source": self.source}
+        if self.distributions:
+            head["distributions"] = list(self.distributions)  # type: ignore[assignment]
+        lines = ["[[kernel]]", *(f"{key} = {_toml(value)}" for key, value in head.items())]
+        for title, table in (("params", self.params), ("arguments", self.arguments)):
+            if table:
+                lines += ["", f"[kernel.{title}]", *(f"{_key(key)} = {_lines(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+
+def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Any, arch: str) -> Captured:
+    """`cute.compile(function, *args, **kwargs)` as a kernel. options: the DSL's `CompileOptions` of the call.
+
+    Every tensor is `inout`: what a kernel writes cannot be told from its arguments. Raises BuildError, in words, for a
+    call that no spec can repeat.
+    """
+    if arch not in EXTERN_ARCHES:
+        raise BuildError(f"arch {arch}: a spec is for one of {', '.join(EXTERN_ARCHES)}; compile with --gpu-arch")
+    call = fakes.write(function, args, kwargs, _options(options))
+    return Captured(_name(call.source), arch, call.source, call.params, _arguments(call), _distributions(call))
+
+
+class Capture:
+    """What was compiled inside the `with` block, in order, each thing once.
+
+    kernels: those that a spec can repeat. problems: one line for each other one, with what to do about it.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Captured] = []
+        self.problems: list[str] = []
+        self._guard = threading.Lock()
+        self._recorder: _Recorder | None = None
+
+    def __enter__(self) -> Capture:
+        if self._recorder is not None:
+            raise UsageError("this capture is open already; call fusekit.capture() for each with block")
+        self._recorder = _Recorder.join(_callable_class(), self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.leave(self)
+
+    def __repr__(self) -> str:
+        return f"<Capture of {len(self.kernels)} kernels, {len(self.problems)} problems>"
+
+    def toml(self) -> str:
+        """A spec file. Raises SpecError when nothing was captured."""
+        if not self.kernels:
+            why = "; ".join(self.problems) or "nothing called cute.compile (a kernel out of a cache is not compiled)"
+            raise SpecError(f"no kernel was captured: {why}", problems=tuple(self.problems))
+        notes = [f"# not captured: {line}" for line in self.problems]
+        head = ["# Written by fusekit.capture. Every tensor is \"inout\": say \"input\" or \"output\" where you know.",
+                *notes, "schema = 1", 'summary = "Kernels found by fusekit.capture"']  # fmt: skip
+        return "\n\n".join(["\n".join(head) + "\n", *(each.toml() for each in self.kernels)]).replace("\n\n\n", "\n\n")
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes `toml()` to the file `path` and returns it; `fusekit build FILE --allow-extern` builds it."""
+        text, file = self.toml(), Path(path)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    def add(self, found: Captured) -> None:
+        with self._guard:
+            same = (found.arch, found.source, found.params)
+            if any((each.arch, each.source, each.params) == same for each in self.kernels):
+                return
+            taken = {each.name for each in self.kernels}
+            count = 2
+            name = found.name
+            while name in taken:
+                name = f"{found.name}-{count}"
+                count += 1
+            self.kernels.append(
+                Captured(name, found.arch, found.source, found.params, found.arguments, found.distributions)
+            )
+
+    def problem(self, line: str) -> None:
+        with self._guard:
+            if line not in self.problems:
+                self.problems.append(line)
+
+
+def capture() -> Capture:
+    """Collects what is compiled with `cute.compile` in the `with` block, in this process, by any of its threads.
+
+        with fusekit.capture() as found:
+            train_one_step()
+        found.write("found.toml")          # fusekit build found.toml --allow-extern
+
+    Found are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, and calls by packages such
+    as QuACK; not kernels that come out of a cache without being compiled, nor host functions that are called without
+    `cute.compile`. The calls do what they always do. A call inside the block is compiled once; one that a spec cannot
+    repeat (a function of `__main__`, a closure, an object of the framework as argument) is a line of `found.problems`,
+    which says what to do. Not captured are the DSL's environment variables, but for the architecture, and what the
+    program changed in a module after importing it.
+
+    Blocks may be nested, and be open in several threads at once: each collects everything. Entering imports the DSL;
+    raises ToolchainError where it is not installed.
+    """
+    return Capture()
+
+
+class _Recorder:
+    """Stands for `CompileCallable.__call__` while a capture is open: the one place that every call goes through."""
+
+    guard = threading.Lock()
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.original: Callable[..., Any] = owner.__call__
+        self.open: list[Capture] = []
+
+    @classmethod
+    def join(cls, owner: Any, capture: Capture) -> _Recorder:
+        """The recorder of `owner`, which has one while a capture is open, with `capture` among those it tells."""
+        with cls.guard:
+            found = getattr(owner.__call__, "fusekit_recorder", None)
+            recorder = found if isinstance(found, cls) else cls(owner)
+            recorder.open.append(capture)
+            if recorder is not found:
+                recorder._install()
+            return recorder
+
+    def leave(self, capture: Capture) -> None:
+        with self.guard:
+            self.open.remove(capture)
+            # Where somebody else has replaced the function meanwhile, this one stays below and does nothing more.
+            if not self.open and getattr(self.owner.__call__, "fusekit_recorder", None) is self:
+                self.owner.__call__ = self.original
+
+    def _install(self) -> None:
+        original, captures = self.original, self.open
+
+        def call(compiler: Any, *args: Any, **kwargs: Any) -> Any:
+            told = _describe(compiler, args, kwargs) if captures else None  # before: a trace changes its objects
+            made = original(compiler, *args, **kwargs)
+            for each in list(captures):
+                if isinstance(told, Captured):
+                    each.add(told)
+                elif told:
+                    each.problem(told)
+            return made
+
+        call.fusekit_recorder = self  # type: ignore[attr-defined]
+        self.owner.__call__ = call
+
+
+def _describe(compiler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured | str | None:
+    """The call as a kernel, or why it is none."""
+    if not args or not callable(args[0]):
+        return None  # the DSL's own error follows
+    function, *given = args
+    named = {key: value for key, value in kwargs.items() if key not in ("options", "is_experimental")}
+    try:
+        options = effective_options(kwargs.get("options"), compiler)
+        return captured(function, tuple(given), named, options, arch_of(options))
+    except BuildError as error:
+        return f"{getattr(function, '__qualname__', type(function).__qualname__)}: {error}"
+    except Exception as error:  # the caller's program goes on
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{name}: {type(error).__name__}: {error}; report it, with what was compiled"
+
+
+def effective_options(options: Any, compiler: Any = None) -> Any:
+    """The DSL's `CompileOptions` of a call: of its string, else of `cute.compile[...]`."""
+    from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
+
+    if isinstance(options, str) and options:
+        return _parse_compile_options_from_str(options)
+    return compiler._compile_options if compiler is not None else CompileOptions()
+
+
+def arch_of(options: Any) -> str:
+    """The architecture that a call compiles for: its option's, the environment's, or the device's."""
+    from cutlass.base_dsl import Arch
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    name: str = Arch.from_string(options.gpu_arch or CuTeDSL._get_dsl().envar.arch).to_string()
+    return name
+
+
+def _options(options: Any) -> str:
+    """What of the options changes the cubin, as the DSL's option string."""
+    words = []
+    for kind, option in options.options.items():
+        name = getattr(kind, "_cli_flag", None)
+        if option.value == kind._default or name in _OF_NO_CUBIN:
+            continue
+        if name not in _OF_THE_CUBIN:
+            raise BuildError(
+                f"it is compiled with the option {name or kind.__name__} = {option.value!r}, which a spec cannot say;"
+                f" specs know {', '.join(sorted(_OF_THE_CUBIN))}; compile it without"
+            )
+        words.append(f"--{name}" if option.value is True else f"--{name}={str(option.value).strip(chr(39))}")
+    return " ".join(words)
+
+
+def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
+    """The spec's `arguments`: each tensor's role and the names of its extents."""
+    function, args, kwargs = fakes.read(call.source, call.params)
+    told: dict[str, dict[str, Any]] = {}
+    for leaf in leaves(function, args, kwargs):
+        if leaf.kind == TENSOR:
+            shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.fake.shape]
+            told[leaf.name] = {"role": "inout", "shape": shape}
+        elif leaf.kind == POINTER:
+            told[leaf.name] = {"role": "inout", "shape": [f"{leaf.name}_elements"]}
+        elif leaf.kind == INTEGER and leaf.dtype == "i64":
+            raise BuildError(
+                f"{leaf.name} is a 64-bit integer, which a launch cannot take; make it an Int32, or write a spec with"
+                f" arguments.{leaf.name}.value, the expression that it is"
+            )
+        elif leaf.kind == STREAM:
+            continue
+    return told
+
+
+def _distributions(call: fakes.Call) -> tuple[str, ...]:
+    """The installed distributions of the modules that the call names, but for the DSL's."""
+    known, found = _foreign(), set[str]()
+    for module in sorted(call.modules):
+        if module.partition(".")[0] in _KNOWN_MODULES:
+            continue
+        owners = known.behind(call.source.partition(":")[0], module)
+        if owners is None:
+            raise BuildError(
+                f"it is given an object of the module {module}, which the module of {call.source} does not import: no"
+                f" key would know its source; import {module} there"
+            )
+        found |= set(owners)
+    return tuple(sorted(found))
+
+
+@cache
+def _foreign() -> Foreign:
+    return Foreign()  # which asks for all that is installed, once
+
+
+def _name(source: str) -> str:
+    """A kernel's name: the callable's, in the letters that a name may have."""
+    return re.sub(r"[^a-z0-9._-]+", "-", source.rpartition(":")[2].lower()).strip("-._")[:60] or "kernel"
+
+
+def _callable_class() -> Any:
+    try:
+        from cutlass.base_dsl.compiler import CompileCallable
+    except ImportError as error:
+        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
+    return CompileCallable
+
+
+def _lines(value: Any) -> str:
+    """A value of TOML; a long list has a line for each item."""
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return "[\n" + "".join(f"  {_toml(item)},\n" for item in value) + "]"
+    return _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)

@@ -1,0 +1,228 @@
+"""`fusekit.compile`: stands in for `cute.compile`, and looks in the store first."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from fusekit.compiler import build, fakes
+from fusekit.compiler.capture import arch_of, captured, effective_options
+from fusekit.compiler.foreign import Foreign
+from fusekit.compiler.identity import Identity
+from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable
+from fusekit.config import Config
+from fusekit.errors import ArgumentError, BuildError
+from fusekit.spec.parse import parse_text
+from fusekit.store import NameRecord, Store
+
+if TYPE_CHECKING:
+    from fusekit.abi import LaunchRecord
+    from fusekit.runtime import Library
+    from fusekit.runtime.driver import Driver
+    from fusekit.runtime.kernel import Kernel
+
+STEM = "compiled"  # begins the names of what is compiled here
+
+
+def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwargs: Any) -> Compiled:
+    """What `cute.compile(function, *args, **kwargs)` gives, out of the store where it is there; else it is compiled,
+    proved and published there.
+
+        compiled = fusekit.compile(scale, x, y, cutlass.Float32(1.0), stream)     # as cute.compile
+        compiled(x, y, 2.0, stream)                                             # as what that returns
+
+    function: a `cute.jit` function, method or object that another process can import: of a module, not of the script
+    that runs, and no closure. args, kwargs: fake tensors, tensors (of which the layout counts), numbers, streams, and
+    what is known at compile time: plain values, classes, enumerations, objects made of such. options: the DSL's option
+    string; `--gpu-arch`, `--opt-level`, `--ptxas-options`, `--enable-assertions` count, those that dump files do not.
+
+    The key is that of the same kernel in a spec file (see `fusekit.capture`), so a store that was filled by `fusekit
+    build --allow-extern` serves it. It is compiled in a process of its own that sees no GPU. No leave is asked for: the
+    caller runs code of their own.
+
+    What a tensor is for cannot be told from the call: each is `inout` in the store, and at a launch tensors may
+    overlap, as they may with `cute.compile`. Not supported: 64-bit integers that are no extents; the stream that
+    `--enable-tvm-ffi` takes from the framework (the call gives it); host functions that do more than launch; and what
+    the program changed in a module after importing it, for the compile process imports it anew. Configuration comes
+    from the environment (`FUSEKIT_STORE`).
+
+    Raises BuildError in words, for what cannot be written as a spec, or not be compiled or proved; then `cute.compile`
+    is the way. Needs no GPU before the first launch.
+    """
+    compile_options = effective_options(options)
+    told = captured(function, args, kwargs, compile_options, arch_of(compile_options))
+    call = json.dumps([told.source, told.params], sort_keys=True).encode()
+    named = dataclasses.replace(told, name=f"{told.name[:40]}-{hashlib.sha256(call).hexdigest()[:12]}")
+    (spec,) = parse_text(f"schema = 1\nsummary = {json.dumps(told.source)}\n\n{named.toml()}", STEM, "fusekit.compile")
+    config = Config.from_environment()
+    store = Store.open(config)
+    identity = dataclasses.replace(_identity(), _foreign=Foreign())  # whose files may have been edited meanwhile
+    report = build.execute(build.plan_build([spec], store, identity), store, jobs=1)
+    for failed in report.failed:
+        raise BuildError(failed.error, name=failed.name)
+    return Compiled(_library(config), spec.full_name, told.arch, _Parameters(told.source, told.params))
+
+
+class Compiled:
+    """A kernel in the store, called with the positional arguments of its host function.
+
+    name, arch: what it is called in the store; `kernel` is the `fusekit.runtime` kernel, loaded at first use.
+    """
+
+    def __init__(self, library: Library, name: str, arch: str, parameters: _Parameters) -> None:
+        self.name = name
+        self.arch = arch
+        self._library = library
+        self._parameters = parameters
+        self._kernel: Kernel | None = None
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self.name} for {self.arch}>"
+
+    @property
+    def kernel(self) -> Kernel:
+        """Raises NotBuiltError, ArchMismatchError, DriverError as `Library.load` does."""
+        if self._kernel is None:
+            self._kernel = self._library.load(self.name, self.arch)
+        return self._kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Launches. args, kwargs: the run-time arguments of the host function, without those that are known at compile
+        time (`Constexpr`): tensors of any framework or `from_dlpack`'s, numbers, and the stream where it takes one.
+        Raises ArgumentError for what does not fit, DriverError for a refused launch.
+        """
+        stream, arguments = self.arguments(*args, **kwargs)
+        self.kernel(stream=stream, **arguments)
+
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """(stream, the kernel's arguments by name) of a call, to bind or capture it: `kernel.bind(**arguments)`."""
+        kernel = self.kernel
+        stream, values = self._parameters.values(args, kwargs)
+        names = [argument.name for argument in kernel.record.arguments]
+        if len(names) != len(values):
+            raise ArgumentError(f"{self.name} takes {', '.join(names)}; {len(values)} values were given")
+        return stream, {name: _plain(value, kernel) for name, value in zip(names, values, strict=True)}
+
+
+class _Parameters:
+    """How a call's values become the kernel's arguments: in the order of the host function's parameters, flattened."""
+
+    def __init__(self, source: str, params: Any) -> None:
+        function, args, kwargs = fakes.read(source, params)
+        whole = inspect.signature(host_callable(function))
+        bound = whole.bind(*args, **kwargs)
+        bound.apply_defaults()
+        runtime = [each for each in whole.parameters.values() if "Constexpr" not in str(each.annotation)]
+        self._signature = whole.replace(parameters=runtime)
+        self._templates = {each.name: bound.arguments[each.name] for each in runtime}
+
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """(the stream, the other run-time values in order)."""
+        try:
+            given = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            known = ", ".join(self._signature.parameters)
+            raise ArgumentError(f"{error}; the arguments are {known}") from None
+        stream, values = None, []
+        for name, template in self._templates.items():
+            value = given.arguments.get(name, template)
+            for leaf, item in _pairs(name, template, value):
+                if leaf.kind == STREAM:
+                    stream = item
+                else:
+                    values.append(item)
+        return stream, values
+
+
+def _pairs(name: str, template: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
+    """(run-time argument, its value), in the order of the trace. template: what it was traced with."""
+    found = list(flat(name, template))
+    if not found:
+        if template is None and value is not None:
+            raise ArgumentError(f"{name} was compiled as None, so it must be None at a launch", argument=name)
+        return
+    if len(found) == 1 and found[0].fake is template:
+        yield found[0], value
+    elif hasattr(template, "_fields") or dataclasses.is_dataclass(template):
+        for member in _members(template):
+            yield from _pairs(f"{name}_{member}", getattr(template, member), getattr(value, member))
+    else:
+        if not isinstance(value, tuple | list) or len(value) != len(template):
+            raise ArgumentError(f"{name} must be {len(template)} values, as it was compiled", argument=name)
+        for index, (each, item) in enumerate(zip(template, value, strict=True)):
+            yield from _pairs(f"{name}_{index}", each, item)
+
+
+def _members(template: Any) -> list[str]:
+    """The members of a NamedTuple or a dataclass that are no constants of the trace."""
+    if hasattr(template, "_fields"):
+        told = getattr(type(template), "__annotations__", {})
+        return [name for name in template._fields if "Constexpr" not in str(told.get(name, ""))]
+    return [field.name for field in dataclasses.fields(template) if "Constexpr" not in str(field.type)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pointed:
+    """A tensor or pointer of the DSL, as the runtime takes tensors."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+
+def _plain(value: Any, kernel: Kernel) -> Any:
+    """A value of the DSL's own types as one that the runtime takes; any other as it is."""
+    from fusekit.compiler.leaves import DTYPES
+
+    kind = type(value).__name__
+    if kind == "_Tensor":
+        dtype = DTYPES.get(value.element_type.__name__, value.element_type.__name__)
+        return _Pointed(value.data_ptr, dtype, tuple(value.shape), tuple(value.stride), kernel.device)
+    if kind == "_Pointer":
+        return _Pointed(
+            value._pointer, DTYPES.get(value.dtype.__name__, value.dtype.__name__), (1,), (1,), kernel.device
+        )
+    if type(value).__module__.startswith("cutlass.") and hasattr(value, "value"):
+        return value.value
+    return value
+
+
+@cache
+def _identity() -> Identity:
+    return Identity()
+
+
+@cache
+def _library(config: Config) -> Library:
+    # One for a store: kernels of one program share contexts and code.
+    return _overlapping(config)
+
+
+def _overlapping(store: Store | Config, driver: Driver | None = None) -> Library:
+    """A library whose kernels take any tensors, also ones that overlap: no role is known, so no output is."""
+    from fusekit.abi import TensorArgument
+    from fusekit.runtime import Library
+
+    class Overlapping(Library):
+        def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
+            record, cubin = super()._read(found)
+            arguments = tuple(
+                dataclasses.replace(each, role="input") if isinstance(each, TensorArgument) else each
+                for each in record.arguments
+            )
+            return dataclasses.replace(record, arguments=arguments), cubin
+
+    return Overlapping(store, driver)

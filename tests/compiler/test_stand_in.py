@@ -1,0 +1,211 @@
+"""`fusekit.compile`: the store first, then the compiler; and launches with the host function's own arguments."""
+
+import contextlib
+import dataclasses
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import fusekit
+from fusekit.abi import LaunchRecord
+from fusekit.compiler import pool
+from fusekit.compiler.build import build
+from fusekit.config import Config
+from fusekit.errors import ArgumentError, BuildError
+from fusekit.runtime.driver import Driver
+from fusekit.store import Store
+from tests.runtime.fake import FakeDriver
+from tests.runtime.samples import Torchlike
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+import cutlass
+import hostfunctions
+from cuda.bindings.driver import CUstream
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack, make_fake_tensor
+
+from fusekit import stand_in
+from tests.examples.cute import rows
+
+ARCH = "--gpu-arch=sm_90a"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return Config(store=tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def environment(config, monkeypatch):
+    monkeypatch.setenv("FUSEKIT_STORE", str(config.store))
+    for name in ("FUSEKIT_STORES", "FUSEKIT_ALLOW_EXTERN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Compile processes are an error."""
+
+    @contextlib.contextmanager
+    def processes(jobs):
+        raise AssertionError("something was compiled")
+        yield
+
+    monkeypatch.setattr(pool, "processes", processes)
+
+
+def vector():
+    return make_fake_tensor(cutlass.Float32, (cute.sym_int(divisibility=4),), (1,), assumed_align=16)
+
+
+def compile_kinds():
+    given = ((vector(), vector()), 64, None, cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
+    return fusekit.compile(hostfunctions.of_all_kinds, *given, options=ARCH)
+
+
+@pytest.fixture
+def launched(config, monkeypatch):
+    """launched(compiled) -> the fake driver that its launches go to."""
+
+    def to_fake(compiled):
+        store = Store.open(config)
+        entry, _ = store.load(store.find_name(compiled.name, compiled.arch).key)
+        first, *rest = LaunchRecord.from_json(dict(entry.launch)).launches
+        sizes = {each.symbol: [(item.offset, item.size) for item in each.parameters] for each in (first, *rest)}
+        fake = FakeDriver(sizes.pop(first.symbol), symbol=first.symbol, others=sizes)
+        compiled._library = stand_in._overlapping(store, Driver(fake))
+        return fake
+
+    return to_fake
+
+
+def test_what_is_not_there_is_compiled_and_what_is_there_is_not(monkeypatch, request):
+    first = compile_kinds()
+    request.getfixturevalue("no_compiler")
+    again = compile_kinds()
+    assert first.name == again.name
+    assert first.name.startswith("compiled/of_all_kinds-")
+    with pytest.raises(AssertionError, match="something was compiled"):
+        fusekit.compile(rows.SquareSum(8), *rows.arguments(8)[1], options=ARCH)
+
+
+def test_a_store_that_was_filled_from_a_captured_spec_serves(config, tmp_path, request):
+    function, arguments = rows.arguments(2)
+    with fusekit.capture() as found:
+        cute.compile(function, *arguments, options=ARCH)
+    report = build([found.write(tmp_path / "found.toml")], config=config, allow_extern=True)
+    assert report.ok, report.failed
+    request.getfixturevalue("no_compiler")
+    function, arguments = rows.arguments(2)
+    compiled = fusekit.compile(function, *arguments, options=ARCH)
+    assert Store.open(config).find_name(compiled.name, "sm_90a").key == report.built[0].key
+
+
+def test_other_arguments_are_another_kernel():
+    plain = make_fake_tensor(cutlass.Float32, (64,), (1,), assumed_align=16)
+    given = ((plain, vector()), 64, None, cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
+    other = fusekit.compile(hostfunctions.of_all_kinds, *given, options=ARCH)
+    assert other.name != compile_kinds().name
+
+
+A, B = Torchlike((64,), "torch.float32", 0x1000_0000), Torchlike((32,), "torch.float32", 0x2000_0000)
+CALLS = {
+    "by position": (((A, B), None, 7, 0.5, 5), {}),
+    "by name": (((A, B),), {"absent": None, "scale": 0.5, "n": 7, "stream": 5}),
+    "numbers of the DSL": (([A, B], None, cutlass.Int32(7), cutlass.Float32(0.5), CUstream(5)), {}),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_launch_takes_the_arguments_of_the_host_function(launched, how):
+    compiled = compile_kinds()
+    fake = launched(compiled)
+    args, kwargs = CALLS[how]
+    compiled(*args, **kwargs)
+    first, second = fake.launches
+    assert (first.stream, first.block) == (5, (64, 1, 1))
+    assert struct.unpack_from("<Q", first.parameters[0])[0] == A.address
+    assert struct.unpack("<i", first.parameters[1])[0] == 7
+    assert struct.unpack_from("<Q", second.parameters[0])[0] == B.address
+    assert struct.unpack("<f", second.parameters[1])[0] == 0.5
+
+
+def test_tensors_may_overlap_as_with_the_dsl(launched):
+    compiled = compile_kinds()
+    fake = launched(compiled)
+    compiled((A, A), None, 7, 0.5, 0)
+    assert len(fake.launches) == 2
+
+
+def test_a_tensor_of_the_dsl_is_taken(launched):
+    compiled = compile_kinds()
+    fake = launched(compiled)
+    array = np.zeros(72, np.float32)
+    start = -array.ctypes.data % 16 // 4
+    tensor = from_dlpack(array[start : start + 64]).mark_layout_dynamic()
+    compiled((tensor, B), None, 7, 0.5, 0)
+    assert struct.unpack_from("<Q", fake.launches[0].parameters[0])[0] == tensor.data_ptr
+
+
+def test_a_bound_launch_of_the_same_arguments(launched):
+    compiled = compile_kinds()
+    fake = launched(compiled)
+    stream, arguments = compiled.arguments((A, B), None, 7, 0.5, 5)
+    assert sorted(arguments) == ["n", "pair_0", "pair_1", "scale"]
+    compiled.kernel.bind(**arguments)(stream)
+    assert len(fake.launches) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [(((A, B), None), "missing a required argument: 'n'"), (((A,), None, 7, 0.5, 0), "pair must be 2 values"),
+     (((A, "text"), None, 7, 0.5, 0), "pair_1 is a str"), (((A, B), A, 7, 0.5, 0), "absent was compiled as None"),
+     (((A, Torchlike((30,), "torch.float32", 0x2000_0000)), None, 7, 0.5, 0), "multiple of 4")],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused_in_words(launched, args, says):
+    compiled = compile_kinds()
+    fake = launched(compiled)
+    with pytest.raises(ArgumentError, match=says):
+        compiled(*args)
+    assert not fake.launches
+
+
+def test_what_cannot_be_written_as_a_spec_is_refused_in_words():
+    @cute.jit
+    def own(x: cute.Tensor):
+        pass
+
+    with pytest.raises(BuildError, match=r"made inside a function.*write a function of a module"):
+        fusekit.compile(own, vector(), options=ARCH)
+
+
+def test_what_no_record_can_say_is_refused_in_words():
+    given = (vector(), cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
+    with pytest.raises(BuildError, match="launches no kernel"):
+        fusekit.compile(hostfunctions.nothing, *given, options=ARCH)
+
+
+class Pair(NamedTuple):
+    first: object
+    width: cutlass.Constexpr
+    rest: tuple
+
+
+@dataclasses.dataclass
+class Holder:
+    pair: Pair
+    width: cutlass.Constexpr = 3
+
+
+def test_members_are_taken_as_the_trace_has_them():
+    template = Holder(Pair(cutlass.Int32(1), 64, (vector(), None, cutlass.Float32(1.0))))
+    value = Holder(Pair(7, 128, (A, None, 0.5)), 9)
+    found = [(leaf.name, item) for leaf, item in stand_in._pairs("it", template, value)]
+    assert found == [("it_pair_first", 7), ("it_pair_rest_0", A), ("it_pair_rest_2", 0.5)]
+
+
+def test_one_library_serves_a_store(config):
+    assert stand_in._library(config) is stand_in._library(Config(store=config.store))
