@@ -1,0 +1,116 @@
+"""The CuTe DSL kernels of tests/examples/cute on the GPU, against NumPy; through `fusekit.compile` against the DSL.
+
+cd tests/examples/cute && fusekit --store STORE build kernels.toml --allow-extern     on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_own_kernel.py
+"""
+
+import numpy as np
+import pytest
+
+from fusekit import ArgumentError, NotBuiltError
+from fusekit.reference import decode, encode
+from fusekit.runtime import DeviceArray
+
+
+@pytest.fixture
+def kernel(gpu):
+    def load(name):
+        try:
+            return gpu.library.load(f"kernels/{name}")
+        except NotBuiltError as error:
+            pytest.skip(f"{error}; in tests/examples/cute, with kernels.toml and --allow-extern")
+
+    return load
+
+
+@pytest.fixture
+def place(gpu):
+    """place(array, dtype) -> the array on the device; place(shape, dtype) -> an output, of which every bit is set."""
+
+    def put(array, dtype):
+        output = isinstance(array, tuple)
+        made = DeviceArray(gpu.devices, array if output else array.shape, dtype)
+        made.fill(0xFF)
+        if not output:
+            made.upload(encode(array, dtype))
+        return made
+
+    return put
+
+
+def read(array):
+    dtype = {"bf16": np.uint16, "f32": np.float32}[array.dtype]
+    return decode(np.frombuffer(array.download(), dtype).reshape(array.shape), array.dtype)
+
+
+@pytest.mark.parametrize("n", [8, 2040, 2048, 2056, 1_000_008])
+def test_fusion(gpu, kernel, place, n):
+    rng = np.random.default_rng(n)
+    x, residual = (decode(encode(rng.standard_normal(n), "bf16"), "bf16") for _ in range(2))
+    y = place((n,), "bf16")
+    kernel("silu-add")(x=place(x, "bf16"), residual=place(residual, "bf16"), y=y, scale=0.5)
+    gpu.finish("silu-add")
+    scaled = 0.5 * x.astype(np.float64)
+    wanted = scaled / (1 + np.exp(-scaled)) + residual
+    assert np.abs(read(y) - wanted).max() <= 2**-8 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("cluster", [2, 4])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 255), (7, 1000), (300, 5001), (70_000, 33)])
+def test_row_reduction_over_a_cluster(gpu, kernel, place, cluster, m, n):
+    x = np.random.default_rng(m).standard_normal((m, n), dtype=np.float32)
+    y = place((m,), "f32")
+    kernel(f"square-sum@cluster{cluster}")(x=place(x, "f32"), y=y)
+    gpu.finish("square-sum")
+    np.testing.assert_allclose(read(y), (x.astype(np.float64) ** 2).sum(axis=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 8, 8), (128, 128, 64), (129, 136, 72), (1000, 520, 776), (4096, 2048, 1024)]
+)
+def test_persistent_gemm(gpu, kernel, place, m, n, k):
+    rng = np.random.default_rng(m + n)
+    a, b = (decode(encode(rng.standard_normal(shape), "bf16"), "bf16") for shape in ((m, k), (n, k)))
+    c = place((m, n), "bf16")
+    kernel("gemm")(a=place(a, "bf16"), b=place(b, "bf16"), c=c)
+    gpu.finish("gemm")
+    wanted = a.astype(np.float64) @ b.astype(np.float64).T
+    assert np.linalg.norm(read(c) - wanted) / np.linalg.norm(wanted) < 4e-3
+
+
+def test_what_does_not_fit_is_refused(kernel, place):
+    with pytest.raises(ArgumentError, match="multiple of 8"):
+        kernel("silu-add")(**{name: place((12,), "bf16") for name in ("x", "residual", "y")})
+
+
+def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
+    """Here alone a compiler is needed, and PyTorch for tensors that both take."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+    from cuda.bindings.driver import CUstream
+    from cutlass import Float32, Int32, cute
+    from cutlass.cute.runtime import from_dlpack
+
+    import fusekit
+    from tests.examples.cute import fusion, gemm, rows
+
+    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
+    torch.manual_seed(0)
+    stream = CUstream(torch.cuda.current_stream().cuda_stream)
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    square = [torch.randn(520, 776, **bf16), torch.randn(136, 776, **bf16)]
+    cases = (
+        (fusion.arguments(), [torch.randn(4096, **bf16) for _ in range(2)], (4096,), torch.bfloat16, (Float32(0.5),)),
+        (rows.arguments(4), [torch.randn(300, 5001, device="cuda")], (300,), torch.float32, ()),
+        (gemm.arguments(), square, (520, 136), torch.bfloat16, (Int32(132),)),
+    )
+    for (function, fakes), inputs, shape, dtype, rest in cases:
+        outputs = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for _ in range(2)]
+        stored = fusekit.compile(function, *fakes, options="--gpu-arch=sm_90a")
+        stored(*inputs, outputs[0], *rest, stream)
+        compiled = cute.compile(function, *fakes, options="--gpu-arch=sm_90a")
+        wrapped = [from_dlpack(each, assumed_align=16).mark_layout_dynamic() for each in (*inputs, outputs[1])]
+        compiled(*wrapped, *rest, stream)
+        torch.cuda.synchronize()
+        assert not outputs[0].isnan().any()
+        assert torch.equal(*outputs)
