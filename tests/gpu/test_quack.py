@@ -86,10 +86,11 @@ def test_rmsnorm(torch, load, count, n):
 
 
 @pytest.mark.parametrize("count", ROWS)
-def test_rmsnorm_with_residual(torch, load, count):
-    x, residual, w = rows(torch, count, 4096), rows(torch, count, 4096, seed=1), torch.rand(4096, device="cuda")
-    y, total, rstd = empty(torch, count, 4096), empty(torch, count, 4096), empty(torch, count, dtype="float32")
-    load("rmsnorm-residual@n4096")(mX=x, mW=w, mRes=residual, mO=y, mResO=total, mRstd=rstd, eps=1e-6)
+@pytest.mark.parametrize("n", [4096, 7168])
+def test_rmsnorm_with_residual(torch, load, n, count):
+    x, residual, w = rows(torch, count, n), rows(torch, count, n, seed=1), torch.rand(n, device="cuda")
+    y, total, rstd = empty(torch, count, n), empty(torch, count, n), empty(torch, count, dtype="float32")
+    load(f"rmsnorm-residual@n{n}")(mX=x, mW=w, mRes=residual, mO=y, mResO=total, mRstd=rstd, eps=1e-6)
     wide = x.double() + residual.double()
     scale = (wide.square().mean(1) + 1e-6).rsqrt()
     close(torch, total, wide)
@@ -132,11 +133,12 @@ def test_cross_entropy(torch, load, count, n):
 
 
 @pytest.mark.parametrize("count", ROWS)
-def test_topk(torch, load, count):
+@pytest.mark.parametrize("k", [8, 32])
+def test_topk(torch, load, k, count):
     x = rows(torch, count, 1024)
-    values, places = empty(torch, count, 8), empty(torch, count, 8, dtype="int32")
-    load("topk@n1024-k8")(mX=x, mValues=values, mIndices=places)
-    assert torch.equal(values, x.topk(8, dim=1).values)
+    values, places = empty(torch, count, k), empty(torch, count, k, dtype="int32")
+    load(f"topk@n1024-k{k}")(mX=x, mValues=values, mIndices=places)
+    assert torch.equal(values, x.topk(k, dim=1).values)
     assert torch.equal(x.gather(1, places.long()), values)
 
 
