@@ -213,7 +213,7 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(root):
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
     spec = next(spec for spec in find([]) if family(spec) == root)
     run = subprocess.run(
-        [sys.executable, "-c", COMPILE, pickle.dumps(spec).hex()], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", COMPILE, pickle.dumps(spec).hex()], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     covered = closure(root)
