@@ -72,8 +72,8 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     he knows where its file is.
     """
     stem, _, kernel = name.partition("@")[0].partition("/")
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in _packaged() if fnmatchcase(path.stem, stem)}
-    with_kernel = [text for text in texts.values() if _is_glob(kernel) or not kernel or f'"{kernel}"' in text]
+    texts = _packaged_texts(stem)
+    with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or f'"{kernel}"' in text]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
     if with_kernel:
@@ -86,11 +86,18 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     return command, f"{tell}: {command}"
 
 
-def _packaged() -> list[Path]:
-    """The packaged spec files: inside an installed package, beside the package in a checkout."""
+def _packaged_texts(stem: str) -> list[str]:
+    """The packaged spec files of that stem, a glob too: inside an installed package, beside the package in a checkout.
+
+    None where they cannot be read: a remedy must not hide the error that it is for.
+    """
     package = Path(__file__).parent
-    folder = package / "kernel_specs"
-    return sorted((folder if folder.is_dir() else package.parent / "kernel_specs").glob("*.toml"))
+    try:
+        folder = package / "kernel_specs"
+        files = (folder if folder.is_dir() else package.parent / "kernel_specs").glob("*.toml")
+        return [path.read_text(encoding="utf-8") for path in sorted(files) if fnmatchcase(path.stem, stem)]
+    except OSError:
+        return []
 
 
 def _is_glob(text: str) -> bool:
