@@ -7,8 +7,8 @@ an array; infinities and NaN are the strings ``"inf"``, ``"-inf"`` and ``"nan"``
 
 from __future__ import annotations
 
-import ctypes
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,8 +60,9 @@ def evaluate_float(expr: Any, scalars: Mapping[str, float]) -> float:
 def rounded(value: float) -> float:
     """`value` as the nearest binary32 number; too large is infinite."""
     try:
-        return ctypes.c_float(value).value
-    except OverflowError:  # an integer that is beyond binary64 as well
+        nearest: float = struct.unpack("<f", struct.pack("<f", value))[0]
+        return nearest
+    except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
