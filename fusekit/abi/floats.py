@@ -60,7 +60,7 @@ def evaluate_float(expr: Any, scalars: Mapping[str, float]) -> float:
 def rounded(value: float) -> float:
     """`value` as the nearest binary32 number; too large is infinite."""
     try:
-        nearest: float = struct.unpack("<f", struct.pack("<f", value))[0]
+        nearest: float = struct.unpack("<f", struct.pack("<f", float(value)))[0]
         return nearest
     except OverflowError:
         return math.inf if value > 0 else -math.inf
