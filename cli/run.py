@@ -29,17 +29,22 @@ T = TypeVar("T")
 @click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
 @click.option("--cluster-margin", type=click.IntRange(min=0), help="Clusters held back for other kernels.")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
+@click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="A dim or scalar of a foreign kernel.")
 @click.option("--arch", help="The cubin's architecture, such as sm_90a (default: the device's).")
 @common
 def command(
     session: Session, name: str, rows: int | None, seed: int, check: bool, timed: bool, cluster_margin: int | None,
-    device: int | None, arch: str | None,
+    device: int | None, settings: tuple[str, ...], arch: str | None,
 ) -> int:  # fmt: skip
     """Launch NAME from the store on made-up tensors with uneven groups.
 
     FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. Exit code 1 when
     --check finds a result wrong, 3 when NAME is not built, 4 without a usable GPU.
+
+    A foreign kernel runs on random numbers, and zeros for integers, of the shapes that its launch record has; --set says
+    their sizes. It has no reference: --check finds only writes out of bounds.
     """
+    sizes = dict(map(_setting, settings))
     waking = _Background(_wake_driver)
     try:
         from fusekit.runtime import open_library
@@ -54,12 +59,20 @@ def command(
             except ImportError as error:
                 loading.result()
                 raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
-            trial = open_trial(library, loading.result(), rows, seed, guarded=check)
+            trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
         waking.result()  # no process may end while the driver starts
     output.answer(session, output.one_or_many(documents), lambda: _print(documents))
     return 0 if all(document["ok"] for document in documents) else 1
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise UsageError(f"--set {text}: it must be NAME=VALUE with a number, such as M=4096") from None
 
 
 def _wake_driver() -> None:
@@ -94,6 +107,7 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
     document: dict[str, Any] = {
         "name": kernel.name, "arch": kernel.arch, "device": trial.device.name, "ok": True, "problem": trial.problem,
         "error": None, "problems": [], "ms": None, "tflops": None, "gbs": None, "peak_share": None, "host_us": None,
+        "notes": list(trial.notes),
     }  # fmt: skip
     try:
         trial.launch(margin)
@@ -106,7 +120,7 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
             if trial.work.bytes:
                 tflops, document["gbs"] = trial.work.rates(timing.ms)
                 document["tflops"] = tflops if trial.work.flops else None
-                peak = peak_of(trial.device.name)
+                peak = None if trial.notes else peak_of(trial.device.name)
                 document["peak_share"] = None if peak is None else trial.work.share(timing.ms, peak)
     finally:
         trial.close()
@@ -121,8 +135,8 @@ def _print(documents: list[dict[str, Any]]) -> None:
         if document["error"] is not None:
             error = document["error"]
             click.echo(f"  error: Frobenius {error['fro']:.3g}, worst element {error['max_scaled']:.3g} of its bound")
-        for problem in document["problems"]:
-            click.echo(f"  {problem}")
+        for line in (*document["problems"], *document["notes"]):
+            click.echo(f"  {line}")
         if document["ms"] is not None:
             line = f"  {document['ms']:.4g} ms"
             if document["tflops"] is not None:

@@ -1,4 +1,5 @@
-"""What a launch costs the host, beside the driver's own call with ready parameters in the same process.
+"""What a launch costs the host, beside the driver's own call with ready parameters in the same process; for a record of
+several launches, beside as many calls.
 
     python -m fusekit.bench.host NAME [--rows M] [--tensors torch]
 
@@ -18,9 +19,11 @@ from typing import Any
 
 from fusekit.bench.timing import own_stream
 from fusekit.bench.trial import Trial
+from fusekit.bench.trials import open_trial
 from fusekit.runtime import DeviceArray, open_library
 
 ROUND, ROUNDS, WARM_UP = 20, 400, 40
+ROWS = 256
 
 
 def per_call(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
@@ -37,11 +40,14 @@ def per_call(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
     return statistics.median(times) / 1e3
 
 
-def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> dict[str, Any]:
+def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]) -> dict[str, Any]:
     """The document that the module prints. make: the arguments of the launches, from a trial's."""
     library = open_library()
-    trial = Trial(library, library.load(name), rows, 0, guarded=False)
-    devices, kernel = trial.devices, trial.kernel
+    kernel = library.load(name)
+    if rows is None and kernel.spec["op"] != "extern":
+        rows = ROWS
+    trial = open_trial(library, kernel, rows, 0, guarded=False)
+    devices = trial.devices
     api, check = devices.driver.api, devices.driver.check
     try:
         with devices.active(trial.device), own_stream(devices, trial.device) as stream:
@@ -49,14 +55,13 @@ def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> di
             output = next(tensor.name for tensor in kernel.record.tensors if tensor.written)
             fresh = Rotation(arguments[output], trial, output)
             bound = kernel.bind(**arguments)
-            config, function, parameters = bare(bound, stream)
+            driver_calls = bare(bound, stream)
 
             def wait() -> None:
                 check(api.cuCtxSynchronize(), "cuCtxSynchronize")
 
-            launch_kernel_ex = api.cuLaunchKernelEx
             ways: dict[str, Callable[[], Any]] = {
-                "bare cuLaunchKernelEx": lambda: launch_kernel_ex(config, function, parameters, 0),
+                "bare cuLaunchKernelEx": driver_calls,
                 "bound": lambda: bound(stream),
                 "bound, legacy default stream": lambda: bound(0),
                 "update of one output, two in turn": lambda: bound.update(**{output: fresh.two()})(stream),
@@ -69,17 +74,26 @@ def measure(name: str, rows: int, make: Callable[[Trial], dict[str, Any]]) -> di
         trial.close()
     least = costs["bare cuLaunchKernelEx"]
     return {
-        "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors),
+        "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors), "launches": len(kernel.record.launches),
         "us": {way: round(cost, 3) for way, cost in costs.items()},
         "of bare": {way: round(cost / least, 3) for way, cost in costs.items()},
     }  # fmt: skip
 
 
-def bare(bound: Any, stream: int) -> tuple[Any, Any, int]:
-    """Ready configuration, function and parameters for cuLaunchKernelEx."""
-    block = bound._block
-    bound._plan.aim(block, stream)
-    return block.config, bound._plan.loaded.function, block.parameters
+def bare(bound: Any, stream: int) -> Callable[[], Any]:
+    """The driver's calls alone, with ready configurations, functions and parameters."""
+    call = bound._driver.api.cuLaunchKernelEx
+    parts = getattr(bound, "_parts", None) or ((bound._plan, bound._block),)
+    for plan, block in parts:
+        plan.aim(block, stream)
+    ready = [(block.config, plan.loaded.function, block.parameters, 0) for plan, block in parts]
+    config, function, parameters, _ = ready[0]
+    if len(ready) == 1:
+        return lambda: call(config, function, parameters, 0)
+    if len(ready) == 2:  # written out: a loop is part of what is compared with this
+        config_2, function_2, parameters_2, _ = ready[1]
+        return lambda: (call(config, function, parameters, 0), call(config_2, function_2, parameters_2, 0))
+    return lambda: [call(*each) for each in ready]
 
 
 class Rotation:
@@ -133,7 +147,7 @@ def torch(trial: Trial) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m fusekit.bench.host", description="Host time of a launch.")
     parser.add_argument("name")
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, help=f"rows of x (default: {ROWS}; of a foreign kernel what fits)")
     parser.add_argument("--tensors", choices=("own", "torch"), default="own")
     given = parser.parse_args(arguments)
     json.dump(measure(given.name, given.rows, {"own": own, "torch": torch}[given.tensors]), sys.stdout, indent=1)

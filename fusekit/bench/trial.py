@@ -23,10 +23,12 @@ SPARE = 5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`error` is {"fro", "max_scaled"}, the worst over outputs; `problems` says in words what is wrong."""
+    """`error` is {"fro", "max_scaled"}, the worst over outputs, None where there is no reference; `problems` says in
+    words what is wrong.
+    """
 
     ok: bool
-    error: dict[str, float]
+    error: dict[str, float] | None
     problems: list[str] = field(default_factory=list)
 
 
@@ -35,6 +37,8 @@ class Trial:
 
     `guarded` leaves spare rows behind the last group of a grouped kernel. What is added to begins as made-up inputs.
     """
+
+    notes: tuple[str, ...] = ()  # on every result, in words
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
         self.kernel = kernel

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fusekit.bench.foreign import ForeignTrial
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
 from fusekit.runtime import Kernel, Library
 
 
-def open_trial(library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> Trial:
-    """Made-up inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's."""
+def open_trial(
+    library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool,
+    sizes: Mapping[str, float] | None = None,
+) -> Trial:  # fmt: skip
+    """Made-up inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's. sizes: dims
+    and scalars of a foreign kernel.
+    """
+    if kernel.spec["op"] == "extern":
+        return ForeignTrial(library, kernel, rows, seed, sizes)
+    if sizes:
+        raise UsageError(f"{kernel.name} is no foreign kernel; --rows and its spec's problem say its sizes")
     if kernel.spec["op"] == "moe-check":
         raise UsageError(
             f"{kernel.name} launches beside other kernels and has no trial; open_library(checked=True) uses it"

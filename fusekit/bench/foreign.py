@@ -1,0 +1,164 @@
+"""Trials of kernels that are not fusekit's: made-up tensors of the shapes and roles that the launch record has.
+
+What such a kernel computes is not known here, so nothing is compared. Floating-point inputs are random. Integers are
+zeros: they may be indices, of which no other is known to be inside of what they point into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.abi import DTYPE_BYTES, Dim, LaunchRecord, ScalarArgument, TensorArgument, evaluate
+from fusekit.bench.arrays import BLOCK
+from fusekit.bench.roofline import Work
+from fusekit.bench.trial import GUARD, Trial, Verdict
+from fusekit.errors import UsageError
+from fusekit.reference import POISON
+from fusekit.reference.inputs import bits
+from fusekit.runtime import DeviceArray, Kernel, Library
+
+EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
+MOST_BYTES = 1 << 30
+# Codes of 8 bits: a sign, an exponent a little below 1, any mantissa; scales are 1; every 4-bit code is a number.
+CODES = {"e4m3": (0x87, 0x30), "e5m2": (0x83, 0x38), "e8m0": (0, 127), "e2m1x2": (0xFF, 0)}
+NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
+
+
+class Strided:
+    """A tensor with strides of its own in a flat `DeviceArray`, in the terms that launches read."""
+
+    def __init__(self, memory: DeviceArray, tensor: TensorArgument, shape: tuple[int, ...], strides: tuple[int, ...]):
+        self.memory, self.dtype, self.device = memory, tensor.dtype, memory.device
+        self.shape, self._strides = shape, strides
+        self.nbytes = memory.nbytes
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def free(self) -> None:
+        self.memory.free()
+
+
+class ForeignTrial(Trial):
+    """A `Trial` of a kernel with `op = "extern"`. sizes: of dims and scalars by name; None, or a name left out: a size
+    that fits into memory, and 1 for a scalar without a default.
+    """
+
+    notes = (NOTE,)
+
+    def __init__(
+        self, library: Library, kernel: Kernel, rows: int | None, seed: int, sizes: Mapping[str, float] | None = None
+    ) -> None:
+        self.kernel = kernel
+        self.devices = library.devices
+        self.device = self.devices.get(kernel.device)
+        given = dict(sizes or {}) if rows is None else {"M": rows, **(sizes or {})}
+        record = kernel.record
+        scalars = {scalar.name: scalar for scalar in record.scalars}
+        known = [dim.name for dim in record.dims] + [*scalars]
+        for name, value in given.items():
+            if name not in known:
+                raise UsageError(f"{name} = {value}: {kernel.name} has no such dim or scalar; it has {', '.join(known)}")
+        self.problem = extents(record, {name: value for name, value in given.items() if name not in scalars})
+        self.inputs = {
+            name: _number(scalar, given.get(name, 1))
+            for name, scalar in scalars.items()
+            if name in given or (scalar.default is None and name not in kernel.defaults)
+        }
+        self._seed = seed
+        self.arrays: dict[str, Any] = {}
+        moved = sum(_bytes(tensor, self.problem) * (1 + (tensor.role == "inout")) for tensor in record.tensors)
+        self.work = Work(flops=0, bytes=moved)
+        try:
+            for tensor in record.tensors:
+                self._place(tensor)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, tensor: TensorArgument) -> None:
+        shape, strides = layout(tensor, self.problem)
+        size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        memory = DeviceArray(
+            self.devices, (size if all(shape) else 0,), tensor.dtype, self.device.ordinal, offset=GUARD, tail=GUARD
+        )
+        self.arrays[tensor.name] = Strided(memory, tensor, shape, strides)
+        memory.fill(POISON & 0xFF)
+        if tensor.role != "output":
+            memory.upload_repeated(numbers(tensor.dtype, memory.nbytes, self._seed + sum(tensor.name.encode())))
+
+    def check(self) -> Verdict:
+        """Looks at the bytes around what the kernel writes. There is no error to tell."""
+        problems = []
+        for tensor in self.kernel.record.tensors:
+            memory = self.arrays[tensor.name].memory
+            for where, start in (("before", -GUARD), ("after", memory.nbytes)):
+                if tensor.written and set(memory.download(start, GUARD)) != {POISON & 0xFF}:
+                    problems.append(f"{tensor.name}: the {GUARD} bytes {where} the buffer were written to")
+        return Verdict(not problems, None, problems)
+
+
+def extents(record: LaunchRecord, given: Mapping[str, float]) -> dict[str, int]:
+    """Every dim of `record`: what is given, and for the others one size, halved until all tensors fit into memory."""
+    size = EXTENT
+    while True:
+        found = {dim.name: _extent(dim, given.get(dim.name), size) for dim in record.dims}
+        if size == 1 or sum(_bytes(tensor, found) for tensor in record.tensors) <= MOST_BYTES:
+            return found
+        size //= 2
+
+
+def _extent(dim: Dim, given: float | None, size: int) -> int:
+    if given is None:
+        least = -(-dim.minimum // dim.divisor) * dim.divisor
+        return min(max(size // dim.divisor * dim.divisor, least, dim.divisor), dim.maximum // dim.divisor * dim.divisor)
+    if given != int(given) or int(given) % dim.divisor or not dim.minimum <= given <= dim.maximum:
+        raise UsageError(
+            f"{dim.name} = {given:g}; it must be a multiple of {dim.divisor} from {dim.minimum} to {dim.maximum}"
+        )
+    return int(given)
+
+
+def _number(scalar: ScalarArgument, value: float) -> float | int:
+    return int(value) if scalar.dtype == "i32" and value == int(value) else value
+
+
+def layout(tensor: TensorArgument, dims: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides in elements): strides that the record leaves open are those of a row-major tensor around the ones
+    that it fixes, rounded up to their divisor."""
+    shape = tuple(evaluate(extent, dims) for extent in tensor.shape)
+    free = [index for index in range(tensor.rank) if tensor.reads_stride(index)]
+    strides = [0 if index in free else evaluate(stride, dims) for index, stride in enumerate(tensor.strides)]
+    span = max((max(shape[index], 1) * stride for index, stride in enumerate(strides) if index not in free), default=1)
+    for index in reversed(free):
+        strides[index] = -(-span // tensor.stride_divisor) * tensor.stride_divisor
+        span = max(shape[index], 1) * strides[index]
+    return shape, tuple(strides)
+
+
+def _bytes(tensor: TensorArgument, dims: Mapping[str, int]) -> int:
+    count = DTYPE_BYTES[tensor.dtype]
+    for extent in tensor.shape:
+        count *= evaluate(extent, dims)
+    return count
+
+
+def numbers(dtype: str, nbytes: int, seed: int) -> NDArray[Any]:
+    """A block of at most `nbytes` bytes: random numbers of a floating-point type, none of them zero; zeros of others."""
+    count = min(nbytes // DTYPE_BYTES[dtype], BLOCK)
+    if dtype in ("bf16", "fp16"):
+        return bits((count,), dtype, seed)
+    rng = np.random.default_rng(seed)
+    if dtype in CODES:
+        mask, base = CODES[dtype]
+        return (rng.integers(0, 256, count, np.uint8) & np.uint8(mask)) | np.uint8(base)
+    if dtype in ("f32", "f64"):
+        return rng.uniform(0.25, 1.0, count).astype({"f32": np.float32, "f64": np.float64}[dtype])
+    return np.zeros(count * DTYPE_BYTES[dtype], np.uint8)

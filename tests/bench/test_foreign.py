@@ -1,0 +1,120 @@
+"""Foreign kernels on made-up tensors: `fusekit run`, the host's time of a launch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusekit.abi import Dim, TensorArgument
+from fusekit.bench import foreign, host
+from fusekit_cli.main import main
+
+from .foreign import NAME, install, record
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(tmp_path, monkeypatch)
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, Any]:
+    code = main(["run", NAME, *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_it_runs_on_what_the_record_says(fake: Any, capsys: Any) -> None:
+    seen: list[Any] = []
+
+    def look(launched: Any) -> None:
+        if launched.function[0] == "kernel" and not seen:
+            x, _, codes, index = (struct.unpack("<Q", each)[0] for each in launched.parameters[:4])
+            seen.append(np.frombuffer(ctypes.string_at(x, 2 * 40 * 24), np.uint16))
+            seen.append(np.frombuffer(ctypes.string_at(codes, 48 * 24), np.uint8).reshape(24, 48)[:, :40])
+            seen.append(np.frombuffer(ctypes.string_at(index, 4 * 24), np.int32))
+            seen.append(struct.unpack("<f", launched.parameters[4])[0])
+
+    fake.on_launch = look
+    code, document = run(capsys, "--set", "M=40", "--set", "K=24", "--set", "scale=0.5", "--time", "--check")
+    assert (code, document["ok"], document["error"], document["tflops"]) == (0, True, None, None)
+    assert document["problem"] == {"M": 40, "K": 24}
+    assert document["gbs"] > 0 and document["host_us"] > 0 and document["ms"] > 0
+    assert "no reference" in document["notes"][0]
+    x, codes, index, scale = seen
+    assert len(np.unique(x)) > 100 and (x & 0x7FFF).min() > 0
+    assert codes.min() > 0 and not np.isin(codes, (0x7F, 0xFF)).any()
+    assert not index.any()
+    assert scale == 0.5
+    assert [launched.grid for launched in fake.launches[:2]] == [(40, 1, 1), (1, 1, 1)]
+    assert not fake.memory and fake.loaded == 0
+
+
+def test_sizes_that_nobody_gave(fake: Any, capsys: Any) -> None:
+    assert run(capsys)[1]["problem"] == {"M": 1024, "K": 1024}
+    assert run(capsys, "--rows", "3")[1]["problem"] == {"M": 3, "K": 1024}
+    dims = tuple(Dim(name, 8) for name in "ABCD")
+    wide = record(
+        dims=dims, arguments=(*(TensorArgument(f"t{i}", "input", "f32", tuple("ABCD"), (1,) * 4) for i in range(2)),),
+        parameters=(), then=(), scratch=0, grid=(1, 1, 1),
+    )  # fmt: skip
+    found = foreign.extents(wide, {"A": 16})
+    assert found["A"] == 16 and found["B"] == found["C"] == found["D"]
+    assert 2 * 4 * found["A"] * found["B"] ** 3 <= foreign.MOST_BYTES < 2 * 4 * found["A"] * (2 * found["B"]) ** 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("K=12", "K = 12; it must be a multiple of 8 from 8 to 4096"),
+        ("K=8192", "from 8 to 4096"),
+        ("N=8", "has no such dim or scalar; it has M, K, scale"),
+        ("K", "it must be NAME=VALUE"),
+    ],
+)
+def test_sizes_that_do_not_fit(fake: Any, capsys: Any, given: str, says: str) -> None:
+    assert main(["run", NAME, "--set", given]) == 2
+    assert says in capsys.readouterr().err
+    assert not fake.launches
+
+
+def test_a_write_out_of_bounds_is_noticed(fake: Any, capsys: Any) -> None:
+    def harm(launched: Any) -> None:
+        if launched.function[0] == "second":
+            (y,) = struct.unpack("<Q", launched.parameters[1])
+            ctypes.memset(y + 4 * 40, 0, 4)
+
+    fake.on_launch = harm
+    assert run(capsys, "--rows", "40")[0] == 0
+    code, document = run(capsys, "--rows", "40", "--check")
+    assert code == 1
+    assert document["problems"] == ["y: the 4096 bytes after the buffer were written to"]
+    assert main(["run", NAME, "--rows", "40", "--check"]) == 1
+    shown = capsys.readouterr().out
+    assert "WRONG" in shown and "not compared: a foreign kernel has no reference" in shown
+
+
+def test_layouts() -> None:
+    open_rows = TensorArgument("b", "input", "bf16", ("L", "N", "K"), ("b.stride0", 1, "b.stride2"), 8)
+    assert foreign.layout(open_rows, {"L": 2, "N": 5, "K": 3}) == ((2, 5, 3), (24, 1, 8))
+    fixed = TensorArgument("b", "input", "bf16", ("N", "K"), ("K", 1))
+    assert foreign.layout(fixed, {"N": 5, "K": 3}) == ((5, 3), (3, 1))
+
+
+def test_the_host_time_of_two_launches(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ROUNDS", 3)
+    monkeypatch.setattr(host, "WARM_UP", 1)
+    monkeypatch.setattr(host.Rotation, "COUNT", 4 * host.ROUND + 1)
+    counts: dict[int, int] = {}
+    fake.on_launch = lambda launched: counts.update({launched.stream: counts.get(launched.stream, 0) + 1})
+    assert host.main([NAME]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["launches"] == 2
+    assert document["of bare"]["bare cuLaunchKernelEx"] == 1.0
+    # Six ways, of which one is the default stream's; as many driver calls for each, the bare one's too.
+    assert sorted(counts.values()) == [2 * 4 * host.ROUND, 5 * 2 * 4 * host.ROUND]
+    assert not fake.memory
