@@ -41,8 +41,8 @@ def command(
     FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. Exit code 1 when
     --check finds a result wrong, 3 when NAME is not built, 4 without a usable GPU.
 
-    A foreign kernel runs on random numbers, and zeros for integers, of the shapes that its launch record has; --set says
-    their sizes. It has no reference: --check finds only writes out of bounds.
+    A foreign kernel runs on random numbers, and zeros for integers, of the shapes that its launch record has; --set
+    says their sizes. It has no reference: --check finds only writes out of bounds.
     """
     sizes = dict(map(_setting, settings))
     waking = _Background(_wake_driver)

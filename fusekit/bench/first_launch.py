@@ -1,4 +1,4 @@
-"""A kernel's first launch in a new process: through fusekit from a store, and through QuACK, from its cache and without.
+"""A kernel's first launch in a new process: through fusekit from a store; through QuACK, from its cache and without.
 
     python -m fusekit.bench.first_launch [NAME ...] [--rounds 7] [--cold 2] > first_launch.json
 
@@ -7,8 +7,8 @@ process is new, and the files that it reads are in the page cache. Two times are
 started, and from before its first import, both until the result's first bytes are on the host:
 
 - `process`: as its parent sees it; Python's own start is part of it.
-- `inside`: as the process sees it. `imports`, `arrays` and `kernel` are its parts: importing, making the context and the
-  tensors, and the kernel itself (looked up, loaded or compiled, launched, waited for).
+- `inside`: as the process sees it. `imports`, `arrays` and `kernel` are its parts: importing, making the context and
+  the tensors, and the kernel itself (looked up, loaded or compiled, launched, waited for).
 
 "cache" is QuACK's persistent cache, filled by an earlier process; "cold" an empty one, so QuACK compiles. Prints one
 JSON document with the medians, and each line of a table on stderr as soon as it is measured.
@@ -82,7 +82,7 @@ print(json.dumps({"imports": imported - start, "arrays": ready - imported, "kern
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of QuACK's kernels, `name` in the store, at the sizes `dims`; and QuACK's call for the same, which makes y."""
+    """One of QuACK's kernels, `name` in the store, at the sizes `dims`; QuACK's call for the same, which makes y."""
 
     name: str
     dims: Mapping[str, int]

@@ -65,7 +65,9 @@ class ForeignTrial(Trial):
         known = [dim.name for dim in record.dims] + [*scalars]
         for name, value in given.items():
             if name not in known:
-                raise UsageError(f"{name} = {value}: {kernel.name} has no such dim or scalar; it has {', '.join(known)}")
+                raise UsageError(
+                    f"{name} = {value}: {kernel.name} has no such dim or scalar; it has {', '.join(known)}"
+                )
         self.problem = extents(record, {name: value for name, value in given.items() if name not in scalars})
         self.inputs = {
             name: _number(scalar, given.get(name, 1))
@@ -151,7 +153,7 @@ def _bytes(tensor: TensorArgument, dims: Mapping[str, int]) -> int:
 
 
 def numbers(dtype: str, nbytes: int, seed: int) -> NDArray[Any]:
-    """A block of at most `nbytes` bytes: random numbers of a floating-point type, none of them zero; zeros of others."""
+    """A block of at most `nbytes` bytes: random numbers of a floating-point type, none zero; zeros of an integer."""
     count = min(nbytes // DTYPE_BYTES[dtype], BLOCK)
     if dtype in ("bf16", "fp16"):
         return bits((count,), dtype, seed)

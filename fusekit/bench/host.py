@@ -74,7 +74,8 @@ def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]
         trial.close()
     least = costs["bare cuLaunchKernelEx"]
     return {
-        "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors), "launches": len(kernel.record.launches),
+        "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors),
+        "launches": len(kernel.record.launches),
         "us": {way: round(cost, 3) for way, cost in costs.items()},
         "of bare": {way: round(cost / least, 3) for way, cost in costs.items()},
     }  # fmt: skip

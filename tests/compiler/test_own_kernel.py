@@ -1,4 +1,4 @@
-"""The page for newcomers, run as it is: every command, every piece of code, and the three kernels that it is about."""
+"""The page for newcomers, run as it is: every command, every piece of code, and the kernels that it is about."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ FILES = ROOT / "tests" / "examples" / "cute"
 PAGE = (ROOT / "fusekit" / "compiler" / "your-kernel.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 SOURCES = {path.name: path.read_text() for path in FILES.iterdir() if path.is_file()}
-KERNELS = ("gemm@base", "silu-add@base", "square-sum@cluster2", "square-sum@cluster4")
+KERNELS = ("gemm@base", "silu-add@base", "square-sum@cluster2", "square-sum@cluster4", "total@base")
 
 
 def block(language: str, holds: str) -> str:
@@ -94,7 +94,7 @@ def test_the_kernel_on_the_page_is_the_one_in_the_file():
     assert block("python", "@cute.jit") in SOURCES["fusion.py"]
 
 
-def test_the_commands_build_and_prove_the_three_kernels(place):
+def test_the_commands_build_and_prove_the_kernels(place):
     listed = json.loads(run(["fusekit", "ls", "kernels/*", "--json"], place).stdout)
     assert sorted(each["name"] for each in listed) == [f"kernels/{name}" for name in KERNELS]
     assert all(each["spill_bytes"] == 0 for each in listed)
@@ -111,6 +111,8 @@ def test_the_records_say_what_the_kernels_do(place):
     assert [each.argument for each in maps] == ["a", "b"]
     assert records["gemm@base"].grid[0][:2] == ("min", "sm_count")
     assert records["silu-add@base"].scalars[0].default == 1.0
+    assert [launch.grid for launch in records["total@base"].launches] == [(256, 1, 1), (1, 1, 1)]
+    assert (records["total@base"].scratch, records["total@base"].workspace) == (1024, 0)
 
 
 def test_building_again_does_nothing(place):

@@ -4,10 +4,17 @@ cd tests/examples/cute && fusekit --store STORE build kernels.toml --allow-exter
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_own_kernel.py
 """
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from fusekit import ArgumentError, NotBuiltError
+from fusekit.bench import host
 from fusekit.reference import decode, encode
 from fusekit.runtime import DeviceArray
 
@@ -77,6 +84,47 @@ def test_persistent_gemm(gpu, kernel, place, m, n, k):
     gpu.finish("gemm")
     wanted = a.astype(np.float64) @ b.astype(np.float64).T
     assert np.linalg.norm(read(c) - wanted) / np.linalg.norm(wanted) < 4e-3
+
+
+@pytest.mark.parametrize("n", [1, 255, 65_537, 50_000_000])
+def test_a_sum_in_two_launches(gpu, kernel, place, n):
+    x = np.random.default_rng(n).standard_normal(n, dtype=np.float32)
+    total, arrays = kernel("total"), {"x": place(x, "f32"), "y": place((1,), "f32")}
+    found = []
+    for launch in (total, lambda **arrays: total.bind(**arrays)()):
+        launch(**arrays)
+        gpu.finish("total")
+        found.append(read(arrays["y"])[0])
+    assert found[0] == found[1]
+    assert abs(found[0] - x.sum(dtype=np.float64)) <= 1e-6 * np.abs(x).sum(dtype=np.float64)
+
+
+def test_the_host_time_of_two_launches(kernel, figure):
+    """The figure that the pages quote is a run's of its own: other tests may share the processor with this one."""
+    kernel("total")
+    document = host.measure("kernels/total", None, host.own)
+    figure(f"kernels/total bound: {document['us']['bound']} us, {document['of bare']['bound']} of two bare launches")
+    assert document["launches"] == 2
+    assert document["of bare"]["bound"] < 1.5
+
+
+def test_inside_jax(kernel):
+    """In a process of its own; its outputs against JAX's own."""
+    kernel("total")
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed")
+    probe = subprocess.run(
+        [sys.executable, "-c", "import jax; assert jax.devices('cuda')"], capture_output=True, text=True, check=False
+    )
+    if probe.returncode:
+        pytest.skip(f"JAX does not work here: {probe.stderr.strip().splitlines()[-1]}")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("foreign_in_jax.py")], env=environment, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_does_not_fit_is_refused(kernel, place):

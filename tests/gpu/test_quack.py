@@ -1,34 +1,20 @@
 """QuACK's kernels for sm_90a from their launch records alone, against PyTorch; odd numbers of rows, strided rows.
 
 fusekit --store STORE build quack --arch sm_90a --allow-extern     on any machine, with fusekit[quack]
-FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_quack.py -s    on the machine with the GPU and PyTorch
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_quack.py    on the machine with the GPU and PyTorch; where QuACK is
+installed too, each kernel's results are also compared with those of QuACK's own launch, bit for bit
 """
 
-import math
-import subprocess
-import sys
+import json
 
 import pytest
 
+from fusekit.bench import first_launch
+from fusekit_cli.main import main
+
+from .quack_calls import CALLS, empty, rows
+
 ROWS = (1, 5, 257, 3001)
-FIRST_LAUNCH = """
-import sys, time
-start = time.perf_counter()
-from fusekit import open_library
-from fusekit.runtime import DeviceArray
-library = open_library()
-kernel = library.load({name!r})
-arrays = {{}}
-sizes = dict({sizes!r})
-for argument in kernel.record.tensors:
-    shape = [sizes.get(extent, extent) for extent in argument.shape]
-    arrays[argument.name] = DeviceArray(library.devices, tuple(shape), argument.dtype)
-kernel(**arrays)
-arrays[kernel.record.tensors[-1].name].download(0, 16)
-seconds = time.perf_counter() - start
-odd = [name for name in ("torch", "cutlass", "tvm_ffi", "quack") if name in sys.modules]
-print(f"{{seconds:.3f}} {{','.join(odd)}}")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +41,6 @@ def load(opened, torch):
         return launch
 
     return take
-
-
-def rows(torch, count, columns, dtype="bfloat16", seed=0, room=0):
-    """Random rows, `room` elements between one and the next."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    whole = torch.randn(count, columns + room, device="cuda", generator=generator).to(getattr(torch, dtype))
-    return whole[:, :columns]
-
-
-def empty(torch, *shape, dtype="bfloat16"):
-    """Not a number everywhere: what a kernel leaves out shows."""
-    made = torch.empty(*shape, device="cuda", dtype=getattr(torch, dtype))
-    return made.fill_(math.nan) if made.is_floating_point() else made.fill_(-1)
 
 
 def close(torch, found, wanted, fro=4e-3):
@@ -170,21 +143,63 @@ def test_grouped_gemm(torch, load, ends):
             close(torch, d[begin:end], a[begin:end].double() @ b[group].double().T)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("quack/rmsnorm@n4096", {"M": 4096}),
-        ("quack/softmax@n4096", {"M": 4096}),
-        ("quack/gemm@tile128x192", {"L": 1, "M": 1024, "N": 1024, "K": 1024}),
-    ],
-)
-def test_the_first_launch_of_a_process(opened, figure, name, sizes):
+@pytest.mark.parametrize("count", [5, 1027])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_bits_as_quacks_own_launch(torch, load, name, count):
+    pytest.importorskip("quack", reason="QuACK (extra `quack`), which launches the same kernels itself, is missing")
+    launch, call = load(name), CALLS[name](torch, count)
+    ours, theirs = call.outputs(), call.outputs()
+    launch(**call.inputs, **ours)
+    call.own({**call.inputs, **theirs})
+    torch.cuda.synchronize()
+    for output, found in ours.items():
+        if output == "tile_count":
+            continue
+        assert not found.isnan().any(), f"{output} was not written whole"
+        assert torch.equal(found.view(torch.uint8), theirs[output].view(torch.uint8)), output
+
+
+def test_a_capture_on_the_gpu_builds_what_was_run(torch, tmp_path, monkeypatch):
+    """QuACK compiles and launches; what it compiled is built from the file, and gives the same bits."""
+    cache = pytest.importorskip("quack.cache", reason="QuACK (extra `quack`) is missing")
+    from quack.softmax import softmax_fwd
+
+    import fusekit
+    from fusekit.config import Config
+
+    monkeypatch.setattr(cache, "CACHE_ENABLED", False)
+    x = rows(torch, 257, 1536)
+    with fusekit.capture() as found:
+        theirs = softmax_fwd(x)
+    assert [each.arch for each in found.kernels] == ["sm_90a"], found.problems
+    report = fusekit.build([found.write(tmp_path / "found.toml")], config=Config(store=tmp_path / "store"),
+                           allow_extern=True)  # fmt: skip
+    assert not report.failed, report.failed
+    (name,) = (each.name for each in report.built)
+    kernel = fusekit.open_library(Config(store=tmp_path / "store")).load(name)
+    ours = empty(torch, 257, 1536)
+    source, result = kernel.record.tensors
+    kernel(**{source.name: x, result.name: ours}, stream=torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", first_launch.CASES, ids=lambda case: case.name)
+def test_the_first_launch_of_a_process(opened, figure, case):
     """Imports neither a framework nor a compiler; how long it takes is printed."""
     if not opened.store.names("quack/*"):
         pytest.skip("no kernels of quack in the store")
-    script = FIRST_LAUNCH.format(name=name, sizes=tuple(sizes.items()))
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    seconds, _, odd = ran.stdout.strip().partition(" ")
-    assert odd == ""
-    figure(f"{name}: first launch of a new process after {seconds} s, imports and driver included")
+    found = first_launch.run(first_launch.ours(case, opened.store), {})
+    assert found["modules"] == []
+    figure(f"{case.name}: first launch {found['process']:.3f} s after the start of the process")
+
+
+@pytest.mark.parametrize("name", ["rmsnorm@n4096", "gemm-nn@tile128x192", "gemm-varlen-k@tile128x192"])
+def test_fusekit_run(opened, capsys, name):
+    if not opened.store.names(f"quack/{name}"):
+        pytest.skip("no kernels of quack in the store")
+    assert main(["run", f"quack/{name}", "--check", "--time", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] and document["error"] is None
+    assert document["ms"] > 0
+    assert "no reference" in document["notes"][0]

@@ -1,0 +1,96 @@
+"""The first launch of a process: the programs that are measured, and what is made of their times."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusekit.bench import first_launch
+from fusekit.bench.first_launch import CASES, Case, lines, main, measure, ours, quack, run
+from fusekit.config import Config
+from fusekit.errors import NotBuiltError, UsageError
+from fusekit.store import Store
+
+from .foreign import NAME, install, record
+
+CASE = Case(NAME, {"M": 40, "K": 24}, "import math", "", "y = 1")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    x, codes, *rest = record().tensors
+    compact = (x, replace(codes, strides=("codes.stride0", 1), stride_divisor=8), *rest)
+    fake = install(tmp_path, monkeypatch, record(arguments=compact, parameters=record().parameters[:4]))
+    return Store.open(Config(store=tmp_path)), fake
+
+
+def test_the_program_launches_and_tells_its_times(store: Any) -> None:
+    opened, fake = store
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(ours(CASE, opened), {})
+    told = json.loads(out.getvalue())
+    assert [launched.grid for launched in fake.launches] == [(40, 1, 1), (1, 1, 1)]
+    assert sorted(told) == sorted([*first_launch.PARTS, "modules"])
+    assert min(told[part] for part in first_launch.PARTS) > 0
+    assert "numpy" in told["modules"]  # this process has it
+
+
+def test_what_is_not_built_says_so(store: Any) -> None:
+    with pytest.raises(NotBuiltError):
+        ours(CASES[0], store[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_quacks_programs_are_python(case: Case) -> None:
+    compile(quack(case), case.name, "exec")
+    assert "y = " in case.call or "y" in case.arrays
+
+
+def test_a_process_is_timed_until_its_answer() -> None:
+    answer = json.dumps({"imports": 1.0, "arrays": 2.0, "kernel": 4.0, "modules": []})
+    found = run(f"import time; print('noise'); print({answer!r}, flush=True); time.sleep(0.5)", {})
+    assert found["inside"] == 7.0 and 0 < found["process"] < 60
+    with pytest.raises(UsageError, match=r"ended with 1: (?s:.*)no good"):
+        run("raise SystemExit('no good')", {})
+
+
+def test_medians_and_quotients(store: Any) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def runner(program: str, changes: Any) -> dict[str, Any]:
+        mine = "import fusekit" in program
+        asked.append(("fusekit" if mine else "quack", changes.get("QUACK_CACHE_DIR", "")))
+        cold = not mine and [each[1] for each in asked].count(asked[-1][1]) == 1
+        unit = 1.0 if mine else 40.0 if cold else 12.0
+        return {"process": unit, "inside": unit / 2, "imports": 0.1, "arrays": 0.1, "kernel": unit / 4, "modules": []}
+
+    document = measure(CASE, store[0], rounds=3, cold=2, peer=True, runner=runner)
+    assert document["seconds"]["cold"]["process"] == 40.0 and document["seconds"]["cold"]["rounds"] == 2
+    assert document["of fusekit"] == {
+        "cold": {"process": 40.0, "inside": 40.0, "kernel": 40.0},
+        "cache": {"process": 12.0, "inside": 12.0, "kernel": 12.0},
+    }
+    folders = [folder for who, folder in asked if who == "quack"]
+    assert len(set(folders)) == 3 and folders.count(folders[0]) == 4  # filled once, then read three times
+    assert [line.split(" | ")[1] for line in lines(document)] == ["fusekit", "cold", "cache"]
+    alone = measure(CASE, store[0], rounds=1, cold=2, peer=False, runner=runner)
+    assert list(alone["seconds"]) == ["fusekit"] and alone["of fusekit"] == {}
+
+
+def test_the_module_prints_a_document(store: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    told = {"process": 1.0, "inside": 0.5, "imports": 0.1, "arrays": 0.1, "kernel": 0.3, "modules": []}
+    monkeypatch.setattr(first_launch, "CASES", (CASE,))
+    monkeypatch.setattr(first_launch.measure, "__kwdefaults__", {"runner": lambda program, changes: told})
+    monkeypatch.setattr(first_launch.importlib.util, "find_spec", lambda name: None)
+    assert main(["--rounds", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["kernels"][0]["name"] == NAME and "| through |" in err
+    with pytest.raises(SystemExit):
+        main(["quack/nothing"])
