@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -58,8 +57,9 @@ arrays[{output!r}].download(0, 16)
 """
 
 QUACK = """
-import time
+import os, time
 start = time.perf_counter()
+os.environ.update({caches!r})
 import torch
 {imports}
 imported = time.perf_counter()
@@ -121,18 +121,18 @@ def ours(case: Case, store: Store) -> str:
     return OURS.format(tensors=shapes, name=case.name, arch=ARCH, output=output) + END % (BANNED,)
 
 
-def quack(case: Case) -> str:
-    """The program that launches the same through QuACK."""
-    return QUACK.format(imports=case.imports, arrays=case.arrays, call=case.call) + END % (BANNED,)
+def quack(case: Case, folder: Path) -> str:
+    """The program that launches the same through QuACK, whose cache, and that of the compiler, are below `folder`."""
+    caches = {"QUACK_CACHE_ENABLED": "1", "QUACK_CACHE_DIR": f"{folder}/quack", "CUTE_DSL_CACHE_DIR": f"{folder}/dsl"}
+    return QUACK.format(caches=caches, imports=case.imports, arrays=case.arrays, call=case.call) + END % (BANNED,)
 
 
-def run(program: str, changes: Mapping[str, str]) -> dict[str, Any]:
-    """Seconds of one process with `changes` to its environment, and the banned modules that it has imported."""
-    environment = {**os.environ, **changes}
+def run(program: str) -> dict[str, Any]:
+    """Seconds of one process, and the banned modules that it has imported."""
     with tempfile.TemporaryFile("w+") as errors:
         start = time.perf_counter()
         with subprocess.Popen(
-            [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
             assert process.stdout is not None
             watch = threading.Timer(PATIENCE, process.kill)
@@ -155,24 +155,23 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**seconds, "modules": runs[0]["modules"], "rounds": len(runs)}
 
 
-Runner = Callable[[str, Mapping[str, str]], dict[str, Any]]
+Runner = Callable[[str], dict[str, Any]]
 
 
 def measure(case: Case, store: Store, rounds: int, cold: int, *, peer: bool, runner: Runner = run) -> dict[str, Any]:
     """One kernel: `ways`, and how many times as long as fusekit QuACK takes (`process`, `inside`, `kernel`)."""
     mine = ours(case, store)
-    runner(mine, {})  # for the page cache
+    runner(mine)  # for the page cache
     found: dict[str, list[dict[str, Any]]] = {"fusekit": []}
     with tempfile.TemporaryDirectory() as folder:
-        caches = [_caches(Path(folder) / str(index)) for index in range(cold + 1)] if peer else []
+        theirs, *compiling = (quack(case, Path(folder) / str(index)) for index in range(cold + 1))
         if peer:
-            theirs = quack(case)
-            runner(theirs, caches[0])  # likewise, and it fills the cache
-            found |= {"cold": [runner(theirs, each) for each in caches[1:]], "cache": []}
+            runner(theirs)  # likewise, and it fills the cache
+            found |= {"cold": [runner(each) for each in compiling], "cache": []}
         for _ in range(rounds):
-            found["fusekit"].append(runner(mine, {}))
+            found["fusekit"].append(runner(mine))
             if peer:
-                found["cache"].append(runner(theirs, caches[0]))
+                found["cache"].append(runner(theirs))
     ways = {way: medians(runs) for way, runs in found.items() if runs}
     quotients = {
         way: {key: round(each[key] / ways["fusekit"][key], 1) for key in ("process", "inside", "kernel")}
@@ -180,13 +179,6 @@ def measure(case: Case, store: Store, rounds: int, cold: int, *, peer: bool, run
         if way != "fusekit"
     }
     return {"name": case.name, "dims": dict(case.dims), "seconds": ways, "of fusekit": quotients}
-
-
-def _caches(folder: Path) -> dict[str, str]:
-    """The environment that gives QuACK, and the compiler under it, caches of their own in `folder`."""
-    return {
-        "QUACK_CACHE_ENABLED": "1", "QUACK_CACHE_DIR": str(folder / "quack"), "CUTE_DSL_CACHE_DIR": str(folder / "dsl"),
-    }  # fmt: skip
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:

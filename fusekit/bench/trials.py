@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusekit.bench.foreign import ForeignTrial
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
@@ -19,6 +18,8 @@ def open_trial(
     and scalars of a foreign kernel.
     """
     if kernel.spec["op"] == "extern":
+        from fusekit.bench.foreign import ForeignTrial  # which no other kernel needs
+
         return ForeignTrial(library, kernel, rows, seed, sizes)
     if sizes:
         raise UsageError(f"{kernel.name} is no foreign kernel; --rows and its spec's problem say its sizes")

@@ -49,24 +49,24 @@ def test_what_is_not_built_says_so(store: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_quacks_programs_are_python(case: Case) -> None:
-    compile(quack(case), case.name, "exec")
+    compile(quack(case, Path("/nowhere")), case.name, "exec")
     assert "y = " in case.call or "y" in case.arrays
 
 
 def test_a_process_is_timed_until_its_answer() -> None:
     answer = json.dumps({"imports": 1.0, "arrays": 2.0, "kernel": 4.0, "modules": []})
-    found = run(f"import time; print('noise'); print({answer!r}, flush=True); time.sleep(0.5)", {})
+    found = run(f"import time; print('noise'); print({answer!r}, flush=True); time.sleep(0.5)")
     assert found["inside"] == 7.0 and 0 < found["process"] < 60
     with pytest.raises(UsageError, match=r"ended with 1: (?s:.*)no good"):
-        run("raise SystemExit('no good')", {})
+        run("raise SystemExit('no good')")
 
 
 def test_medians_and_quotients(store: Any) -> None:
     asked: list[tuple[str, str]] = []
 
-    def runner(program: str, changes: Any) -> dict[str, Any]:
+    def runner(program: str) -> dict[str, Any]:
         mine = "import fusekit" in program
-        asked.append(("fusekit" if mine else "quack", changes.get("QUACK_CACHE_DIR", "")))
+        asked.append(("fusekit" if mine else "quack", program))
         cold = not mine and [each[1] for each in asked].count(asked[-1][1]) == 1
         unit = 1.0 if mine else 40.0 if cold else 12.0
         return {"process": unit, "inside": unit / 2, "imports": 0.1, "arrays": 0.1, "kernel": unit / 4, "modules": []}
@@ -77,8 +77,8 @@ def test_medians_and_quotients(store: Any) -> None:
         "cold": {"process": 40.0, "inside": 40.0, "kernel": 40.0},
         "cache": {"process": 12.0, "inside": 12.0, "kernel": 12.0},
     }
-    folders = [folder for who, folder in asked if who == "quack"]
-    assert len(set(folders)) == 3 and folders.count(folders[0]) == 4  # filled once, then read three times
+    theirs = [program for who, program in asked if who == "quack"]
+    assert len(set(theirs)) == 3 and theirs.count(theirs[0]) == 4  # filled once, then read three times
     assert [line.split(" | ")[1] for line in lines(document)] == ["fusekit", "cold", "cache"]
     alone = measure(CASE, store[0], rounds=1, cold=2, peer=False, runner=runner)
     assert list(alone["seconds"]) == ["fusekit"] and alone["of fusekit"] == {}
@@ -87,7 +87,7 @@ def test_medians_and_quotients(store: Any) -> None:
 def test_the_module_prints_a_document(store: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     told = {"process": 1.0, "inside": 0.5, "imports": 0.1, "arrays": 0.1, "kernel": 0.3, "modules": []}
     monkeypatch.setattr(first_launch, "CASES", (CASE,))
-    monkeypatch.setattr(first_launch.measure, "__kwdefaults__", {"runner": lambda program, changes: told})
+    monkeypatch.setattr(first_launch.measure, "__kwdefaults__", {"runner": lambda program: told})
     monkeypatch.setattr(first_launch.importlib.util, "find_spec", lambda name: None)
     assert main(["--rounds", "1"]) == 0
     out, err = capsys.readouterr()

@@ -189,7 +189,7 @@ def test_the_first_launch_of_a_process(opened, figure, case):
     """Imports neither a framework nor a compiler; how long it takes is printed."""
     if not opened.store.names("quack/*"):
         pytest.skip("no kernels of quack in the store")
-    found = first_launch.run(first_launch.ours(case, opened.store), {})
+    found = first_launch.run(first_launch.ours(case, opened.store))
     assert found["modules"] == []
     figure(f"{case.name}: first launch {found['process']:.3f} s after the start of the process")
 
