@@ -32,7 +32,7 @@ from typing import Any
 from fusekit.abi import LaunchRecord, evaluate
 from fusekit.bench.timing import median
 from fusekit.config import Config
-from fusekit.errors import NotBuiltError, UsageError
+from fusekit.errors import FusekitError, NotBuiltError, UsageError
 from fusekit.store import Store
 
 ARCH = "sm_90a"
@@ -208,12 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = ("kernel", "through", "process s", "inside s", *(f"{part} s" for part in PARTS), "times fusekit's")
     sys.stderr.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
     for name in given.names or known:
-        documents.append(measure(known[name], store, given.rounds, given.cold, peer=peer))
-        sys.stderr.write("\n".join(lines(documents[-1])) + "\n")
+        try:
+            documents.append(measure(known[name], store, given.rounds, given.cold, peer=peer))
+            sys.stderr.write("\n".join(lines(documents[-1])) + "\n")
+        except FusekitError as error:  # the other kernels' times are worth having
+            documents.append({"name": name, "error": str(error)})
+            sys.stderr.write(f"{name}: {error}\n")
         sys.stderr.flush()
     json.dump({"kernels": documents, "quack": peer}, sys.stdout, indent=1)
     sys.stdout.write("\n")
-    return 0
+    return 1 if any("error" in document for document in documents) else 0
 
 
 if __name__ == "__main__":

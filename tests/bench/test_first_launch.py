@@ -94,3 +94,7 @@ def test_the_module_prints_a_document(store: Any, monkeypatch: pytest.MonkeyPatc
     assert json.loads(out)["kernels"][0]["name"] == NAME and "| through |" in err
     with pytest.raises(SystemExit):
         main(["quack/nothing"])
+    monkeypatch.setattr(first_launch, "CASES", (Case("quack/absent@base", {}, "", "", ""), CASE))
+    assert main([]) == 1
+    absent, there = json.loads(capsys.readouterr().out)["kernels"]
+    assert "fusekit build" in absent["error"] and there["name"] == NAME
