@@ -2,7 +2,7 @@
 
 | package | may import, beside the standard library |
 |---|---|
-| errors | nothing |
+| errors, dtypes | nothing; dtypes is for everybody |
 | config | errors, platformdirs |
 | abi, choice | errors |
 | spec | errors, choice |
@@ -35,6 +35,7 @@ CLI = ROOT / "cli"
 # Everything a room may import beside the standard library and itself.
 MAY = {
     "errors": set(),
+    "dtypes": set(),
     "config": {"fusekit.errors", "platformdirs"},
     "abi": {"fusekit.errors"},
     "choice": {"fusekit.errors"},
@@ -140,7 +141,7 @@ def test_every_room_is_in_the_table():
 @pytest.mark.parametrize("path", LIBRARY_FILES, ids=name_of)
 def test_library_imports(path):
     room = room_of(path)
-    allowed = MAY[room] | {f"fusekit.{room}"}
+    allowed = MAY[room] | {f"fusekit.{room}", "fusekit.dtypes"}
     for found in imports_of(path):
         stdlib = found.module.partition(".")[0] in sys.stdlib_module_names
         if found.module.partition(".")[0] in FRAMEWORKS:

@@ -14,7 +14,7 @@ step, for launchers in any language; `fusekit.runtime` is the one in Python. Not
 NumPy.
 """
 
-from fusekit.abi.arguments import DTYPE_BYTES, Argument, Dim, ScalarArgument, TensorArgument
+from fusekit.abi.arguments import Argument, Dim, ScalarArgument, TensorArgument
 from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
 from fusekit.abi.parameters import (
     FloatParameter,
@@ -28,7 +28,6 @@ from fusekit.abi.parameters import (
 from fusekit.abi.record import SCHEMAS, Constraint, LaunchRecord, LaunchStep
 
 __all__ = [
-    "DTYPE_BYTES",
     "SCHEMAS",
     "Argument",
     "Constraint",

@@ -9,15 +9,8 @@ from typing import Any
 
 from fusekit.abi.codec import Reader, describe, expression
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variables
+from fusekit.dtypes import ARGUMENTS, DTYPES, SCALARS
 
-# Bytes of one element. The names are those of spec files, extended by the integers that tensor maps know. Those of
-# schema 2 are 8-bit codes and scales, and two 4-bit codes in a byte.
-SCHEMA_2_DTYPES = ("e4m3", "e5m2", "e8m0", "e2m1x2")
-DTYPE_BYTES = {
-    "bf16": 2, "fp16": 2, "f32": 4, "f64": 8, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
-    **dict.fromkeys(SCHEMA_2_DTYPES, 1),
-}  # fmt: skip
-SCALAR_DTYPES = ("f32", "i32")
 ROLES = ("input", "output", "inout")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED = frozenset({
@@ -93,7 +86,7 @@ class TensorArgument:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return DTYPE_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
     @property
     def written(self) -> bool:
@@ -112,8 +105,8 @@ class TensorArgument:
             raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
         if self.role not in ROLES:
             raise RecordError(f"{where}.role: {self.role!r}; it must be one of {', '.join(ROLES)}")
-        if self.dtype not in DTYPE_BYTES:
-            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in ARGUMENTS:
+            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(ARGUMENTS)}")
         if len(self.strides) != len(self.shape):
             raise RecordError(f"{where}.strides: {len(self.strides)} strides for a shape of rank {len(self.shape)}")
         for index, extent in enumerate(self.shape):
@@ -138,7 +131,7 @@ class TensorArgument:
         return cls(
             name=reader.string("name"),
             role=reader.string("role", ROLES),
-            dtype=reader.string("dtype", tuple(DTYPE_BYTES)),
+            dtype=reader.string("dtype", ARGUMENTS),
             shape=reader.array("shape", expression),
             strides=reader.array("strides", expression),
             stride_divisor=reader.integer("stride_divisor"),
@@ -158,8 +151,8 @@ class ScalarArgument:
         check_name(self.name, f"{where}.name")
         if self.name in RESERVED:
             raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
-        if self.dtype not in SCALAR_DTYPES:
-            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(SCALAR_DTYPES)}")
+        if self.dtype not in SCALARS:
+            raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(SCALARS)}")
         if self.default is not None and self.dtype == "i32" and not isinstance(self.default, int):
             raise RecordError(f"{where}.default: {self.default!r}; an i32 scalar has an integer default")
 
@@ -171,7 +164,7 @@ class ScalarArgument:
 
     @classmethod
     def read(cls, reader: Reader) -> ScalarArgument:
-        name, dtype = reader.string("name"), reader.string("dtype", SCALAR_DTYPES)
+        name, dtype = reader.string("name"), reader.string("dtype", SCALARS)
         return cls(name, dtype, scalar_from_json(reader.take("default"), reader.path("default")))
 
 

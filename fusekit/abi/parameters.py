@@ -10,23 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.abi.arguments import DTYPE_BYTES, SCHEMA_2_DTYPES
 from fusekit.abi.codec import Reader, expression, integer
 from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate
 from fusekit.abi.floats import FloatExpr, evaluate_float, validate_float
+from fusekit.dtypes import DTYPES, INTEGERS, MAPS, SIGNED
 
 SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 INTERLEAVES = ("none", "16B", "32B")
 L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 OOB_FILLS = ("none", "nan_zero")
-INTEGER_BYTES = {"i32": 4, "i64": 8, "i8": 1, "i16": 2, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
-SCHEMA_1_INTEGERS = ("i32", "i64")
 ENCODINGS = ("driver", "raw")
-# Element bytes of what a tensor map alone knows: 4-bit codes two to a byte, 6-bit ones, and float32 read as TF32.
-MAP_DTYPE_BYTES = {name: size for name, size in DTYPE_BYTES.items() if name not in SCHEMA_2_DTYPES} | {
-    "tf32": 4, "u4_align8": 0.5, "u4_align16": 0.5, "u6_align16": 0.75,
-}  # fmt: skip
-SCHEMA_2_MAP_DTYPES = ("tf32", "u4_align8", "u4_align16", "u6_align16")
 TENSOR_MAP_BYTES = 128
 
 
@@ -76,7 +69,7 @@ class TensorMapParameter:
         if self.size != TENSOR_MAP_BYTES:
             raise RecordError(f"{where}.size: {self.size}; a tensor map has {TENSOR_MAP_BYTES} bytes")
         for key, value, allowed in (
-            ("dtype", self.dtype, tuple(MAP_DTYPE_BYTES)),
+            ("dtype", self.dtype, MAPS),
             ("encoding", self.encoding, ENCODINGS),
             ("interleave", self.interleave, INTERLEAVES),
             ("swizzle", self.swizzle, tuple(SWIZZLE_BYTES)),
@@ -105,11 +98,11 @@ class TensorMapParameter:
         for index, step in enumerate(self.element_strides):
             if not 1 <= step <= 8:
                 raise RecordError(f"{where}.element_strides[{index}]: {step}; an element stride is 1 to 8")
-        inner, width = self.box[0] * MAP_DTYPE_BYTES[self.dtype], SWIZZLE_BYTES[self.swizzle]
+        inner, width = self.box[0] * DTYPES[self.dtype].bits / 8, SWIZZLE_BYTES[self.swizzle]
         if self.interleave == "none" and inner % 16:
-            raise RecordError(f"{where}.box[0]: {inner} bytes; the inner box extent is a multiple of 16 bytes")
+            raise RecordError(f"{where}.box[0]: {inner:g} bytes; the inner box extent is a multiple of 16 bytes")
         if width and inner > width:
-            raise RecordError(f"{where}.box[0]: {inner} bytes; swizzle {self.swizzle} allows at most {width}")
+            raise RecordError(f"{where}.box[0]: {inner:g} bytes; swizzle {self.swizzle} allows at most {width}")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -125,7 +118,7 @@ class TensorMapParameter:
         return (self.address, *self.dims, *self.strides)
 
     def is_schema_2(self) -> bool:
-        return self.dtype in SCHEMA_2_MAP_DTYPES or self.encoding != "driver"
+        return DTYPES[self.dtype].map > 1 or self.encoding != "driver"
 
     @classmethod
     def read(cls, reader: Reader, name: str, offset: int, size: int) -> TensorMapParameter:
@@ -135,7 +128,7 @@ class TensorMapParameter:
             size=size,
             argument=reader.string("argument"),
             address=reader.expr("address"),
-            dtype=reader.string("dtype", tuple(MAP_DTYPE_BYTES)),
+            dtype=reader.string("dtype", MAPS),
             dims=reader.array("dims", expression),
             strides=reader.array("strides", expression),
             box=reader.array("box", integer),
@@ -196,21 +189,25 @@ class IntegerParameter:
 
     @property
     def size(self) -> int:
-        return INTEGER_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
     @property
     def alignment(self) -> int:
         return self.size
 
     @property
+    def signed(self) -> bool:
+        return DTYPES[self.dtype].kind == SIGNED
+
+    @property
     def range(self) -> tuple[int, int]:
         """The least and the largest value that it can hold."""
         bits = 8 * self.size
-        return (0, (1 << bits) - 1) if self.dtype[0] == "u" else (-(1 << bits - 1), (1 << bits - 1) - 1)
+        return (-(1 << bits - 1), (1 << bits - 1) - 1) if self.signed else (0, (1 << bits) - 1)
 
     def to_bytes(self, value: int) -> bytes:
         """`value`, which lies in `range`, as the kernel reads it."""
-        return value.to_bytes(self.size, "little", signed=self.dtype[0] == "i")
+        return value.to_bytes(self.size, "little", signed=self.signed)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -223,7 +220,7 @@ class IntegerParameter:
         return (self.value,)
 
     def is_schema_2(self) -> bool:
-        return self.dtype not in SCHEMA_1_INTEGERS
+        return DTYPES[self.dtype].integer > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +346,7 @@ def _scalar(reader: Reader, kind: str, name: str, offset: int) -> Scalar:
         argument = reader.string("argument")
         return PointerParameter(name, argument, offset, reader.expr("shift") if "shift" in reader else 0)
     if kind == "integer":
-        return IntegerParameter(name, reader.string("dtype", tuple(INTEGER_BYTES)), reader.expr("value"), offset)
+        return IntegerParameter(name, reader.string("dtype", INTEGERS), reader.expr("value"), offset)
     if "value" not in reader:
         return FloatParameter(name, reader.string("argument"), offset)
     value = reader.take("value")

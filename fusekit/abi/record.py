@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fusekit.abi.arguments import (
-    SCHEMA_2_DTYPES,
     Argument,
     Dim,
     ScalarArgument,
@@ -36,7 +35,6 @@ from fusekit.abi.expr import (
 )
 from fusekit.abi.floats import validate_float
 from fusekit.abi.parameters import (
-    INTEGER_BYTES,
     FloatParameter,
     IntegerParameter,
     Parameter,
@@ -46,6 +44,7 @@ from fusekit.abi.parameters import (
     flat,
     parameter_from_json,
 )
+from fusekit.dtypes import DTYPES, INTEGERS
 
 __all__ = [
     "SCHEMAS", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "LaunchStep",
@@ -175,7 +174,7 @@ class LaunchRecord:
     @property
     def schema(self) -> int:
         """The first schema that can say this record."""
-        if self.values or self.then or any(tensor.dtype in SCHEMA_2_DTYPES for tensor in self.tensors):
+        if self.values or self.then or any(DTYPES[tensor.dtype].argument > 1 for tensor in self.tensors):
             return 2
         if any(parameter.is_schema_2() for parameter in self.parameters):
             return 2
@@ -424,8 +423,8 @@ def _check_scalar(
 ) -> None:  # fmt: skip
     check_name(parameter.name, f"{where}.name")
     if isinstance(parameter, IntegerParameter):
-        if parameter.dtype not in INTEGER_BYTES:
-            raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGER_BYTES)}")
+        if parameter.dtype not in INTEGERS:
+            raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGERS)}")
         validate(parameter.value, f"{where}.value", values)
     elif isinstance(parameter, FloatParameter):
         floats = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "f32")

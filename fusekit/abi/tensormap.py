@@ -37,22 +37,17 @@ from fusekit.abi.expr import RecordError
 from fusekit.abi.parameters import (
     INTERLEAVES,
     L2_PROMOTIONS,
-    MAP_DTYPE_BYTES,
     OOB_FILLS,
     SWIZZLE_BYTES,
     TENSOR_MAP_BYTES,
 )
+from fusekit.dtypes import DTYPES, FLOAT, MAPS, by
 
 DEFINED_BYTES = 64
 ENCODER_BITS = 1 << 1 | 1 << 21  # of word 2
 MAX_RANK = 5
 
-_TYPE_CODES = {
-    "u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "fp16": 6, "f32": 7, "f64": 9, "bf16": 10, "tf32": 11,
-    "u4_align8": 13, "u4_align16": 14, "u6_align16": 15,
-}  # fmt: skip
-_TYPES = {code: name for name, code in _TYPE_CODES.items()}
-_FLOATS = frozenset({"fp16", "f32", "f64", "bf16", "tf32"})
+_TYPES = by("map_code", MAPS)
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _WORDS = struct.Struct("<16I")
 # Every bit that some field of a descriptor may use; any other one makes `decode` refuse.
@@ -110,16 +105,16 @@ class TensorMap:
             _require(1 <= extent <= 256, f"box[{index}]", extent, "1 to 256")
         for index, step in enumerate(self.element_strides):
             _require(1 <= step <= 8, f"element_strides[{index}]", step, "1 to 8")
-        inner = self.box[0] * MAP_DTYPE_BYTES[self.dtype]
+        inner = self.box[0] * DTYPES[self.dtype].bits / 8
         if self.interleave == "none":
-            _require(inner % 16 == 0, "box[0]", self.box[0], f"a multiple of 16 bytes ({inner} bytes are not)")
+            _require(inner % 16 == 0, "box[0]", self.box[0], f"a multiple of 16 bytes ({inner:g} bytes are not)")
         width = SWIZZLE_BYTES[self.swizzle]
         if width and self.interleave == "none":
             _require(inner <= width, "box[0]", self.box[0], f"at most {width} bytes with swizzle {self.swizzle}")
 
     def _check_modes(self) -> None:
         for name, value, allowed in (
-            ("dtype", self.dtype, _TYPE_CODES), ("interleave", self.interleave, INTERLEAVES),
+            ("dtype", self.dtype, MAPS), ("interleave", self.interleave, INTERLEAVES),
             ("swizzle", self.swizzle, _SWIZZLES), ("l2_promotion", self.l2_promotion, L2_PROMOTIONS),
             ("oob_fill", self.oob_fill, OOB_FILLS),
         ):  # fmt: skip
@@ -133,7 +128,9 @@ class TensorMap:
         if self.interleave != "none":
             _require(self.rank >= 3, "rank", self.rank, f"3 to {MAX_RANK} with interleave {self.interleave}")
         if self.oob_fill != "none":
-            _require(self.dtype in _FLOATS, "oob_fill", self.oob_fill, f"none for the integer type {self.dtype}")
+            _require(
+                DTYPES[self.dtype].kind == FLOAT, "oob_fill", self.oob_fill, f"none for the integer type {self.dtype}"
+            )
 
 
 def encode(tensor_map: TensorMap) -> bytes:
@@ -152,7 +149,7 @@ def encode_raw(tensor_map: TensorMap) -> bytes:
     words[0], words[1] = address & 0xFFFFFFFF, address >> 32
     words[2] = (
         (tensor_map.rank - 1) << 4
-        | _TYPE_CODES[tensor_map.dtype] << 7
+        | DTYPES[tensor_map.dtype].map_code << 7
         | INTERLEAVES.index(tensor_map.interleave) << 11
         | _SWIZZLES.index(tensor_map.swizzle) << 13
         | OOB_FILLS.index(tensor_map.oob_fill) << 15

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusekit.abi import DTYPE_BYTES, Dim, LaunchRecord, ScalarArgument, TensorArgument, evaluate
+from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, evaluate
 from fusekit.bench.arrays import BLOCK
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import GUARD, Trial, Verdict
+from fusekit.dtypes import DTYPES, FLOAT
 from fusekit.errors import UsageError
 from fusekit.reference import POISON
 from fusekit.reference.inputs import bits
@@ -23,8 +24,6 @@ from fusekit.runtime import DeviceArray, Kernel, Library
 
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30
-# Codes of 8 bits: a sign, an exponent a little below 1, any mantissa; scales are 1; every 4-bit code is a number.
-CODES = {"e4m3": (0x87, 0x30), "e5m2": (0x83, 0x38), "e8m0": (0, 127), "e2m1x2": (0xFF, 0)}
 NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
 
 
@@ -146,7 +145,7 @@ def layout(tensor: TensorArgument, dims: Mapping[str, int]) -> tuple[tuple[int, 
 
 
 def _bytes(tensor: TensorArgument, dims: Mapping[str, int]) -> int:
-    count = DTYPE_BYTES[tensor.dtype]
+    count = DTYPES[tensor.dtype].bytes
     for extent in tensor.shape:
         count *= evaluate(extent, dims)
     return count
@@ -154,13 +153,19 @@ def _bytes(tensor: TensorArgument, dims: Mapping[str, int]) -> int:
 
 def numbers(dtype: str, nbytes: int, seed: int) -> NDArray[Any]:
     """A block of at most `nbytes` bytes: random numbers of a floating-point type, none zero; zeros of an integer."""
-    count = min(nbytes // DTYPE_BYTES[dtype], BLOCK)
-    if dtype in ("bf16", "fp16"):
-        return bits((count,), dtype, seed)
+    row = DTYPES[dtype]
+    count = min(nbytes // row.bytes, BLOCK)
     rng = np.random.default_rng(seed)
-    if dtype in CODES:
-        mask, base = CODES[dtype]
-        return (rng.integers(0, 256, count, np.uint8) & np.uint8(mask)) | np.uint8(base)
-    if dtype in ("f32", "f64"):
-        return rng.uniform(0.25, 1.0, count).astype({"f32": np.float32, "f64": np.float64}[dtype])
-    return np.zeros(count * DTYPE_BYTES[dtype], np.uint8)
+    if row.kind != FLOAT:
+        return np.zeros(count * row.bytes, np.uint8)
+    if row.bits == 16:
+        return bits((count,), dtype, seed)
+    if row.bits > 16:
+        return rng.uniform(0.25, 1.0, count).astype(row.array)
+    codes = rng.integers(0, 256, count, np.uint8)
+    if row.packed > 1:  # every code is a number
+        return codes
+    # A sign, an exponent a little below 1, any mantissa; scales have neither sign nor mantissa, and are 1.
+    fraction = row.significand - 1
+    kept = 0x80 | (1 << fraction) - 1 if fraction else 0
+    return (codes & np.uint8(kept)) | np.uint8(-row.lowest << fraction)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.dtypes import DTYPES
 from fusekit.reference.meaning import meaning
 
 
@@ -62,7 +63,7 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     means, flops = meaning(spec), 2 * rows * n * k
     if means.op == "grouped-wgrad":
         # An empty group's zeros are written, but nothing is added to it.
-        weights = 2 * 4 * busy if means.accumulate else (4 if means.out_dtype == "f32" else 2) * groups
+        weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
         sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
         return Work(flops, bytes=2 * rows * (n + k) + weights * n * k + sums * n)
     gated = means.activation.gated

@@ -9,9 +9,11 @@ import numpy as np
 
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import GUARD, Trial, Verdict
+from fusekit.dtypes import DTYPES
 from fusekit.reference import (
     POISON,
     Measurement,
+    held,
     permutation_check,
     permutation_inputs,
     permutation_output_shapes,
@@ -24,8 +26,6 @@ from fusekit.runtime import Kernel, Library
 DEFAULT_TOKENS, DEFAULT_HIDDEN = 4096, 2880  # where a spec has no problem
 # The reference needs several float64 copies of what it looks at: so many elements of a row-by-row matrix at a time.
 CHUNK = 4 * 10**6
-SIZES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1}
-TYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8}
 ROWLESS = ("expert_bias", "counts", "grad_loss")  # inputs that all tokens share
 
 
@@ -36,28 +36,28 @@ def router_work(spec: Mapping[str, Any], *, tokens: int) -> Work:
     """
     experts, topk, op = spec["experts"], spec["topk"], spec["op"]
     shapes = router_output_shapes(spec, T=tokens)
-    moved = sum(int(np.prod(shape)) * SIZES[dtype] for shape, dtype in shapes.values())
+    moved = sum(int(np.prod(shape)) * DTYPES[dtype].bytes for shape, dtype in shapes.values())
     row = tokens * experts
     if op in ("moe-aux-loss", "moe-aux-loss-bwd"):
-        read = row * SIZES[spec["out_dtype"]] if op == "moe-aux-loss" else 0
+        read = row * DTYPES[spec["out_dtype"]].bytes if op == "moe-aux-loss" else 0
         return Work(flops=0, bytes=moved + read + 4 * experts)
     if op in ("router-topk", "router-aux-score"):
-        moved += row * SIZES[spec["dtype"]]
+        moved += row * DTYPES[spec["dtype"]].bytes
     elif op == "router-topk-bwd":
         choices = {"bytes": row, "bits": tokens * -(-experts // 32) * 4, "none": tokens * topk * 4}
-        gradients = SIZES["f32" if spec["outputs"] == "compact" else spec["out_dtype"]]
+        gradients = DTYPES["f32" if spec["outputs"] == "compact" else spec["out_dtype"]].bytes
         logits = row if spec["pre_softmax"] else tokens * topk
-        moved += choices[spec["routing_map"]] + tokens * topk * gradients + logits * SIZES[spec["dtype"]]
+        moved += choices[spec["routing_map"]] + tokens * topk * gradients + logits * DTYPES[spec["dtype"]].bytes
     else:
-        moved += 2 * row * SIZES[spec["out_dtype"]]
+        moved += 2 * row * DTYPES[spec["out_dtype"]].bytes
         if spec["score_function"] != "softmax":
-            moved += tokens * SIZES["f32"]
+            moved += tokens * DTYPES["f32"].bytes
     return Work(flops=0, bytes=moved)
 
 
 def permutation_work(spec: Mapping[str, Any], *, tokens: int, hidden: int, choices: int) -> Work:
     """The bytes that a permutation operation must move. choices: those that have a row."""
-    size = SIZES.get(spec["dtype"], 0)
+    size = DTYPES[spec["dtype"]].bytes if spec["dtype"] in DTYPES else 0
     token_rows, expert_rows = tokens * hidden * size, choices * hidden * size
     per_choice = 4 * tokens * spec["topk"]
     weights = per_choice if spec["weighted"] else 0
@@ -116,7 +116,7 @@ class TokenTrial(Trial):
             for where, start in (("before", -GUARD), ("after", array.nbytes)):
                 if np.frombuffer(array.download(start, GUARD), np.uint8).min() != POISON & 0xFF:
                     problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
-            outputs[name] = np.frombuffer(array.download(), TYPES[dtype]).reshape(shape)
+            outputs[name] = np.frombuffer(array.download(), held(dtype)).reshape(shape)
         return outputs, problems
 
     def check(self) -> Verdict:

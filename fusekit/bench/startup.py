@@ -27,9 +27,9 @@ from fusekit.abi import (
     TensorMapParameter,
     evaluate,
 )
+from fusekit.dtypes import DTYPES
 from fusekit.errors import UsageError
 from fusekit.runtime import Kernel, open_library
-from fusekit.runtime.maps import DTYPE_NAMES
 
 OURS = """
 import fusekit
@@ -139,7 +139,7 @@ def _parameter(kernel: Kernel, parameter: Any, env: dict[str, int]) -> str:
         dims = [evaluate(dim, env) for dim in parameter.dims]
         strides = [evaluate(stride, env) for stride in parameter.strides]
         return (
-            f"tensor_map({parameter.argument!r}, {DTYPE_NAMES[parameter.dtype]!r}, {dims}, {strides},"
+            f"tensor_map({parameter.argument!r}, {DTYPES[parameter.dtype].tensor_map!r}, {dims}, {strides},"
             f" {list(parameter.box)}, {list(parameter.element_strides)}, {parameter.swizzle.upper()!r})"
         )
     if isinstance(parameter, PointerParameter):

@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusekit.dtypes import DTYPES as ROWS
 from fusekit.interop.torch import DTYPES
 from fusekit.runtime import DeviceArray
 
 HOWS = ("grouped", "loop", "compile")
-_TYPESTRS = {"bf16": "<i2", "fp16": "<f2", "f32": "<f4", "i32": "<i4", "u8": "|u1"}
 _CHUNK = 1 << 26  # elements that are widened at a time
 
 
 class _Memory:
-    """An array as ``__cuda_array_interface__``, which has no bfloat16: 16-bit integers stand for it."""
+    """An array as ``__cuda_array_interface__``, as integers: it has no bfloat16."""
 
     def __init__(self, array: DeviceArray) -> None:
         self.__cuda_array_interface__ = {
-            "shape": array.shape, "typestr": _TYPESTRS[array.dtype], "data": (array.data_ptr(), False), "version": 3,
+            "shape": array.shape, "typestr": f"<i{ROWS[array.dtype].bytes}", "data": (array.data_ptr(), False),
+            "version": 3,
         }  # fmt: skip
 
 

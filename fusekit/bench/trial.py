@@ -12,7 +12,7 @@ from fusekit.bench.compare import compare
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
-from fusekit.reference import BY_GROUP, POISON, make_inputs, output_shapes, poisoned
+from fusekit.reference import BY_GROUP, POISON, held, make_inputs, output_shapes, poisoned
 from fusekit.runtime import DeviceArray, Kernel, Library
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
@@ -119,7 +119,7 @@ class Trial:
             if np.frombuffer(array.download(start, GUARD), np.uint16).min() != POISON:
                 problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
         shape, dtype = self.outputs[name]
-        values = np.frombuffer(array.download(), np.float32 if dtype == "f32" else np.uint16).reshape(shape)
+        values = np.frombuffer(array.download(), held(dtype)).reshape(shape)
         untouched = poisoned(values)
         if name not in BY_GROUP:
             written = ~untouched[self.owned :]

@@ -18,6 +18,7 @@ from fusekit.abi import (
 )
 from fusekit.abi.floats import FloatExpr, evaluate_float
 from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
+from fusekit.dtypes import DTYPES
 from fusekit.errors import UsageError
 
 # Limits of the C launcher's arrays.
@@ -29,11 +30,6 @@ _OPERATORS = {
         "fadd", "fsub", "fmul", "fdiv",
     )
 }  # fmt: skip
-# By CUtensorMapDataType, then by the loader's fusekit_dtype.
-DTYPES = (
-    "u8", "u16", "u32", "i32", "u64", "i64", "fp16", "f32", "f64", "bf16", "f32_ftz", "tf32", "tf32_ftz", "u4_align8",
-    "u4_align16", "u6_align16", "e4m3", "e5m2", "e8m0", "e2m1x2",
-)  # fmt: skip
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
 _OWN_MEMORY = {"workspace": "FK_WORKSPACE", "scratch": "FK_SCRATCH"}
@@ -204,7 +200,7 @@ class Tables:
         if isinstance(item, TensorMapParameter):
             kind, tensor_map = "FK_TENSOR_MAP", f"&{self._map(node, item)}"
         elif isinstance(item, IntegerParameter):
-            kind, value = "FK_INT" if item.dtype[0] == "i" else "FK_UINT", self._expression(item.value)
+            kind, value = "FK_INT" if item.signed else "FK_UINT", self._expression(item.value)
         elif isinstance(item, FloatParameter):
             kind, value = "FK_FLOAT", self._program(self._float_steps(item.value))
         elif isinstance(item, PointerParameter):
@@ -219,7 +215,7 @@ class Tables:
         label = f"fk_map_{self.number}_{node}_{parameter.name}"
         boxes = [extents + (0,) * (MOST_RANK - len(extents)) for extents in (parameter.box, parameter.element_strides)]
         members = [
-            f"{DTYPES.index(parameter.dtype)}, {parameter.rank}, {self._expression(parameter.address)}",
+            f"{DTYPES[parameter.dtype].number}, {parameter.rank}, {self._expression(parameter.address)}",
             self._expressions_of(parameter.dims),
             self._expressions_of(parameter.strides),
             f"{_braced(boxes[0])}, {_braced(boxes[1])}",

@@ -10,6 +10,7 @@ from typing import Any
 
 from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, render
 from fusekit.cabi.identifiers import members
+from fusekit.dtypes import DTYPES
 
 FUNCTIONS = """\
 /* The arguments with every default: pointers NULL, strides 0 (rows of no padding), scalars the spec's. */
@@ -111,10 +112,9 @@ class Wrapper:
         return lines
 
     def _scalar(self, scalar: ScalarArgument) -> list[str]:
-        kind = "float" if scalar.dtype == "f32" else "int32_t"
         default = self._default(scalar)
         note = "must be set" if default is None else f"default {default}"
-        return [f"    {kind} {self._member[scalar.name]}; /* {note} */"]
+        return [f"    {DTYPES[scalar.dtype].c} {self._member[scalar.name]}; /* {note} */"]
 
     def _default(self, scalar: ScalarArgument) -> float | int | None:
         value = self._defaults.get(scalar.name, scalar.default)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
-from fusekit.abi.arguments import DTYPE_BYTES, RESERVED
+from fusekit.abi.arguments import RESERVED
 from fusekit.abi.expr import evaluate, freeze, validate
 from fusekit.compiler import fakes
 from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
@@ -29,6 +29,7 @@ from fusekit.compiler.plan import (
     Signature,
     TracePlan,
 )
+from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
 
@@ -330,7 +331,7 @@ class _Reading:
         for extent in reversed(shape):
             strides.insert(0, span)
             span = extent if span == 1 else ("mul", extent, span)
-        align = max(getattr(leaf.fake, "_assumed_align", 0) or 0, DTYPE_BYTES[leaf.dtype])
+        align = max(getattr(leaf.fake, "_assumed_align", 0) or 0, DTYPES[leaf.dtype].bytes)
         return HostPointer(name), TensorArgument(
             name, told["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
         )

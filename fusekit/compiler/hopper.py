@@ -7,6 +7,7 @@ from typing import Any
 
 from fusekit.abi import Expr, TensorArgument
 from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostStream, HostTensor, Signature
+from fusekit.dtypes import DTYPES
 from fusekit.spec import KernelSpec
 
 ELEMENT = 2  # bytes of bf16 and fp16
@@ -58,7 +59,6 @@ def fake_arguments(signature: Signature, operands: Sequence[str]) -> tuple[Any, 
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "f32": cutlass.Float32, "i32": cutlass.Int32}
     divisors = {dim.name: dim.divisor for dim in signature.dims}
     tensors = {tensor.name: tensor for tensor in signature.tensors}
     scalars = {scalar.name for scalar in signature.scalars}
@@ -81,7 +81,8 @@ def fake_arguments(signature: Signature, operands: Sequence[str]) -> tuple[Any, 
             else cute.sym_int64(divisibility=tensor.stride_divisor if tensor.reads_stride(index) else 1)
             for index, stride in enumerate(tensor.strides)
         )
-        return make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment)
+        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=tensor.alignment)
 
     return (*(fake(name) for name in operands), cutlass.Int32(132), cutlass.Int32(0), CUstream(0))
 

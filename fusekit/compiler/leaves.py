@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
 TENSOR, POINTER, INTEGER, FLOAT, STREAM = "tensor", "pointer", "integer", "float", "stream"
-# The DSL's name of a type -> the record's.
-DTYPES = {
-    "BFloat16": "bf16", "Float16": "fp16", "Float32": "f32", "Float64": "f64", "Int8": "u8", "Uint8": "u8",
-    "Boolean": "u8", "Int16": "u16", "Uint16": "u16", "Int32": "i32", "Uint32": "u32", "Int64": "i64", "Uint64": "u64",
-    "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2", "Float8E8M0FNU": "e8m0", "Float4E2M1FN": "e2m1x2",
-}  # fmt: skip
-_INTEGERS = {"Int32": "i32", "Uint32": "i32", "Int64": "i64", "Uint64": "i64"}
+# The DSL's name of a type -> the record's; one that no tensor of a record has is seen as unsigned bits.
+_BITS = {DTYPES[name].bits: name for name in ARGUMENTS if DTYPES[name].kind == UNSIGNED}
+RECORDED = {row.cutlass: row.name if row.argument else _BITS[row.bits] for row in ROWS if row.framework}
+# Of a number by value.
+_INTEGERS = {row.cutlass: f"i{row.bits}" for row in ROWS if row.kind in (SIGNED, UNSIGNED) and row.bits in (32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Leaf:
     @property
     def packed(self) -> int:
         """Elements in one of the record's."""
-        return 2 if self.dtype == "e2m1x2" else 1
+        return DTYPES[self.dtype].packed
 
     def __str__(self) -> str:
         if self.kind == TENSOR:
@@ -115,7 +114,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
 
 
 def _dtype(name: str, element: Any) -> str:
-    known = DTYPES.get(getattr(element, "__name__", str(element)))
+    known = RECORDED.get(getattr(element, "__name__", str(element)))
     if known is None:
-        raise BuildError(f"{name} holds {element}, which launch records do not know; they know {', '.join(DTYPES)}")
+        raise BuildError(f"{name} holds {element}, which launch records do not know; they know {', '.join(RECORDED)}")
     return known

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
-from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostArgument, HostStream, HostTensor, Signature, TracePlan
+from fusekit.dtypes import DTYPES
 from fusekit.spec.permutation import (
     INDEX,
     PERMUTE,
@@ -53,7 +53,7 @@ def signature(spec: PermutationSpec) -> Signature:
     """What the callers of `spec` pass."""
     if spec.op == INDEX:
         return Signature(spec.arch, _tensors(spec), (Dim("T", maximum=MOST_ROWS // spec.topk),))
-    size = DTYPE_BYTES[spec.dtype]
+    size = DTYPES[spec.dtype].bytes
     divisor = VECTOR_BYTES // size
     columns = Dim("H", divisor, divisor, MOST_COLUMNS // size)
     dims = Dim("T", maximum=MOST_ROWS), Dim("M", maximum=MOST_ROWS), columns
@@ -79,13 +79,13 @@ def _tensor(spec: PermutationSpec, name: str, role: str) -> TensorArgument | Non
     if name == "row_scale":
         return TensorArgument(name, role, "f32", ("M",), (1,), alignment=4)
     rows = "T" if name in TOKEN_ROWS[spec.op] else "M"
-    divisor = VECTOR_BYTES // DTYPE_BYTES[spec.dtype]
+    divisor = VECTOR_BYTES // DTYPES[spec.dtype].bytes
     return TensorArgument(name, role, spec.dtype, (rows, "H"), (f"{name}.stride0", 1), divisor)
 
 
 def _lines(spec: PermutationSpec) -> int:
     """Accesses of a warp that make a piece."""
-    return SUMMED * DTYPE_BYTES[spec.dtype] // VECTOR_BYTES if spec.op == PERMUTE_BACKWARD else LINES[spec.op]
+    return SUMMED * DTYPES[spec.dtype].bytes // VECTOR_BYTES if spec.op == PERMUTE_BACKWARD else LINES[spec.op]
 
 
 def _function(spec: PermutationSpec) -> Any:
@@ -105,7 +105,6 @@ def _fake_arguments(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) 
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    types = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32, "i32": cutlass.Int32}
     by_name = {tensor.name: tensor for tensor in tensors}
     arguments: list[Any] = []
     for name, _ in OPERANDS[spec.op]:
@@ -123,5 +122,6 @@ def _fake_arguments(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) 
             stride if isinstance(stride, int) else cute.sym_int64(divisibility=tensor.stride_divisor)
             for stride in tensor.strides
         )
-        arguments.append(make_fake_tensor(types[tensor.dtype], shape, strides, assumed_align=tensor.alignment))
+        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
+        arguments.append(make_fake_tensor(dtype, shape, strides, assumed_align=tensor.alignment))
     return (*arguments, CUstream(0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, Expr, ScalarArgument, TensorArgument
-from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.dtypes import DTYPES
 from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD, RouterSpec
 
 VECTOR_BYTES = 16  # the widest access of a lane
@@ -86,7 +86,7 @@ def _tensor(spec: RouterSpec, name: str) -> TensorArgument | None:
         return TensorArgument(name, role, dtype, ("T",), (1,), alignment=4)
     shape: tuple[Expr, ...] = (columns,) if name == "expert_bias" else ("T", columns)
     strides: tuple[Expr, ...] = (1,) if name == "expert_bias" else (columns, 1)
-    row_bytes = columns * DTYPE_BYTES[dtype]
+    row_bytes = columns * DTYPES[dtype].bytes
     return TensorArgument(name, role, dtype, shape, strides, alignment=min(VECTOR_BYTES, row_bytes & -row_bytes))
 
 
@@ -129,7 +129,6 @@ def _fake_arguments(spec: RouterSpec) -> tuple[Any, ...]:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    types = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32, "i32": cutlass.Int32, "u8": cutlass.Uint8}
     arguments: list[Any] = []
     for name in OPERANDS[spec.op]:
         tensor = _tensor(spec, name)
@@ -137,9 +136,10 @@ def _fake_arguments(spec: RouterSpec) -> tuple[Any, ...]:
             arguments.append(None)
             continue
         shape = tuple(cute.sym_int() if extent == "T" else extent for extent in tensor.shape)
-        arguments.append(make_fake_tensor(types[tensor.dtype], shape, tensor.strides, assumed_align=tensor.alignment))
-    for _, dtype in _scalars(spec):
-        arguments.append(types[dtype](1))
+        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
+        arguments.append(make_fake_tensor(dtype, shape, tensor.strides, assumed_align=tensor.alignment))
+    for _, scalar in _scalars(spec):
+        arguments.append(getattr(cutlass, DTYPES[scalar].cutlass)(1))
     return (*arguments, CUstream(0))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
-from fusekit.abi.arguments import DTYPE_BYTES
 from fusekit.compiler.hopper import BIG, COUNTER_BYTES, MOST_GROUPS, VECTOR, config, fake_arguments, host_arguments
 from fusekit.compiler.plan import Signature, TracePlan
+from fusekit.dtypes import DTYPES
 from fusekit.spec import KernelSpec
 
 OPERANDS = ("dy", "x", "dw", "offsets", "dbias", "workspace")
@@ -26,7 +26,7 @@ def signature(spec: KernelSpec) -> Signature:
         return TensorArgument(name, "input", spec.dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
 
     role = "inout" if spec.accumulate else "output"
-    vector = 16 // DTYPE_BYTES[spec.out_dtype]
+    vector = 16 // DTYPES[spec.out_dtype].bytes
     dynamic = spec.schedule == "dynamic"
     sums = [TensorArgument("dbias", role, "f32", ("E", "N"), ("N", 1), alignment=4)] if spec.dbias else []
     return Signature(

@@ -15,17 +15,14 @@ from typing import Any
 import jax
 
 from fusekit.abi import ScalarArgument, evaluate
+from fusekit.dtypes import DTYPES, by
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
 from fusekit.interop.shapes import dims_of
 from fusekit.runtime import Kernel
 from fusekit.runtime.arguments import check_scalar
 
-DTYPES = {
-    "bf16": "bfloat16", "fp16": "float16", "f32": "float32", "f64": "float64", "i32": "int32", "i64": "int64",
-    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
-    "e8m0": "float8_e8m0fnu", "e2m1x2": "uint8",
-}  # fmt: skip
+_XLA = by("xla")
 
 
 class _Tensor:
@@ -34,8 +31,8 @@ class _Tensor:
     __slots__ = ("_address", "_strides", "device", "dtype", "shape")
 
     def __init__(self, buffer: xla.Buffer, device: int, wanted: str) -> None:
-        self.dtype = xla.DTYPES.get(buffer.dtype, f"XLA type {buffer.dtype}")
-        if (wanted, self.dtype) == ("e2m1x2", "u8"):  # JAX has no type for two codes in a byte
+        self.dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
+        if self.dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two codes in a byte
             self.dtype = wanted
         self.shape = tuple(buffer.dims[: buffer.rank])
         self.device = device
@@ -94,7 +91,7 @@ def operator(
             )
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
         shapes = [
-            jax.ShapeDtypeStruct([evaluate(extent, dims) for extent in output.shape], DTYPES[output.dtype])
+            jax.ShapeDtypeStruct([evaluate(extent, dims) for extent in output.shape], DTYPES[output.dtype].array)
             for output in outputs
         ]
         found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
@@ -105,4 +102,4 @@ def operator(
 
 def _attribute(scalar: ScalarArgument, value: Any) -> Any:
     """A number as XLA takes one: NumPy's, of the scalar's type."""
-    return jax.numpy.dtype(DTYPES[scalar.dtype]).type(check_scalar(scalar, value))
+    return jax.numpy.dtype(DTYPES[scalar.dtype].array).type(check_scalar(scalar, value))

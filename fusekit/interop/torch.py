@@ -14,19 +14,14 @@ from typing import Any
 import torch
 
 from fusekit.abi import TensorArgument, evaluate
+from fusekit.dtypes import DTYPES as ROWS
+from fusekit.dtypes import FLOAT, by
 from fusekit.errors import ArgumentError
 from fusekit.interop.shapes import dims_of
 from fusekit.runtime import DeviceArray, Kernel
 
-DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32, "f64": torch.float64, "i32": torch.int32,
-    "i64": torch.int64, "u8": torch.uint8, "u16": torch.uint16, "u32": torch.uint32, "u64": torch.uint64,
-    # Those that PyTorch has; the last one from 2.8 on.
-    **{name: getattr(torch, known) for name, known in (
-        ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2"), ("e8m0", "float8_e8m0fnu"), ("e2m1x2", "float4_e2m1fn_x2"),
-    ) if hasattr(torch, known)},
-}  # fmt: skip
-_SCALARS = {"f32": "float", "i32": "int"}
+# Those that this PyTorch has.
+DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}
 
 
 def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:
@@ -72,8 +67,9 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
         return returned(allocate({**dict(zip(names, values, strict=False)), **named}))
 
     parts = [f"Tensor {tensor.name}" for tensor in inputs]
-    parts += [f"{_SCALARS[scalar.dtype]} {scalar.name}" for scalar in required]
-    parts += [f"{_SCALARS[scalar.dtype]}? {scalar.name}=None" for scalar in optional]
+    kinds = {scalar.name: "float" if ROWS[scalar.dtype].kind == FLOAT else "int" for scalar in record.scalars}
+    parts += [f"{kinds[scalar.name]} {scalar.name}" for scalar in required]
+    parts += [f"{kinds[scalar.name]}? {scalar.name}=None" for scalar in optional]
     results = ", ".join(["Tensor"] * len(outputs))
     schema = f"({', '.join(parts)}) -> {results if len(outputs) == 1 else f'({results})'}"
     defined: Any = torch.library.custom_op(name, launch, mutates_args=(), device_types="cuda", schema=schema)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusekit.dtypes import DTYPES, by
 from fusekit.errors import ArgumentError
 
-_TYPESTRS = {"bf16": "<V2", "fp16": "<f2", "f32": "<f4", "i32": "<i4", "u8": "|u1"}
-_BYTES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4, "u8": 1}
+_TYPESTRS = {name: f"<{typestr}" for typestr, name in by("typestr").items()}
 
 
 class View:
@@ -17,7 +17,7 @@ class View:
         shown = dict(array.__cuda_array_interface__)
         if dtype not in _TYPESTRS:
             raise ArgumentError(f"dtype {dtype!r}; known here are {', '.join(_TYPESTRS)}")
-        if int(shown["typestr"][2:]) != _BYTES[dtype]:
+        if int(shown["typestr"][2:]) != DTYPES[dtype].bytes:
             raise ArgumentError(f"elements of {shown['typestr']} cannot be seen as {dtype}; the sizes differ")
         shown["typestr"] = _TYPESTRS[dtype]
         shown.pop("descr", None)

@@ -25,12 +25,9 @@ from ctypes import (
 )
 from typing import Any
 
-# XLA_FFI_DataType
-DTYPES = {
-    4: "i32", 5: "i64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "fp16", 11: "f32", 12: "f64", 16: "bf16",
-    19: "e5m2", 20: "e4m3", 33: "e8m0",
-}  # fmt: skip
-SCALARS: dict[int, Any] = {4: c_int32, 11: c_float}
+from fusekit.dtypes import DTYPES
+
+SCALARS: dict[int | None, Any] = {DTYPES["i32"].xla: c_int32, DTYPES["f32"].xla: c_float}
 SCALAR = 3  # XLA_FFI_AttrType
 METADATA = 1  # XLA_FFI_Extension_Metadata
 COMMAND_BUFFER_COMPATIBLE = 1

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import cutlass
 
+from fusekit.dtypes import DTYPES
+
 TILE_K = 64  # elements of K in one pipeline stage: 128 bytes of a 16-bit type, one swizzle row
 WARPGROUP = 128  # threads
 CONSUMER_WARPGROUPS = 2
@@ -101,5 +103,5 @@ class GemmConfig:
 
 
 def dtype_of(name: str):
-    """The DSL's type for "bf16", "fp16" or "f32"."""
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "f32": cutlass.Float32}[name]
+    """The DSL's type of a spec's dtype."""
+    return getattr(cutlass, DTYPES[name].cutlass)

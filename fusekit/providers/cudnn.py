@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from fusekit.dtypes import DTYPES
 from fusekit.providers.traced import Traced, traced
 
 _GROUPED = "cudnn.gemm.cutedsl.grouped"
@@ -126,7 +127,7 @@ def block_sparse_attention(head: int = 128, dtype: str = "bf16") -> Traced:
     from cutlass.cute.runtime import make_fake_tensor
 
     module = import_module("cudnn.block_sparse_attention.csrc.fwd.sm90_blk128.bsa_fwd_sm90")
-    element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[dtype]
+    element = getattr(cutlass, DTYPES[dtype].cutlass)
     queries, keys, heads, batch, blocks, most = (sym_int() for _ in range(6))
 
     def outer(count: int, step: int = 8) -> tuple[Any, ...]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusekit.dtypes import DTYPES
 from fusekit.providers.traced import Traced, traced
-
-_TYPES = {"bf16": "BFloat16", "fp16": "Float16", "f32": "Float32", "i32": "Int32", "i64": "Int64"}
 
 
 def rmsnorm(
@@ -111,7 +110,7 @@ def gemm(
 def _type(name: str | None) -> Any:
     import cutlass
 
-    return None if name is None else getattr(cutlass, _TYPES[name])
+    return None if name is None else getattr(cutlass, DTYPES[name].cutlass)
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """
 
-from fusekit.reference.formats import POISON, decode, encode, poisoned
+from fusekit.reference.formats import POISON, decode, encode, held, poisoned
 from fusekit.reference.gemm import check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
@@ -23,6 +23,7 @@ __all__ = [
     "expected",
     "gemm",
     "group_sizes",
+    "held",
     "make_inputs",
     "measure",
     "offsets_of",

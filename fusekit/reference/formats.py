@@ -6,35 +6,18 @@ on the way), keeps infinities, signed zeros and subnormals, and maps every NaN t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.dtypes import ARGUMENTS, DTYPES, FLOAT, DType
+
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A floating-point format.
-
-    ``significand`` counts the leading one, so half a unit in the last place is ``2**-significand`` relative.
-    ``smallest`` is the least positive subnormal, ``largest`` the greatest finite value.
-    """
-
-    name: str
-    significand: int
-    fraction: int
-    bias: int
-    smallest: float
-    largest: float
-
-
-BF16 = Format("bf16", significand=8, fraction=7, bias=127, smallest=2.0**-133, largest=(2.0 - 2.0**-7) * 2.0**127)
-FP16 = Format("fp16", significand=11, fraction=10, bias=15, smallest=2.0**-24, largest=65504.0)
-F32 = Format("f32", 24, 23, 127, 2.0**-149, (2.0 - 2.0**-23) * 2.0**127)
-FORMATS = {"bf16": BF16, "fp16": FP16, "f32": F32}
+# Those that results are rounded to.
+FORMATS = tuple(name for name in ARGUMENTS if DTYPES[name].kind == FLOAT and DTYPES[name].bits in (16, 32))
 
 # All ones is a NaN in every format, and one that no arithmetic produces: what still holds it was never written.
 POISON = 0xFFFF
@@ -46,12 +29,17 @@ def poisoned(array: Array) -> NDArray[np.bool_]:
     return np.asarray(bits == np.iinfo(bits.dtype).max)
 
 
-def format_of(name: str) -> Format:
-    """The ``Format`` called ``name``; ``ValueError`` for anything but "bf16", "fp16" and "f32"."""
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ValueError(f"dtype {name!r}; a format is one of {', '.join(FORMATS)}") from None
+def format_of(name: str) -> DType:
+    """The floating-point format ``name``; ``ValueError`` for anything but "bf16", "fp16" and "f32"."""
+    if name not in FORMATS:
+        raise ValueError(f"dtype {name!r}; a format is one of {', '.join(FORMATS)}")
+    return DTYPES[name]
+
+
+def held(name: str) -> np.dtype[Any]:
+    """What NumPy holds a tensor of ``name`` in: unsigned bits of a float of 16 bits or fewer."""
+    dtype = DTYPES[name]
+    return np.dtype(f"u{dtype.bytes}" if dtype.kind == FLOAT and dtype.bits <= 16 else dtype.array)
 
 
 def encode(values: Array, name: str) -> NDArray[Any]:
@@ -61,7 +49,7 @@ def encode(values: Array, name: str) -> NDArray[Any]:
     """
     format_of(name)
     values = np.asarray(values)
-    if values.dtype not in (np.float16, np.float32, np.float64):
+    if values.dtype.char not in "efd":
         raise ValueError(f"cannot round an array of {values.dtype}; give float16, float32 or float64")
     if name == "bf16":
         return _encode_bf16(values)

@@ -29,13 +29,14 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> ND
     ``ValueError`` when the exponent takes them out of the format's normal range.
     """
     form = format_of(dtype)
-    lowest = form.bias + exponent - 3
-    if not 1 <= lowest <= 2 * form.bias - 3:
+    bias, fraction = 1 - form.lowest, form.significand - 1
+    lowest = bias + exponent - 3
+    if not 1 <= lowest <= 2 * bias - 3:
         raise ValueError(f"2**{exponent} scales {dtype} numbers out of its normal range; scale less")
     # Raw bits are kept as sign, two low exponent bits and mantissa; adding the lowest exponent makes them a number.
     raw = np.random.SFC64(seed).random_raw(-(-int(np.prod(shape)) // 4)).view(np.uint16)[: int(np.prod(shape))]
-    raw &= np.uint16(0x8000 | ((4 << form.fraction) - 1))
-    raw += np.uint16(lowest << form.fraction)
+    raw &= np.uint16(0x8000 | ((4 << fraction) - 1))
+    raw += np.uint16(lowest << fraction)
     return raw.reshape(shape)
 
 

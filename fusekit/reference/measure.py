@@ -128,10 +128,10 @@ def _scaled(numbers: Array, want: Expected) -> Array:
     """|got - ref| in units of the bound [R, C]; infinite where one is NaN or infinite and the other is not that."""
     form = format_of(want.dtype)
     with np.errstate(all="ignore"):
-        bound = np.abs(want.value) * 2.0 ** (1 - form.significand) + want.slack + form.smallest
+        bound = np.abs(want.value) * form.eps + want.slack + form.smallest
         scaled = np.abs(numbers - want.value) / bound
         # A NaN or an infinity has no distance: it is right where the reference has it too, or rounds to infinity.
-        overflow = np.abs(want.value) + bound > form.largest
+        overflow = np.abs(want.value) + bound > form.max
         same = (np.isnan(numbers) & np.isnan(want.value)) | (
             np.isinf(numbers) & (np.sign(numbers) == np.sign(want.value)) & overflow
         )

@@ -10,15 +10,9 @@ from fusekit.abi import TensorMapParameter, evaluate, evaluate_address
 from fusekit.abi.expr import variables
 from fusekit.abi.parameters import TENSOR_MAP_BYTES
 from fusekit.abi.tensormap import TensorMap, encode_raw
+from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
-
-DTYPE_NAMES = {
-    "bf16": "BFLOAT16", "fp16": "FLOAT16", "f32": "FLOAT32", "f64": "FLOAT64", "i32": "INT32", "i64": "INT64",
-    "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64", "tf32": "TFLOAT32", "u4_align8": "16U4_ALIGN8B",
-    "u4_align16": "16U4_ALIGN16B", "u6_align16": "16U6_ALIGN16B",
-}  # fmt: skip
-
 
 _RAW_WORDS = 2  # of a descriptor hold the address
 _RAW_ALIGNMENT = 64
@@ -64,7 +58,7 @@ class MapSlot:
                     argument=self._argument,
                 )
         self._before = (
-            getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPE_NAMES[parameter.dtype]}"),
+            getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[parameter.dtype].tensor_map}"),
             parameter.rank,
         )
         promotion = "NONE" if parameter.l2_promotion == "none" else f"L2_{parameter.l2_promotion}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from fusekit.abi import DTYPE_BYTES
+from fusekit.dtypes import ARGUMENTS, DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.devices import Devices
 from fusekit.runtime.tensors import compact_strides
@@ -21,14 +21,14 @@ class DeviceArray:
     def __init__(
         self, devices: Devices, shape: tuple[int, ...], dtype: str, device: int = 0, *, offset: int = 0, tail: int = 0
     ) -> None:
-        if dtype not in DTYPE_BYTES:
-            raise ArgumentError(f"dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+        if dtype not in ARGUMENTS:
+            raise ArgumentError(f"dtype {dtype!r}; known are {', '.join(ARGUMENTS)}")
         if any(extent < 0 for extent in shape):
             raise ArgumentError(f"shape {list(shape)}; extents are not negative")
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
-        self.nbytes = DTYPE_BYTES[dtype]
+        self.nbytes = DTYPES[dtype].bytes
         for extent in shape:
             self.nbytes *= extent
         self.offset = offset

@@ -11,25 +11,14 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import DTYPE_BYTES
+from fusekit.dtypes import ARGUMENTS, DTYPES, by
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
-_DTYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f32", "float": "f32", "float64": "f64",
-    "double": "f64", "int32": "i32", "int": "i32", "int64": "i64", "long": "i64", "uint8": "u8", "uint16": "u16",
-    "uint32": "u32", "uint64": "u64", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e8m0fnu": "e8m0",
-    "float4_e2m1fn_x2": "e2m1x2",
-}  # fmt: skip
+_NAMES = by("framework") | {alias: name for name in ARGUMENTS for alias in DTYPES[name].aliases}
 # NumPy has no bfloat16: extension types show up as 2 opaque bytes.
-_TYPESTRS = {
-    "V2": "bf16", "f2": "fp16", "f4": "f32", "f8": "f64", "i4": "i32", "i8": "i64", "u1": "u8", "u2": "u16",
-    "u4": "u32", "u8": "u64",
-}  # fmt: skip
-_DLPACK_DTYPES = {
-    (4, 16): "bf16", (2, 16): "fp16", (2, 32): "f32", (2, 64): "f64", (0, 32): "i32", (0, 64): "i64", (1, 8): "u8",
-    (1, 16): "u16", (1, 32): "u32", (1, 64): "u64", (10, 8): "e4m3", (12, 8): "e5m2", (14, 8): "e8m0",
-}  # fmt: skip
+_TYPESTRS = by("typestr")
+_DLPACK_DTYPES = by("dlpack")
 _DLPACK_DEVICES = {1: "the CPU", 3: "pinned host memory", 10: "ROCm"}
 _DL_CUDA, _DL_CUDA_MANAGED = 2, 13
 
@@ -69,11 +58,9 @@ def describe(meta: Meta, name: str) -> View:
     """What `meta` says, in fusekit's terms. Raises ArgumentError for an unknown dtype or a tensor not on a GPU."""
     dtype, shape, strides, device = meta
     text = str(dtype).rpartition(".")[2]
-    known = text if text in DTYPE_BYTES else _DTYPES.get(text)
+    known = text if text in ARGUMENTS else _NAMES.get(text)
     if known is None:
-        raise ArgumentError(
-            f"{name} has dtype {dtype}; known are {', '.join(sorted(set(_DTYPES.values())))}", argument=name
-        )
+        raise ArgumentError(f"{name} has dtype {dtype}; known are {', '.join(sorted(ARGUMENTS))}", argument=name)
     return View(known, tuple(map(int, shape)), tuple(map(int, strides)), _ordinal(device, name))
 
 
@@ -112,8 +99,8 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
         raise ArgumentError(f"{name} refuses to be viewed through DLPack: {error}", argument=name) from error
     pointer = _capsule_pointer()(capsule, b"dltensor")
     dl = _DLTensor.from_address(pointer)
-    dtype = _DLPACK_DTYPES.get((dl.code, dl.bits))
-    if dtype is None or dl.lanes != 1:
+    dtype = _DLPACK_DTYPES.get((dl.code, dl.bits, dl.lanes))
+    if dtype is None:
         raise ArgumentError(
             f"{name} has DLPack dtype code {dl.code}, {dl.bits} bits, {dl.lanes} lanes; known are"
             f" {', '.join(_DLPACK_DTYPES.values())}",
@@ -139,7 +126,7 @@ def _read_interface(interface: dict[str, Any], name: str, driver: Driver) -> tup
         known = ", ".join(f"<{key}" for key in _TYPESTRS)
         raise ArgumentError(f"{name} has typestr {typestr}; known are {known} (V2 is bf16)", argument=name)
     address = int(interface["data"][0] or 0)
-    size = DTYPE_BYTES[dtype]
+    size = DTYPES[dtype].bytes
     strides = interface.get("strides")
     if strides is None:
         elements = compact_strides(shape)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.dtypes import DTYPES
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
@@ -15,7 +16,6 @@ BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, *BACKWARDS, CHECK)
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
-ELEMENT_BYTES = {"f32": 4, "bf16": 2}
 
 _NAME = Key("name", "string", "The kernel's name in this file.", required=True)
 _SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
@@ -120,7 +120,7 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
     if spec.problem and spec.op not in (INDEX, CHECK):
-        row = spec.problem.H * ELEMENT_BYTES[spec.dtype]
+        row = spec.problem.H * DTYPES[spec.dtype].bytes
         if row % VECTOR_BYTES:
             found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
     return found

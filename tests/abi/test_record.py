@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.abi import (
-    DTYPE_BYTES,
     Constraint,
     Dim,
     FloatParameter,
@@ -27,6 +26,7 @@ from fusekit.abi import (
 )
 from fusekit.abi.expr import OPERATORS
 from fusekit.abi.record import ATTRIBUTES
+from fusekit.dtypes import ARGUMENTS
 from tests.runtime.samples import record
 
 
@@ -234,5 +234,5 @@ def test_the_example_of_the_documentation_is_a_record() -> None:
     page = (Path(__file__).parents[2] / "fusekit" / "abi" / "launch-record.md").read_text()
     example = json.loads(page.partition("```json\n")[2].partition("```")[0])
     assert LaunchRecord.from_json(example).to_json() == example
-    for name in (*ATTRIBUTES, *OPERATORS, *DTYPE_BYTES):
+    for name in (*ATTRIBUTES, *OPERATORS, *ARGUMENTS):
         assert f"`{name}`" in page

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusekit.abi import DTYPE_BYTES, RecordError
+from fusekit.abi import RecordError
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, TensorMap, decode, encode
+from fusekit.dtypes import DTYPES
 
 ROWS = json.loads((Path(__file__).parent / "data" / "tensormaps.json").read_text())["rows"]
 SWIZZLES = {"none": 256, "32B": 32, "64B": 64, "128B": 128}
@@ -43,8 +44,8 @@ def tensor_maps(draw):
     swizzle = draw(st.sampled_from(list(SWIZZLES)))
     interleave = draw(st.sampled_from(["none", "16B", "32B"])) if rank >= 3 else "none"
     atom = 32 if interleave == "32B" else 16
-    granule = 16 // DTYPE_BYTES[dtype]
-    widest = min(256, SWIZZLES[swizzle] // DTYPE_BYTES[dtype])
+    granule = 16 // DTYPES[dtype].bytes
+    widest = min(256, SWIZZLES[swizzle] // DTYPES[dtype].bytes)
     inner = granule * draw(st.integers(1, max(1, widest // granule)))
     return TensorMap(
         address=atom * draw(st.integers(0, 2**57 // atom - 1)),
@@ -70,7 +71,7 @@ def test_every_combination_of_modes_is_told_apart():
     for rank, swizzle, dtype, promotion in itertools.product(
         range(1, 6), SWIZZLES, ("bf16", "fp16", "f32", "i32", "u8"), ("none", "64B", "128B", "256B")
     ):
-        box = (16 // DTYPE_BYTES[dtype], *(1,) * (rank - 1))
+        box = (16 // DTYPES[dtype].bytes, *(1,) * (rank - 1))
         tensor_map = TensorMap(
             4096, dtype, (7,) * rank, (16,) * (rank - 1), box, (1,) * rank, "none", swizzle, promotion
         )

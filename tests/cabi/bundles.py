@@ -10,13 +10,14 @@ from typing import Any
 
 from fusekit.abi import TensorArgument, evaluate
 from fusekit.cabi import Exported
+from fusekit.dtypes import DTYPES
 from fusekit.store import Entry, NameRecord, Store, key_fields, key_of
 from fusekit.store.bundle import export_bundle
 from fusekit.store.keys import sha256
 from fusekit.store.selection import select
 
 from .launcher import OK, Error
-from .recorder import DTYPES, Recorder
+from .recorder import Recorder
 
 
 def entry_of(kernel: Exported, launch: Mapping[str, Any] | None = None, cubin: bytes | None = None) -> Entry:
@@ -84,7 +85,7 @@ class Argument(Structure):
 def tensor(name: str, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:
     extents = (c_int64 * max(len(shape), 1))(*shape)
     steps = None if strides is None else (c_int64 * max(len(strides), 1))(*strides)
-    return Tensor(name.encode(), address, extents, steps, len(shape), DTYPES.index(dtype))
+    return Tensor(name.encode(), address, extents, steps, len(shape), DTYPES[dtype].number)
 
 
 def arguments(tensors: Sequence[Tensor], scalars: Mapping[str, float] | None = None, **extra: int) -> Arguments:

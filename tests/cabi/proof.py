@@ -24,9 +24,9 @@ from fusekit.abi import (
 from fusekit.abi.tensormap import TensorMap, encode
 from fusekit.cabi import Exported
 from fusekit.compiler.samples import ArgumentSet, argument_sets
+from fusekit.dtypes import MAPS, by
 from fusekit.errors import ArgumentError
 from fusekit.runtime import Devices, Driver, Kernel
-from fusekit.runtime.maps import DTYPE_NAMES
 from tests.runtime.fake import CUresult, CUtensorMap, FakeDriver
 from tests.runtime.samples import CUBIN as FAKE_CUBIN
 from tests.runtime.samples import Torchlike
@@ -37,7 +37,7 @@ from .recorder import STOCK_STEP, WORKSPACE, Recorder
 SETS = 48
 TORCH = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "i32": "int32"}
 ENUMS = {
-    "dtype": {named: name for name, named in DTYPE_NAMES.items()},
+    "dtype": by("tensor_map", MAPS),
     "fill": {"NONE": "none", "NAN_REQUEST_ZERO_FMA": "nan_zero"},
     "swizzle": {"NONE": "none", "32B": "32B", "64B": "64B", "128B": "128B"},
     "promotion": {"NONE": "none", "64B": "64B", "128B": "128B", "256B": "256B"},

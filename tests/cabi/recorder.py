@@ -14,7 +14,7 @@ from typing import Any
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
 from fusekit.abi.tensormap import TensorMap, encode
-from fusekit.cabi.tables import DTYPES
+from fusekit.dtypes import MAPS, by
 
 # The context of a device that knows no tensor maps.
 NO_TENSOR_MAPS = 0x7777
@@ -25,6 +25,8 @@ UNSAFE = {"cuMemAlloc_v2", "cuMemFree_v2", "cuStreamSynchronize", "cuEventQuery"
 RELAXED = 2
 KERNEL, FUNCTION = 0x3000, 0x4000  # handles of the first launch's
 ATTRIBUTES = {2: "cooperative", 4: "cluster", 6: "serialization", 8: "priority"}
+
+_NUMBERS = by("number", MAPS)
 
 
 class Attribute(ctypes.Structure):
@@ -215,7 +217,7 @@ class Recorder:
             if self.contexts[-1] == NO_TENSOR_MAPS:
                 return 801
             made = TensorMap(
-                address or 0, DTYPES[dtype], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
+                address or 0, _NUMBERS[dtype], tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
                 tuple(steps[:rank]), INTERLEAVES[interleave], tuple(SWIZZLE_BYTES)[swizzle], L2_PROMOTIONS[promotion],
                 OOB_FILLS[fill],
             )  # fmt: skip

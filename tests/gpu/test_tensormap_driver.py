@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from fusekit.abi import DTYPE_BYTES, RecordError
+from fusekit.abi import RecordError
 from fusekit.abi.parameters import INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES
 from fusekit.abi.tensormap import DEFINED_BYTES, TensorMap, decode, encode
+from fusekit.dtypes import DTYPES
 
 TYPES = {
     "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "i32": "INT32", "u64": "UINT64", "i64": "INT64",
@@ -61,7 +62,7 @@ def driver():
 
 def same(driver, tensor_map):
     """Whether the driver takes it; asserts that the codec does the same, to the bit."""
-    assert DTYPE_BYTES[tensor_map.dtype] * math.prod(tensor_map.box) <= BLOCK_SHARED_BYTES, tensor_map
+    assert DTYPES[tensor_map.dtype].bytes * math.prod(tensor_map.box) <= BLOCK_SHARED_BYTES, tensor_map
     theirs = driver(tensor_map)
     try:
         ours = encode(tensor_map)[:DEFINED_BYTES]
@@ -111,7 +112,7 @@ def test_random_ones_of_every_rank(driver, rank):
     taken = 0
     for _ in range(2000):
         dtype = source.choice(list(TYPES))
-        size = DTYPE_BYTES[dtype]
+        size = DTYPES[dtype].bytes
         swizzle = source.choice(SWIZZLES)
         interleave = source.choice(("none", "none", *INTERLEAVES)) if rank >= 3 else "none"
         widest = (SWIZZLE_BYTES[swizzle] or 256 * size) // size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusekit.abi import DTYPE_BYTES, Dim, LaunchRecord, TensorArgument
+from fusekit.abi import Dim, LaunchRecord, TensorArgument
+from fusekit.dtypes import ARGUMENTS, DTYPES
 from tests.abi.test_schema_2 import whole
 from tests.runtime.samples import fake_for, load
 
@@ -13,8 +14,8 @@ interop = pytest.importorskip("fusekit.interop.torch")
 
 
 def test_types_have_the_bytes_of_the_launch_records():
-    assert set(DTYPE_BYTES) - set(interop.DTYPES) <= {"e8m0", "e2m1x2"}  # which older versions lack
-    assert {name: dtype.itemsize for name, dtype in interop.DTYPES.items()}.items() <= DTYPE_BYTES.items()
+    assert set(ARGUMENTS) - set(interop.DTYPES) <= {"e8m0", "e2m1x2"}  # which older versions lack
+    assert all(dtype.itemsize == DTYPES[name].bytes for name, dtype in interop.DTYPES.items())
 
 
 def test_results_of_several_launches_are_known_without_launching():

@@ -51,7 +51,7 @@ def test_ties_and_their_neighbours(name):
 
 @pytest.mark.parametrize(("name", "wide"), [("bf16", np.float32), ("bf16", np.float64), ("fp16", np.float64)])
 def test_past_the_largest(name, wide):
-    largest = formats.format_of(name).largest
+    largest = formats.format_of(name).max
     half_unit = largest * 2.0 ** -formats.format_of(name).significand
     numbers = np.array([largest, largest + half_unit * 0.5, np.inf, -np.inf, -0.0], dtype=wide)
     assert formats.decode(formats.encode(numbers, name), name).tolist() == [largest, largest, np.inf, -np.inf, 0.0]
@@ -66,7 +66,7 @@ def test_format_facts():
         form = formats.format_of(name)
         numbers = formats.decode(ALL, name)
         finite = numbers[np.isfinite(numbers)].astype(np.float64)
-        assert finite.max() == form.largest
+        assert finite.max() == form.max
         assert finite[finite > 0].min() == form.smallest
         assert formats.decode(formats.encode(np.ones(1), name) + np.uint16(1), name)[0] == 1 + 2 * 2**-form.significand
         assert np.isnan(formats.decode(np.array([formats.POISON], np.uint16), name)[0])

@@ -13,10 +13,11 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Float64, Int32, Int64, Uint32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import divide, load_shared_v4
 from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel
-from fusekit.kernels.router.config import WARP, RouterConfig, dtype_bytes
+from fusekit.kernels.router.config import WARP, RouterConfig
 
 BLOCKS = 8
 WARPS = 32
@@ -71,7 +72,7 @@ class MoeAuxLoss(RouterKernel):
         cute.arch.sync_threads()
         total = Float64(0.0)
         for token in cutlass.range(block * WARPS + warp, tokens, BLOCKS * WARPS):
-            row = self.address(scores, token, config.experts, dtype_bytes(config.out_dtype))
+            row = self.address(scores, token, config.experts, DTYPES[config.out_dtype].bytes)
             values = lanes.load_row(row, self.row, lane, config.out_dtype)
             total += Float64(self.add_up(self.products(values, shared, lane)))
         for step in cutlass.range_constexpr(5):
@@ -143,7 +144,7 @@ class MoeAuxLossBackward(RouterKernel):
             scale = Float32(given * factor(config, coefficient, total_tokens))
             result = [count * scale for count in self.counts(counts.toint(), lane)]
             for token in cutlass.range(first, cutlass.min(first + TOKENS, tokens)):
-                row = self.address(grad_scores, token, config.experts, dtype_bytes(config.out_dtype))
+                row = self.address(grad_scores, token, config.experts, DTYPES[config.out_dtype].bytes)
                 lanes.store_row(row, self.row, lane, result, config.out_dtype)
 
     def counts(self, counts: Int64, lane: Int32) -> list:

@@ -15,10 +15,11 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import reciprocal_approx
 from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel
-from fusekit.kernels.router.config import WARP, RouterConfig, dtype_bytes
+from fusekit.kernels.router.config import WARP, RouterConfig
 from fusekit.kernels.router.maps import MapWriter
 from fusekit.kernels.router.scores import EPSILON, exp_nonpositive, score, sqrtsoftplus_slope
 from fusekit.kernels.router.select import TopK, value_of
@@ -72,7 +73,7 @@ class RouterAuxScore(RouterKernel):
         words = shared + self.select.shared_bytes
         map_row = self.address(routing_map, token, self.map.row_bytes, 1)
         self.map.clear(map_row, words, lane)
-        keys = self.load_keys(self.address(logits, token, config.experts, dtype_bytes(config.dtype)), lane)
+        keys = self.load_keys(self.address(logits, token, config.experts, DTYPES[config.dtype].bytes), lane)
         largest = value_of(self.select.run(keys, shared, lane))
         for slot in cutlass.range_constexpr(self.select.chosen_slots):
             rank = lane + slot * WARP
@@ -92,7 +93,7 @@ class RouterAuxScore(RouterKernel):
         inverse = reciprocal_approx(total)
         made = [x * inverse for x in made]
         lanes.store_row(
-            self.address(scores, token, config.experts, dtype_bytes(config.out_dtype)),
+            self.address(scores, token, config.experts, DTYPES[config.out_dtype].bytes),
             self.row, lane, made, config.out_dtype,
         )  # fmt: skip
 
@@ -147,7 +148,7 @@ class RouterAuxScoreBackward(RouterKernel):
         """One token."""
         config = self.config
         scores, score_sum, grad_scores, grad_logits = pointers
-        size = dtype_bytes(config.out_dtype)
+        size = DTYPES[config.out_dtype].bytes
         y = lanes.load_row(self.address(scores, token, config.experts, size), self.row, lane, config.out_dtype)
         g = lanes.load_row(self.address(grad_scores, token, config.experts, size), self.row, lane, config.out_dtype)
         if cutlass.const_expr(not self.softmax):
@@ -164,7 +165,7 @@ class RouterAuxScoreBackward(RouterKernel):
             else:
                 slopes = [sqrtsoftplus_slope(a) for a in s]
             result = [b * slope for b, slope in zip(g, slopes, strict=True)]
-        row = self.address(grad_logits, token, config.experts, dtype_bytes(config.dtype))
+        row = self.address(grad_logits, token, config.experts, DTYPES[config.dtype].bytes)
         lanes.store_row(row, self.row, lane, result, config.dtype)
 
     @cute.jit

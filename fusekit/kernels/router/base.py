@@ -3,15 +3,20 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import divide, maximum
 from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, RouterConfig, Row, dtype_bytes, vector_elements
+from fusekit.kernels.router.config import WARP, RouterConfig, Row, vector_elements
 from fusekit.kernels.router.select import key_of, value_of
-
-NEGATIVE_INFINITY = {"f32": 0xFF800000, "bf16": 0xFF80FF80}  # a word of it
 
 REGISTERS = 65536  # of an SM
 SPARE_REGISTERS = 40  # of a thread, beside those that hold its share of a row
+
+
+def negative_infinity(dtype: str) -> int:
+    """A 32-bit word of it, as an integer."""
+    row = DTYPES[dtype]
+    return row.negative_infinity * ((2**32 - 1) // (2**row.bits - 1))
 
 
 class RouterKernel:
@@ -24,7 +29,7 @@ class RouterKernel:
         self.config = config
         self.threads = config.warps * WARP
         self.row_lanes = row_lanes
-        widest = max(dtype_bytes(config.dtype), dtype_bytes(config.out_dtype))
+        widest = max(DTYPES[config.dtype].bytes, DTYPES[config.out_dtype].bytes)
         self.row = Row(config.experts, vector_elements(config.experts, widest), row_lanes)
         self.tokens_per_block = self.threads // row_lanes
         # Left alone, the compiler spends registers on computing ahead what a long row needs; warps are worth more.
@@ -47,18 +52,18 @@ class RouterKernel:
 
     def element(self, row: Int64, index: Int32, dtype: str, valid) -> Float32:
         """Element `index` of a row; 0 where it is not valid."""
-        size = dtype_bytes(dtype)
+        size = DTYPES[dtype].bytes
         words = lanes.load(row + Int64(index * size), size, valid)
         return lanes.unpack(words, 1, dtype)[0]
 
     def put_element(self, row: Int64, index: Int32, value: Float32, dtype: str, valid) -> None:
         """Stores element `index` of a row where it is valid."""
-        size = dtype_bytes(dtype)
+        size = DTYPES[dtype].bytes
         lanes.store(row + Int64(index * size), lanes.pack([value], dtype), size, valid)
 
     def load_keys(self, row: Int64, lane: Int32) -> list:
         """A lane's logits as keys."""
-        fill = NEGATIVE_INFINITY[self.config.dtype]
+        fill = negative_infinity(self.config.dtype)
         return self.existing([key_of(x) for x in lanes.load_row(row, self.row, lane, self.config.dtype, fill)], lane)
 
     def existing(self, keys: list, lane: Int32) -> list:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import cutlass
-
 WARP = 32
 
 
@@ -38,16 +36,6 @@ class RouterConfig:
     def map_words(self) -> int:
         """32-bit words of one token's bit-packed routing map."""
         return -(-self.experts // 32)
-
-
-def dtype_of(name: str):
-    """The DSL's type for a spec's dtype."""
-    return {"f32": cutlass.Float32, "bf16": cutlass.BFloat16}[name]
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of an element."""
-    return {"f32": 4, "bf16": 2}[name]
 
 
 def vector_elements(experts: int, element_bytes: int) -> int:

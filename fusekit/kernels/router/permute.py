@@ -19,9 +19,10 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import divide
 from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, dtype_bytes
+from fusekit.kernels.router.config import WARP
 from fusekit.kernels.router.scores import choose, fma
 
 LINE = WARP * 16  # bytes of a warp's access
@@ -32,7 +33,7 @@ class Permutation:
 
     def __init__(self, topk: int, dtype: str, weighted: bool, scaled: bool, warps: int, lines: int) -> None:
         self.topk, self.dtype, self.weighted, self.scaled = topk, dtype, weighted, scaled
-        self.size = dtype_bytes(dtype)
+        self.size = DTYPES[dtype].bytes
         self.warps, self.threads = warps, warps * WARP
         self.lines, self.piece = lines, lines * LINE
         self.slots = -(-topk // WARP)

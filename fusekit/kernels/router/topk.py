@@ -12,10 +12,11 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import reciprocal_approx
 from fusekit.kernels.router import lanes
-from fusekit.kernels.router.base import NEGATIVE_INFINITY, RouterKernel
-from fusekit.kernels.router.config import WARP, RouterConfig, dtype_bytes
+from fusekit.kernels.router.base import RouterKernel, negative_infinity
+from fusekit.kernels.router.config import WARP, RouterConfig
 from fusekit.kernels.router.groups import GroupLimit
 from fusekit.kernels.router.maps import MapWriter
 from fusekit.kernels.router.scores import EPSILON, choose, exp_nonpositive, score
@@ -88,14 +89,14 @@ class RouterTopK(RouterKernel):
         """One token."""
         config = self.config
         logits, expert_bias, probs, routing_map, indices, weights = pointers
-        logits_row = self.address(logits, token, config.experts, dtype_bytes(config.dtype))
+        logits_row = self.address(logits, token, config.experts, DTYPES[config.dtype].bytes)
         words = shared + self.list_bytes
         if cutlass.const_expr(config.dense):
-            probs_row = self.address(probs, token, config.experts, dtype_bytes(config.out_dtype))
-            lanes.clear(probs_row, config.experts * dtype_bytes(config.out_dtype), lane)
+            probs_row = self.address(probs, token, config.experts, DTYPES[config.out_dtype].bytes)
+            lanes.clear(probs_row, config.experts * DTYPES[config.out_dtype].bytes, lane)
             map_row = self.address(routing_map, token, self.map.row_bytes, 1)
             self.map.clear(map_row, words, lane)
-        values = lanes.load_row(logits_row, self.row, lane, config.dtype, NEGATIVE_INFINITY[config.dtype])
+        values = lanes.load_row(logits_row, self.row, lane, config.dtype, negative_infinity(config.dtype))
 
         normaliser = None
         if cutlass.const_expr(config.pre_softmax):

@@ -15,11 +15,12 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, cute
 
+from fusekit.dtypes import DTYPES
 from fusekit.kernels.ptx import reciprocal_approx
 from fusekit.kernels.router import lanes
-from fusekit.kernels.router.base import NEGATIVE_INFINITY, RouterKernel
+from fusekit.kernels.router.base import RouterKernel, negative_infinity
 from fusekit.kernels.router.choices import Choices
-from fusekit.kernels.router.config import WARP, RouterConfig, dtype_bytes
+from fusekit.kernels.router.config import WARP, RouterConfig
 from fusekit.kernels.router.scores import EPSILON, choose, exp_nonpositive, score, sigmoid_slope, sqrtsoftplus_slope
 
 
@@ -91,13 +92,13 @@ class RouterTopKBackward(RouterKernel):
     def differentiate(self, logits, gradients, grad_logits, scaling: Float32, token: Int32, lane: Int32, shared: Int32):
         """One token."""
         config = self.config
-        size = dtype_bytes(config.dtype)
+        size = DTYPES[config.dtype].bytes
         logits_row = self.address(logits, token, config.experts, size)
         result_row = self.address(grad_logits, token, config.experts, size)
         if cutlass.const_expr(not config.pre_softmax):
             lanes.clear(result_row, config.experts * size, lane)
         else:
-            values = lanes.load_row(logits_row, self.row, lane, config.dtype, NEGATIVE_INFINITY[config.dtype])
+            values = lanes.load_row(logits_row, self.row, lane, config.dtype, negative_infinity(config.dtype))
 
         experts, valid, gradient = self.chosen(gradients, token, lane, shared)
         scaled = [g * scaling for g in gradient]
@@ -151,7 +152,7 @@ class RouterTopKBackward(RouterKernel):
         routing_map, grad_probs, indices, grad_weights = gradients
         if cutlass.const_expr(config.dense):
             map_row = self.address(routing_map, token, self.choices.row_bytes, 1)
-            gradient_row = self.address(grad_probs, token, config.experts, dtype_bytes(config.out_dtype))
+            gradient_row = self.address(grad_probs, token, config.experts, DTYPES[config.out_dtype].bytes)
             count = self.choices.read(map_row, shared, lane)
         else:
             indices_row = self.address(indices, token, config.topk, 4)
