@@ -185,15 +185,15 @@ class _Pointed:
 
 def _plain(value: Any, kernel: Kernel) -> Any:
     """A value of the DSL's own types as one that the runtime takes; any other as it is."""
-    from fusekit.compiler.leaves import DTYPES
+    from fusekit.compiler.leaves import RECORDED
 
     kind = type(value).__name__
     if kind == "_Tensor":
-        dtype = DTYPES.get(value.element_type.__name__, value.element_type.__name__)
+        dtype = RECORDED.get(value.element_type.__name__, value.element_type.__name__)
         return _Pointed(value.data_ptr, dtype, tuple(value.shape), tuple(value.stride), kernel.device)
     if kind == "_Pointer":
         return _Pointed(
-            value._pointer, DTYPES.get(value.dtype.__name__, value.dtype.__name__), (1,), (1,), kernel.device
+            value._pointer, RECORDED.get(value.dtype.__name__, value.dtype.__name__), (1,), (1,), kernel.device
         )
     if type(value).__module__.startswith("cutlass.") and hasattr(value, "value"):
         return value.value

@@ -48,6 +48,7 @@ ENCODER_BITS = 1 << 1 | 1 << 21  # of word 2
 MAX_RANK = 5
 
 _TYPES = by("map_code", MAPS)
+_TYPE_CODES = {name: code for code, name in _TYPES.items()}
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _WORDS = struct.Struct("<16I")
 # Every bit that some field of a descriptor may use; any other one makes `decode` refuse.
@@ -149,7 +150,7 @@ def encode_raw(tensor_map: TensorMap) -> bytes:
     words[0], words[1] = address & 0xFFFFFFFF, address >> 32
     words[2] = (
         (tensor_map.rank - 1) << 4
-        | DTYPES[tensor_map.dtype].map_code << 7
+        | _TYPE_CODES[tensor_map.dtype] << 7
         | INTERLEAVES.index(tensor_map.interleave) << 11
         | _SWIZZLES.index(tensor_map.swizzle) << 13
         | OOB_FILLS.index(tensor_map.oob_fill) << 15
