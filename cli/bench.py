@@ -18,8 +18,8 @@ from fusekit_cli.progress import progress
 if TYPE_CHECKING:
     from fusekit.bench.gemms import Options
     from fusekit.bench.shape import Shape
+    from fusekit.choice.tuning import Row
     from fusekit.runtime import Device, Library
-    from fusekit.runtime.tuning import Row
     from fusekit.store import NameListing, NameRecord
 
 GROUPS = ("uneven", "even", "one")
@@ -211,6 +211,7 @@ def _stored(library: Library, target: str) -> list[NameListing]:
 
 def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str]]:
     """Names of GEMMs and of token kernels: "file/kernel", with "@variant" where a target has it."""
+    from fusekit.plan.operations import OPERATIONS
     from fusekit.store import matches
 
     gemms: dict[str, None] = {}
@@ -218,7 +219,7 @@ def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[lis
     for record in records:
         whole = any("@" in target and matches(target, record.name) for target in targets)
         name = record.name if whole else record.name.partition("@")[0]
-        (tokens if "warps" in record.spec else gemms)[name] = None
+        (tokens if OPERATIONS[record.spec["op"]].token_wise else gemms)[name] = None
     return list(gemms), list(tokens)
 
 
@@ -233,7 +234,7 @@ def _add_notes(document: dict[str, Any], notes: Sequence[str]) -> None:
 
 def _table(library: Library, arch: str, path: Path | None) -> Any:
     """The table that will be written over, before anything is timed: one that is damaged is an error now."""
-    from fusekit.runtime import tuning
+    from fusekit.choice import tuning
 
     if path is None:
         library.store.check_writable()

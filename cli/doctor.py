@@ -136,7 +136,7 @@ def _stores(session: Session) -> list[dict[str, Any]]:
 
 def _tuning(root: Path) -> dict[str, int]:
     """Architecture -> rows of its tuning table. IntegrityError for a table that loading would pass over."""
-    from fusekit.runtime import tuning
+    from fusekit.choice import tuning
 
     paths = sorted((root / "tuning").glob("[!.]*.json"))
     return {path.stem: len(tuning.read(path, path.stem).rows) for path in paths}

@@ -16,8 +16,8 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     found = stored(store, pattern, arch)
     if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
         return found
-    from fusekit.runtime import tuning
-    from fusekit.runtime.select import choose
+    from fusekit.choice import tuning
+    from fusekit.choice.select import choose
 
     records = [choose(records, tuning=tuning.load(store, each)) for (_, each), records in _kernels(found).items()]
     return [listed for record in records for listed in found if listed.record is record]
@@ -25,7 +25,7 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
 
 def check_alike(found: Sequence[NameListing]) -> None:
     """Raises UsageError where variants of one kernel among `found` do not compute the same."""
-    from fusekit.runtime import select
+    from fusekit.choice import select
 
     for records in _kernels(found).values():
         select.check_alike(records)

@@ -106,8 +106,8 @@ def one_variant(session: Session, records: Sequence[NameRecord], name: str) -> l
 
     if len(records) < 2 or is_glob(name) or "/" not in name:
         return list(records)
-    from fusekit.runtime import tuning
-    from fusekit.runtime.select import choose
+    from fusekit.choice import tuning
+    from fusekit.choice.select import choose
 
     archs = sorted({record.arch for record in records})
     return [

@@ -4,7 +4,9 @@
 |---|---|
 | errors, dtypes | nothing; dtypes is for everybody |
 | config | errors, platformdirs |
-| abi, choice | errors |
+| abi | errors |
+| plan | errors, abi |
+| choice | errors, plan; store, to read a tuning table |
 | spec | errors, choice |
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, and the stream type of cuda.bindings.driver |
@@ -38,7 +40,8 @@ MAY = {
     "dtypes": set(),
     "config": {"fusekit.errors", "platformdirs"},
     "abi": {"fusekit.errors"},
-    "choice": {"fusekit.errors"},
+    "plan": {"fusekit.errors", "fusekit.abi"},
+    "choice": {"fusekit.errors", "fusekit.plan", "fusekit.store"},
     "spec": {"fusekit.errors", "fusekit.choice"},
     "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography"},
     "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
@@ -55,7 +58,8 @@ MAY = {
     "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
-        "fusekit.reference", "fusekit.interop", "numpy", "cuda.bindings", "transformer_engine", "matplotlib",
+        "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "numpy", "cuda.bindings",
+        "transformer_engine", "matplotlib",
     },
     "stand_in": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",

@@ -19,9 +19,9 @@ from fusekit.bench.arrays import Tensors, sizes_of
 from fusekit.bench.roofline import Work, gemm_work, peak_of
 from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
+from fusekit.choice.select import check_alike
+from fusekit.choice.tuning import Row, features
 from fusekit.runtime import Device, Kernel, Library
-from fusekit.runtime.select import check_alike
-from fusekit.runtime.tuning import Row, features
 
 # Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.
 AGREES = 2e-2

@@ -10,6 +10,7 @@ import numpy as np
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import GUARD, Trial, Verdict
 from fusekit.dtypes import DTYPES
+from fusekit.plan.operations import OPERATIONS, ROUTER
 from fusekit.reference import (
     POISON,
     Measurement,
@@ -87,7 +88,7 @@ class TokenTrial(Trial):
         self.devices = library.devices
         self.device = self.devices.get(kernel.device)
         self.tokens = int(problem["T"]) if rows is None else rows
-        self.routes = spec["op"].startswith(("router-", "moe-aux-loss"))
+        self.routes = OPERATIONS[spec["op"]].family == ROUTER
         if self.routes:
             self.problem = {"T": self.tokens, "X": spec["experts"], "K": spec["topk"]}
             self.inputs = dict(inputs or router_inputs(spec, T=self.tokens, seed=seed))

@@ -17,14 +17,14 @@ from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.timing import Run, Stopwatch, median
+from fusekit.choice.select import check_alike
+from fusekit.choice.tuning import Row, features
+from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device, DeviceArray, Kernel, Library
-from fusekit.runtime.select import check_alike
-from fusekit.runtime.tuning import Row, features
 
 PEERS = ("torch", "te")
 _LEAST_ROUNDS = 7
 _SHARE = 0.25
-_WIDE = ("moe-permute", "moe-permute-bwd", "moe-unpermute", "moe-unpermute-bwd")  # whose rows have H elements
 _NOISE = 1 << 24
 _LINE = 128
 
@@ -63,7 +63,7 @@ class TokenBench:
         records = [record for record in named if record is not None]
         check_alike(records)
         if not self.options.every and len(records) > 1:
-            moved = None if records[0].spec["op"] not in _WIDE else hidden
+            moved = hidden if OPERATIONS[records[0].spec["op"]].wide else None
             asked = {dim: size for dim, size in (("T", tokens), ("H", moved)) if size is not None}
             records = [self.library.find(name, self.arch, self.device.ordinal, asked)]
         kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records]
@@ -81,7 +81,7 @@ class TokenBench:
         return self._document(name, trials[0], lines, verdicts)
 
     def _resize(self, kernel: Kernel, hidden: int | None) -> None:
-        if hidden is None or kernel.spec["op"] not in _WIDE:
+        if hidden is None or not OPERATIONS[kernel.spec["op"]].wide:
             return
         kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from fusekit.dtypes import DTYPES as ROWS
 from fusekit.interop.torch import DTYPES
+from fusekit.reference.meaning import meaning
 from fusekit.runtime import DeviceArray
 
 HOWS = ("grouped", "loop", "compile")
@@ -83,7 +84,7 @@ class Unfused:
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + int(size))
-        backward, compiled = spec["activation"]["kind"].startswith("d"), how == "compile"
+        backward, compiled = meaning(spec).activation.backward, how == "compile"
         activation = _Activation(spec, self._scalars)
         self._activation: Callable[[Tensor], Tensor] = (
             torch.compile(activation, dynamic=False) if compiled and backward else activation
@@ -183,7 +184,7 @@ class _Activation:
     def __init__(self, spec: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
         kind, self._layout = str(spec["activation"]["kind"]), spec["glu_layout"]
         self._gated = self._layout != "none"
-        backward = kind.startswith("d")
+        backward = meaning(spec).activation.backward
         self._approximate = spec["activation"]["approximate"]
         self._alpha = float(scalars.get("act_alpha", 1.0))
         self._limit = float(scalars.get("act_limit", float("inf")))

@@ -79,11 +79,12 @@ def transformer_engine(
     from transformer_engine.pytorch import router
 
     op, topk = spec["op"], spec["topk"]
-    if not op.startswith("router-") or spec["routing_map"] == "bits":
+    aux = op in ("router-aux-score", "router-aux-score-bwd")
+    if spec["routing_map"] == "bits" or not (aux or op in ("router-topk", "router-topk-bwd")):
         return None
 
     def forward(logits: Tensor) -> Tensor:
-        if op.startswith("router-aux-score"):
+        if aux:
             scores: Tensor = router.fused_compute_score_for_moe_aux_loss(logits, topk, spec["score_function"])[1]
             return scores
         groups, limit = (spec["num_groups"], spec["group_topk"]) if spec["num_groups"] else (None, None)
@@ -93,7 +94,7 @@ def transformer_engine(
         )[0]
         return probs
 
-    if not op.endswith("-bwd"):
+    if op in ("router-topk", "router-aux-score"):
         return lambda: forward(tensors["logits"])
     given = tensors.get("logits")
     like = given if given is not None else torch.randn_like(tensors["grad_scores"])

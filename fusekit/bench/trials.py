@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fusekit.bench.router import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
+from fusekit.plan.operations import CHECK, EXTERN, OPERATIONS
 from fusekit.runtime import Kernel, Library
 
 
@@ -17,16 +18,17 @@ def open_trial(
     """Made-up inputs on the device, outputs poisoned. rows: of x, or a router's tokens; None: the spec's. sizes: dims
     and scalars of a foreign kernel.
     """
-    if kernel.spec["op"] == "extern":
+    operation = OPERATIONS[kernel.spec["op"]]
+    if operation.family == EXTERN:
         from fusekit.bench.foreign import ForeignTrial  # which no other kernel needs
 
         return ForeignTrial(library, kernel, rows, seed, sizes)
     if sizes:
         raise UsageError(f"{kernel.name} is no foreign kernel; --rows and its spec's problem say its sizes")
-    if kernel.spec["op"] == "moe-check":
+    if operation.family == CHECK:
         raise UsageError(
             f"{kernel.name} launches beside other kernels and has no trial; open_library(checked=True) uses it"
         )
-    if kernel.spec["op"].startswith(("router-", "moe-")):
+    if operation.token_wise:
         return TokenTrial(library, kernel, rows, seed)
     return Trial(library, kernel, rows, seed, guarded=guarded)

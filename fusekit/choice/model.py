@@ -33,6 +33,8 @@ how long the reduction is, it is 4096.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusekit.plan.operations import OPERATIONS, Operation
+
 SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
 BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
@@ -76,20 +78,22 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     problem = problem or {}
     tile_m, tile_n = map(int, spec["tile"])
     cluster_m, cluster_n = map(int, spec["cluster"])
-    wgrad, dense = spec["op"] == "grouped-wgrad", spec["op"] == "dense-gemm"
+    operation = OPERATIONS[spec["op"]]
+    assert operation.tiles is not None
+    down, across = operation.tiles
     fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-    dearer = 1 + _epilogue(spec) / max(_reduction(problem, wgrad), BLOCK)
+    dearer = 1 + _epilogue(spec) / max(_reduction(problem, operation), BLOCK)
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
-    if not ({"E", "N", "K"} if wgrad else {"E", "M", "N"}) <= problem.keys():
+    if not {"E", *operation.tiles} <= problem.keys():
         return (dearer + fetched / (tile_m * tile_n)) * static
-    if wgrad:
-        (full, padded), rows = _tiles(problem["N"], tile_m), float(tile_m)
+    groups = problem["E"] if operation.ragged else 1
+    if operation.reduces_groups:
+        (full, padded), rows = _tiles(problem[down], tile_m), float(tile_m)
     else:
-        sizes: Sequence[float] = [problem["M"]] if dense else group_sizes(problem["M"], problem["E"])
+        sizes: Sequence[float] = group_sizes(problem[down], groups) if operation.ragged else [problem[down]]
         full, rows = tile_rows(sizes, tile_m)
         padded = full
-    full_across, padded_across = _tiles(problem["K" if wgrad else "N"], tile_n)
-    groups = 1 if dense else problem["E"]
+    full_across, padded_across = _tiles(problem[across], tile_n)
     full *= full_across * groups
     padded *= padded_across * groups
     work = waves(PADDING * padded + (1 - PADDING) * full)
@@ -109,10 +113,10 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     return EPILOGUE + (BACKWARD if spec.get("activation", {}).get("kind", "").startswith("d") else 0.0)
 
 
-def _reduction(problem: Mapping[str, int], wgrad: bool) -> float:
-    if wgrad:
-        return problem["M"] / max(problem["E"], 1) if {"E", "M"} <= problem.keys() else DEPTH
-    return problem.get("K", DEPTH)
+def _reduction(problem: Mapping[str, int], operation: Operation) -> float:
+    if not {"E" if operation.reduces_groups else operation.reduction, operation.reduction} <= problem.keys():
+        return DEPTH
+    return problem[operation.reduction] / (max(problem["E"], 1) if operation.reduces_groups else 1)
 
 
 def _tiles(size: int, tile: int) -> tuple[float, float]:

@@ -8,8 +8,6 @@ protocol.
 module     its job
 =========  ==========================================================================================
 library    from a name to a loaded kernel
-select     which variant, where a name leaves it open
-tuning     tables of measured times, which `select` asks first
 kernel     a loaded kernel: `Kernel(...)` launches, `Kernel.bind(...)` gives a `Launch`
 launch     `Launch`, a kernel bound to its arguments; the one driver call
 arguments  checks of shapes, strides, dtypes, devices and overlap, each error naming its argument

@@ -8,7 +8,7 @@
     <root>/used/<2 digits>/<key>                         an empty file; its time stamp says when the entry was used
     <root>/leases/<host>-<process>-<random>              a build that is running
     <root>/locks/<key>.lock                              an empty file that builders lock
-    <root>/tuning/<arch>.json                            measured times (fusekit.runtime.tuning)
+    <root>/tuning/<arch>.json                            measured times (fusekit.choice.tuning)
 
 The first five are the store; the others only save work and may be removed at any time. Temporary files are
 `.<name>.<host>-<process>-<random>.tmp`, beside what they become. A reader looks at nothing whose name it

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fusekit.choice.tuning import Tuning
 from fusekit.runtime import open_library
-from fusekit.runtime.tuning import Tuning
 from fusekit_cli.main import main
 from tests.bench.rig import PEER_MS, Rig
 from tests.runtime.fake import CUresult

@@ -13,7 +13,7 @@ from pathlib import Path
 import fusekit
 from fusekit.bench.arrays import Tensors, sizes_of
 from fusekit.bench.timing import Stopwatch, median, own_stream
-from fusekit.runtime.tuning import features
+from fusekit.choice.tuning import features
 from fusekit.spec import parse_file
 
 SHAPES_ONLY = Path(__file__).with_name("shapes-only.toml")

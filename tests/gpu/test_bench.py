@@ -9,7 +9,7 @@ import json
 import pytest
 
 from fusekit.bench.roofline import peak_of
-from fusekit.runtime.tuning import Tuning
+from fusekit.choice.tuning import Tuning
 from fusekit_cli.main import main
 
 

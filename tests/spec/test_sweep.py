@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusekit.choice import cost
+from fusekit.choice import cost, tuning
+from fusekit.choice.select import choose
 from fusekit.errors import SpecError, SpecWarning
-from fusekit.runtime import tuning
-from fusekit.runtime.select import choose
 from fusekit.spec import KernelSpec, canonical_json, find, packaged_files, parse_file, parse_text
 from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CLUSTERS, COMMON, TILES

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusekit.choice import tuning
 from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
-from fusekit.runtime import tuning
-from fusekit.runtime.select import choose
+from fusekit.choice.select import choose
 from fusekit.spec import find
 from fusekit.spec.budget import CLUSTERS, default_mainloop, refusals
 from fusekit.store import NameRecord

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusekit.choice import tuning
+from fusekit.choice.select import choose
+from fusekit.choice.tuning import Row, Tuning, features
 from fusekit.config import Config
 from fusekit.errors import IntegrityError
-from fusekit.runtime import tuning
-from fusekit.runtime.select import choose
-from fusekit.runtime.tuning import Row, Tuning, features
 from fusekit.spec import find
 from fusekit.spec.model import ARCHES
 from fusekit.store import NameRecord, Store

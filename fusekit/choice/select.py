@@ -1,0 +1,146 @@
+"""Which variant of a kernel to load when a name leaves it open.
+
+A tuning table says it where one knows the problem (fusekit.choice.tuning). Else the least cost wins (fusekit.choice.
+model); equal costs: the larger tile, then the larger cluster, then the name, so that the choice is the same everywhere.
+
+Variants of kernels that work token by token differ in warps a block alone: the one nearest to 8 is taken, to 4 for long
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fusekit.choice.model import rank
+from fusekit.errors import IntegrityError, UsageError
+from fusekit.plan.operations import EXTERN, GEMM, OPERATIONS, Operation
+
+if TYPE_CHECKING:
+    from fusekit.choice.tuning import Tuning
+    from fusekit.store import NameRecord
+
+_TEXTS = frozenset(
+    {"op", "file", "kernel", "summary", "arch", "dtype", "out_dtype", "schedule", "mainloop", "glu_layout", "b_major",
+     "alpha"}
+)  # fmt: skip
+_COUNTS = frozenset({"warps", "experts", "topk", "cluster_margin"})
+_PAIRS = frozenset({"tile", "cluster"})
+
+
+def check_alike(variants: Sequence[NameRecord]) -> None:
+    """Raises UsageError where the variants of one kernel do not compute the same, with the same defaults: a variant
+    that a spec no longer has stays in the store when the spec is changed, and must not be taken for one of it.
+    """
+    if len(variants) < 2:
+        return
+    _check(variants)
+    first, *others = map(_computed, variants)
+    for record, found in zip(variants[1:], others, strict=True):
+        keys = sorted(key for key in first.keys() | found.keys() if first.get(key) != found.get(key))
+        if keys:
+            raise UsageError(
+                f"{variants[0].name} and {record.name} for {record.arch} differ in {', '.join(keys)}; variants of one"
+                " kernel compute the same; one may be left from before its spec was changed: give the full name, or"
+                " remove what is left with `fusekit build --prune` of the spec file, or `fusekit rm NAME`"
+            )
+
+
+def _check(variants: Sequence[NameRecord]) -> None:
+    for record in variants:
+        check_name(record)
+        needed = {"tile", "cluster"} if _operation(record).family == GEMM else {"warps"}
+        if not needed <= record.spec.keys():
+            raise IntegrityError(
+                f"name record {record.name}: its spec lacks one of {', '.join(sorted(needed))}, by which a variant is "
+                "chosen; give the full name, or build the kernel again",
+                key=record.key,
+            )
+
+
+def _operation(record: NameRecord) -> Operation:
+    found = OPERATIONS.get(record.spec.get("op", ""))
+    if found is None:
+        raise IntegrityError(
+            f"name record {record.name}: its spec has op = {record.spec.get('op')!r}, which has no variants to choose"
+            " from; give the full name, or build the kernel again",
+            key=record.key,
+        )
+    return found
+
+
+def check_name(record: NameRecord) -> None:
+    """Raises IntegrityError where a member of the spec of `record` that launching looks at is of another type."""
+    for label, value in record.spec.items():
+        if not _fits(label, value):
+            raise IntegrityError(
+                f"name record {record.name}: its spec has {label} = {repr(value)[:80]}, which that cannot be; remove "
+                "it and build the kernel again",
+                key=record.key,
+            )
+
+
+def _fits(label: str, value: Any) -> bool:
+    if label in _TEXTS:
+        return isinstance(value, str)
+    if label in _COUNTS:
+        return _is_count(value)
+    if label in _PAIRS:
+        return isinstance(value, list) and len(value) == 2 and all(_is_count(item) and item > 0 for item in value)
+    if label == "problem":
+        return value is None or (isinstance(value, Mapping) and all(map(_is_count, value.values())))
+    if label == "activation":
+        texts = [value.get(key, "") for key in ("kind", "approximate")] if isinstance(value, Mapping) else [value, None]
+        return all(isinstance(text, str) for text in texts)
+    return True
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _computed(record: NameRecord) -> dict[str, Any]:
+    from fusekit.choice.tuning import features
+
+    scalars = {name: value for name, value in record.defaults.items() if name != "cluster_margin"}
+    return features(record.spec) | scalars
+
+
+def choose(
+    variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
+    device: str | None = None,
+) -> NameRecord:  # fmt: skip
+    """The variant to load; `variants` are those of one kernel, at least one. Raises UsageError as `check_alike` does.
+
+    Every way from a name without a variant to a kernel goes through here: load, show, export, run, bench.
+
+    problem: overrides what the spec's own says of E, M, N, K (tokens T and width H). tuning: measured times; asked
+    first. device: the name that the driver gives the device, whose own measurements count before others'.
+    """
+    if len(variants) == 1:
+        return variants[0]
+    first = variants[0]
+    check_name(first)
+    operation = _operation(first)
+    if operation.family == EXTERN:
+        names = ", ".join(record.name for record in variants[:4])
+        raise UsageError(f"{names} are kernels of their own: a sweep of a foreign kernel's params; give the full name")
+    check_alike(variants)
+    whole = _whole(first.spec, operation, problem)
+    if tuning is not None:
+        by_variant = {record.name.partition("@")[2]: record for record in variants}
+        for variant in tuning.best(first.spec, whole, device):
+            if variant in by_variant:
+                return by_variant[variant]
+    if operation.token_wise:
+        long = 0 < operation.long_row <= first.spec.get("experts", 0)
+        return min(variants, key=lambda record: (abs(record.spec["warps"] - (4 if long else 8)), record.name))
+    return min(variants, key=lambda record: (*rank(record.spec, _whole(record.spec, operation, problem)), record.name))
+
+
+def _whole(spec: Mapping[str, Any], operation: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:
+    """The spec's problem with what `problem` says otherwise; rows M of a kernel that works token by token are T."""
+    whole = {**(spec.get("problem") or {}), **(problem or {})}
+    if operation.token_wise and "M" in whole:
+        whole["T"] = whole.pop("M")
+    return whole

@@ -1,0 +1,6 @@
+"""What a kernel is, without the DSL: read by specs, by the compiler and by the device code alike.
+
+| module | its job |
+|---|---|
+| `operations` | the operations as rows of facts |
+"""
