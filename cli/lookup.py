@@ -17,7 +17,7 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
         return found
     from fusekit.choice import tuning
-    from fusekit.choice.select import choose
+    from fusekit.choice.variants import choose
 
     records = [choose(records, tuning=tuning.load(store, each)) for (_, each), records in _kernels(found).items()]
     return [listed for record in records for listed in found if listed.record is record]
@@ -25,10 +25,10 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
 
 def check_alike(found: Sequence[NameListing]) -> None:
     """Raises UsageError where variants of one kernel among `found` do not compute the same."""
-    from fusekit.choice import select
+    from fusekit.choice import variants
 
     for records in _kernels(found).values():
-        select.check_alike(records)
+        variants.check_alike(records)
 
 
 def _kernels(found: Sequence[NameListing]) -> dict[tuple[str, str], list[NameRecord]]:

@@ -107,7 +107,7 @@ def one_variant(session: Session, records: Sequence[NameRecord], name: str) -> l
     if len(records) < 2 or is_glob(name) or "/" not in name:
         return list(records)
     from fusekit.choice import tuning
-    from fusekit.choice.select import choose
+    from fusekit.choice.variants import choose
 
     archs = sorted({record.arch for record in records})
     return [

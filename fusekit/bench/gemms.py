@@ -19,8 +19,8 @@ from fusekit.bench.arrays import Tensors, sizes_of
 from fusekit.bench.roofline import Work, gemm_work, peak_of
 from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
-from fusekit.choice.select import check_alike
 from fusekit.choice.tuning import Row, features
+from fusekit.choice.variants import check_alike
 from fusekit.runtime import Device, Kernel, Library
 
 # Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.

@@ -15,10 +15,10 @@ import numpy as np
 from fusekit.bench.gemms import Options
 from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
-from fusekit.bench.router import TokenTrial
 from fusekit.bench.timing import Run, Stopwatch, median
-from fusekit.choice.select import check_alike
+from fusekit.bench.token_trial import TokenTrial
 from fusekit.choice.tuning import Row, features
+from fusekit.choice.variants import check_alike
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device, DeviceArray, Kernel, Library
 

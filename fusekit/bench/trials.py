@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusekit.bench.router import TokenTrial
+from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
 from fusekit.plan.operations import CHECK, EXTERN, OPERATIONS

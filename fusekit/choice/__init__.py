@@ -4,7 +4,7 @@
 |---|---|
 | `model` | the time of a GEMM variant, from its spec alone |
 | `tuning` | tables of measured times; `tuning-<arch>.json` comes with fusekit |
-| `select` | the choice: a table where one knows the problem, else the model |
+| `variants` | the choice: a table where one knows the problem, else the model |
 """
 
 from fusekit.choice.model import cost, rank

@@ -21,7 +21,7 @@ the rest is near. Measured points stand for their neighbourhood; nobody has to m
 
 between the two, and 1 at most: twice the rows a group, or four times the groups. Of several rows the nearest speaks;
 one that was measured on a device of the same name comes before all others. Of what it lists, the first variant that
-is there is taken. No row near enough: the heuristic of fusekit.choice.select.
+is there is taken. No row near enough: the heuristic of fusekit.choice.variants.
 
 Where tables lie: `tuning/<arch>.json` in each layer of the store, because what is fastest belongs to the kernels that
 were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` beside this module,
@@ -109,7 +109,7 @@ class Tuning:
     def best(self, spec: Mapping[str, Any], problem: Mapping[str, int], device: str | None = None) -> tuple[str, ...]:
         """The variants that are known to be fast for `problem`, fastest first; empty where no row speaks for it.
 
-        spec: any variant's, in canonical form. device: see `fusekit.choice.select.choose`.
+        spec: any variant's, in canonical form. device: see `fusekit.choice.variants.choose`.
         """
         if not self.rows:
             return ()

@@ -35,7 +35,7 @@ from fusekit.store.locks import PATIENCE
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from fusekit.compiler.plan import TracePlan
+    from fusekit.compiler.hostfunction import TracePlan
     from fusekit.compiler.pool import Compiler
 
 

@@ -1,9 +1,9 @@
-"""The check of group ends: what `kernels.router.check` is traced with, and what its arguments are."""
+"""The check of group ends: what `kernels.check` is traced with, and what its arguments are."""
 
 from __future__ import annotations
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
-from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostScalar, HostStream, HostTensor, Signature, TracePlan
 from fusekit.spec.permutation import PermutationSpec
 
 REPORT_WORDS = 8
@@ -17,7 +17,7 @@ def plan(spec: PermutationSpec) -> TracePlan:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    from fusekit.kernels.router.check import MoeCheck
+    from fusekit.kernels.check.offsets import MoeCheck
 
     function = MoeCheck()
     offsets = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4)

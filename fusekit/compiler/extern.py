@@ -17,8 +17,7 @@ from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorA
 from fusekit.abi.arguments import RESERVED
 from fusekit.abi.expr import evaluate, freeze, validate
 from fusekit.compiler import fakes
-from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
-from fusekit.compiler.plan import (
+from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
     HostPointer,
@@ -29,6 +28,7 @@ from fusekit.compiler.plan import (
     Signature,
     TracePlan,
 )
+from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec

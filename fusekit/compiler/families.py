@@ -9,7 +9,7 @@ from fusekit.errors import BuildError
 from fusekit.spec import KernelSpec
 
 if TYPE_CHECKING:
-    from fusekit.compiler.plan import TracePlan
+    from fusekit.compiler.hostfunction import TracePlan
     from fusekit.spec import Spec
 
 FAMILIES = {

@@ -17,7 +17,7 @@ from fusekit.compiler.hopper import (
     host_arguments,
     weights,
 )
-from fusekit.compiler.plan import Signature, TracePlan
+from fusekit.compiler.hostfunction import Signature, TracePlan
 from fusekit.spec import KernelSpec
 
 OPERANDS = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS, "workspace")

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusekit.abi import Expr, TensorArgument
-from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostStream, HostTensor, Signature
+from fusekit.compiler.hostfunction import (
+    HostArgument,
+    HostInteger,
+    HostPointer,
+    HostScalar,
+    HostStream,
+    HostTensor,
+    Signature,
+)
 from fusekit.dtypes import DTYPES
 from fusekit.spec import KernelSpec
 

@@ -12,7 +12,15 @@ from typing import Any
 
 from fusekit.abi import TensorArgument
 from fusekit.abi.expr import Expr, evaluate, render
-from fusekit.compiler.plan import HostArgument, HostInteger, HostPointer, HostScalar, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import (
+    HostArgument,
+    HostInteger,
+    HostPointer,
+    HostScalar,
+    HostTensor,
+    Signature,
+    TracePlan,
+)
 from fusekit.compiler.samples import ArgumentSet
 from fusekit.errors import BuildError, ProofError
 

@@ -1,11 +1,11 @@
-"""The permutation family: what `kernels.router.index` and `.permute` are traced with, and what their arguments are."""
+"""The permutation family: what `kernels.permutation` is traced with, and what their arguments are."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
-from fusekit.compiler.plan import HostArgument, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostArgument, HostStream, HostTensor, Signature, TracePlan
 from fusekit.dtypes import DTYPES
 from fusekit.spec.permutation import (
     INDEX,
@@ -89,8 +89,8 @@ def _lines(spec: PermutationSpec) -> int:
 
 
 def _function(spec: PermutationSpec) -> Any:
-    from fusekit.kernels.router.index import MoeIndex
-    from fusekit.kernels.router.permute import MoePermute, MoeUnpermute, MoeUnpermuteBackward
+    from fusekit.kernels.permutation.index import MoeIndex
+    from fusekit.kernels.permutation.permute import MoePermute, MoeUnpermute, MoeUnpermuteBackward
 
     if spec.op == INDEX:
         return MoeIndex(spec.experts, spec.topk)

@@ -18,7 +18,7 @@ from fusekit.abi.expr import evaluate
 from fusekit.abi.parameters import Parameter, Scalar, StructParameter
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode, encode_raw
 from fusekit.compiler.hostcall import check_plan, pack
-from fusekit.compiler.plan import TracePlan
+from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.recorder import HostFunction, RecordedLaunch
 from fusekit.compiler.samples import ArgumentSet, argument_sets, expected_map
 from fusekit.errors import ProofError

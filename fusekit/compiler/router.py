@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, Expr, ScalarArgument, TensorArgument
-from fusekit.compiler.plan import HostArgument, HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostArgument, HostScalar, HostStream, HostTensor, Signature, TracePlan
 from fusekit.dtypes import DTYPES
 from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD, RouterSpec
 

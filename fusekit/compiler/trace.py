@@ -14,8 +14,8 @@ from typing import Any
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler import hostcode, lift
+from fusekit.compiler.hostfunction import Lifted, TracePlan
 from fusekit.compiler.options import compile_options
-from fusekit.compiler.plan import Lifted, TracePlan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
 from fusekit.errors import BuildError, ToolchainError

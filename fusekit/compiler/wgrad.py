@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
 from fusekit.compiler.hopper import BIG, COUNTER_BYTES, MOST_GROUPS, VECTOR, config, fake_arguments, host_arguments
-from fusekit.compiler.plan import Signature, TracePlan
+from fusekit.compiler.hostfunction import Signature, TracePlan
 from fusekit.dtypes import DTYPES
 from fusekit.spec import KernelSpec
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.compiler import foreign
-from fusekit.compiler.plan import TracePlan
+from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError, ToolchainError

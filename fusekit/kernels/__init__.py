@@ -1,1 +1,1 @@
-"""Device code in the CuTe DSL: main loops, schedulers, epilogues."""
+"""Device code in the CuTe DSL: GEMMs, router, permutation, checks of arguments."""

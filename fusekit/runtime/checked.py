@@ -21,14 +21,14 @@ from fusekit.errors import FusekitError
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.kernel import Kernel
 from fusekit.runtime.launch import Launch, launch
-from fusekit.runtime.plan import Plan
+from fusekit.runtime.launch_plan import Plan
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import compact_strides
 from fusekit.runtime.workspace import owner_of
 
 CHECK = "checks/offsets"
 ARGUMENT, ROWS = "offsets", "M"
-# Words of a report: finished, group, begin, end, rows, started; see fusekit/kernels/router/check.py.
+# Words of a report: finished, group, begin, end, rows, started; see fusekit/kernels/check/offsets.py.
 _WORDS, _REPORT_BYTES, _STOCK = 8, 64, 64
 _PORTABLE_MAPPED = 0x1 | 0x2
 

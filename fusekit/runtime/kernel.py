@@ -17,7 +17,7 @@ from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.launch import Launch, Launches, launch, launch_all
-from fusekit.runtime.plan import Loaded, Plan, Settings, active_clusters
+from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
 from fusekit.runtime.workspace import Scratch, Workspaces

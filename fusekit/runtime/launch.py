@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
-from fusekit.runtime.plan import Block, Plan
+from fusekit.runtime.launch_plan import Block, Plan
 from fusekit.runtime.streams import PER_THREAD, stream_handle
 from fusekit.runtime.tensors import Meta, read
 

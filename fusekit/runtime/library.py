@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import tuning
-from fusekit.choice.select import choose
+from fusekit.choice.variants import choose
 from fusekit.config import Config
 from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError, how_to_build
 from fusekit.runtime.devices import Devices, archs_of
@@ -58,7 +58,7 @@ class Library:
     ) -> Kernel:
         """The kernel `name`, loaded on `device` now and on other devices when their tensors come. Never compiles.
 
-        name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.select picks the
+        name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.variants picks the
         variant for `problem` (E, M, N, K; default: the spec's). arch: the cubin's; default: the device's. device: an
         ordinal; default: that of the current context, else 0.
 

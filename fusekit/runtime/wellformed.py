@@ -8,8 +8,8 @@ same functions when it is imported, pulled, verified and loaded.
 from __future__ import annotations
 
 from fusekit.abi import LaunchRecord, RecordError
-from fusekit.choice.select import check_name
 from fusekit.choice.tuning import Tuning
+from fusekit.choice.variants import check_name
 from fusekit.errors import IntegrityError
 from fusekit.store import Entry
 from fusekit.store.verify import Inspect

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.choice import tuning
-from fusekit.choice.select import choose
 from fusekit.choice.tuning import Row, Tuning, features
+from fusekit.choice.variants import choose
 from fusekit.config import Config
 from fusekit.errors import IntegrityError
 from fusekit.spec import find

@@ -6,7 +6,7 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
-from fusekit.compiler.plan import HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostScalar, HostStream, HostTensor, Signature, TracePlan
 
 THREADS = 32
 

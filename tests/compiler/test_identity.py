@@ -23,10 +23,10 @@ def package(tmp_path):
     files = {
         "__init__.py": "",
         "compiler/__init__.py": "",
-        "compiler/gemm.py": "from fusekit.compiler.plan import TracePlan\nfrom fusekit.spec import KernelSpec\n"
+        "compiler/gemm.py": "from fusekit.compiler.hostfunction import TracePlan\nfrom fusekit.spec import KernelSpec\n"
         "def plan(spec):\n    from fusekit.kernels.gemm_sm90 import Gemm\n",
-        "compiler/plan.py": "import json\n",
-        "compiler/other.py": "import fusekit.compiler.plan\n",
+        "compiler/hostfunction.py": "import json\n",
+        "compiler/other.py": "import fusekit.compiler.hostfunction\n",
         "kernels/__init__.py": "",
         "kernels/gemm_sm90.py": "import cutlass\nfrom fusekit.kernels import ptx\nfrom . import scheduler as s\n",
         "kernels/ptx.py": "import math\n",
@@ -47,7 +47,7 @@ def test_the_closure_is_what_the_family_imports(package):
     assert list(closure("fusekit.compiler.gemm", package)) == [
         "compiler/__init__.py",
         "compiler/gemm.py",
-        "compiler/plan.py",
+        "compiler/hostfunction.py",
         "kernels/__init__.py",
         "kernels/gemm_sm90.py",
         "kernels/ptx.py",
@@ -98,7 +98,7 @@ def test_a_syntax_error_is_named(package):
 
 def test_the_real_closure_holds_the_kernel_and_no_more():
     names = closure("fusekit.compiler.gemm")
-    assert {"compiler/gemm.py", "compiler/plan.py", "kernels/gemm_sm90.py", "spec/budget.py"} <= set(names)
+    assert {"compiler/gemm.py", "compiler/hostfunction.py", "kernels/gemm_sm90.py", "spec/budget.py"} <= set(names)
     assert not {"compiler/build.py", "compiler/prove.py", "store/store.py", "errors.py"} & set(names)
 
 

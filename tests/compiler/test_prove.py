@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, ScalarArgument
-from fusekit.compiler.plan import HostInteger, HostTensor
+from fusekit.compiler.hostfunction import HostInteger, HostTensor
 from fusekit.errors import BuildError, ProofError
 
 replace = dataclasses.replace

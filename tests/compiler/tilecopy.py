@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
-from fusekit.compiler.plan import HostInteger, HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostInteger, HostScalar, HostStream, HostTensor, Signature, TracePlan
 
 TILE = 64
 THREADS = 128

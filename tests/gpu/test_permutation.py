@@ -21,7 +21,7 @@ HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many piece
 @pytest.fixture(scope="module")
 def trial(opened):
     """trial(kernel name, inputs, problem) -> what is wrong; launched twice."""
-    from fusekit.bench.router import TokenTrial
+    from fusekit.bench.token_trial import TokenTrial
 
     if not opened.store.names("permutation-matrix/*"):
         pytest.skip(

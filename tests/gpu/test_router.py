@@ -102,7 +102,7 @@ ODD = (negative_infinities, infinities, nans)
 @pytest.fixture(scope="module")
 def trial(opened):
     """trial(kernel name, tokens, inputs) -> what is wrong; launched twice."""
-    from fusekit.bench.router import TokenTrial
+    from fusekit.bench.token_trial import TokenTrial
 
     if not opened.store.names("router-matrix/*"):
         pytest.skip(f"no router kernels in {opened}; build tests/gpu/router-matrix.toml there and name the store")

@@ -7,8 +7,8 @@ import pytest
 
 from fusekit.abi import RecordError, evaluate, validate
 from fusekit.abi.expr import MAX_NODES
-from fusekit.choice.select import check_alike, choose
 from fusekit.choice.tuning import Tuning
+from fusekit.choice.variants import check_alike, choose
 from fusekit.errors import FusekitError, IntegrityError
 from fusekit.runtime.wellformed import WELLFORMED, check_entry, check_name
 from fusekit.store import NameRecord, Store

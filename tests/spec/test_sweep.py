@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.choice import cost, tuning
-from fusekit.choice.select import choose
+from fusekit.choice.variants import choose
 from fusekit.errors import SpecError, SpecWarning
 from fusekit.spec import KernelSpec, canonical_json, find, packaged_files, parse_file, parse_text
 from fusekit.spec.rules import broken_rules

@@ -62,7 +62,7 @@ def command(store, *arguments):
 LOAD = """
 import sys, time
 from pathlib import Path
-from fusekit.choice.select import choose
+from fusekit.choice.variants import choose
 from fusekit.store import Store
 start = time.perf_counter()
 store = Store(Path(sys.argv[1]))

@@ -10,7 +10,7 @@ from fusekit.compiler.hostcode.bits import Bits
 from fusekit.compiler.hostcode.layout import Leaf
 from fusekit.compiler.hostcode.machine import Machine, Value
 from fusekit.compiler.hostcode.terms import Range
-from fusekit.compiler.plan import HostInteger, HostPointer, HostScalar, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import HostInteger, HostPointer, HostScalar, HostTensor, Signature, TracePlan
 from fusekit.errors import BuildError
 
 MEMORY_ALIGNMENT = 256  # of workspace and scratch

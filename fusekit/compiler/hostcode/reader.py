@@ -16,7 +16,7 @@ from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
 from fusekit.compiler.hostcode.parts import Launch, Part, constraint
 from fusekit.compiler.hostcode.terms import Algebra, Term
-from fusekit.compiler.plan import TracePlan
+from fusekit.compiler.hostfunction import TracePlan
 from fusekit.errors import BuildError
 
 _ENTRY = "_mlir_ciface_"

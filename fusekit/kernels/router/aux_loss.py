@@ -14,10 +14,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Float64, Int32, Int64, Uint32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, load_shared_v4
-from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel
-from fusekit.kernels.router.config import WARP, RouterConfig
+from fusekit.kernels.router.config import RouterConfig
 
 BLOCKS = 8
 WARPS = 32

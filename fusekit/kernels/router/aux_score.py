@@ -16,11 +16,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import reciprocal_approx
-from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel
-from fusekit.kernels.router.config import WARP, RouterConfig
-from fusekit.kernels.router.maps import MapWriter
+from fusekit.kernels.router.config import RouterConfig
+from fusekit.kernels.router.routing_map import MapWriter
 from fusekit.kernels.router.scores import EPSILON, exp_nonpositive, score, sqrtsoftplus_slope
 from fusekit.kernels.router.select import TopK, value_of
 

@@ -4,9 +4,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, maximum
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, RouterConfig, Row, vector_elements
+from fusekit.kernels.router.config import RouterConfig, Row, vector_elements
 from fusekit.kernels.router.select import key_of, value_of
 
 REGISTERS = 65536  # of an SM

@@ -3,8 +3,8 @@
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 
 
 class Choices:

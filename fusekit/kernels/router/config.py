@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-WARP = 32
+from fusekit.kernels.lanes import WARP
 
 
 @dataclass(frozen=True)

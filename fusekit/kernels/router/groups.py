@@ -7,9 +7,10 @@ are laid out by group in shared memory; a few neighbouring lanes share a group a
 import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, modulo
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, RouterConfig, Row
+from fusekit.kernels.router.config import RouterConfig, Row
 from fusekit.kernels.router.select import greatest, key_of, value_of
 
 

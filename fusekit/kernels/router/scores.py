@@ -6,49 +6,14 @@ alone would lose the bits of x * log2(e) that do not fit into a float32; they ar
 
 import math
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32
 
+from fusekit.kernels.floats import absolute, choose, fma, multiply, square_root
 from fusekit.kernels.ptx import exp2_approx, maximum, reciprocal_approx
 
 EPSILON = 1e-20  # added to the sum that chosen scores are divided by
 LOG2_E = 1.4426950216293335  # the nearest float32, and what is left of log2(e)
 LOG2_E_LOW = math.log2(math.e) - LOG2_E
-
-
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a * b + c, rounded once."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
-
-
-def multiply(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded, and never contracted with an addition."""
-    return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
-def add(a: Float32, b: Float32) -> Float32:
-    """a + b, rounded, subnormals kept."""
-    return cute.arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
-
-
-def absolute(x: Float32) -> Float32:
-    """|x|."""
-    return cute.arch.inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def square_root(x: Float32) -> Float32:
-    """sqrt(x), rounded."""
-    return cute.arch.inline_ptx("sqrt.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-def choose(condition, yes: Float32, no: Float32) -> Float32:
-    """`yes` where the condition holds, else `no`."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p_; setp.ne.b32 p_, {$r2}, 0; selp.f32 {$w0}, {$r0}, {$r1}, p_; }",
-        write_only_types=[Float32],
-        read_only_args=[yes, no, Int32(condition)],
-    )
 
 
 def exp_nonpositive(x: Float32) -> Float32:

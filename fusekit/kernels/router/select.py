@@ -18,9 +18,10 @@ Steps 3 and 4 bound the work whatever the values are; nothing depends on the ord
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, cute
 
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, Row
-from fusekit.kernels.router.scores import add
+from fusekit.kernels import lanes
+from fusekit.kernels.floats import add
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.router.config import Row
 
 ENTRY_BYTES = 8
 

@@ -13,13 +13,15 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.floats import choose
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import reciprocal_approx
-from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel, negative_infinity
-from fusekit.kernels.router.config import WARP, RouterConfig
+from fusekit.kernels.router.config import RouterConfig
 from fusekit.kernels.router.groups import GroupLimit
-from fusekit.kernels.router.maps import MapWriter
-from fusekit.kernels.router.scores import EPSILON, choose, exp_nonpositive, score
+from fusekit.kernels.router.routing_map import MapWriter
+from fusekit.kernels.router.scores import EPSILON, exp_nonpositive, score
 from fusekit.kernels.router.select import TopK, key_of, value_of
 
 

@@ -16,12 +16,14 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.floats import choose
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import reciprocal_approx
-from fusekit.kernels.router import lanes
 from fusekit.kernels.router.base import RouterKernel, negative_infinity
 from fusekit.kernels.router.choices import Choices
-from fusekit.kernels.router.config import WARP, RouterConfig
-from fusekit.kernels.router.scores import EPSILON, choose, exp_nonpositive, score, sigmoid_slope, sqrtsoftplus_slope
+from fusekit.kernels.router.config import RouterConfig
+from fusekit.kernels.router.scores import EPSILON, exp_nonpositive, score, sigmoid_slope, sqrtsoftplus_slope
 
 
 class RouterTopKBackward(RouterKernel):

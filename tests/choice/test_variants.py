@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusekit.choice import tuning
 from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
-from fusekit.choice.select import choose
+from fusekit.choice.variants import choose
 from fusekit.spec import find
 from fusekit.spec.budget import CLUSTERS, default_mainloop, refusals
 from fusekit.store import NameRecord

@@ -6,6 +6,8 @@ is read once. Sources: PTX ISA, "ld.global.nc", "redux.sync", "shfl.sync".
 
 from cutlass import Float32, Float64, Int32, Int64, Uint32, Uint64, cute
 
+WARP = 32
+
 _SUFFIX = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
 _STREAM = "ld.global.nc.L1::no_allocate"
 

@@ -20,10 +20,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.dtypes import DTYPES
+from fusekit.kernels import lanes
+from fusekit.kernels.floats import choose, fma
+from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP
-from fusekit.kernels.router.scores import choose, fma
 
 LINE = WARP * 16  # bytes of a warp's access
 

@@ -3,8 +3,9 @@
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP, RouterConfig
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.router.config import RouterConfig
 
 
 class MapWriter:

@@ -13,8 +13,8 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 
 BATCH = 4  # groups that a lane has in flight
 NONE = 0xFFFFFFFF

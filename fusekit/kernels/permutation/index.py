@@ -14,8 +14,8 @@ import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
-from fusekit.kernels.router import lanes
-from fusekit.kernels.router.config import WARP
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
 
 WARPS = 32  # of a block
 CLUSTER = 8

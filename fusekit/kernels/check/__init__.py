@@ -1,0 +1,1 @@
+"""What a launch is given, looked at on the device."""

@@ -1,0 +1,1 @@
+"""The order of rows by expert, and rows to experts and back."""
