@@ -69,7 +69,8 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
 
 
 def _describe(record: NameRecord, entry: Entry, layer: str) -> dict[str, Any]:
-    from fusekit.runtime.wellformed import check_entry, check_name
+    from fusekit.choice.variants import check_name
+    from fusekit.runtime.wellformed import check_entry
 
     check_entry(entry)
     check_name(record)

@@ -20,7 +20,7 @@ from fusekit.errors import ArgumentError
 from fusekit.interop import xla
 from fusekit.interop.shapes import dims_of
 from fusekit.runtime import Kernel
-from fusekit.runtime.arguments import check_scalar
+from fusekit.runtime.binding import check_scalar
 
 _XLA = by("xla")
 

@@ -10,7 +10,7 @@ module       its job
 library      from a name to a loaded kernel
 kernel       a loaded kernel: `Kernel(...)` launches, `Kernel.bind(...)` gives a `Launch`
 launch       `Launch`, a kernel bound to its arguments; the one driver call
-arguments    checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
+binding      checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
 launch_plan  a launch worked out for one signature; parameter blocks
 maps         tensor maps of a plan
 checked      a library that checks `offsets` on the device

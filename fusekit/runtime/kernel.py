@@ -13,7 +13,7 @@ from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
 from fusekit.errors import ArgumentError, DriverError, IntegrityError
-from fusekit.runtime.arguments import bind, check_names, check_scalar, pairs
+from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.launch import Launch, Launches, launch, launch_all

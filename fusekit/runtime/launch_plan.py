@@ -24,7 +24,7 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.errors import ArgumentError
-from fusekit.runtime.arguments import Bound, Pair, check_placement
+from fusekit.runtime.binding import Bound, Pair, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.maps import MapSlot, map_slot

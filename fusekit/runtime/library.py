@@ -118,7 +118,8 @@ class Library:
 
     def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:
         """Record and cubin of an entry, verified."""
-        from fusekit.runtime.wellformed import check_name, launch_record
+        from fusekit.choice.variants import check_name
+        from fusekit.runtime.wellformed import launch_record
 
         check_name(found)
         stored = self.store.load(found.key)

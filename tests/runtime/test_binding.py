@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusekit.errors import ArgumentError
-from fusekit.runtime.arguments import Pair
+from fusekit.runtime.binding import Pair
 from tests.runtime.samples import Torchlike, load, tensors
 
 
