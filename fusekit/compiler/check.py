@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
-from fusekit.compiler.hostfunction import HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.spec.permutation import PermutationSpec
 
 REPORT_WORDS = 8
@@ -12,22 +12,9 @@ MOST_GROUPS = 65536
 
 def plan(spec: PermutationSpec) -> TracePlan:
     """Trace plan of moe-check. Imports the DSL."""
-    import cutlass
-    from cuda.bindings.driver import CUstream
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
     from fusekit.kernels.check.offsets import MoeCheck
 
-    function = MoeCheck()
-    offsets = make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4)
-    report = make_fake_tensor(cutlass.Int32, (REPORT_WORDS,), (1,), assumed_align=4)
-    return TracePlan(
-        function=function,
-        arguments=(offsets, report, cutlass.Int32(0), CUstream(0)),
-        host_arguments=(HostTensor("offsets"), HostTensor("report"), HostScalar("rows"), HostStream()),
-        signature=signature(spec.arch),
-    )
+    return token_wise(MoeCheck(), ("offsets", "report"), signature(spec.arch))
 
 
 def signature(arch: str) -> Signature:

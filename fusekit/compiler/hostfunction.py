@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument
+from fusekit.dtypes import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +110,32 @@ class Lifted:
     expr: Expr
     values: tuple[int, ...]
     plans: tuple[TracePlan, ...]
+
+
+def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> TracePlan:
+    """The plan of a kernel that works token by token. operands: of its host function, which takes None for one that
+    `signature` has no tensor of, and then the scalars and the stream. Imports the DSL.
+
+    Of the extents that run time gives, H is as divisible as the strides, others are any number.
+    """
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    def fake(tensor: TensorArgument) -> Any:
+        step = tensor.stride_divisor
+        shape = tuple(
+            extent if isinstance(extent, int) else cute.sym_int(divisibility=step if extent == "H" else 1)
+            for extent in tensor.shape
+        )
+        strides = tuple(
+            stride if isinstance(stride, int) else cute.sym_int64(divisibility=step) for stride in tensor.strides
+        )
+        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=tensor.alignment)
+
+    tensors = {tensor.name: fake(tensor) for tensor in signature.tensors}
+    scalars = [getattr(cutlass, DTYPES[scalar.dtype].cutlass)(1) for scalar in signature.scalars]
+    hosts = (*map(HostTensor, tensors), *(HostScalar(scalar.name) for scalar in signature.scalars), HostStream())
+    return TracePlan(function, (*map(tensors.get, operands), *scalars, CUstream(0)), hosts, signature)

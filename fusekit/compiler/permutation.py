@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, TensorArgument
-from fusekit.compiler.hostfunction import HostArgument, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
 from fusekit.spec.permutation import (
     INDEX,
@@ -44,9 +44,8 @@ TOKEN_ROWS = {
 
 def plan(spec: PermutationSpec) -> TracePlan:
     """Trace plan of a permutation operation. Imports the DSL."""
-    tensors = _tensors(spec)
-    hosts: tuple[HostArgument, ...] = (*(HostTensor(tensor.name) for tensor in tensors), HostStream())
-    return TracePlan(_function(spec), _fake_arguments(spec, tensors), hosts, signature(spec))
+    operands = (name for name, _ in OPERANDS[spec.op])
+    return token_wise(_function(spec), operands, signature(spec))
 
 
 def signature(spec: PermutationSpec) -> Signature:
@@ -96,32 +95,3 @@ def _function(spec: PermutationSpec) -> Any:
         return MoeIndex(spec.experts, spec.topk)
     made = {PERMUTE: MoePermute, UNPERMUTE: MoeUnpermute}.get(spec.op, MoeUnpermuteBackward)
     return made(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.warps, _lines(spec))
-
-
-def _fake_arguments(spec: PermutationSpec, tensors: tuple[TensorArgument, ...]) -> tuple[Any, ...]:
-    """One entry for each parameter of the kernel's host function; None where the spec has no such operand."""
-    import cutlass
-    from cuda.bindings.driver import CUstream
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    by_name = {tensor.name: tensor for tensor in tensors}
-    arguments: list[Any] = []
-    for name, _ in OPERANDS[spec.op]:
-        tensor = by_name.get(name)
-        if tensor is None:
-            arguments.append(None)
-            continue
-        shape = tuple(
-            extent
-            if isinstance(extent, int)
-            else cute.sym_int(divisibility=tensor.stride_divisor if extent == "H" else 1)
-            for extent in tensor.shape
-        )
-        strides = tuple(
-            stride if isinstance(stride, int) else cute.sym_int64(divisibility=tensor.stride_divisor)
-            for stride in tensor.strides
-        )
-        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
-        arguments.append(make_fake_tensor(dtype, shape, strides, assumed_align=tensor.alignment))
-    return (*arguments, CUstream(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.abi import Dim, Expr, ScalarArgument, TensorArgument
-from fusekit.compiler.hostfunction import HostArgument, HostScalar, HostStream, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
 from fusekit.spec.router import AUX, AUX_BACKWARD, AUX_LOSS, AUX_LOSS_BACKWARD, BACKWARD, FORWARD, RouterSpec
 
@@ -32,25 +32,23 @@ OUTPUTS = {
 
 def plan(spec: RouterSpec) -> TracePlan:
     """Trace plan of a router operation. Imports the DSL."""
-    return TracePlan(_function(spec), _fake_arguments(spec), _host_arguments(spec), signature(spec))
+    return token_wise(_function(spec), OPERANDS[spec.op], signature(spec))
 
 
 def signature(spec: RouterSpec) -> Signature:
     """What the callers of `spec` pass."""
-    scalars = (ScalarArgument(name, dtype) for name, dtype in _scalars(spec))
     return Signature(
         arch=spec.arch,
-        arguments=(*_tensors(spec), *scalars),
+        arguments=(*_tensors(spec), *_scalars(spec)),
         dims=(Dim("T", maximum=MOST_TOKENS),),
         skip_if_zero=() if spec.op == AUX_LOSS else ("T",),
     )
 
 
-def _scalars(spec: RouterSpec) -> tuple[tuple[str, str], ...]:
-    """(name, dtype) of the numbers that a launch takes."""
+def _scalars(spec: RouterSpec) -> tuple[ScalarArgument, ...]:
     if spec.op in (AUX_LOSS, AUX_LOSS_BACKWARD):
-        return ("coefficient", "f32"), ("total_tokens", "i32")
-    return (("scaling_factor", "f32"),) if spec.scaled else ()
+        return ScalarArgument("coefficient", "f32"), ScalarArgument("total_tokens", "i32")
+    return (ScalarArgument("scaling_factor", "f32"),) if spec.scaled else ()
 
 
 def _tensors(spec: RouterSpec) -> tuple[TensorArgument, ...]:
@@ -120,29 +118,3 @@ def _function(spec: RouterSpec) -> Any:
         warps=spec.warps,
     )
     return made[spec.op](config)
-
-
-def _fake_arguments(spec: RouterSpec) -> tuple[Any, ...]:
-    """One entry for each parameter of the kernel's host function; None where the spec has no such operand."""
-    import cutlass
-    from cuda.bindings.driver import CUstream
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    arguments: list[Any] = []
-    for name in OPERANDS[spec.op]:
-        tensor = _tensor(spec, name)
-        if tensor is None:
-            arguments.append(None)
-            continue
-        shape = tuple(cute.sym_int() if extent == "T" else extent for extent in tensor.shape)
-        dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
-        arguments.append(make_fake_tensor(dtype, shape, tensor.strides, assumed_align=tensor.alignment))
-    for _, scalar in _scalars(spec):
-        arguments.append(getattr(cutlass, DTYPES[scalar].cutlass)(1))
-    return (*arguments, CUstream(0))
-
-
-def _host_arguments(spec: RouterSpec) -> tuple[HostArgument, ...]:
-    scalars = (HostScalar(name) for name, _ in _scalars(spec))
-    return (*(HostTensor(tensor.name) for tensor in _tensors(spec)), *scalars, HostStream())
