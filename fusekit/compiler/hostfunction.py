@@ -137,5 +137,9 @@ def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> 
 
     tensors = {tensor.name: fake(tensor) for tensor in signature.tensors}
     scalars = [getattr(cutlass, DTYPES[scalar.dtype].cutlass)(1) for scalar in signature.scalars]
-    hosts = (*map(HostTensor, tensors), *(HostScalar(scalar.name) for scalar in signature.scalars), HostStream())
+    hosts: tuple[HostArgument, ...] = (
+        *map(HostTensor, tensors),
+        *(HostScalar(scalar.name) for scalar in signature.scalars),
+        HostStream(),
+    )
     return TracePlan(function, (*map(tensors.get, operands), *scalars, CUstream(0)), hosts, signature)

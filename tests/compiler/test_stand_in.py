@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import struct
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import fusekit
+from fusekit import stand_in
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import pool
 from fusekit.compiler.build import build
@@ -27,7 +29,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
-from fusekit import stand_in
 from tests.examples.cute import rows
 
 ARCH = "--gpu-arch=sm_90a"
@@ -209,3 +210,18 @@ def test_members_are_taken_as_the_trace_has_them():
 
 def test_one_library_serves_a_store(config):
     assert stand_in._library(config) is stand_in._library(Config(store=config.store))
+
+
+def test_the_dsls_own_values_are_taken_as_what_the_record_says():
+    """A tensor or a pointer that a program made with the DSL: its types are named as records name them."""
+    import cutlass
+
+    class _Tensor:
+        data_ptr, element_type, shape, stride = 64, cutlass.Float8E4M3FN, (2, 3), (3, 1)
+
+    class _Pointer:
+        _pointer, dtype = 128, cutlass.Boolean
+
+    kernel = SimpleNamespace(device=0)
+    assert stand_in._plain(_Tensor(), kernel).dtype == "e4m3"
+    assert stand_in._plain(_Pointer(), kernel).dtype == "u8"
