@@ -34,7 +34,7 @@ def push(
 
     An entry that is there with its cubin stands. Without `full` it counts as whole when the sizes fit; with `full` each
     byte that is there is read and checked, and what is damaged is replaced. dry_run: nothing is written. Raises
-    StoreError when the remote fails.
+    NoStoreError for a folder that is neither empty nor a store, StoreError when the remote fails.
     """
     return _Push(store, selection.signed(store), remote, full, notify, dry_run).run()
 
@@ -119,6 +119,7 @@ class _Push(Exchange):
         self._sizes: dict[str, int | None] = {}
 
     def run(self) -> Report:
+        self.remote.admit()
         self._sizes = self.list_signatures()
         for folder in ("blobs", "entries", "names"):
             self._sizes |= self.remote.sizes(folder)

@@ -114,8 +114,8 @@ def check(folders: Folders) -> bool:
             return True
     raise NoStoreError(
         f"{said(root)} is no store of fusekit, and not empty; nothing is written or removed there; name a store or an "
-        f"empty folder with --store or FUSEKIT_STORE, or, if it is a store, put the line {DATA.decode().strip()} into "
-        f"{said(root / MARKER)}",
+        f"empty folder with --store or FUSEKIT_STORE, or as the URL of a push, or, if it is a store, put the line "
+        f"{DATA.decode().strip()} into {said(root / MARKER)}",
         path=str(root),
     )
 

@@ -10,22 +10,29 @@ both write at once either is right, as in a store. A name stands for what was pu
 Nothing that comes back is believed: each document is checked as one of a store is, each cubin against its entry, and
 with trusted keys each signature before anything is parsed. A failing connection is tried again, with growing pauses.
 How much is read, and how long is waited, is bounded: `fusekit.store.bounds`.
+
+A folder of this machine is written as a store is: by `Publisher`, so that no link in it leads a push elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
+from fusekit.store import marker
 from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
+from fusekit.store.files import exists
+from fusekit.store.publishing import Publisher
 from fusekit.store.source import check_url
 from fusekit.store.web import Web
 
@@ -76,6 +83,8 @@ class Remote:
         self._whole = bool(protocols & _OBJECT_STORES)
         self._web = Web(self._fs, self.bounds) if protocols & {"http", "https"} else None
         self._here = bool(protocols & {"memory", "file", "local"})
+        local = bool(protocols & {"file", "local"})
+        self._publisher = Publisher(Path(self._root or "/"), admit=marker.admit) if local else None
         # Others may keep one connection, which takes one request at a time.
         self.parallel = PARALLEL if self._fs.async_impl or self._here else 1
 
@@ -157,11 +166,19 @@ class Remote:
                 taken += len(chunk)
                 yield chunk
 
+    def admit(self) -> None:
+        """Raises NoStoreError for a folder of this machine that is neither empty nor a store."""
+        if self._publisher is not None and exists(self._publisher.root):
+            marker.check(self._publisher.folders)
+
     def write(self, path: str, data: bytes) -> None:
         """Make `path` a file of `data`; nobody sees a part of it. What was there before is replaced."""
         full = self._full(path)
 
         def put() -> None:
+            if self._publisher is not None:
+                _publish(self._publisher, path, data)
+                return
             send = self.bounds.seconds(len(data))
             if self._whole:
                 self._within(send, lambda: self._fs.pipe_file(full, data))
@@ -262,6 +279,17 @@ class Remote:
                 "you may do there; what has been moved stays, the same command carries on",
                 path=self.at(path),
             ) from error
+
+
+def _publish(publisher: Publisher, path: str, data: bytes) -> None:
+    """Publish `data` as `path` below the publisher's root. What another try may change is raised as it came."""
+    try:
+        publisher.put(publisher.root / path, data)
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno != errno.ELOOP:
+            raise cause from None
+        raise
 
 
 def _is_final(error: BaseException) -> bool:

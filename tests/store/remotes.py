@@ -4,6 +4,8 @@ import functools
 
 import fsspec
 
+from fusekit.store.layout import MARKER
+from fusekit.store.publishing import Disk
 from fusekit.store.remote import Remote
 from tests.store.samples import build_entry, build_record
 
@@ -33,21 +35,52 @@ class Unsteady:
 
         @functools.wraps(value)
         def call(path, *arguments, **options):
-            self.calls.append((name, path))
-            error = self.fails(name, path)
-            if error is not None:
-                raise error
+            self.ask(name, path)
             return value(path, *arguments, **options)
 
         return call
+
+    def ask(self, name, path):
+        self.calls.append((name, path))
+        error = self.fails(name, path)
+        if error is not None:
+            raise error
 
     def count(self, operation, part=""):
         return sum(name == operation and part in path for name, path in self.calls)
 
 
+class UnsteadyDisk(Disk):
+    """The steps of a folder of this machine, under the names that they have in fsspec; the marker's are left out."""
+
+    def __init__(self, unsteady):
+        self.unsteady = unsteady
+
+    def make_directory(self, path, at=None):
+        self.unsteady.ask("makedirs", str(path))
+        return super().make_directory(path, at)
+
+    def write(self, path, data, at=None):
+        if MARKER not in path.name:
+            self.unsteady.ask("pipe_file", str(path))
+        super().write(path, data, at)
+
+    def replace(self, source, target, at=None):
+        self.unsteady.ask("mv", str(source))
+        super().replace(source, target, at)
+
+
 def remote(url, fails=lambda operation, path: None):
     made = Remote(url, pause=0.001)
     made._fs = Unsteady(made._fs, fails)
+    if made._publisher is not None:
+        made._publisher.disk = UnsteadyDisk(made._fs)
+    return made
+
+
+def elsewhere(made):
+    """`made`, the remote of a folder, written through fsspec alone: as one on a file system of another machine."""
+    made._publisher = None
     return made
 
 

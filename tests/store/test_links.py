@@ -10,10 +10,12 @@ import pytest
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, marks
 from fusekit.store.bundle import export_bundle
+from fusekit.store.exchange import push
 from fusekit.store.folders import Folders
 from fusekit.store.layout import MARKER
 from fusekit.store.manifest import Manifest, write_manifest
 from fusekit.store.publishing import Publisher
+from fusekit.store.remote import Remote
 from fusekit.store.selection import select
 from fusekit.store.signature import generate
 from tests.store.attacks import VERBS, attempt, bundle, folders_of, state, victim_of, whole_store
@@ -340,3 +342,35 @@ def test_what_a_link_hides_is_said_by_whoever_asks_for_it(tmp_path):
     assert store.listing("f/k0").problems[0].startswith(f"cannot list {link}: {link} is a symbolic link")
     with pytest.raises(IntegrityError, match="is a symbolic link"):
         store.variants("f/k0", "sm_90a")
+
+
+PUSHED = [each for each in FOLDERS if each.split("/")[0] in ("blobs", "entries", "names") or each == "signatures"]
+
+
+@pytest.mark.parametrize("folder", PUSHED)
+def test_a_push_into_a_folder_with_links(tmp_path, folder):
+    """Whoever may write to the remote cannot lead a push elsewhere."""
+    store, victim = whole_store(tmp_path / "store"), tmp_path / "victim"
+    whole_store(tmp_path / "remote")
+    link = plant(tmp_path / "remote", folder, victim)
+    shutil.rmtree(victim)
+    victim.mkdir()
+    with pytest.raises(StoreError, match=f"{link} is a symbolic link; a store follows no link"):
+        push(store, select(store), Remote(str(tmp_path / "remote")), full=True)
+    assert not list(victim.iterdir())
+
+
+def test_a_push_over_links_in_the_place_of_files(tmp_path):
+    store, victim, remote = whole_store(tmp_path / "store"), tmp_path / "victim", tmp_path / "remote"
+    push(store, select(store), Remote(str(remote)))
+    (victim / "folder").mkdir(parents=True)
+    (victim / "file").write_text("precious")
+    for number, path in enumerate(names_in(remote)):
+        if path.name != MARKER:
+            path.unlink()
+            path.symlink_to(victim / ("folder", "file", "dangling")[number % 3])
+    before = state(victim)
+    push(store, select(store), Remote(str(remote)), full=True)
+    assert state(victim) == before
+    assert not [path for path in remote.rglob("*") if path.is_symlink()]
+    assert not Store(remote).verify(full=True).bad

@@ -7,8 +7,11 @@ import pytest
 
 from fusekit.errors import IntegrityError, NoStoreError
 from fusekit.store import Store
+from fusekit.store.exchange import push
 from fusekit.store.layout import MARKER
 from fusekit.store.marker import DATA, FORMAT, absence
+from fusekit.store.remote import Remote
+from fusekit.store.selection import select
 from tests.store.attacks import RANDOM, VERBS, WRITERS, attempt, bundle, gone_owner, state, whole_store
 from tests.store.collecting import DAY, age, everything
 from tests.store.samples import build_entry
@@ -241,3 +244,20 @@ def test_names_of_strangers_are_printed_safely(tmp_path):
     (stray,) = store.collect().strays
     assert stray.isprintable()
     assert "\\x1b[2J" in stray
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_push_to_a_folder_that_is_something_else(tmp_path, kind):
+    root = tmp_path / "project"
+    make(root, FOREIGN[kind])
+    before, store = state(root), whole_store(tmp_path / "store")
+    for dry_run in (True, False):
+        with pytest.raises(NoStoreError, match="or as the URL of a push"):
+            push(store, select(store), Remote(str(root)), dry_run=dry_run)
+    assert state(root) == before
+
+
+def test_a_folder_that_was_pushed_to_is_a_store(tmp_path):
+    store = whole_store(tmp_path / "store")
+    push(store, select(store), Remote(str(tmp_path / "remote")))
+    assert (tmp_path / "remote" / MARKER).read_bytes() == DATA

@@ -90,9 +90,10 @@ def test_a_forged_remote(store, url, keys):
     assert len(pull(trusting(keys, "again"), Remote(url)).failed) >= 1
 
 
-def test_a_push_that_is_killed_at_each_step(keys):
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_push_that_is_killed_at_each_step(keys, where):
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.store.killed_pusher", keys]
+    command = [sys.executable, "-m", "tests.store.killed_pusher", keys, where]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20

@@ -11,7 +11,7 @@ from fusekit.store import Store
 from fusekit.store.exchange import pull, push
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
-from tests.store.remotes import NAMES, damage, fill, paths_of, remote
+from tests.store.remotes import NAMES, damage, elsewhere, fill, paths_of, remote
 from tests.store.samples import files
 
 
@@ -111,13 +111,13 @@ def test_a_broken_pull_is_resumed(store, url, tmp_path, reads):
 def test_a_push_that_was_killed_while_it_wrote(store, tmp_path):
     """On a file system, a part of a file never has its name."""
     url = str(tmp_path / "remote")
-    broken = remote(url, lambda operation, path: ConnectionError("gone") if operation == "mv" else None)
+    broken = elsewhere(remote(url, lambda operation, path: ConnectionError("gone") if operation == "mv" else None))
     with pytest.raises(StoreError, match="5 times"):
         push(store, select(store), broken)
     assert files(url) == {}
     (tmp_path / "remote" / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     (tmp_path / "remote" / "blobs" / "sha256" / ".x.1-ab.tmp").write_bytes(b"part")  # of one that was killed
-    push(store, select(store), Remote(url))
+    push(store, select(store), elsewhere(Remote(url)))
     assert pull(Store(tmp_path / "seeded"), Remote(url)).entries == 3
 
 
