@@ -37,6 +37,7 @@ def command(session: Session) -> None:
         "driver": {name: value for name, value in driver.items() if name != "gpus"},
         "gpus": driver["gpus"],
         "stores": _stores(session),
+        "trust": _trust(session),
     }
     output.answer(session, document, lambda: _print(document))
 
@@ -150,6 +151,19 @@ def _free(root: Path) -> int:
     return shutil.disk_usage(root).free
 
 
+def _trust(session: Session) -> dict[str, Any] | None:
+    """The keys of FUSEKIT_TRUSTED_KEYS; None where it is not set, and no signature is asked for."""
+    from fusekit.store.signature import Trust
+
+    if session.config.trusted_keys is None:
+        return None
+    try:
+        keys = Trust(session.config.trusted_keys).keys
+        return {"keys": [{"id": key.id, "comment": key.comment} for key in keys], "problem": None}
+    except Exception as error:
+        return {"keys": [], "problem": _text(error)}
+
+
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, FusekitError) else f"{type(error).__name__}: {error}"
 
@@ -180,3 +194,6 @@ def _print(document: dict[str, Any]) -> None:
                 click.echo(f"        tuning table of {arch}: {output.plural(rows, 'row')}")
         elif store["exists"] is False and store["role"] == "writable":
             click.echo("        it does not exist yet")
+    if trust := document["trust"]:
+        keys = ", ".join(f"{key['id']} {key['comment']}".rstrip() for key in trust["keys"])
+        click.echo(f"\ntrust   {trust['problem'] or 'only what is signed by ' + keys}")

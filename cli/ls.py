@@ -22,7 +22,7 @@ from fusekit_cli.options import Session, common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
     """List the kernels in the store, of every layer, or those that GLOB names.
 
-    Exit code 1 if a layer cannot be listed; what the others hold is listed all the same.
+    Exit code 1 if a layer cannot be listed, or is not there; what the others hold is listed all the same.
     """
     store = session.open_store()
     found: dict[tuple[str, str], Row] = {}
@@ -92,9 +92,10 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
         session.note(f"nothing{wanted} in {where}{remedy}")
     for problem in dict.fromkeys(problems):
         session.note(f"left out: {problem}")
-    for why in store.absent() if source is None else ():
+    absent = store.absent() if source is None else ()
+    for why in absent:
         session.note(f"{why}: there is no store to list; check FUSEKIT_STORES and the mount")
-    return 1 if unlisted else 0
+    return 1 if unlisted or absent else 0
 
 
 def _elsewhere(

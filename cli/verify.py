@@ -66,6 +66,8 @@ def command(session: Session, full: bool, source: str | None) -> int:
         session.note(f"not fusekit's, and left alone: {names}{' and more' if len(report.strays) > 5 else ''}")
     for root, why in report.absent.items():
         remedy = "`fusekit build` makes a store" if root == store.root else "check FUSEKIT_STORES and the mount"
+        if root == store.root and why.endswith("no store of fusekit"):
+            remedy = "nothing is written there; name another folder"
         session.note(f"{why}: there is no store to check; {remedy}")
     if report.bad:
         return 1

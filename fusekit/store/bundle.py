@@ -83,8 +83,6 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
     The same kernels give the same bytes. Raises UsageError for a `path` that is no plain file or in no folder,
     IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it is then as it was.
     """
-    if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
-        raise UsageError(f"{path} is no plain file; a bundle is one, and takes the place of another; check the path")
     if not exists(path.parent):
         raise UsageError(f"{path}: there is no folder {path.parent}; a bundle is put where one is; make it first")
     selection = selection.signed(store)

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from fusekit.errors import IntegrityError, StoreError
+from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import process
-from fusekit.store.files import READ, TEMPORARY_SUFFIX, store_error
+from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, store_error
 from fusekit.store.folders import DIRECTORY_MODE, Folders
 
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
@@ -293,8 +293,10 @@ def touch(name: str, at: int) -> bool:
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> int:
     """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
-    replaced, not followed.
+    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder.
     """
+    if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
+        raise UsageError(f"{path} is no plain file; the file takes the place of another; check the path")
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
     try:
         with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MESSAGE = "fusekit signature 1\n{kind}\n{digest}\n"
 KINDS = frozenset({"entry", "name", "bundle", "manifest"})
 SIGNATURE_BYTES = 64
+# What signs a document, other than one that is in a store.
+_SIGNING = {"bundle": "export --sign KEY", "manifest": "lock --write --sign KEY"}
 ID_DIGITS = 16
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _KEY_TYPE = "ssh-ed25519"
@@ -128,7 +130,7 @@ class Trust:
             trusted = ", ".join(key.id for key in self.keys)
             raise SignatureError(
                 f"{what} {by}; only what is signed by a trusted key ({trusted}) is loaded; get it from there, sign it "
-                "with `fusekit key sign`, or add its key to FUSEKIT_TRUSTED_KEYS"
+                f"with `fusekit {_SIGNING.get(kind, 'key sign')}`, or add its key to FUSEKIT_TRUSTED_KEYS"
             )
         return signed[0]
 

@@ -210,7 +210,8 @@ def test_a_layer_that_is_not_mounted(store, fusekit, tmp_path, kind):
         assert kind in said
         assert f"{layer}" in said
         assert "check FUSEKIT_STORES, and that its file systems are mounted" in said
-    assert f"{layer}" in fusekit("ls", **layers).err
+    listed = fusekit("ls", "--json", code=1, **layers)
+    assert (len(listed.json), f"{layer}" in listed.err) == (3, True)
     # The user's own folder need not be there where a layer is; one that is named has to be.
     below = {"FUSEKIT_STORES": str(fusekit.root), "FUSEKIT_STORE": str(tmp_path / "own")}
     assert fusekit("verify", "--json", **below).json["absent"] == [str(tmp_path / "own")]
@@ -239,6 +240,8 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
         result = fusekit(*arguments, "--store", str(project), code=2, FUSEKIT_STORES=str(fusekit.root))
         assert f"{project} is no store of fusekit, and not empty" in result.err
         assert result.err.count("\n") <= 2
+    said = fusekit("verify", "--store", str(project), code=3).err
+    assert f"{project} is no store of fusekit: there is no store to check; nothing is written there" in said
     listed = fusekit("ls", "--json", "--store", str(project), code=1)
     assert listed.json == []
     assert f"{project} is no store of fusekit, and not empty" in listed.err
@@ -350,6 +353,18 @@ def test_doctor_with_an_old_driver_or_no_gpu(doctor):
     document, text = doctor(Bindings(count=0))
     assert not document["can_run"]
     assert "sees no GPU" in text
+
+
+def test_doctor_says_who_is_trusted(fusekit, tmp_path):
+    assert fusekit("doctor", "--json").json["trust"] is None
+    fusekit("key", "new", str(tmp_path / "farm"), "--comment", "build farm")
+    trusting = {"FUSEKIT_TRUSTED_KEYS": str(tmp_path / "farm.pub")}
+    (key,) = fusekit("doctor", "--json", **trusting).json["trust"]["keys"]
+    assert f"trust   only what is signed by {key['id']} build farm\n" in fusekit("doctor", **trusting).out
+    nobody = fusekit("doctor", FUSEKIT_TRUSTED_KEYS="")
+    assert (
+        "trust   FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded" in nobody.out
+    )
 
 
 def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
