@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import queue
 import threading
@@ -72,7 +73,13 @@ class Remote:
         except FusekitError:
             raise
         except CancelledError:
-            raise BuildError(f"{job.name}: the build was stopped", name=job.name) from None
+            why = (
+                f"{job.name}: the build was stopped"
+                if self._stopped
+                else f"the executor gave up {job.name}, as one does whose scheduler is gone; it was not compiled; look "
+                "at the executor's own logs, and build it again"
+            )
+            raise BuildError(why, name=job.name) from None
         except Exception as error:
             raise BuildError(
                 f"the executor lost {job.name} ({type(error).__name__}: {error}); it was not compiled; look at the "
@@ -128,13 +135,25 @@ def connect(
             "scheduler`, or check the address"
         ) from error
     remedy = f"start one with `dask worker {address}`, where the same fusekit is installed"
-    with client, _Attended(client.get_executor(pure=False), lambda: len(client.nthreads())) as executor:
+    attended = _Attended(client.get_executor(pure=False), lambda: len(client.nthreads()))
+    with _silenced("distributed.client"), client, attended as executor:
         executor.attend(
             worker_seconds,
             lambda: note(f"the Dask scheduler at {url} has no worker; waiting up to {worker_seconds:.0f} s; {remedy}"),
             ToolchainError(f"the Dask scheduler at {url} had no worker for {worker_seconds:.0f} s; {remedy}"),
         )
         yield executor
+
+
+@contextlib.contextmanager
+def _silenced(logger: str) -> Iterator[None]:
+    """Meanwhile `logger` says nothing: what a build has to say of a scheduler that is gone is one message."""
+    found = logging.getLogger(logger)
+    before, found.disabled = found.disabled, True
+    try:
+        yield
+    finally:
+        found.disabled = before
 
 
 class _Attended(Executor):

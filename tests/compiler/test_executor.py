@@ -103,6 +103,23 @@ def test_what_an_executor_loses_is_named(tilecopy, store):
     )
 
 
+def test_what_an_executor_gives_up_is_no_stop_of_the_builder(tilecopy, store):
+    """As a Dask client does with what waits, once its scheduler is gone."""
+
+    class Gone(concurrent.futures.Executor):
+        def submit(self, *_):
+            future = concurrent.futures.Future()
+            future.cancel()
+            return future
+
+    report = build(store, kernels(2), tilecopy.plan, Gone())
+    assert [failed.error for failed in report.failed] == [
+        f"the executor gave up {failed.name}, as one does whose scheduler is gone; it was not compiled; look at the "
+        "executor's own logs, and build it again"
+        for failed in report.failed
+    ]
+
+
 def test_another_installation_is_refused(tilecopy):
     fields = key_fields_for(LINEAR)
     job = Job("a/b@c", tilecopy.plan, LINEAR, fields | {"toolchain.nvidia-cutlass-dsl": "4.0"})

@@ -124,7 +124,7 @@ def test_a_signed_one(manifest, tmp_path, monkeypatch):
         read_manifest(path, trust)
     write_manifest(manifest, folder, stranger)
     assert not (folder / f"{path.name}.{ours.public.id}.sig").exists()
-    with pytest.raises(SignatureError, match="is not signed.*fusekit lock --write --sign KEY"):
+    with pytest.raises(SignatureError, match=r"is not signed.*fusekit lock --write --sign KEY"):
         read_manifest(path, trust)
     write_manifest(manifest, folder)
     assert {each.name for each in folder.iterdir()} == {path.name}
