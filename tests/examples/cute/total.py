@@ -23,9 +23,10 @@ def _sum(x: cute.Tensor, sums: cute.Tensor):
     for index in cutlass.range(block * THREADS + thread, x.shape[0], blocks * THREADS):
         total += x[index]
     total = cute.arch.warp_reduction(total, operator.add)
+    this_warp = cute.arch.warp_idx()  # a shuffle, which all lanes must take part in
     of_warps = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16)
     if cute.arch.lane_idx() == 0:
-        of_warps[cute.arch.warp_idx()] = total
+        of_warps[this_warp] = total
     cute.arch.sync_threads()
     if thread == 0:
         total = Float32(0.0)
