@@ -56,7 +56,7 @@ def command(
             raise UsageError("export --lang c names the kernels that the source holds; give at least one NAME")
         run(session, Path(file), patterns, prefix, arch)
         return
-    from fusekit.store.bundle import export_bundle
+    from fusekit.cabi.member import export_bundle
     from fusekit.store.selection import select
 
     store = session.open_store()

@@ -13,7 +13,7 @@
 | compiler | errors, config, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
 | interop | errors, abi, runtime; each framework in the module of its name alone |
-| cabi | errors, abi |
+| cabi | errors, abi, store |
 | reference | numpy, spec, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
 | stand_in | compiler, runtime, what these may import |
@@ -54,7 +54,7 @@ MAY = {
     },
     "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
-    "cabi": {"fusekit.errors", "fusekit.abi"},
+    "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",

@@ -8,7 +8,7 @@ typedef struct {
 
 static fusekit_status fk_check_dims(const fk_record *record, const fk_call *call, int64_t *variables,
                                     fusekit_error *error) {
-    int index;
+    int64_t index;
     for (index = 0; index < record->dim_count; ++index) {
         const fk_dim *dim = &record->dims[index];
         int64_t value = call->dims[index];
@@ -17,7 +17,7 @@ static fusekit_status fk_check_dims(const fk_record *record, const fk_call *call
                            "%s: %s is %lld; it must be a multiple of %lld from %lld to %lld", record->name, dim->name,
                            (long long)value, (long long)dim->divisor, (long long)dim->minimum,
                            (long long)dim->maximum);
-        variables[index] = value;
+        variables[FK_FIRST_DIM + index] = value;
     }
     return FUSEKIT_OK;
 }
@@ -43,7 +43,7 @@ static fusekit_status fk_check_tensor(const fk_record *record, const fk_tensor *
                                       int64_t *variables, fk_extent *extent, fusekit_error *error) {
     int64_t compact[FK_MOST_RANK], step = 1, last = 0;
     int index, empty = 0;
-    for (index = tensor->rank - 1; index >= 0; --index) {
+    for (index = (int)tensor->rank - 1; index >= 0; --index) {
         fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name,
                                          &extent->shape[index], error);
         if (status != FUSEKIT_OK) return status;
@@ -109,9 +109,10 @@ static fusekit_status fk_check_places(const fk_record *record, const fk_call *ca
         if (call->addresses[one] == 0)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is NULL; it must be device memory", record->name,
                            tensor->name);
-        if (call->addresses[one] % (unsigned)tensor->alignment != 0)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s begins at %#llx; it must be a multiple of %d bytes",
-                           record->name, tensor->name, (unsigned long long)call->addresses[one], tensor->alignment);
+        if (call->addresses[one] % (uint64_t)tensor->alignment != 0)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s begins at %#llx; it must be a multiple of %lld bytes",
+                           record->name, tensor->name, (unsigned long long)call->addresses[one],
+                           (long long)tensor->alignment);
         for (other = 0; other < one; ++other)
             if ((tensor->written || record->tensors[other].written) &&
                 fk_overlap(&extents[other], call->addresses[other], &extents[one], call->addresses[one]))

@@ -52,7 +52,7 @@ static fusekit_status fk_cuda(const fusekit_driver *driver, fusekit_error *error
 
 /* ---- Expressions: signed 64-bit; an overflow is an error, except in an address, which wraps modulo 2^64. */
 
-static int fk_overflows(fk_operator operation, int64_t a, int64_t b) {
+static int fk_overflows(int64_t operation, int64_t a, int64_t b) {
     switch (operation) {
     case FK_ADD: return b > 0 ? a > INT64_MAX - b : a < INT64_MIN - b;
     case FK_SUB: return b < 0 ? a > INT64_MAX + b : a < INT64_MIN + b;
@@ -66,7 +66,7 @@ static int fk_overflows(fk_operator operation, int64_t a, int64_t b) {
 
 static int64_t fk_floordiv(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
-static int64_t fk_apply(fk_operator operation, int64_t a, int64_t b) {
+static int64_t fk_apply(int64_t operation, int64_t a, int64_t b) {
     switch (operation) {
     case FK_ADD: return (int64_t)((uint64_t)a + (uint64_t)b);
     case FK_SUB: return (int64_t)((uint64_t)a - (uint64_t)b);
@@ -89,7 +89,7 @@ static int64_t fk_apply(fk_operator operation, int64_t a, int64_t b) {
 }
 
 /* Whether the operator takes `b` for its only or second operand. */
-static int fk_takes(fk_operator operation, int64_t b) {
+static int fk_takes(int64_t operation, int64_t b) {
     switch (operation) {
     case FK_FLOORDIV:
     case FK_CEILDIV:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.abi import LaunchRecord
+from fusekit.cabi import flat
 from fusekit.cabi.identifiers import check_prefix, kernel_identifiers
-from fusekit.cabi.tables import Tables
+from fusekit.cabi.layout import declarations, loader_declarations
 from fusekit.cabi.wrappers import Wrapper
 from fusekit.errors import UsageError
 
 # The launcher, in the order in which its parts build on each other; then the loader of bundles.
-PARTS = ("driver.c", "record.c", "expressions.c", "arguments.c", "workspace.c", "maps.c", "launch.c", "load.c")
-LOADER_PARTS = (
-    "json.c", "sha256.c", "reader.c", "postfix.c", "parameters.c", "parse.c", "tar.c", "bundle.c", "entry.c", "named.c",
+PARTS = (
+    "driver.c", "layout", "record.c", "expressions.c", "reader.c", "arguments.c", "workspace.c", "maps.c", "launch.c",
+    "load.c",
 )  # fmt: skip
+LOADER_PARTS = ("listing", "sha256.c", "bundle.c", "kernels.c", "named.c")
 _ABOUT = "/* Written by fusekit; changes are lost when it is written again. */\n"
 _OWN = re.compile(r"\b(fusekit|FUSEKIT)_")
 _PER_LINE = 6
@@ -51,10 +53,10 @@ def generate(kernels: Sequence[Exported], prefix: str = "fusekit") -> dict[str, 
     for number, (kernel, identifier) in enumerate(zip(kernels, identifiers, strict=True)):
         kernel.record.check_complete()
         label = cubins.setdefault(kernel.cubin, f"fk_cubin_{len(cubins)}")
-        tables = Tables(number, kernel.name, kernel.record, label, len(kernel.cubin))
+        source = _source_of(number, kernel, label)
         wrapper = Wrapper(prefix, identifier, number, kernel.name, kernel.record, kernel.defaults)
         declarations.append(wrapper.declarations())
-        definitions.append(f"/* ---- {kernel.name} */\n\n{tables.text()}\n{wrapper.definitions()}")
+        definitions.append(f"/* ---- {kernel.name} */\n\n{source}\n{wrapper.definitions()}")
     header = _header(prefix, [_part("core.h", prefix), *declarations])
     source = _source(
         prefix,
@@ -92,20 +94,34 @@ def _source(prefix: str, parts: Sequence[str]) -> str:
 
 
 def _part(name: str, prefix: str) -> str:
-    """A file of this folder with the launcher's public names under `prefix`."""
+    """A file of this folder with the launcher's public names under `prefix`, or what `layout` declares."""
+    if name in ("layout", "listing"):
+        return declarations() if name == "layout" else loader_declarations()
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     if prefix == "fusekit":
         return text
     return _OWN.sub(lambda found: f"{prefix if found[1].islower() else prefix.upper()}_", text)
 
 
-def _embedded(label: str, cubin: bytes) -> str:
-    padded = cubin.ljust(-(-len(cubin) // 8) * 8, b"\0")
+def _source_of(number: int, kernel: Exported, cubin: str) -> str:
+    """A kernel's launch record, and what leads to it and its cubin."""
+    record = flat.record(kernel.name, kernel.record, kernel.defaults)
+    shown = kernel.name.encode("unicode_escape").decode().replace('"', '\\"').replace("?", "\\?")
+    return (
+        f"{_embedded(f'fk_words_{number}', record)}\n"
+        f'static const char fk_name_{number}[] = "{shown}";\n'
+        f"static const fk_source fk_source_{number} = {{(const int64_t *)fk_words_{number}, {len(record) // 8},\n"
+        f"    (const unsigned char *){cubin}, {len(kernel.cubin)}}};\n"
+    )
+
+
+def _embedded(label: str, data: bytes) -> str:
+    padded = data.ljust(-(-len(data) // 8) * 8, b"\0")
     words = [f"{word:#x}u" for (word,) in struct.iter_unpack("<Q", padded)]
     lines = [",".join(words[start : start + _PER_LINE]) for start in range(0, len(words), _PER_LINE)]
-    digest = hashlib.sha256(cubin).hexdigest()
+    digest = hashlib.sha256(data).hexdigest()
     return (
-        f"/* {len(cubin)} bytes, SHA-256 {digest} */\nstatic const uint64_t {label}[] = {{\n"
+        f"/* {len(data)} bytes, SHA-256 {digest} */\nstatic const uint64_t {label}[] = {{\n"
         + ",\n".join(lines)
         + "\n};\n"
     )

@@ -2,8 +2,8 @@
 
 /* Bytes to the end of the last parameter. */
 static size_t fk_space(const fk_node *node) {
-    const fk_parameter *last = &node->parameters[node->parameter_count - 1];
-    return node->parameter_count > 0 ? last->offset + last->size : 0;
+    const fk_parameter *last = node->parameters + node->parameter_count;
+    return node->parameter_count > 0 ? (size_t)(last[-1].offset + last[-1].size) : 0;
 }
 
 static fusekit_status fk_integer(const fk_record *record, const fk_part *part, const int64_t *variables,
@@ -15,7 +15,7 @@ static fusekit_status fk_integer(const fk_record *record, const fk_part *part, c
     if (value > most || value < (part->kind == FK_INT ? -most - 1 : 0))
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %lld; it does not fit into %d bits%s", record->name,
                        part->name, (long long)value, bits, part->kind == FK_INT ? "" : " without sign");
-    memcpy(place, &value, part->size); /* little-endian, as every host of CUDA's is */
+    memcpy(place, &value, (size_t)part->size); /* little-endian, as every host of CUDA's is */
     return FUSEKIT_OK;
 }
 
@@ -31,7 +31,7 @@ static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, con
         int64_t shift = 0;
         uint64_t address;
         float number;
-        switch (part->kind) {
+        switch ((fk_kind)part->kind) {
         case FK_TENSOR_MAP: status = fk_encode(kernel, part, variables, place, error); break;
         case FK_POINTER:
         case FK_WORKSPACE:
@@ -44,7 +44,7 @@ static fusekit_status fk_parts(const fk_kernel *kernel, const fk_node *node, con
         case FK_INT:
         case FK_UINT: status = fk_integer(kernel->record, part, variables, place, error); break;
         case FK_FLOAT:
-            number = fk_evaluate_float(&part->value, call->floats);
+            number = fk_evaluate_float(&part->number, call->floats);
             memcpy(place, &number, sizeof number);
             break;
         }
@@ -62,8 +62,8 @@ static fusekit_status fk_grid(const fk_record *record, const fk_node *node, cons
         if (status != FUSEKIT_OK) return status;
         if (blocks < 1 || blocks > limit || blocks % node->cluster[axis] != 0)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
-                           "%s: grid %c is %lld blocks; it must be 1 to %lld, a multiple of %u (the cluster)",
-                           record->name, "xyz"[axis], (long long)blocks, (long long)limit, node->cluster[axis]);
+                           "%s: grid %c is %lld blocks; it must be 1 to %lld, a multiple of %lld (the cluster)", record->name,
+                           "xyz"[axis], (long long)blocks, (long long)limit, (long long)node->cluster[axis]);
         grid[axis] = (unsigned)blocks;
     }
     return FUSEKIT_OK;
@@ -79,9 +79,10 @@ static fk_attribute *fk_add_attribute(fk_attribute *attributes, unsigned *count,
 /* The launch attributes of a node, three at most; how many. */
 static unsigned fk_attributes(const fk_kernel *kernel, const fk_node *node, fk_attribute *attributes) {
     unsigned count = 0;
+    int axis;
     if (kernel->major >= 9) {
         fk_attribute *cluster = fk_add_attribute(attributes, &count, FK_LAUNCH_CLUSTER);
-        memcpy(cluster->value.dims, node->cluster, sizeof cluster->value.dims);
+        for (axis = 0; axis < 3; ++axis) cluster->value.dims[axis] = (unsigned)node->cluster[axis];
     }
     if (node->cooperative) fk_add_attribute(attributes, &count, FK_LAUNCH_COOPERATIVE)->value.number = 1;
     if (node->serialization) fk_add_attribute(attributes, &count, FK_LAUNCH_SERIALIZATION)->value.number = 1;
@@ -90,32 +91,31 @@ static unsigned fk_attributes(const fk_kernel *kernel, const fk_node *node, fk_a
 
 static void fk_configure(const fk_node *node, const unsigned *grid, const fk_attribute *attributes, unsigned count,
                          void *stream, fk_config *config) {
+    int axis;
     memset(config, 0, sizeof *config);
     memcpy(config->grid, grid, sizeof config->grid);
-    memcpy(config->block, node->block, sizeof config->block);
-    config->shared = node->shared;
+    for (axis = 0; axis < 3; ++axis) config->block[axis] = (unsigned)node->block[axis];
+    config->shared = (unsigned)node->shared;
     config->stream = stream;
     config->attributes = (fk_attribute *)attributes; /* the driver only reads them */
     config->count = count;
 }
 
-/* The constraints that read dims and strides only, or the others. */
-static fusekit_status fk_constraints(const fk_record *record, int late, const int64_t *variables,
-                                     fusekit_error *error) {
+static fusekit_status fk_constraints(const fk_record *record, const fk_constraint *constraints, int64_t count,
+                                     const int64_t *variables, fusekit_error *error) {
     char dims[160] = "";
     size_t length = 0;
     int index, dim;
-    for (index = 0; index < record->constraint_count; ++index) {
-        const fk_constraint *constraint = &record->constraints[index];
+    for (index = 0; index < count; ++index) {
+        const fk_constraint *constraint = &constraints[index];
         int64_t value = 0;
         fusekit_status status;
-        if (constraint->late != late) continue;
         status = fk_value(record, &constraint->expression, variables, "a constraint", &value, error);
         if (status != FUSEKIT_OK) return status;
         if (value == 0) continue;
         for (dim = 0; dim < record->dim_count && length < sizeof dims; ++dim)
             length += (size_t)snprintf(dims + length, sizeof dims - length, "%s%s = %lld", dim ? ", " : "",
-                                       record->dims[dim].name, (long long)variables[dim]);
+                                       record->dims[dim].name, (long long)variables[FK_FIRST_DIM + dim]);
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s; got %s", record->name, constraint->message, dims);
     }
     return FUSEKIT_OK;
@@ -135,12 +135,12 @@ static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int
         variables[record->first_address + index] = (int64_t)call->addresses[index];
         given += tensor->rank;
     }
-    if (status == FUSEKIT_OK) status = fk_constraints(record, 0, variables, error);
+    if (status == FUSEKIT_OK) status = fk_constraints(record, record->constraints, record->constraint_count, variables, error);
     if (status == FUSEKIT_OK && (call->margin < 0 || call->margin > INT32_MAX))
         status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be at least 0",
                          record->name, (long long)call->margin);
     if (status != FUSEKIT_OK) return status;
-    for (index = 0; index < record->skip_count; ++index) *skip |= variables[record->skip[index]] == 0;
+    for (index = 0; index < record->skip_count; ++index) *skip |= variables[record->skips[index].dim] == 0;
     return *skip ? FUSEKIT_OK : fk_check_places(record, call, extents, error);
 }
 
@@ -149,19 +149,20 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
                               fusekit_error *error) {
     const fk_record *record = kernel->record;
     int64_t variables[FK_MOST_VARIABLES];
-    int index;
-    fusekit_status status = fk_check(kernel, call, variables, &launch->skip, error);
+    int64_t index;
+    fusekit_status status;
+    variables[FK_SM_COUNT] = kernel->sm_count;
+    variables[FK_CLUSTER_MARGIN] = call->margin;
+    variables[FK_ACTIVE_CLUSTERS] = kernel->active_clusters;
+    for (index = record->first_integer; index < record->first_value; ++index)
+        variables[index] = call->integers[index - record->first_integer];
+    status = fk_check(kernel, call, variables, &launch->skip, error);
     if (status != FUSEKIT_OK) return status;
     if (launch->skip) return fk_ok(error);
-    for (index = 0; index < call->integer_count; ++index)
-        variables[record->first_integer + index] = call->integers[index];
-    variables[record->sm_count] = kernel->sm_count;
-    variables[record->margin] = call->margin;
-    variables[record->clusters] = kernel->active_clusters;
     for (index = 0; index < record->value_count && status == FUSEKIT_OK; ++index)
-        status = fk_value(record, &record->values[index], variables, "its launch", &variables[record->first_value + index],
+        status = fk_value(record, &record->values[index].expression, variables, "its launch", &variables[record->first_value + index],
                           error);
-    if (status == FUSEKIT_OK) status = fk_constraints(record, 1, variables, error);
+    if (status == FUSEKIT_OK) status = fk_constraints(record, record->late_constraints, record->late_constraint_count, variables, error);
     if (status == FUSEKIT_OK && record->scratch.count > 0)
         status = fk_value(record, &record->scratch, variables, "its scratch", &launch->scratch, error);
     if (status == FUSEKIT_OK && launch->scratch > (int64_t)1 << 57)

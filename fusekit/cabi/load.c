@@ -80,20 +80,21 @@ static int fk_capturing(const fusekit_driver *driver) {
 
 static fusekit_status fk_open_cubin(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
+    const fk_source *source = kernel->source;
     const fk_record *record = kernel->record;
     int index, result;
-    if (record->cubin_size > FK_ELF_ABI && record->cubin[FK_ELF_ABI] >= 8 && driver->cuda < FK_CUDA_13)
+    if (source->cubin_size > FK_ELF_ABI && source->cubin[FK_ELF_ABI] >= 8 && driver->cuda < FK_CUDA_13)
         return fk_fail(error, FUSEKIT_NO_DRIVER,
                        "%s: the CUDA driver supports CUDA %d.%d; the cubin is of CUDA 13's format; update the driver",
                        record->name, driver->cuda / 1000, driver->cuda % 1000 / 10);
-    result = driver->library_load(&kernel->library, record->cubin, NULL, NULL, 0, NULL, NULL, 0);
+    result = driver->library_load(&kernel->library, source->cubin, NULL, NULL, 0, NULL, NULL, 0);
     for (index = 0; index < record->node_count && result == 0; ++index)
         result = driver->library_kernel(&kernel->kernels[index], kernel->library, record->nodes[index].symbol);
     return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "loading the cubin");
 }
 
 /* The driver's own account of a node's parameters against the record's. */
-static fusekit_status fk_check_cubin(const fk_kernel *kernel, int at, fusekit_error *error) {
+static fusekit_status fk_check_cubin(const fk_kernel *kernel, int64_t at, fusekit_error *error) {
     const fk_record *record = kernel->record;
     const fk_node *node = &record->nodes[at];
     int index;
@@ -107,18 +108,18 @@ static fusekit_status fk_check_cubin(const fk_kernel *kernel, int at, fusekit_er
         }
         if (result == FK_INVALID_VALUE)
             return fk_fail(error, FUSEKIT_MISMATCH, "%s: the cubin has %d parameters, the record %d", record->name, index,
-                           node->parameter_count);
+                           (int)node->parameter_count);
         if (result != 0) return fk_cuda(kernel->driver, error, result, record->name, "cuKernelGetParamInfo");
-        if (offset != node->parameters[index].offset || size != node->parameters[index].size)
-            return fk_fail(error, FUSEKIT_MISMATCH, "%s: parameter %s is %u+%u in the record and %u+%u in the cubin",
-                           record->name, node->parameters[index].name, node->parameters[index].offset,
-                           node->parameters[index].size, (unsigned)offset, (unsigned)size);
+        if (offset != (size_t)node->parameters[index].offset || size != (size_t)node->parameters[index].size)
+            return fk_fail(error, FUSEKIT_MISMATCH, "%s: parameter %s is %d+%d in the record and %u+%u in the cubin",
+                           record->name, node->parameters[index].name, (int)node->parameters[index].offset,
+                           (int)node->parameters[index].size, (unsigned)offset, (unsigned)size);
     }
     return FUSEKIT_OK;
 }
 
 /* The function of a node, its attributes set. */
-static fusekit_status fk_take_function(fk_kernel *kernel, int at, fusekit_error *error) {
+static fusekit_status fk_take_function(fk_kernel *kernel, int64_t at, fusekit_error *error) {
     const fusekit_driver *driver = kernel->driver;
     const fk_node *node = &kernel->record->nodes[at];
     void *own = kernel->kernels[at];
@@ -126,7 +127,7 @@ static fusekit_status fk_take_function(fk_kernel *kernel, int at, fusekit_error 
     if (result == 0 && node->non_portable_cluster)
         result = driver->kernel_attribute(FK_FUNCTION_NON_PORTABLE_CLUSTER, 1, own, device);
     if (result == 0 && node->carveout >= 0)
-        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, node->carveout, own, device);
+        result = driver->kernel_attribute(FK_FUNCTION_CARVEOUT, (int)node->carveout, own, device);
     if (result != 0) return fk_cuda(driver, error, result, kernel->record->name, "cuKernelSetAttribute");
     result = driver->kernel_function(&kernel->functions[at], own);
     return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, kernel->record->name, "cuKernelGetFunction");
@@ -138,8 +139,10 @@ static fusekit_status fk_ask_clusters(fk_kernel *kernel, fusekit_error *error) {
     const fk_node *last = &record->nodes[record->node_count - 1];
     fk_attribute attributes[4];
     fk_config config;
-    int result;
-    fk_configure(last, last->cluster, attributes, fk_attributes(kernel, last, attributes), NULL, &config);
+    unsigned cluster[3];
+    int axis, result;
+    for (axis = 0; axis < 3; ++axis) cluster[axis] = (unsigned)last->cluster[axis];
+    fk_configure(last, cluster, attributes, fk_attributes(kernel, last, attributes), NULL, &config);
     result = kernel->driver->active_clusters(&kernel->active_clusters, kernel->functions[record->node_count - 1], &config);
     return result == 0 ? FUSEKIT_OK
                        : fk_cuda(kernel->driver, error, result, record->name, "cuOccupancyMaxActiveClusters");
@@ -148,10 +151,10 @@ static fusekit_status fk_ask_clusters(fk_kernel *kernel, fusekit_error *error) {
 static fusekit_status fk_take_memory(fk_kernel *kernel, fusekit_error *error) {
     const fk_record *record = kernel->record;
     int64_t workspace, variables[FK_MOST_VARIABLES] = {0};
-    variables[record->sm_count] = kernel->sm_count;
+    variables[FK_SM_COUNT] = kernel->sm_count;
     if (!fk_evaluate(&record->workspace, variables, 0, &workspace) || workspace < 0) workspace = 0;
     if (workspace == 0 && record->scratch.count == 0) return FUSEKIT_OK;
-    return fk_make_workspaces(kernel->driver, record->name, kernel->context, workspace, record->workspace_zeroed,
+    return fk_make_workspaces(kernel->driver, record->name, kernel->context, workspace, (int)record->workspace_zeroed,
                               &kernel->workspaces, error);
 }
 
@@ -169,11 +172,10 @@ static fusekit_status fk_open_kernel(fk_kernel *kernel, fusekit_error *error) {
 
 static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
     const fusekit_driver *driver;
-    const char *name;
+    fusekit_status status;
     int result = 0, other, mode;
     if (kernel == NULL) return fk_ok(error);
     driver = kernel->driver;
-    name = kernel->record->name;
     if (kernel->workspaces != NULL) result = fk_free_workspaces(kernel->workspaces);
     if (kernel->library != NULL) {
         other = fk_apart(driver, FK_THREAD_LOCAL, &mode);
@@ -181,52 +183,60 @@ static fusekit_status fk_unload(fk_kernel *kernel, fusekit_error *error) {
         driver->capture_mode(&mode);
     }
     if (kernel->context != NULL && (other = driver->release(kernel->device)) != 0) result = other;
+    status = result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, kernel->record->name, "unloading");
+    free((void *)(uintptr_t)kernel->record);
     free(kernel);
-    return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, name, "unloading");
+    return status;
 }
 
-static fusekit_status fk_load(const fusekit_driver *driver, const fk_record *record, int ordinal, fk_kernel **made,
-                              fusekit_error *error) {
+/* The device of a kernel, whose context this thread then has: parameters are told only inside one. */
+static fusekit_status fk_open_device(fk_kernel *kernel, int ordinal, fusekit_error *error) {
+    const fusekit_driver *driver = kernel->driver;
+    const fk_record *record = kernel->record;
+    int minor, result = driver->device_get(&kernel->device, ordinal);
+    if (result != 0) return fk_cuda(driver, error, result, record->name, "cuDeviceGet");
+    kernel->major = fk_attribute_of(driver, FK_DEVICE_MAJOR, kernel->device, &result);
+    minor = fk_attribute_of(driver, FK_DEVICE_MINOR, kernel->device, &result);
+    kernel->sm_count = fk_attribute_of(driver, FK_DEVICE_SM_COUNT, kernel->device, &result);
+    if (result == 0 &&
+        (kernel->major != record->major || minor < record->minor || (record->exact && minor != record->minor)))
+        return fk_fail(error, FUSEKIT_WRONG_ARCH, "%s is for %s; device %d is of capability %d.%d", record->name,
+                       record->arch, ordinal, kernel->major, minor);
+    if (result == 0) result = driver->retain(&kernel->context, kernel->device);
+    if (result == 0) result = driver->push(kernel->context);
+    return result == 0 ? FUSEKIT_OK : fk_cuda(driver, error, result, record->name, "opening the device");
+}
+
+/* The cubin in the context that is current. */
+static fusekit_status fk_open_apart(fk_kernel *kernel, fusekit_error *error) {
+    const fusekit_driver *driver = kernel->driver;
+    const char *name = kernel->record->name;
+    fusekit_status status;
+    int mode, result = fk_apart(driver, FK_THREAD_LOCAL, &mode);
+    if (result != 0) return fk_cuda(driver, error, result, name, "cuThreadExchangeStreamCaptureMode");
+    result = fk_capturing(driver);
+    status = result == 0 ? fk_open_kernel(kernel, error)
+                         : fk_cuda(driver, error, result, name, "loading before the end of a stream's capture");
+    driver->capture_mode(&mode);
+    return status;
+}
+
+/* title: what the kernel is called until its record is read. */
+static fusekit_status fk_load(const fusekit_driver *driver, const fk_source *source, const char *title, int ordinal,
+                              fk_kernel **made, fusekit_error *error) {
     fk_kernel *kernel = (fk_kernel *)calloc(1, sizeof *kernel);
-    int result = 0, major, minor, mode;
-    fusekit_status status = FUSEKIT_OK;
+    fusekit_status status;
     void *before;
     *made = NULL;
-    if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", record->name);
+    if (kernel == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to load", title);
     kernel->driver = driver;
-    kernel->record = record;
-    result = driver->device_get(&kernel->device, ordinal);
-    if (result != 0) {
-        free(kernel);
-        return fk_cuda(driver, error, result, record->name, "cuDeviceGet");
+    kernel->source = source;
+    status = fk_read_record(source, title, &kernel->record, error);
+    if (status == FUSEKIT_OK) status = fk_open_device(kernel, ordinal, error);
+    if (status == FUSEKIT_OK) {
+        status = fk_open_apart(kernel, error);
+        driver->pop(&before);
     }
-    major = fk_attribute_of(driver, FK_DEVICE_MAJOR, kernel->device, &result);
-    minor = fk_attribute_of(driver, FK_DEVICE_MINOR, kernel->device, &result);
-    kernel->major = major;
-    kernel->sm_count = fk_attribute_of(driver, FK_DEVICE_SM_COUNT, kernel->device, &result);
-    if (result == 0 && (major != record->major || minor < record->minor || (record->exact && minor != record->minor))) {
-        free(kernel);
-        return fk_fail(error, FUSEKIT_WRONG_ARCH, "%s is for sm_%d%d%s; device %d is of capability %d.%d", record->name,
-                       record->major, record->minor, record->exact ? "a" : "", ordinal, major, minor);
-    }
-    if (result == 0) result = driver->retain(&kernel->context, kernel->device);
-    if (result == 0) result = driver->push(kernel->context); /* parameters are told only inside a context */
-    if (result != 0) {
-        fk_cuda(driver, error, result, record->name, "opening the device");
-        fk_unload(kernel, NULL);
-        return FUSEKIT_CUDA_ERROR;
-    }
-    result = fk_apart(driver, FK_THREAD_LOCAL, &mode);
-    if (result == 0) {
-        result = fk_capturing(driver);
-        if (result != 0)
-            status = fk_cuda(driver, error, result, record->name, "loading before the end of a stream's capture");
-        if (status == FUSEKIT_OK) status = fk_open_kernel(kernel, error);
-        driver->capture_mode(&mode);
-    } else {
-        status = fk_cuda(driver, error, result, record->name, "cuThreadExchangeStreamCaptureMode");
-    }
-    driver->pop(&before);
     if (status != FUSEKIT_OK) {
         fk_unload(kernel, NULL);
         return status;

@@ -22,15 +22,21 @@ static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map,
     unsigned char room[FK_MAP_BYTES + FK_MAP_ALIGNMENT]; /* it wants alignment, which a parameter need not have */
     unsigned char *made = room + (FK_MAP_ALIGNMENT - (uintptr_t)room % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
     uint64_t dims[FK_MOST_RANK] = {0}, steps[FK_MOST_RANK] = {0};
+    unsigned box[FK_MOST_RANK] = {0}, element_strides[FK_MOST_RANK] = {0};
     void *before;
     int index, result = FK_INVALID_CONTEXT, attempt;
-    for (index = 0; index < map->rank; ++index) dims[index] = (uint64_t)extents[index];
+    for (index = 0; index < map->rank; ++index) {
+        dims[index] = (uint64_t)extents[index];
+        box[index] = (unsigned)map->box[index];
+        element_strides[index] = (unsigned)map->element_strides[index];
+    }
     for (index = 0; index + 1 < map->rank; ++index) steps[index] = (uint64_t)strides[index];
     for (attempt = 0; attempt < 2 && result != 0; ++attempt) {
         /* It takes a context, and one of a device that has tensor maps: this thread's may do, the kernel's does. */
         if (attempt == 1 && driver->push(kernel->context) != 0) break;
-        result = driver->encode(made, map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, map->box,
-                                map->element_strides, map->interleave, map->swizzle, map->promotion, map->fill);
+        result = driver->encode(made, (int)map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, box,
+                                element_strides, (int)map->interleave, (int)map->swizzle, (int)map->promotion,
+                                (int)map->fill);
         if (attempt == 1) driver->pop(&before);
     }
     if (result == 0) {
@@ -59,10 +65,10 @@ static void fk_write_map(const fk_map *map, uint64_t at, const int64_t *extents,
     }
     for (index = 0; index < map->rank; ++index) {
         words[8 + index] = (uint32_t)extents[index] - 1;
-        words[13] |= (map->element_strides[index] - 1) << 3 * index;
-        if (index > 0) words[14] |= (map->box[index] - 1) << 8 * (index - 1);
+        words[13] |= ((uint32_t)map->element_strides[index] - 1) << 3 * index;
+        if (index > 0) words[14] |= ((uint32_t)map->box[index] - 1) << 8 * (index - 1);
     }
-    words[13] |= (map->box[0] - 1) << 24;
+    words[13] |= ((uint32_t)map->box[0] - 1) << 24;
     memcpy(place, words, sizeof words);
 }
 
@@ -73,9 +79,9 @@ static fusekit_status fk_encode(const fk_kernel *kernel, const fk_part *part, co
     int index, known = fk_evaluate(&map->address, variables, 1, &at);
     fusekit_status status;
     for (index = 0; index < map->rank && known; ++index)
-        known = fk_evaluate(&map->dims[index], variables, map->raw, &extents[index]);
+        known = fk_evaluate(&map->dims[index], variables, (int)map->raw, &extents[index]);
     for (index = 0; index + 1 < map->rank && known; ++index)
-        known = fk_evaluate(&map->strides[index], variables, map->raw, &strides[index]);
+        known = fk_evaluate(&map->strides[index], variables, (int)map->raw, &strides[index]);
     if (!known) return fk_no_value(kernel->record, part->name, error);
     if (map->raw) {
         fk_write_map(map, (uint64_t)at, extents, strides, place);

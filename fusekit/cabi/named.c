@@ -9,52 +9,70 @@ typedef struct {
 
 static const char *const fk_number_names[] = {"f32 number", "i32 integer"};
 
-/* The argument of that name, or NULL with the error said. `tensor`: which kind is looked for. */
-static const fusekit_argument *fk_argument(const fusekit_kernel *kernel, const char *name, int tensor,
-                                           fusekit_error *error) {
+/* Whether a scalar of the type takes the number: a whole one of 32 bits; a float that is finite after rounding, or was
+ * not finite before. */
+static int fk_fits(fusekit_dtype dtype, double number) {
+    const double most = 3.4028235677973366e38; /* half a step beyond FLT_MAX */
+    if (dtype == FUSEKIT_I32)
+        return number >= INT32_MIN && number <= INT32_MAX && number == (double)(int32_t)number;
+    return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
+}
+
+/* The index of the argument of that name, or -1 with the error said. `tensor`: which kind is looked for. */
+static int fk_argument_of(const fusekit_kernel *kernel, const char *name, int tensor, fusekit_error *error) {
+    const fk_record *record = kernel->loaded->record;
     char known[200];
     size_t length = 0;
     int index;
     known[0] = 0;
-    for (index = 0; index < kernel->argument_count; ++index) {
+    for (index = 0; index < record->argument_count; ++index) {
         const fusekit_argument *argument = &kernel->arguments[index];
         if ((argument->rank >= 0) != tensor) continue;
-        if (name != NULL && strcmp(name, argument->name) == 0) return argument;
+        if (name != NULL && strcmp(name, argument->name) == 0) return index;
         if (length < sizeof known)
             length += (size_t)snprintf(known + length, sizeof known - length, "%s%s", length ? ", " : "", argument->name);
     }
-    fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %.40s is no %s of it; it takes %s", kernel->name,
+    fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %.40s is no %s of it; it takes %s", record->name,
             name == NULL ? "NULL" : name, tensor ? "tensor" : "scalar", known[0] ? known : "none");
-    return NULL;
+    return -1;
 }
 
 static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
                                       fk_named *values, fusekit_error *error) {
-    const fk_record *record = &kernel->record;
-    int index, at;
+    const fk_record *record = kernel->loaded->record;
+    int64_t at;
+    int index;
     for (index = 0; index < arguments->tensor_count; ++index) {
         const fusekit_tensor *given = &arguments->tensors[index];
-        const fusekit_argument *argument = fk_argument(kernel, given->name, 1, error);
-        if (argument == NULL) return FUSEKIT_INVALID_ARGUMENT;
-        at = fk_find_tensor(record, given->name, strlen(given->name));
+        int found = fk_argument_of(kernel, given->name, 1, error);
+        const fusekit_argument *argument = &kernel->arguments[found < 0 ? 0 : found];
+        if (found < 0) return FUSEKIT_INVALID_ARGUMENT;
+        at = record->arguments[found].tensor;
         if (values->tensors[at] != NULL)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", kernel->name,
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", record->name,
                            given->name);
         if (given->dtype != argument->dtype)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %s; it must be %s", kernel->name, given->name,
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %s; it must be %s", record->name, given->name,
                            (unsigned)given->dtype < FK_DTYPES ? fk_dtype_names[given->dtype] : "of no known type",
                            fk_dtype_names[argument->dtype]);
         if (given->rank != argument->rank || (given->rank > 0 && given->shape == NULL))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has rank %d; it must have rank %d, and a shape",
-                           kernel->name, given->name, given->rank, argument->rank);
+                           record->name, given->name, given->rank, argument->rank);
         values->tensors[at] = given;
         values->addresses[at] = (uint64_t)(uintptr_t)given->data;
     }
     for (at = 0; at < record->tensor_count; ++at)
         if (values->tensors[at] == NULL)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is missing; it is a tensor of rank %d",
-                           kernel->name, record->tensors[at].name, record->tensors[at].rank);
+                           record->name, record->tensors[at].name, (int)record->tensors[at].rank);
     return FUSEKIT_OK;
+}
+
+/* The dim that an expression is, or -1. */
+static int fk_bare_dim(const fk_expression *expression) {
+    return expression->count == 1 && expression->steps->operation == FK_VARIABLE
+               ? (int)expression->steps->value - FK_FIRST_DIM
+               : -1;
 }
 
 /* Each dim off the first shape that has it by its bare name, inputs before outputs: an output is what gets blamed. */
@@ -87,7 +105,7 @@ static fusekit_status fk_take_shape(const fk_record *record, const fk_tensor *te
                            record->name, tensor->name, (long long)given->shape[index], index, (long long)expected);
         empty |= expected == 0;
     }
-    for (index = tensor->rank - 1; index >= 0 && !empty; --index) {
+    for (index = (int)tensor->rank - 1; index >= 0 && !empty; --index) {
         int64_t extent = given->shape[index], stride = given->strides == NULL ? compact : given->strides[index];
         int own = tensor->free_strides >> index & 1;
         strides[index] = 0;
@@ -116,15 +134,16 @@ static fusekit_status fk_take_shape(const fk_record *record, const fk_tensor *te
 
 static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
                                       fk_named *values, fusekit_error *error) {
+    const fk_record *record = kernel->loaded->record;
     int index, given, floats = 0, integers = 0;
     for (given = 0; given < arguments->scalar_count; ++given) {
-        if (fk_argument(kernel, arguments->scalars[given].name, 0, error) == NULL) return FUSEKIT_INVALID_ARGUMENT;
+        if (fk_argument_of(kernel, arguments->scalars[given].name, 0, error) < 0) return FUSEKIT_INVALID_ARGUMENT;
         for (index = 0; index < given; ++index)
             if (strcmp(arguments->scalars[index].name, arguments->scalars[given].name) == 0)
-                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", kernel->name,
+                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", record->name,
                                arguments->scalars[given].name);
     }
-    for (index = 0; index < kernel->argument_count; ++index) {
+    for (index = 0; index < record->argument_count; ++index) {
         const fusekit_argument *argument = &kernel->arguments[index];
         double value = argument->default_value;
         int found = argument->has_default;
@@ -135,9 +154,9 @@ static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fuseki
                 found = 1;
             }
         if (!found)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set", kernel->name, argument->name);
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s must be set", record->name, argument->name);
         if (!fk_fits(argument->dtype, value))
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %g; it must be an %s", kernel->name,
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is %g; it must be an %s", record->name,
                            argument->name, value, fk_number_names[argument->dtype == FUSEKIT_I32]);
         if (argument->dtype == FUSEKIT_I32)
             values->integers[integers++] = (int64_t)value;
@@ -157,16 +176,16 @@ static fusekit_status fk_by_index(const fusekit_kernel *kernel, const fusekit_ar
     if (kernel == NULL || arguments == NULL || (arguments->tensor_count > 0 && arguments->tensors == NULL) ||
         (arguments->scalar_count > 0 && arguments->scalars == NULL))
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "kernel or arguments are NULL; load the kernel, and give both");
-    record = &kernel->record;
+    record = kernel->loaded->record;
     memset(values, 0, sizeof *values);
     memset(call, 0, sizeof *call);
+    memset(variables, 0, FK_FIRST_DIM * sizeof *variables);
     call->dims = values->dims;
     call->strides = values->strides;
     call->addresses = values->addresses;
     call->integers = values->integers;
     call->floats = values->floats;
-    call->integer_count = record->sm_count - record->first_integer;
-    call->margin = arguments->has_cluster_margin ? arguments->cluster_margin : kernel->margin;
+    call->margin = arguments->has_cluster_margin ? arguments->cluster_margin : record->margin;
     call->has_priority = arguments->has_priority;
     call->priority = arguments->priority;
     status = fk_take_tensors(kernel, arguments, values, error);
@@ -197,8 +216,8 @@ fusekit_status fusekit_kernel_bind(const fusekit_kernel *kernel, const fusekit_a
     return status == FUSEKIT_OK ? fk_bind(kernel->loaded, &call, launch, error) : status;
 }
 
-const char *fusekit_kernel_name(const fusekit_kernel *kernel) { return kernel->name; }
+const char *fusekit_kernel_name(const fusekit_kernel *kernel) { return kernel->loaded->record->name; }
 
 const fusekit_argument *fusekit_kernel_argument(const fusekit_kernel *kernel, int index) {
-    return index >= 0 && index < kernel->argument_count ? &kernel->arguments[index] : NULL;
+    return index >= 0 && index < kernel->loaded->record->argument_count ? &kernel->arguments[index] : NULL;
 }

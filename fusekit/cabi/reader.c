@@ -1,187 +1,252 @@
-/* ---- Reading a launch record: each field by name and type, every one of them, and none beside them. */
+/* ---- Reading a launch record, which may come from anybody. Nothing behind this looks again: `fk_read_rows` holds every
+ * field against its rule, `fk_check_record` those that belong together. */
 
-enum { FK_MOST_EXPRESSION = 32, FK_MOST_SCALARS = 64, FK_DTYPES = 20 };
+typedef char fk_needs_64_bits[sizeof(void *) == sizeof(int64_t) ? 1 : -1];
 
-/* By CUtensorMapDataType, then by fusekit_dtype. */
-static const char *const fk_dtype_names[] = {
-    "u8",       "u16",  "u32",      "i32",       "u64",        "i64",        "fp16", "f32",  "f64",  "bf16",
-    "f32_ftz",  "tf32", "tf32_ftz", "u4_align8", "u4_align16", "u6_align16", "e4m3", "e5m2", "e8m0", "e2m1x2", NULL};
-static const unsigned char fk_dtype_bits[] = {8,  16, 32, 32, 64, 64, 16, 32, 64, 16,
-                                              32, 32, 32, 4,  4,  6,  8,  8,  8,  8};
-
-/* Sets of them: of schema 1, of tensors, of tensor maps. */
-enum { FK_DTYPES_1 = 0x3FF, FK_TENSOR_DTYPES = FK_DTYPES_1 | 0xF0000, FK_MAP_DTYPES = FK_DTYPES_1 | 0xE800 };
-
-/* Kinds of variables, and what an expression of each place may read. */
-enum {
-    FK_OF_DIMS = 1,
-    FK_OF_STRIDES = 2,
-    FK_OF_ADDRESSES = 4,
-    FK_OF_SCALARS = 8,
-    FK_OF_DEVICE = 16,
-    FK_OF_MARGIN = 32,
-    FK_OF_CLUSTERS = 64,
-    FK_OF_VALUES = 128,
-    FK_OF_FLOATS = 256, /* a float expression, which reads nothing else */
-    FK_OF_HOST = FK_OF_DIMS | FK_OF_STRIDES,
-    FK_OF_LAUNCH = FK_OF_HOST | FK_OF_DEVICE | FK_OF_MARGIN,
-    FK_OF_SCHEMA_2 = FK_OF_LAUNCH | FK_OF_SCALARS | FK_OF_CLUSTERS | FK_OF_VALUES
-};
+typedef struct fk_place { /* of what is read: a row of a table, in a row of another one */
+    const struct fk_place *outer;
+    const char *name;
+    int64_t row;
+} fk_place;
 
 typedef struct {
-    fk_arena *arena;
+    int64_t *next; /* words that were not taken yet */
+    size_t left;
+    int64_t limits[FK_BELOW_VALUE + 1];
+    const char *title;
     fusekit_error *error;
-    fusekit_status status;
-    const char *title; /* the kernel's name */
-    char node[24];     /* the launch that is being read: empty, or such as then[0]. */
-    char where[64];    /* the field that is being read, such as parameters[2] */
-    fk_record *record;
-    fusekit_argument *arguments; /* in the record's order */
-    int argument_count;
-    int schema;
-    const char **values; /* their names; those read so far are counted in the record */
 } fk_reader;
 
-/* Returns 0, the failure of every function here. `what`: what is wrong, and what it must be. */
-static int fk_refuse(fk_reader *reader, const char *key, const char *what) {
-    reader->status = fk_fail(reader->error, FUSEKIT_BAD_BUNDLE,
-                             "%s: launch record: %s%s%s%s %s; write loader and bundle with one version of fusekit",
-                             reader->title, reader->node, reader->where, *reader->where && *key ? "." : "", key, what);
+static size_t fk_show_place(const fk_place *place, char *text, size_t size) {
+    size_t length = place->outer == NULL ? 0 : fk_show_place(place->outer, text, size);
+    if (place->name != NULL && length < size)
+        length += (size_t)snprintf(text + length, size - length, "%s[%lld].", place->name, (long long)place->row);
+    return length;
+}
+
+/* Returns 0, the failure of every function here. `rule`: what is wrong, and what it must be. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 4, 5)))
+#endif
+static int fk_refuse(const fk_reader *reader, const fk_place *place, const char *field, const char *rule, ...) {
+    char where[96] = "", what[120];
+    va_list arguments;
+    va_start(arguments, rule);
+    vsnprintf(what, sizeof what, rule, arguments);
+    va_end(arguments);
+    fk_show_place(place, where, sizeof where);
+    fk_fail(reader->error, FUSEKIT_BAD_BUNDLE, "%.60s: %s%s %s; write loader and bundle with one version of fusekit",
+            reader->title, where, field, what);
     return 0;
 }
 
-static int fk_no_memory(fk_reader *reader) {
-    reader->status = fk_fail(reader->error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory to read its launch record", reader->title);
-    return 0;
+/* The next `count` items of `size` words; NULL where there are not so many. */
+static int64_t *fk_take(fk_reader *reader, int64_t count, size_t size) {
+    int64_t *taken = reader->next;
+    if (count < 0 || (uint64_t)count > reader->left / size) return NULL;
+    reader->next += (size_t)count * size;
+    reader->left -= (size_t)count * size;
+    return taken;
 }
 
-/* What only a record of schema 2 may have. */
-static int fk_is_newer(fk_reader *reader, const char *key) {
-    return reader->schema > 1 || fk_refuse(reader, key, "is of schema 2, which the record does not say");
-}
-
-/* What an expression of a launch may read. */
-static unsigned fk_of_launch(const fk_reader *reader) { return reader->schema > 1 ? FK_OF_SCHEMA_2 : FK_OF_LAUNCH; }
-
-static int fk_get(fk_reader *reader, fk_json object, const char *key, fk_json *value) {
-    return fk_json_member(object, key, value) || fk_refuse(reader, key, "is missing");
-}
-
-/* An object of exactly `count` members; that each is there is seen when it is read. */
-static int fk_get_object(fk_reader *reader, fk_json value, int count) {
-    if (!fk_json_is(value, '{')) return fk_refuse(reader, "", "must be an object");
-    return fk_json_count(value) == count || fk_refuse(reader, "", "lacks a field, or has one that is not known");
-}
-
-static int fk_get_array(fk_reader *reader, fk_json object, const char *key, fk_json *value) {
-    if (!fk_get(reader, object, key, value)) return 0;
-    return fk_json_is(*value, '[') || fk_refuse(reader, key, "must be an array");
-}
-
-static int fk_get_integer(fk_reader *reader, fk_json object, const char *key, int64_t low, int64_t high,
-                          int64_t *result) {
-    fk_json value;
-    if (!fk_get(reader, object, key, &value)) return 0;
-    if (fk_json_integer(value, result) && *result >= low && *result <= high) return 1;
-    return fk_refuse(reader, key, "is out of its range, or no integer");
-}
-
-static int fk_get_flag(fk_reader *reader, fk_json object, const char *key, int *result) {
-    fk_json value;
-    if (!fk_get(reader, object, key, &value)) return 0;
-    *result = fk_json_says(value, "true");
-    return *result || fk_json_says(value, "false") || fk_refuse(reader, key, "must be true or false");
-}
-
-static int fk_get_text(fk_reader *reader, fk_json object, const char *key, const char **result) {
-    fk_json value;
-    size_t length;
-    if (!fk_get(reader, object, key, &value)) return 0;
-    if (!fk_json_is(value, '"')) return fk_refuse(reader, key, "must be a string");
-    *result = fk_json_string(reader->arena, value, &length);
-    if (*result == NULL) return fk_no_memory(reader);
-    return strlen(*result) == length || fk_refuse(reader, key, "holds a 0 byte");
-}
-
-/* Letters, digits and _, beginning with no digit. */
-static int fk_get_name(fk_reader *reader, fk_json object, const char **result) {
-    const char *at;
-    if (!fk_get_text(reader, object, "name", result)) return 0;
-    for (at = *result; *at; ++at)
-        if (!((*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z') || *at == '_' ||
-              (at > *result && fk_is_digit(*at))))
-            return fk_refuse(reader, "name", "must be letters, digits and _, and begin with no digit");
-    return at > *result || fk_refuse(reader, "name", "is empty");
-}
-
-/* A dim's, an argument's or a value's: not one of those that the launcher itself provides. */
-static int fk_get_own_name(fk_reader *reader, fk_json object, const char **result) {
-    static const char *const reserved[] = {"sm_count", "active_clusters", "cluster_margin", "workspace", "scratch",
-                                           "stream", "inf", "nan", NULL};
+static int fk_check_whole(const fk_reader *reader, const fk_place *place, const fk_field *field, const int64_t *slot) {
+    int64_t high = field->limit == FK_BELOW_NONE ? field->high : reader->limits[field->limit] - 1;
     int index;
-    if (!fk_get_name(reader, object, result)) return 0;
-    for (index = 0; reserved[index] != NULL; ++index)
-        if (strcmp(*result, reserved[index]) == 0) return fk_refuse(reader, "name", "is reserved");
+    for (index = 0; index < field->count; ++index)
+        if (slot[index] < field->low || slot[index] > high)
+            return fk_refuse(reader, place, field->name, "is %lld; it must be %lld to %lld", (long long)slot[index],
+                             (long long)field->low, (long long)high);
     return 1;
 }
 
-/* One of `choices`, which NULL ends; its index. */
-static int fk_get_choice(fk_reader *reader, fk_json object, const char *key, const char *const *choices, int *result) {
+static int fk_read_text(fk_reader *reader, const fk_place *place, const fk_field *field, int64_t *slot) {
+    int64_t length = slot[0];
     const char *text;
-    if (!fk_get_text(reader, object, key, &text)) return 0;
-    for (*result = 0; choices[*result] != NULL; ++*result)
-        if (strcmp(text, choices[*result]) == 0) return 1;
-    return fk_refuse(reader, key, "is none of the values that it may have");
-}
-
-/* A type of the set `allowed`. */
-static int fk_get_dtype(fk_reader *reader, fk_json object, unsigned allowed, int *result) {
-    if (!fk_get_choice(reader, object, "dtype", fk_dtype_names, result)) return 0;
-    if (!(allowed >> *result & 1)) return fk_refuse(reader, "dtype", "is none of the values that it may have");
-    return (FK_DTYPES_1 >> *result & 1) || fk_is_newer(reader, "dtype");
-}
-
-/* Three integers from 1, of a product up to `most`. */
-static int fk_get_triple(fk_reader *reader, fk_json object, const char *key, int64_t most, unsigned result[3]) {
-    fk_json value, rest, item;
-    int64_t product = 1;
-    int index = 0;
-    if (!fk_get_array(reader, object, key, &value)) return 0;
-    for (rest = fk_json_inside(value); fk_json_next(&rest, NULL, &item); ++index) {
-        int64_t extent;
-        if (index == 3 || !fk_json_integer(item, &extent) || extent < 1 || extent > most)
-            return fk_refuse(reader, key, "must be three integers from 1, whose product the device allows");
-        result[index] = (unsigned)extent;
-        product *= extent;
-    }
-    return (index == 3 && product <= most) ||
-           fk_refuse(reader, key, "must be three integers from 1, whose product the device allows");
-}
-
-/* Whether a scalar of the type takes the number: a whole one of 32 bits; a float that is finite after rounding, or was
- * not finite before. */
-static int fk_fits(fusekit_dtype dtype, double number) {
-    const double most = 3.4028235677973366e38; /* half a step beyond FLT_MAX */
-    if (dtype == FUSEKIT_I32)
-        return number >= INT32_MIN && number <= INT32_MAX && number == (double)(int32_t)number;
-    return (number > -most && number < most) || !(number >= -DBL_MAX && number <= DBL_MAX);
-}
-
-static int fk_names_differ(fk_reader *reader, const char *name, const char *other) {
-    return strcmp(name, other) != 0 || fk_refuse(reader, "name", "stands twice");
-}
-
-/* Memory for the items of the array `key`, of which there may be `most`. */
-static int fk_get_items(fk_reader *reader, fk_json object, const char *key, int most, size_t size, fk_json *rest,
-                        void **items) {
-    fk_json value;
-    int count;
-    *reader->where = 0;
-    if (!fk_get_array(reader, object, key, &value)) return 0;
-    count = fk_json_count(value);
-    if (count > most) return fk_refuse(reader, key, "has more entries than the launcher takes");
-    *items = fk_take(reader->arena, (size_t)count, size);
-    if (*items == NULL) return fk_no_memory(reader);
-    *rest = fk_json_inside(value);
+    if (length < 0 || length > field->high)
+        return fk_refuse(reader, place, field->name, "has %lld bytes; there may be %lld", (long long)length,
+                         (long long)field->high);
+    text = (const char *)fk_take(reader, length / 8 + 1, 1);
+    if (text == NULL) return fk_refuse(reader, place, field->name, "is cut");
+    if (memchr(text, 0, (size_t)(length / 8 + 1) * 8) != text + length)
+        return fk_refuse(reader, place, field->name, "holds a 0 byte, or does not end with one");
+    memcpy(slot, &text, sizeof text);
     return 1;
+}
+
+static int fk_read_steps(fk_reader *reader, const fk_place *place, const fk_field *field, int64_t *slot) {
+    const fk_step *steps;
+    int64_t index, count = slot[1], limit = reader->limits[field->limit];
+    if (count < 0 || count > field->high || (steps = (const fk_step *)fk_take(reader, count, 2)) == NULL)
+        return fk_refuse(reader, place, field->name, "has %lld steps, and is cut, or has more than %lld", (long long)count,
+                         (long long)field->high);
+    for (index = 0; index < count; ++index) {
+        int64_t operation = steps[index].operation, value = steps[index].value;
+        if (operation < 0 || operation > FK_FDIV || (count == 1 && operation > FK_VARIABLE))
+            return fk_refuse(reader, place, field->name, "has a step that is not known, or no expression alone");
+        if (operation == FK_VARIABLE && (value < 0 || value >= limit))
+            return fk_refuse(reader, place, field->name, "reads variable %lld; it must be 0 to %lld", (long long)value,
+                             (long long)limit - 1);
+        if ((operation == FK_JUMP || operation == FK_UNLESS) && (value < 0 || value >= count - index))
+            return fk_refuse(reader, place, field->name, "leaves out %lld steps, of which there are fewer", (long long)value);
+    }
+    memcpy(slot, &steps, sizeof steps);
+    return 1;
+}
+
+static int fk_read_rows(fk_reader *reader, const fk_place *outer, const fk_field *field, int64_t *slot);
+
+/* What follows a row: its texts, expressions and tables, in the order of its fields. */
+static int fk_read_row(fk_reader *reader, const fk_place *place, const fk_type *type, int64_t *slot) {
+    int index, part;
+    for (index = 0; index < type->count; ++index) {
+        const fk_field *field = &type->fields[index];
+        switch (field->kind) {
+        case FK_WHOLE: slot += field->count; break;
+        case FK_TEXT:
+            if (!fk_read_text(reader, place, field, slot++)) return 0;
+            break;
+        case FK_ROWS:
+            if (!fk_read_rows(reader, place, field, slot)) return 0;
+            slot += 2;
+            break;
+        case FK_EXPRESSION:
+            for (part = 0; part < field->count; ++part, slot += 2)
+                if (!fk_read_steps(reader, place, field, slot)) return 0;
+            break;
+        }
+    }
+    return 1;
+}
+
+/* Numbers first: what follows the rows may be bounded by them. */
+static int fk_check_row(const fk_reader *reader, const fk_place *place, const fk_type *type, const int64_t *slot) {
+    int index;
+    for (index = 0; index < type->count; ++index) {
+        const fk_field *field = &type->fields[index];
+        if (field->kind == FK_WHOLE && !fk_check_whole(reader, place, field, slot)) return 0;
+        slot += field->kind == FK_WHOLE ? field->count : field->kind == FK_TEXT ? 1 : 2 * field->count;
+    }
+    return 1;
+}
+
+static int fk_read_rows(fk_reader *reader, const fk_place *outer, const fk_field *field, int64_t *slot) {
+    const fk_type *type = field->of;
+    int64_t count = slot[1], *rows;
+    fk_place place = {NULL, NULL, 0};
+    if (count < field->low || count > field->high)
+        return fk_refuse(reader, outer, field->name, "has %lld rows; there may be %lld to %lld", (long long)count,
+                         (long long)field->low, (long long)field->high);
+    rows = fk_take(reader, count, type->words);
+    if (rows == NULL) return fk_refuse(reader, outer, field->name, "is cut");
+    place.outer = outer;
+    place.name = field->name;
+    for (place.row = 0; place.row < count; ++place.row)
+        if (!fk_check_row(reader, &place, type, rows + (size_t)place.row * type->words)) return 0;
+    for (place.row = 0; place.row < count; ++place.row) {
+        if (type == &fk_type_constraint) reader->limits[FK_BELOW_OUTER] = reader->limits[field->limit];
+        if (type == &fk_type_own_value) reader->limits[FK_BELOW_VALUE] = reader->limits[FK_BELOW_FIRST_VALUE] + place.row;
+        if (!fk_read_row(reader, &place, type, rows + (size_t)place.row * type->words)) return 0;
+    }
+    memcpy(slot, &rows, sizeof rows);
+    return 1;
+}
+
+/* All words as one row of `type` and what follows it; it lies at their beginning. */
+static int fk_read_whole(fk_reader *reader, const fk_type *type) {
+    static const fk_place top = {NULL, NULL, 0};
+    int64_t *row = fk_take(reader, 1, type->words);
+    if (row == NULL) return fk_refuse(reader, &top, "it", "is cut");
+    if (!fk_check_row(reader, &top, type, row)) return 0;
+    if (type == &fk_type_record) {
+        const fk_record *record = (const fk_record *)row;
+        reader->limits[FK_BELOW_FIRST_STRIDE] = record->first_stride;
+        reader->limits[FK_BELOW_FIRST_VALUE] = record->first_value;
+        reader->limits[FK_BELOW_VARIABLE_COUNT] = record->variable_count;
+        reader->limits[FK_BELOW_FLOAT_COUNT] = record->float_count;
+        reader->limits[FK_BELOW_TENSOR_COUNT] = record->tensor_count;
+    }
+    if (!fk_read_row(reader, &top, type, row)) return 0;
+    return reader->left == 0 || fk_refuse(reader, &top, "it", "has %llu words too many", (unsigned long long)reader->left);
+}
+
+/* ---- What belongs together. */
+
+/* Bytes of a part; of an integer as many as it says. */
+static int64_t fk_part_size(const fk_part *part) {
+    static const unsigned char integers[9] = {0, 1, 2, 0, 4, 0, 0, 0, 8};
+    switch (part->kind) {
+    case FK_TENSOR_MAP: return FK_MAP_BYTES;
+    case FK_FLOAT: return 4;
+    case FK_INT:
+    case FK_UINT: return part->size <= 8 ? integers[part->size] : 0;
+    default: return 8;
+    }
+}
+
+static int fk_check_node(const fk_reader *reader, const fk_place *place, const fk_node *node) {
+    int64_t index, end = 0;
+    fk_place at = {place, "parameters", 0};
+    for (index = 0; index < node->parameter_count; ++index) {
+        const fk_parameter *parameter = &node->parameters[at.row = index];
+        if (parameter->offset < end || parameter->size > FK_MOST_SPACE - parameter->offset)
+            return fk_refuse(reader, &at, "offset", "is %lld; it must be %lld to %lld", (long long)parameter->offset,
+                             (long long)end, (long long)(FK_MOST_SPACE - parameter->size));
+        end = parameter->offset + parameter->size;
+    }
+    at.name = "parts";
+    for (index = 0; index < node->part_count; ++index) {
+        const fk_part *part = &node->parts[at.row = index];
+        if (part->size != fk_part_size(part) || part->size > end - part->offset)
+            return fk_refuse(reader, &at, "size", "is %lld, which is not its kind's, or reaches beyond the parameters",
+                             (long long)part->size);
+        if (part->map_count != (part->kind == FK_TENSOR_MAP))
+            return fk_refuse(reader, &at, "map", "is there or not against its kind");
+        if (part->kind == FK_POINTER && part->argument < 0) return fk_refuse(reader, &at, "argument", "is no tensor");
+    }
+    return 1;
+}
+
+/* Whether the variables are as many as there are dims, strides, addresses, integers and values, in this order. */
+static int fk_check_record(const fk_reader *reader, const fk_record *record) {
+    fk_place at = {NULL, "tensors", 0};
+    int64_t next = FK_FIRST_DIM + record->dim_count, index, integers = 0, floats = 0;
+    int fits = record->first_stride == next;
+    for (; fits && at.row < record->tensor_count; ++at.row) {
+        const fk_tensor *tensor = &record->tensors[at.row];
+        if (tensor->first_stride != next)
+            return fk_refuse(reader, &at, "first_stride", "is %lld; it must be %lld", (long long)tensor->first_stride,
+                             (long long)next);
+        next += tensor->rank;
+    }
+    for (index = 0; index < record->argument_count; ++index) {
+        const fk_argument *argument = &record->arguments[index];
+        integers += argument->tensor < 0 && argument->dtype == FK_I32;
+        floats += argument->tensor < 0 && argument->dtype != FK_I32;
+    }
+    fits = fits && record->first_address == next && record->first_integer == next + record->tensor_count &&
+           record->first_value == record->first_integer + integers && integers <= FK_MOST_SCALARS &&
+           record->float_count == floats && record->variable_count == record->first_value + record->value_count;
+    at.name = NULL;
+    if (!fits) return fk_refuse(reader, &at, "variable_count", "is not that of its dims, tensors, scalars and values");
+    at.name = "nodes";
+    for (at.row = 0; at.row < record->node_count; ++at.row)
+        if (!fk_check_node(reader, &at, &record->nodes[at.row])) return 0;
+    return 1;
+}
+
+/* The record out of a copy of the words, which is to be freed. */
+static fusekit_status fk_read_record(const fk_source *source, const char *title, const fk_record **record,
+                                     fusekit_error *error) {
+    size_t bytes = source->count * sizeof(int64_t);
+    int64_t *words = (int64_t *)malloc(bytes > 0 ? bytes : 1);
+    fk_reader reader = {words, source->count, {0}, title, error};
+    *record = NULL;
+    if (words == NULL) return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for its launch record", title);
+    memcpy(words, source->words, bytes);
+    if (fk_read_whole(&reader, &fk_type_record) && fk_check_record(&reader, (const fk_record *)words)) {
+        *record = (const fk_record *)words;
+        return FUSEKIT_OK;
+    }
+    free(words);
+    return FUSEKIT_BAD_BUNDLE;
 }

@@ -1,12 +1,6 @@
-/* ---- SHA-256 (FIPS 180-4), as lower-case hexadecimal. */
+/* ---- SHA-256 (FIPS 180-4). */
 
-enum { FK_DIGEST = 64 }; /* digits */
-
-typedef struct {
-    uint32_t state[8];
-    uint64_t size; /* bytes so far */
-    unsigned char block[64];
-} fk_sha256;
+enum { FK_DIGEST = 32 }; /* bytes */
 
 static const uint32_t fk_sha256_start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
                                             0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
@@ -45,45 +39,19 @@ static void fk_sha256_block(uint32_t state[8], const unsigned char *block) {
     for (index = 0; index < 8; ++index) state[index] += v[index];
 }
 
-static void fk_sha256_begin(fk_sha256 *hash) {
-    memset(hash, 0, sizeof *hash);
-    memcpy(hash->state, fk_sha256_start, sizeof hash->state);
-}
-
-static void fk_sha256_add(fk_sha256 *hash, const void *data, size_t size) {
+static void fk_sha256_of(const void *data, size_t size, unsigned char digest[FK_DIGEST]) {
     const unsigned char *bytes = (const unsigned char *)data;
-    while (size > 0) {
-        size_t at = (size_t)(hash->size % 64), count = size < 64 - at ? size : 64 - at;
-        if (count == 64) {
-            fk_sha256_block(hash->state, bytes);
-        } else {
-            memcpy(hash->block + at, bytes, count);
-            if (at + count == 64) fk_sha256_block(hash->state, hash->block);
-        }
-        hash->size += count;
-        bytes += count;
-        size -= count;
-    }
-}
-
-static void fk_sha256_end(fk_sha256 *hash, char digest[FK_DIGEST + 1]) {
-    static const char digits[] = "0123456789abcdef";
-    unsigned char last[72];
-    size_t padding = 64 - (size_t)((hash->size + 8) % 64);
-    uint64_t bits = hash->size * 8;
+    unsigned char last[128] = {0};
+    uint32_t state[8];
+    size_t rest = size % 64, end = rest < 56 ? 64 : 128;
     int index;
-    memset(last, 0, sizeof last);
-    last[0] = 0x80;
-    for (index = 0; index < 8; ++index) last[padding + (size_t)index] = (unsigned char)(bits >> (56 - 8 * index));
-    fk_sha256_add(hash, last, padding + 8);
-    for (index = 0; index < FK_DIGEST; ++index)
-        digest[index] = digits[hash->state[index / 8] >> (28 - 4 * (index % 8)) & 15];
-    digest[FK_DIGEST] = 0;
-}
-
-static void fk_sha256_of(const void *data, size_t size, char digest[FK_DIGEST + 1]) {
-    fk_sha256 hash;
-    fk_sha256_begin(&hash);
-    fk_sha256_add(&hash, data, size);
-    fk_sha256_end(&hash, digest);
+    memcpy(state, fk_sha256_start, sizeof state);
+    for (; size >= 64; size -= 64, bytes += 64) fk_sha256_block(state, bytes);
+    memcpy(last, bytes, rest);
+    last[rest] = 0x80;
+    size = (size_t)(bytes - (const unsigned char *)data) + rest;
+    for (index = 0; index < 8; ++index) last[end - 1 - (size_t)index] = (unsigned char)((uint64_t)size * 8 >> 8 * index);
+    fk_sha256_block(state, last);
+    if (end == 128) fk_sha256_block(state, last + 64);
+    for (index = 0; index < FK_DIGEST; ++index) digest[index] = (unsigned char)(state[index / 4] >> (24 - 8 * (index % 4)));
 }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, render
+from fusekit.cabi.flat import default_of
 from fusekit.cabi.identifiers import members
 from fusekit.dtypes import DTYPES
 
@@ -32,7 +33,7 @@ FUNCTIONS = """\
 BODIES = """\
 {p}_status {p}_{k}_load(const {p}_driver *driver, int device, {p}_{k} **kernel, {p}_error *error) {{
     fk_kernel *made;
-    {p}_status status = fk_load(driver, &fk_record_{i}, device, &made, error);
+    {p}_status status = fk_load(driver, &fk_source_{i}, fk_name_{i}, device, &made, error);
     *kernel = ({p}_{k} *)made;
     return status;
 }}
@@ -112,13 +113,9 @@ class Wrapper:
         return lines
 
     def _scalar(self, scalar: ScalarArgument) -> list[str]:
-        default = self._default(scalar)
+        default = default_of(scalar, self._defaults)
         note = "must be set" if default is None else f"default {default}"
         return [f"    {DTYPES[scalar.dtype].c} {self._member[scalar.name]}; /* {note} */"]
-
-    def _default(self, scalar: ScalarArgument) -> float | int | None:
-        value = self._defaults.get(scalar.name, scalar.default)
-        return float(value) if value in ("inf", "-inf") else value
 
     def _values(self) -> str:
         """The structure's members by index, as the launcher reads them."""
@@ -136,17 +133,17 @@ class Wrapper:
             "static {p}_status fk_read_{i}(const fk_kernel *kernel, const {p}_{k}_args *args, fk_values_{i} *values,"
             " fk_call *call,".format(**self._names),
             "    {p}_error *error) {{".format(**self._names),
-            f"    if (kernel == NULL || kernel->record != &fk_record_{i})",
+            f"    if (kernel == NULL || kernel->source != &fk_source_{i})",
             "        return fk_fail(error, {P}_INVALID_ARGUMENT,".format(**self._names),
-            f'                       "%s: the handle is of no such kernel; load it first", fk_record_{i}.name);',
+            f'                       "%s: the handle is of no such kernel; load it first", fk_name_{i});',
         ]  # fmt: skip
         for scalar in floats:
-            if self._default(scalar) is None:
+            if default_of(scalar, self._defaults) is None:
                 member = self._member[scalar.name]
                 lines += [
                     f"    if (args->{member} != args->{member}) /* not a number, as _defaults left it */",
                     f"        return fk_fail(error, {self._names['P']}_INVALID_ARGUMENT,"
-                    f' "%s: {scalar.name} must be set", fk_record_{i}.name);',
+                    f' "%s: {scalar.name} must be set", fk_name_{i});',
                 ]
         lines += ["    memset(values, 0, sizeof *values);"]
         lines += [f"    values->dims[{n}] = args->{self._dim(dim.name)};" for n, dim in enumerate(record.dims)]
@@ -165,7 +162,6 @@ class Wrapper:
             "    call->strides = values->strides;",
             "    call->addresses = values->addresses;",
             "    call->integers = values->integers;",
-            f"    call->integer_count = {len(integers)};",
             "    call->floats = values->floats;",
             "    call->margin = args->cluster_margin;",
             "    call->has_priority = args->has_priority;",
@@ -184,7 +180,7 @@ class Wrapper:
             "    memset(&args, 0, sizeof args);",
         ]
         for scalar in self._record.scalars:
-            value = self._default(scalar)
+            value = default_of(scalar, self._defaults)
             if scalar.dtype == "f32":
                 lines.append(f"    args.{self._member[scalar.name]} = {_float(value)};")
             elif value is not None:

@@ -8,6 +8,7 @@ A bundle is a plain tar file, so that `tar -t` lists it. Its members, in this or
     signatures/...
     entries/...
     names/...
+    loader.bin                   what the C loader reads; only in a bundle that was exported for it
 
 The index decides every other byte of the file: the headers are the ones that this module would write for it, sizes
 and order follow from it, and each member has the digest that it states. So the same kernels give the same bytes on
@@ -24,7 +25,7 @@ import that is killed leaves nothing that is wrong, and the same import finishes
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,8 +39,10 @@ from fusekit.store.selection import Selection, Step
 from fusekit.store.signature import SIGNATURE_BYTES
 from fusekit.store.store import Store
 
-SCHEMA = 1
+SCHEMAS = (1, 2)
+"""Of the index: 2 has the member for the C loader."""
 INDEX = "bundle.json"
+LOADER = "loader.bin"
 
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
@@ -49,7 +52,8 @@ _SHELL = Layer(Path())  # a store's layout, relative to its root
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member behind the index: its kind (`blob`, `signature`, `entry` or `name`), path in a store, size, digest.
+    """One member behind the index: its kind (`blob`, `signature`, `entry`, `name` or `loader`), path in a store, size,
+    digest.
 
     subject: what it is for: a blob's digest, an entry's key, (name, architecture), (document's digest, key id).
     """
@@ -64,8 +68,8 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """What went into or out of a store. entries, names: in all; bytes: of the cubins that moved, or of the bundle;
-    skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything in it.
-    steps: what came in, by name.
+    skipped: entries that were there already. digest: SHA-256 of a bundle's index, which decides everything in it, or
+    what `export_bundle` was given with the loader's member. steps: what came in, by name.
     """
 
     entries: int
@@ -76,21 +80,29 @@ class Transfer:
     steps: tuple[Step, ...] = ()
 
 
-def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
+Loader = Callable[[Mapping[str, int]], tuple[bytes, str]]
+"""How many bytes before the loader's member each cubin begins, by its digest -> the content, and a digest to tell."""
+
+
+def export_bundle(store: Store, selection: Selection, path: Path, loader: Loader | None = None) -> Transfer:
     """Write `selection` of `store` to the file `path`, in one step; signed if the store has a key. A file that is there
     is replaced, and so is a link to one: what it leads to stays as it is.
 
-    The same kernels give the same bytes. Raises UsageError for a `path` that is no plain file or in no folder,
-    IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it is then as it was.
+    loader: makes what the C loader reads. The same kernels give the same bytes. Raises UsageError for a `path` that is
+    no plain file or in no folder, IntegrityError when a cubin is damaged, StoreError when `path` cannot be written; it
+    is then as it was.
     """
     if not exists(path.parent):
         raise UsageError(f"{path}: there is no folder {path.parent}; a bundle is put where one is; make it first")
     selection = selection.signed(store)
     members = tuple(_members(selection))
+    own_content, digest = (b"", None) if loader is None else loader(_before(members))
+    if loader is not None:
+        members = (*members, loader_of(sha256(own_content), len(own_content)))
     index = _index_bytes(members)
     own = {} if store.signer is None else store.signer.sign("bundle", index)
     entries = {entry.cubin_sha256: entry for entry, _ in selection.entries}
-    content: dict[str, bytes] = {}
+    content: dict[str, bytes] = {sha256(own_content): own_content}
     for _, signed in (*selection.entries, *selection.records):
         content[signed.digest] = signed.data
         content |= {sha256(signature): signature for signature in signed.signatures.values()}
@@ -105,7 +117,7 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> Transfer:
         file.write(END)
 
     size = replace_file(path, write)
-    return Transfer(len(selection.entries), len(selection.records), bytes=size, digest=sha256(index))
+    return Transfer(len(selection.entries), len(selection.records), bytes=size, digest=digest or sha256(index))
 
 
 # -- the form ---------------------------------------------------------------------------------------------------------
@@ -164,8 +176,26 @@ def name_of(name: str, arch: str, size: int, digest: str) -> Member:
     return Member("name", _SHELL.name_path(name, arch).as_posix(), size, digest, (name, arch))
 
 
+def loader_of(digest: str, size: int) -> Member:
+    return Member("loader", LOADER, size, digest, LOADER)
+
+
+def _before(members: tuple[Member, ...]) -> dict[str, int]:
+    """How many bytes each cubin begins before the content of the loader's member."""
+    found: dict[str, int] = {}
+    at = BLOCK  # that member's own header
+    for member in reversed(members):
+        at += member.bytes + padding(member.bytes)
+        if member.kind == "blob":
+            found[member.sha256] = at
+        at += len(header(member.path, member.bytes))
+    return found
+
+
 def _index_bytes(members: tuple[Member, ...]) -> bytes:
     rows: dict[str, list[list[Any]]] = {"blobs": [], "signatures": [], "entries": [], "names": []}
+    if members and members[-1].kind == "loader":
+        rows["loader"] = []
     for member in members:
         match member.kind:
             case "blob":
@@ -174,6 +204,8 @@ def _index_bytes(members: tuple[Member, ...]) -> bytes:
                 rows["signatures"].append([*member.subject, member.sha256])
             case "entry":
                 rows["entries"].append([member.subject, member.bytes, member.sha256])
+            case "loader":
+                rows["loader"].append([member.sha256, member.bytes])
             case _:
                 rows["names"].append([*member.subject, member.bytes, member.sha256])
-    return (canonical_json({"schema": SCHEMA, **rows}, "bundle index") + "\n").encode()
+    return (canonical_json({"schema": SCHEMAS["loader" in rows], **rows}, "bundle index") + "\n").encode()

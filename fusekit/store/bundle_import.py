@@ -17,12 +17,13 @@ from fusekit.store.bundle import (
     BLOCK,
     END,
     INDEX,
-    SCHEMA,
+    SCHEMAS,
     Member,
     Transfer,
     blob_of,
     entry_of,
     header,
+    loader_of,
     name_of,
     padding,
     signature_name,
@@ -131,6 +132,7 @@ _ROWS: tuple[tuple[str, tuple[_Column, ...], Callable[..., Member]], ...] = (
     ("signatures", (is_digest, is_key_id, is_digest), signature_of),
     ("entries", (is_digest, _size_up_to(LIMIT), is_digest), entry_of),
     ("names", (_is_name, _is_arch, _size_up_to(LIMIT), is_digest), name_of),
+    ("loader", (is_digest, _size_up_to(CUBIN_LIMIT)), loader_of),  # of schema 2
 )
 
 
@@ -218,7 +220,7 @@ class _Reader:
         fresh: dict[str, int] = {}  # key -> bytes of its cubin, of entries that were not there; 0 once a name told them
         moved, skipped, steps = 0, len(index.of("entry")), list[Step]()
         for member, offset in self._offsets(index):
-            if member.kind == "blob":
+            if member.kind in ("blob", "loader"):
                 continue
             data = self._again(member, offset)
             if member.kind == "signature":
@@ -250,13 +252,14 @@ class _Reader:
             canonical = (canonical_json(document) + "\n").encode() == data
         except (ValueError, FusekitError) as error:
             raise self._bad(f"has an index that is no JSON ({error})") from None
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            schema = document.get("schema") if isinstance(document, dict) else None
-            raise self._bad(f"has an index of schema {schema!r}, where this fusekit reads {SCHEMA}")
-        if not canonical or set(document) != {"schema", *(label for label, _, _ in _ROWS)}:
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if type(schema) is not int or schema not in SCHEMAS:
+            raise self._bad(f"has an index of schema {schema!r}, where this fusekit reads {SCHEMAS}")
+        rows_of = _ROWS[: 3 + schema]
+        if not canonical or set(document) != {"schema", *(label for label, _, _ in rows_of)}:
             raise self._bad("has an index that is not in its one form: sorted keys, no spaces, no other members")
         members: list[Member] = []
-        for label, columns, make in _ROWS:
+        for label, columns, make in rows_of:
             rows = document[label]
             if not isinstance(rows, list):
                 raise self._bad(f"has an index whose {label} are no list")

@@ -10,9 +10,9 @@ from typing import Any
 
 from fusekit.abi import TensorArgument, evaluate
 from fusekit.cabi import Exported
+from fusekit.cabi.member import export_bundle
 from fusekit.dtypes import DTYPES
 from fusekit.store import Entry, NameRecord, Store, key_fields, key_of
-from fusekit.store.bundle import export_bundle
 from fusekit.store.keys import sha256
 from fusekit.store.selection import select
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
-import tarfile
 from ctypes import c_char_p
 from dataclasses import replace
 
 import pytest
 
+from fusekit.abi import Dim, TensorArgument
 from fusekit.cabi import generate_loader
+from fusekit.cabi.member import export_bundle
 from fusekit.store import Store
-from fusekit.store.bundle import export_bundle
+from fusekit.store import bundle as form
+from fusekit.store.bundle_import import import_bundle
 from fusekit.store.selection import select
 
-from .bundles import BundleLauncher, Loader, arguments, bundle_of, publish, tensor
+from .bundles import BundleLauncher, Loader, arguments, bundle_of, entry_of, name_of, publish, tensor
 from .launcher import (
+    BAD_BUNDLE,
     CUDA_ERROR,
     FILE_ERROR,
     INVALID_ARGUMENT,
@@ -61,9 +63,10 @@ def test_what_a_bundle_says_of_itself(shared, kernels, bundle):
     status, handle = loader.open(bundle)
     assert status == OK, str(loader.error)
     assert loader.names(handle) == sorted((kernel.name, kernel.record.arch) for kernel in kernels)
-    with tarfile.open(bundle) as file:
-        index = file.extractfile("bundle.json").read()
-    assert loader.digest(handle) == hashlib.sha256(index).hexdigest()
+    store = Store(bundle.parent / "store")
+    again = export_bundle(store, select(store), bundle.parent / "again.tar")
+    assert loader.digest(handle) == again.digest
+    assert (bundle.parent / "again.tar").read_bytes() == bundle.read_bytes()
     assert loader.verify(handle) == OK, str(loader.error)
     loader.close(handle)
 
@@ -231,6 +234,48 @@ def test_files_that_are_none(shared, tmp_path):
         status, handle = loader.open(path)
         assert (status, bool(handle)) == (FILE_ERROR, False)
         assert text in str(loader.error)
+
+
+def test_a_bundle_that_was_not_exported_for_the_loader(shared, kernels, bundle, tmp_path):
+    """As fusekit wrote them before, and as a program in Python may."""
+    store = Store(bundle.parent / "store")
+    form.export_bundle(store, select(store), tmp_path / "kernels.tar")
+    launcher = BundleLauncher(shared, tmp_path / "kernels.tar", kernels[-1])
+    assert launcher.load() == BAD_BUNDLE
+    assert "was not exported for this loader" in str(launcher.error)
+    assert "write it again with: fusekit export FILE NAME" in str(launcher.error)
+
+
+def test_a_kernel_beyond_the_launchers_limits_is_for_python_alone(shared, kernels, tmp_path):
+    """The others in its bundle load, and all of them are imported."""
+    base = kernels[-1]
+    dims = (*base.record.dims, *(Dim(f"D{n}") for n in range(512)))
+    record = replace(base.record, dims=dims, arguments=(
+        *base.record.arguments, *(TensorArgument(f"t{n}", "input", "f32", (f"D{n}",), (1,)) for n in range(512))
+    ))  # fmt: skip
+    large = replace(base, name="sample/large@1", record=record)
+    odd = replace(base, name="sample/odd@1")
+    store = Store(tmp_path / "store")
+    publish(store, base)
+    publish(store, large)
+    entry = entry_of(odd, launch={"schema": 7})
+    store.publish(entry, odd.cubin)
+    store.publish_name(name_of(odd, entry))
+    export_bundle(store, select(store), tmp_path / "kernels.tar")
+    for name, text in (
+        ("sample/large", "sample/large@1 is for Python alone: first_stride has 519; the C launcher takes 0 to 512"),
+        ("sample/odd", "sample/odd@1 is for Python alone: schema: 7; this fusekit reads"),
+    ):  # fmt: skip
+        launcher = BundleLauncher(shared, tmp_path / "kernels.tar", base, name=name)
+        assert launcher.load() == BAD_BUNDLE
+        assert text in str(launcher.error)
+    launcher = BundleLauncher(shared, tmp_path / "kernels.tar", base)
+    assert launcher.load() == OK, str(launcher.error)
+    assert launcher.unload() == OK
+    _, handle = launcher.loader.open(tmp_path / "kernels.tar")
+    assert launcher.loader.verify(handle) == OK, str(launcher.loader.error)
+    launcher.loader.close(handle)
+    assert import_bundle(Store(tmp_path / "other"), tmp_path / "kernels.tar").names == 3
 
 
 def test_the_defaults_of_the_spec_come_first(shared, kernels, tmp_path):

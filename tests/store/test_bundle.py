@@ -13,7 +13,7 @@ from fusekit.store import Store
 from fusekit.store.bundle import BLOCK, INDEX, export_bundle
 from fusekit.store.bundle_import import import_bundle, read_index
 from fusekit.store.selection import select
-from tests.store.bundles import NAMES
+from tests.store.bundles import NAMES, fill, refused
 from tests.store.samples import build_entry, files
 
 
@@ -159,3 +159,27 @@ def test_what_is_there_under_a_key_stands(store, bundle, tmp_path):
     import_bundle(target, bundle)
     assert target.find_entry(entry.key) == other
     assert not target.verify(full=True).bad
+
+
+def test_what_the_loader_reads_comes_last_and_stays_in_the_file(tmp_path):
+    """Its content is the caller's; every import checks it, and takes nothing of it."""
+    store = fill(Store(tmp_path / "store"))
+    told = {}
+
+    def loader(before):
+        told.update(before)
+        return b"loader" * 200, "told"
+
+    done = export_bundle(store, select(store), tmp_path / "kernels.tar", loader)
+    assert done.digest == "told"
+    data = (tmp_path / "kernels.tar").read_bytes()
+    place = data.index(b"loader" * 200)
+    for cubin, before in told.items():
+        entry = next(entry for entry, _ in select(store).entries if entry.cubin_sha256 == cubin)
+        assert data[place - before :].startswith(store.read_cubin(entry))
+    export_bundle(store, select(store), tmp_path / "plain.tar")
+    for name in ("kernels", "plain"):
+        import_bundle(Store(tmp_path / name), tmp_path / f"{name}.tar")
+    assert files(tmp_path / "kernels") == files(tmp_path / "plain")
+    (tmp_path / "kernels.tar").write_bytes(data[: place + 7] + b"!" + data[place + 8 :])
+    refused(tmp_path / "kernels.tar", tmp_path / "other", "'loader.bin' with the digest")

@@ -131,7 +131,13 @@ def test_a_lie_about_a_digest(bundle, tmp_path, label, column):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda d: d.update(schema=2), "schema 2"),
+        (lambda d: d.update(schema=3), "schema 3, where"),
+        (lambda d: d.update(schema=True), "schema True"),
+        (lambda d: d.update(schema=2), "not in its one form"),
+        (lambda d: d.update(loader=[]), "not in its one form"),
+        (lambda d: d.update(schema=2, loader=[["0" * 64, 1], ["0" * 64, 1]]), "twice or out of order among its loader"),
+        (lambda d: d.update(schema=2, loader=[["0" * 64, 0]]), "cannot be one"),
+        (lambda d: d.update(schema=2, loader=[["0" * 64, 512]]), "where its index makes"),
         (lambda d: d.update(more=[]), "not in its one form"),
         (lambda d: d.pop("names"), "not in its one form"),
         (lambda d: d.update(names={}), "names are no list"),

@@ -1,0 +1,250 @@
+"""Launch records, and what else the C launcher reads, in the form of `layout`."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fusekit.abi import (
+    Expr,
+    FloatParameter,
+    IntegerParameter,
+    LaunchRecord,
+    PointerParameter,
+    ScalarArgument,
+    TensorArgument,
+    TensorMapParameter,
+    flat,
+    variables,
+)
+from fusekit.abi.floats import FloatExpr, evaluate_float
+from fusekit.abi.parameters import ENCODINGS, INTERLEAVES, L2_PROMOTIONS, OOB_FILLS, SWIZZLE_BYTES, Scalar
+from fusekit.cabi.layout import DTYPES, KINDS, OPERATORS, OWN_VARIABLES, TABLES, Field
+from fusekit.errors import UsageError
+
+_CODES = {name: code for code, name in enumerate(OPERATORS)}
+_SWIZZLES = tuple(SWIZZLE_BYTES)
+_ARCH = re.compile(r"sm_([0-9]+)([0-9])([af]?)")
+_OWN_MEMORY = ("workspace", "scratch")
+_SUFFIXES = ("", "f", "a")
+_MEMBERS = {
+    "cooperative": "cooperative",
+    "serialization": "programmatic_stream_serialization",
+    "non_portable_cluster": "non_portable_cluster_size_allowed",
+}
+
+Steps = list[tuple[int, int]]
+
+
+def words(items: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(items)}q", *items)
+
+
+def encode(title: str, table: str, rows: Sequence[Mapping[str, Any]], where: str = "") -> bytes:
+    """Rows of a table and what follows them. title: whose they are, for the error.
+
+    A row maps names of fields to a number or several, a text, rows, steps or several; what it lacks is 0 or empty.
+    Raises UsageError for what the C launcher would refuse as beyond its limits.
+    """
+    head: list[int] = []
+    tail: list[bytes] = []
+    for number, row in enumerate(rows):
+        place = f"{where}[{number}]." if where else ""
+        for field in TABLES[table]:
+            value = row.get(field.name, "" if field.kind == "text" else 0 if field.kind == "whole" else ())
+            if field.kind == "whole":
+                numbers = [value] if field.count == 1 else [*value, *[field.low] * (field.count - len(value))]
+                for item in numbers:
+                    _check(title, place, field, item)
+                head += numbers
+            elif field.kind == "text":
+                data = value.encode("utf-8", "surrogatepass")
+                _check(title, place, field, len(data))
+                head.append(len(data))
+                tail.append(data.ljust((len(data) // 8 + 1) * 8, b"\0"))
+            elif field.kind == "rows":
+                _check(title, place, field, len(value))
+                head += (0, len(value))
+                tail.append(encode(title, field.of, value, f"{place}{field.name}"))
+            else:
+                programs = [value] if field.count == 1 else [*value, *[()] * (field.count - len(value))]
+                for steps in programs:
+                    _check(title, place, field, len(steps))
+                    head += (0, len(steps))
+                    tail.append(words([item for step in steps for item in step]))
+    return words(head) + b"".join(tail)
+
+
+def _check(title: str, where: str, field: Field, value: int) -> None:
+    if not field.low <= value <= field.high:
+        count = "" if field.kind == "whole" else " entries" if field.kind != "text" else " bytes"
+        raise UsageError(
+            f"{title}: {where}{field.name} has {value}{count}; the C launcher takes {field.low} to {field.high}"
+        )
+
+
+def of_arch(arch: str) -> dict[str, Any]:
+    """Text, numbers and suffix of an architecture."""
+    match = _ARCH.fullmatch(arch)
+    numbers = ("0", "0", "") if match is None else match.groups()  # of no device
+    return {"arch": arch, "major": int(numbers[0]), "minor": int(numbers[1]), "suffix": _SUFFIXES.index(numbers[2])}
+
+
+def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> bytes:
+    """A complete launch record. name: the kernel's; defaults: the spec's, which come before the record's."""
+    return encode(name, "record", [record_row(name, launch, defaults)])
+
+
+def record_row(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as the one row of its table."""
+    return _Writer(name, launch, defaults).row()
+
+
+class _Writer:
+    def __init__(self, name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> None:
+        self._name = name
+        self._launch = launch
+        self._defaults = defaults
+        self._tensors = [tensor.name for tensor in launch.tensors]
+        self._floats = [scalar.name for scalar in launch.scalars if scalar.dtype == "f32"]
+        names = [*OWN_VARIABLES, *(dim.name for dim in launch.dims)]
+        self._first = [len(names)]  # of each kind of variables
+        for kind in (
+            [tensor.stride_variable(index) for tensor in launch.tensors for index in range(tensor.rank)],
+            [f"{tensor.name}.address" for tensor in launch.tensors],
+            [scalar.name for scalar in launch.scalars if scalar.dtype == "i32"],
+            launch.values,
+        ):
+            names += kind
+            self._first.append(len(names))
+        self._variables = {variable: index for index, variable in enumerate(names)}
+
+    def row(self) -> dict[str, Any]:
+        launch = self._launch
+        arch = of_arch(launch.arch)
+        host = {dim.name for dim in launch.dims}
+        host |= {tensor.stride_variable(index) for tensor in launch.tensors for index in range(tensor.rank)}
+        early, late = [], []
+        for item in launch.constraints:
+            row = {"expression": self._steps(item.expr), "message": item.message}
+            (early if variables(item.expr) <= host else late).append(row)
+        first = ("first_stride", "first_address", "first_integer", "first_value", "variable_count")
+        return {
+            **arch, "name": self._name, "exact": int(arch["suffix"] == 2), **dict(zip(first, self._first, strict=True)),
+            "margin": int(self._defaults.get("cluster_margin", 0)), "float_count": len(self._floats),
+            "asks_clusters": int(launch.reads("active_clusters")), "workspace": self._steps(launch.workspace),
+            "workspace_zeroed": int(launch.workspace_zeroed),
+            "scratch": () if launch.scratch == 0 else self._steps(launch.scratch),
+            "dims": [{"name": dim.name, "divisor": dim.divisor, "minimum": dim.minimum, "maximum": dim.maximum}
+                     for dim in launch.dims],
+            "tensors": [self._tensor(tensor) for tensor in launch.tensors],
+            "arguments": [self._argument(argument) for argument in launch.arguments],
+            "constraints": early, "late_constraints": late,
+            "values": [{"expression": self._steps(expr)} for expr in launch.values.values()],
+            "skips": [{"dim": self._variables[name]} for name in launch.skip_if_zero],
+            "nodes": [self._node(node) for node in launch.launches],
+        }  # fmt: skip
+
+    def _tensor(self, tensor: TensorArgument) -> dict[str, Any]:
+        free = [tensor.reads_stride(index) for index in range(tensor.rank)]
+        return {
+            "name": tensor.name, "written": int(tensor.written), "itemsize": tensor.itemsize, "rank": tensor.rank,
+            "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
+            "free_strides": sum(own << index for index, own in enumerate(free)),
+            "first_stride": self._variables[tensor.stride_variable(0)] if tensor.rank else self._rank_0(tensor),
+            "shape": [self._steps(extent) for extent in tensor.shape],
+            "strides": [() if own else self._steps(stride) for own, stride in zip(free, tensor.strides, strict=True)],
+        }  # fmt: skip
+
+    def _rank_0(self, tensor: TensorArgument) -> int:
+        before = self._launch.tensors[: self._tensors.index(tensor.name)]
+        return self._first[0] + sum(other.rank for other in before)
+
+    def _argument(self, argument: TensorArgument | ScalarArgument) -> dict[str, Any]:
+        row = {"name": argument.name, "dtype": DTYPES.index(argument.dtype)}
+        if isinstance(argument, TensorArgument):
+            return row | {"tensor": self._tensors.index(argument.name)}
+        value = default_of(argument, self._defaults)
+        (bits,) = struct.unpack("<q", struct.pack("<d", 0 if value is None else value))
+        return row | {"tensor": -1, "has_default": int(value is not None), "default_bits": bits}
+
+    def _node(self, node: LaunchRecord) -> dict[str, Any]:
+        placed = sorted(node.parameters, key=lambda item: item.offset)
+        settings = node.attributes
+        return {
+            "symbol": node.symbol, "grid": [self._steps(extent) for extent in node.grid], "block": node.block,
+            "cluster": node.cluster, "shared": node.dynamic_shared,
+            "parameters": [{"name": item.name, "offset": item.offset, "size": item.size} for item in placed],
+            "parts": [self._part(offset, item) for offset, item in flat(placed)],
+            **{field: int(bool(settings.get(name))) for field, name in _MEMBERS.items()},
+            "carveout": settings.get("preferred_shared_memory_carveout", -1),
+        }  # fmt: skip
+
+    def _part(self, offset: int, item: TensorMapParameter | Scalar) -> dict[str, Any]:
+        row: dict[str, Any] = {"name": item.name, "offset": offset, "size": item.size, "argument": -1}
+        if isinstance(item, TensorMapParameter):
+            kind, row["map"] = "tensor_map", [self._map(item)]
+        elif isinstance(item, IntegerParameter):
+            kind, row["value"] = "int" if item.dtype[0] == "i" else "uint", self._steps(item.value)
+        elif isinstance(item, FloatParameter):
+            kind, row["number"] = "float", self._float_steps(item.value)
+        else:
+            assert isinstance(item, PointerParameter)
+            kind = item.argument if item.argument in _OWN_MEMORY else "pointer"
+            if kind == "pointer":
+                row["argument"] = self._tensors.index(item.argument)
+            if item.shift != 0:
+                row["value"] = self._steps(item.shift)
+        return row | {"kind": KINDS.index(kind)}
+
+    def _map(self, parameter: TensorMapParameter) -> dict[str, Any]:
+        return {
+            "dtype": DTYPES.index(parameter.dtype), "rank": parameter.rank, "address": self._steps(parameter.address),
+            "dims": [self._steps(item) for item in parameter.dims],
+            "strides": [self._steps(item) for item in parameter.strides],
+            "box": parameter.box, "element_strides": parameter.element_strides,
+            "interleave": INTERLEAVES.index(parameter.interleave), "swizzle": _SWIZZLES.index(parameter.swizzle),
+            "promotion": L2_PROMOTIONS.index(parameter.l2_promotion), "fill": OOB_FILLS.index(parameter.oob_fill),
+            "raw": ENCODINGS.index(parameter.encoding),
+        }  # fmt: skip
+
+    def _steps(self, expr: Expr) -> Steps:
+        """Postfix order. The first two operands of a longer sum are added first, so the stack stays as deep as the
+        expression.
+        """
+        if isinstance(expr, int):
+            return [(_CODES["push"], expr)]
+        if isinstance(expr, str):
+            return [(_CODES["variable"], self._variables[expr])]
+        operator, *operands = expr
+        if operator == "if":
+            condition, then, other = (self._steps(item) for item in operands)
+            return [*condition, (_CODES["unless"], len(then) + 1), *then, (_CODES["jump"], len(other)), *other]
+        return list(_postfix(operator, [self._steps(item) for item in operands]))
+
+    def _float_steps(self, expr: FloatExpr) -> Steps:
+        if isinstance(expr, list | tuple):
+            return list(_postfix(expr[0], [self._float_steps(item) for item in expr[1:]]))
+        if expr in self._floats:
+            return [(_CODES["variable"], self._floats.index(str(expr)))]
+        (bits,) = struct.unpack("<I", struct.pack("<f", evaluate_float(expr, {})))
+        return [(_CODES["push"], bits)]
+
+
+def _postfix(operator: str, operands: list[Steps]) -> Iterator[tuple[int, int]]:
+    """An operator of one operand behind it, any other behind each operand from the second on."""
+    own = (_CODES[operator], 0)
+    yield from operands[0]
+    if len(operands) == 1:
+        yield own
+    for operand in operands[1:]:
+        yield from operand
+        yield own
+
+
+def default_of(scalar: ScalarArgument, defaults: Mapping[str, Any]) -> float | int | None:
+    """The spec's default, or else the record's."""
+    value = defaults.get(scalar.name, scalar.default)
+    return float(value) if isinstance(value, str) else value

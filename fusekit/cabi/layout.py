@@ -1,0 +1,227 @@
+"""The flat form of a launch record: what `flat` writes, and what the C launcher reads in place.
+
+It is a sequence of little-endian words of 64 bits, without offsets. A table is its rows, one behind the other; then
+come, row by row and field by field, the tables, texts and expressions of those rows, each in the same form. So a reader
+takes what comes next, checks it, and sets a pointer: nothing can overlap, and nothing can point elsewhere.
+
+`TABLES` is the one definition. The writer follows it, and `declarations` gives the launcher's structures, constants and
+rules: a row in memory is the row in the file, a pointer in the place of what it will point to.
+
+| field | words of its row | behind the rows |
+|---|---|---|
+| whole | the number, signed | |
+| text | its length in bytes | its UTF-8 bytes, zeros up to the next whole word, at least one |
+| rows | 0, their number | the table |
+| expression | 0, the number of steps | the steps: operation and value each, in postfix order |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusekit.dtypes import ROWS
+
+MAGIC = int.from_bytes(b"fusekit\0", "little")
+VERSION = 1
+"""Of this form, with everything below; a reader takes its own version alone."""
+
+# Steps of expressions. `jump` leaves out `value` steps; `unless` does where the value on top, which it takes, is 0.
+OPERATORS = (
+    "push", "variable", "jump", "unless", "bit_length", "exp2", "add", "sub", "mul", "floordiv", "ceildiv", "mod",
+    "min", "max", "eq", "ne", "lt", "le", "fadd", "fsub", "fmul", "fdiv",
+)  # fmt: skip
+KINDS = ("tensor_map", "pointer", "workspace", "scratch", "int", "uint", "float")
+# By CUtensorMapDataType, then by the loader's fusekit_dtype; "": no type of ours has the number.
+_NUMBERED = {row.number: row.name for row in ROWS if row.number is not None}
+DTYPES = tuple(_NUMBERED.get(number, "") for number in range(max(_NUMBERED) + 1))
+# The first variables of every record. Behind them come dims, strides, addresses, i32 scalars, values.
+OWN_VARIABLES = ("sm_count", "cluster_margin", "active_clusters")
+# How many variables an expression may read, or tensors a number may name: fields of the record; `outer` is what the
+# field says that holds the rows, `value` the values before this one.
+LIMITS = ("none", "first_stride", "first_value", "variable_count", "float_count", "tensor_count", "outer", "value")
+
+RANK, VARIABLES, NODES, PARAMETERS, SPACE, TENSORS, SCALARS, STACK = 5, 512, 16, 256, 32764, 32, 64, 40
+WORD = 2**63 - 1
+INT = 2**31 - 1
+DOCUMENT, CUBIN = 16 << 20, 1 << 30  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """low, high: of a number, or how many rows or bytes there may be. count: of an array, in the structure itself.
+    of: the rows' table. limit: what a number must stay below, or which variables an expression may read.
+    """
+
+    name: str
+    kind: str = "whole"
+    low: int = 0
+    high: int = WORD
+    count: int = 1
+    of: str = ""
+    limit: str = "none"
+
+
+def _text(name: str) -> Field:
+    return Field(name, "text", high=1 << 16)
+
+
+def _rows(name: str, of: str, high: int, low: int = 0, limit: str = "none") -> Field:
+    return Field(name, "rows", low, high, of=of, limit=limit)
+
+
+def _expression(name: str, limit: str, count: int = 1) -> Field:
+    return Field(name, "expression", high=1 << 16, count=count, limit=limit)
+
+
+def _flag(name: str) -> Field:
+    return Field(name, high=1)
+
+
+def _place(what: str, most: int) -> tuple[Field, ...]:
+    """Where `what` lies: how many bytes before the directory it begins, size, SHA-256."""
+    digest = Field(f"{what}_digest", low=-WORD - 1, count=4)
+    return Field(f"{what}_before"), Field(f"{what}_bytes", high=most), digest
+
+
+TABLES: dict[str, tuple[Field, ...]] = {
+    "dim": (_text("name"), Field("divisor", low=1), Field("minimum"), Field("maximum")),
+    "tensor": (
+        _text("name"), _flag("written"), Field("itemsize", low=1, high=8), Field("rank", high=RANK),
+        Field("alignment", low=1, high=1 << 30), Field("stride_divisor", low=1),
+        Field("free_strides", high=2**RANK - 1),  # bit i: stride i is the caller's
+        Field("first_stride", high=VARIABLES),  # index of its first stride among the variables
+        _expression("shape", "first_stride", RANK), _expression("strides", "first_stride", RANK),
+    ),
+    "argument": (  # in the record's order; tensor: its index, -1 for a scalar
+        _text("name"), Field("dtype", high=len(DTYPES) - 1), Field("tensor", low=-1, limit="tensor_count"),
+        _flag("has_default"), Field("default_bits", low=-WORD - 1),  # of a double
+    ),
+    "constraint": (_expression("expression", "outer"), _text("message")),
+    "own_value": (_expression("expression", "value"),),
+    "skip": (Field("dim", low=len(OWN_VARIABLES), limit="first_stride"),),
+    "map": (  # numbers are those of the driver's enumerations; raw: written by the launcher
+        Field("dtype", high=15), Field("rank", low=1, high=RANK), _expression("address", "variable_count"),
+        _expression("dims", "variable_count", RANK), _expression("strides", "variable_count", RANK),
+        Field("box", high=256, count=RANK), Field("element_strides", high=8, count=RANK),
+        Field("interleave", high=2), Field("swizzle", high=3), Field("promotion", high=3), _flag("fill"), _flag("raw"),
+    ),
+    "parameter": (_text("name"), Field("offset", high=SPACE), Field("size", low=1, high=SPACE)),
+    "part": (  # one value in the parameter space: a parameter, or a field of one; value: of a pointer the bytes to add
+        _text("name"), Field("kind", high=len(KINDS) - 1), Field("offset", high=SPACE), Field("size", low=1, high=128),
+        Field("argument", low=-1, limit="tensor_count"), _expression("value", "variable_count"),
+        _expression("number", "float_count"), _rows("map", "map", 1),
+    ),
+    "node": (
+        _text("symbol"), _rows("parameters", "parameter", PARAMETERS), _rows("parts", "part", SPACE),
+        _expression("grid", "variable_count", 3), Field("block", low=1, high=1024, count=3),
+        Field("cluster", low=1, high=16, count=3), Field("shared", high=INT), _flag("cooperative"),
+        _flag("serialization"), _flag("non_portable_cluster"), Field("carveout", low=-INT - 1, high=INT),
+    ),
+    "record": (
+        _text("name"), _text("arch"), Field("major", high=99), Field("minor", high=9), _flag("exact"),
+        Field("margin", high=INT), _flag("asks_clusters"), Field("float_count", high=SCALARS),
+        *(Field(name, high=VARIABLES) for name in (
+            "first_stride", "first_address", "first_integer", "first_value", "variable_count")),
+        _expression("workspace", "first_stride"), _flag("workspace_zeroed"), _expression("scratch", "first_value"),
+        _rows("dims", "dim", VARIABLES), _rows("tensors", "tensor", TENSORS),
+        _rows("arguments", "argument", TENSORS + SCALARS),
+        _rows("constraints", "constraint", 1024, limit="first_value"),
+        _rows("late_constraints", "constraint", 1024, limit="variable_count"), _rows("values", "own_value", VARIABLES),
+        _rows("skips", "skip", VARIABLES), _rows("nodes", "node", NODES, low=1),
+    ),
+    # Of the loader alone: what a bundle holds for it (`member`). suffix: 0, 1 for f, 2 for a; problem: why there is no
+    # record.
+    "listed": (
+        _text("name"), _text("arch"), Field("major", high=99), Field("minor", high=9), Field("suffix", high=2),
+        _text("problem"), *_place("record", DOCUMENT), *_place("cubin", CUBIN),
+    ),
+    "directory": (_rows("kernels", "listed", 1 << 20),),
+    "footer": (  # the end of it: where the directory begins, counted from here
+        Field("magic"), Field("version"), Field("before"), Field("bytes", low=1, high=1 << 28),
+        Field("digest", low=-WORD - 1, count=4),
+    ),
+}  # fmt: skip
+
+
+LOADER_TABLES = ("listed", "directory", "footer")
+
+
+def loader_declarations() -> str:
+    """The structures and rules of the C loader."""
+    names = ", ".join(f'"{name}"' for name in DTYPES)
+    parts = [text(name, TABLES[name]) for name in LOADER_TABLES for text in (_structure, _rules)]
+    return "\n".join([
+        "/* ---- What a bundle holds for the loader. */\n",
+        f"#define FK_MAGIC INT64_C({MAGIC})\n",
+        f"static const char *const fk_dtype_names[] = {{{names}}};\n",
+        *parts,
+    ])  # fmt: skip
+
+
+def declarations() -> str:
+    """The constants, structures and rules of the C launcher."""
+    most = {"rank": RANK, "variables": VARIABLES, "nodes": NODES, "parameters": PARAMETERS, "space": SPACE,
+            "tensors": TENSORS, "scalars": SCALARS, "stack": STACK, "document": DOCUMENT, "cubin": CUBIN}  # fmt: skip
+    own = {"VERSION": VERSION, "DTYPES": len(DTYPES), "I32": DTYPES.index("i32"), "FIRST_DIM": len(OWN_VARIABLES)}
+    parts = [
+        "/* ---- Launch records, in words of 64 bits. */\n",
+        _enum(None, [f"FK_MOST_{name.upper()} = {value}" for name, value in most.items()]),
+        _enum(None, [f"FK_{name} = {value}" for name, value in own.items()]),
+        _enum("fk_operator", [f"FK_{name.upper()}" for name in OPERATORS]),
+        _enum("fk_kind", [f"FK_{name.upper()}" for name in KINDS]),
+        _enum("fk_own_variable", [f"FK_{name.upper()}" for name in OWN_VARIABLES]),
+        _enum("fk_limit", [f"FK_BELOW_{name.upper()}" for name in LIMITS]),
+        "typedef struct {\n    int64_t operation, value;\n} fk_step;\n",
+        "typedef struct {\n    const fk_step *steps;\n    int64_t count;\n} fk_expression;\n",
+        "typedef enum { FK_WHOLE, FK_TEXT, FK_ROWS, FK_EXPRESSION } fk_field_kind;\n",
+        "typedef struct fk_type fk_type;\n",
+        "typedef struct {\n    const char *name;\n    fk_field_kind kind;\n    int64_t low, high;\n    int count;\n"
+        "    fk_limit limit;\n    const fk_type *of;\n} fk_field;\n",
+        "struct fk_type {\n    const fk_field *fields;\n    int count;\n    size_t words;\n};\n",
+    ]
+    for name, fields in TABLES.items():
+        if name not in LOADER_TABLES:
+            parts += [_structure(name, fields), _rules(name, fields)]
+    return "\n".join(parts)
+
+
+def count_of(field: Field) -> str:
+    """The member that holds how many rows there are."""
+    return f"{field.name.removesuffix('s')}_count"
+
+
+def _enum(name: str | None, items: Sequence[str]) -> str:
+    lines = [", ".join(items[at : at + 6]) for at in range(0, len(items), 6)]
+    body = "{\n    " + ",\n    ".join(lines) + "\n}"
+    return f"enum {body};\n" if name is None else f"typedef enum {body} {name};\n"
+
+
+def _structure(name: str, fields: Sequence[Field]) -> str:
+    members = []
+    for field in fields:
+        size = f"[{field.count}]" if field.count > 1 else ""
+        members += {
+            "whole": [f"int64_t {field.name}{size};"],
+            "text": [f"const char *{field.name};"],
+            "rows": [f"const fk_{field.of} *{field.name};", f"int64_t {count_of(field)};"],
+            "expression": [f"fk_expression {field.name}{size};"],
+        }[field.kind]
+    return "typedef struct {\n    " + "\n    ".join(members) + f"\n}} fk_{name};\n"
+
+
+def _rules(name: str, fields: Sequence[Field]) -> str:
+    rows = [
+        f'{{"{field.name}", FK_{field.kind.upper()}, {_constant(field.low)}, {_constant(field.high)}, {field.count}, '
+        f"FK_BELOW_{field.limit.upper()}, {f'&fk_type_{field.of}' if field.of else 'NULL'}}}"
+        for field in fields
+    ]
+    body = ",\n    ".join(rows)
+    return (
+        f"static const fk_field fk_fields_{name}[] = {{\n    {body}\n}};\n"
+        f"static const fk_type fk_type_{name} = {{fk_fields_{name}, {len(fields)}, sizeof(fk_{name}) / 8}};\n"
+    )
+
+
+def _constant(value: int) -> str:
+    return "INT64_MIN" if value == -WORD - 1 else f"INT64_C({value})"
