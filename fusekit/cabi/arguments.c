@@ -39,47 +39,72 @@ static int fk_distinct(const fk_tensor *tensor, const fk_extent *extent) {
     return 1;
 }
 
-static fusekit_status fk_check_tensor(const fk_record *record, const fk_tensor *tensor, const int64_t *given,
-                                      int64_t *variables, fk_extent *extent, fusekit_error *error) {
-    int64_t compact[FK_MOST_RANK], step = 1, last = 0;
-    int index, empty = 0;
+/* The extents, the strides that they have without padding, and whether one is 0. given: the caller's shape. */
+static fusekit_status fk_check_shape(const fk_record *record, const fk_tensor *tensor, const fk_given *given,
+                                     const int64_t *variables, fk_extent *extent, int *empty, fusekit_error *error) {
+    int64_t step = 1;
+    int index;
+    *empty = 0;
     for (index = (int)tensor->rank - 1; index >= 0; --index) {
-        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name,
-                                         &extent->shape[index], error);
+        int64_t *own = &extent->shape[index];
+        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name, own, error);
         if (status != FUSEKIT_OK) return status;
-        if (extent->shape[index] == 0) empty = 1;
-        compact[index] = step;
-        if (extent->shape[index] > 1) {
-            if (fk_overflows(FK_MUL, step, extent->shape[index]))
-                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
-                               tensor->name);
-            step *= extent->shape[index];
-        }
+        if (given != NULL && (given->shape[index] != *own || *own < 0))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %lld at dim %d; it must have %lld there",
+                           record->name, tensor->name, (long long)given->shape[index], index, (long long)*own);
+        *empty |= *own == 0;
+        extent->strides[index] = step;
+        if (*own <= 1) continue;
+        if (fk_overflows(FK_MUL, step, *own))
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
+                           tensor->name);
+        step *= *own;
     }
-    for (index = 0; index < tensor->rank; ++index) {
-        int64_t stride = compact[index];
-        if (!empty && (tensor->free_strides >> index & 1)) {
-            if (given[index] != 0 && extent->shape[index] != 1) stride = given[index];
-            /* 2^55 elements are beyond every device, and keep the arithmetic below in range. */
-            if (stride <= 0 || stride >= (int64_t)1 << 55 ||
-                (extent->shape[index] != 1 && stride % tensor->stride_divisor != 0))
-                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
-                               "%s: %s has stride %lld at dim %d (elements); it must be a positive multiple of %lld",
-                               record->name, tensor->name, (long long)stride, index,
-                               (long long)tensor->stride_divisor);
-        } else if (!empty) {
-            fusekit_status status = fk_value(record, &tensor->strides[index], variables, tensor->name, &stride, error);
-            if (status != FUSEKIT_OK) return status;
-        }
-        extent->strides[index] = variables[tensor->first_stride + index] = stride;
-        if (extent->shape[index] > 1) {
-            if (fk_overflows(FK_MUL, stride, extent->shape[index] - 1) ||
-                stride * (extent->shape[index] - 1) > ((int64_t)1 << 57) - last)
-                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s reaches over more than 2^57 elements",
-                               record->name, tensor->name);
-            last += stride * (extent->shape[index] - 1);
-        }
+    return FUSEKIT_OK;
+}
+
+/* `stride` is the compact one, and becomes the tensor's. asked: the caller's. */
+static fusekit_status fk_check_stride(const fk_record *record, const fk_tensor *tensor, int index, int64_t extent,
+                                      const int64_t *asked, const int64_t *variables, int64_t *stride,
+                                      fusekit_error *error) {
+    int64_t actual = asked == NULL ? *stride : *asked;
+    if (tensor->free_strides >> index & 1) {
+        if (extent != 1) *stride = actual;
+        /* 2^55 elements are beyond every device, and keep the arithmetic with them in range. */
+        if (*stride > 0 && *stride < (int64_t)1 << 55 && (extent == 1 || *stride % tensor->stride_divisor == 0))
+            return FUSEKIT_OK;
+        return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
+                       "%s: %s has stride %lld at dim %d (elements); it must be a positive multiple of %lld",
+                       record->name, tensor->name, (long long)*stride, index, (long long)tensor->stride_divisor);
     }
+    if (!fk_evaluate(&tensor->strides[index], variables, 0, stride)) return fk_no_value(record, tensor->name, error);
+    if (asked == NULL || extent == 1 || actual == *stride) return FUSEKIT_OK;
+    return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has stride %lld at dim %d (elements); it must be %lld",
+                   record->name, tensor->name, (long long)actual, index, (long long)*stride);
+}
+
+/* strides: those of a typed call. */
+static fusekit_status fk_check_tensor(const fk_record *record, const fk_tensor *tensor, const fk_given *given,
+                                      const int64_t *strides, int64_t *variables, fk_extent *extent,
+                                      fusekit_error *error) {
+    int64_t last = 0;
+    int index, empty;
+    fusekit_status status = fk_check_shape(record, tensor, given, variables, extent, &empty, error);
+    for (index = 0; index < tensor->rank && status == FUSEKIT_OK; ++index) {
+        int64_t extents = extent->shape[index], *stride = &extent->strides[index], compact = *stride;
+        const int64_t *asked = given == NULL           ? strides[index] == 0 ? NULL : &strides[index]
+                               : given->strides == NULL ? &compact
+                                                        : &given->strides[index];
+        if (!empty) status = fk_check_stride(record, tensor, index, extents, asked, variables, stride, error);
+        variables[tensor->first_stride + index] = *stride;
+        if (extents <= 1 || status != FUSEKIT_OK) continue;
+        if (*stride < 0 || fk_overflows(FK_MUL, *stride, extents - 1) ||
+            *stride * (extents - 1) > ((int64_t)1 << 57) - last)
+            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s reaches over more than 2^57 elements", record->name,
+                           tensor->name);
+        last += *stride * (extents - 1);
+    }
+    if (status != FUSEKIT_OK) return status;
     extent->span = empty ? 0 : (last + 1) * tensor->itemsize;
     extent->pitch = extent->width = 0;
     if (tensor->rank == 2 && extent->strides[1] == 1 && extent->shape[0] != 1) {

@@ -84,7 +84,8 @@ static fusekit_status fk_read_directory(fusekit_bundle *bundle, fusekit_error *e
     uint64_t end;
     void *content;
     int index;
-    if (bundle->size < FK_END + sizeof footer) return fk_damaged(bundle, error, "is too short for a bundle; check the path");
+    if (bundle->size < FK_END + sizeof footer)
+        return fk_damaged(bundle, error, "is too short for a bundle; check the path");
     end = bundle->size - FK_END;
     status = fk_read(bundle, end - sizeof footer, &footer, sizeof footer, error);
     if (status != FUSEKIT_OK) return status;
@@ -92,10 +93,11 @@ static fusekit_status fk_read_directory(fusekit_bundle *bundle, fusekit_error *e
         return fk_damaged(bundle, error, "is cut, or was not exported for this loader (as by a fusekit before it); "
                                          "write it again with: fusekit export FILE NAME");
     if (footer.version != FK_VERSION)
-        return fk_damaged(bundle, error, "is of version %lld; this loader reads %d; write both with one version of fusekit",
-                          (long long)footer.version, FK_VERSION);
+        return fk_damaged(bundle, error, "is of version %lld; this loader reads %d; write both with one version of "
+                                         "fusekit", (long long)footer.version, FK_VERSION);
     if (!fk_read_whole(&of_footer, &fk_type_footer)) return FUSEKIT_BAD_BUNDLE;
-    status = fk_content(bundle, end, footer.before, footer.bytes, footer.digest, bundle->title, "directory", &content, error);
+    status = fk_content(bundle, end, footer.before, footer.bytes, footer.digest, bundle->title, "directory", &content,
+                        error);
     if (status != FUSEKIT_OK) return status;
     bundle->words = reader.next = (int64_t *)content;
     bundle->start = end - (uint64_t)footer.before;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,6 +131,7 @@ class _Writer:
         for item in launch.constraints:
             row = {"expression": self._steps(item.expr), "message": item.message}
             (early if variables(item.expr) <= host else late).append(row)
+        strides = itertools.accumulate((tensor.rank for tensor in launch.tensors), initial=self._first[0])
         first = ("first_stride", "first_address", "first_integer", "first_value", "variable_count")
         return {
             **arch, "name": self._name, "exact": int(arch["suffix"] == 2), **dict(zip(first, self._first, strict=True)),
@@ -139,7 +141,7 @@ class _Writer:
             "scratch": () if launch.scratch == 0 else self._steps(launch.scratch),
             "dims": [{"name": dim.name, "divisor": dim.divisor, "minimum": dim.minimum, "maximum": dim.maximum}
                      for dim in launch.dims],
-            "tensors": [self._tensor(tensor) for tensor in launch.tensors],
+            "tensors": [self._tensor(tensor, first) for tensor, first in zip(launch.tensors, strides, strict=False)],
             "arguments": [self._argument(argument) for argument in launch.arguments],
             "constraints": early, "late_constraints": late,
             "values": [{"expression": self._steps(expr)} for expr in launch.values.values()],
@@ -147,20 +149,16 @@ class _Writer:
             "nodes": [self._node(node) for node in launch.launches],
         }  # fmt: skip
 
-    def _tensor(self, tensor: TensorArgument) -> dict[str, Any]:
+    def _tensor(self, tensor: TensorArgument, first_stride: int) -> dict[str, Any]:
         free = [tensor.reads_stride(index) for index in range(tensor.rank)]
         return {
             "name": tensor.name, "written": int(tensor.written), "itemsize": tensor.itemsize, "rank": tensor.rank,
             "alignment": tensor.alignment, "stride_divisor": tensor.stride_divisor,
             "free_strides": sum(own << index for index, own in enumerate(free)),
-            "first_stride": self._variables[tensor.stride_variable(0)] if tensor.rank else self._rank_0(tensor),
+            "first_stride": first_stride,
             "shape": [self._steps(extent) for extent in tensor.shape],
             "strides": [() if own else self._steps(stride) for own, stride in zip(free, tensor.strides, strict=True)],
         }  # fmt: skip
-
-    def _rank_0(self, tensor: TensorArgument) -> int:
-        before = self._launch.tensors[: self._tensors.index(tensor.name)]
-        return self._first[0] + sum(other.rank for other in before)
 
     def _argument(self, argument: TensorArgument | ScalarArgument) -> dict[str, Any]:
         row = {"name": argument.name, "dtype": DTYPES.index(argument.dtype)}

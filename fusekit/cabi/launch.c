@@ -62,8 +62,9 @@ static fusekit_status fk_grid(const fk_record *record, const fk_node *node, cons
         if (status != FUSEKIT_OK) return status;
         if (blocks < 1 || blocks > limit || blocks % node->cluster[axis] != 0)
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
-                           "%s: grid %c is %lld blocks; it must be 1 to %lld, a multiple of %lld (the cluster)", record->name,
-                           "xyz"[axis], (long long)blocks, (long long)limit, (long long)node->cluster[axis]);
+                           "%s: grid %c is %lld blocks; it must be 1 to %lld, a multiple of %lld (the cluster)",
+                           record->name, "xyz"[axis], (long long)blocks, (long long)limit,
+                           (long long)node->cluster[axis]);
         grid[axis] = (unsigned)blocks;
     }
     return FUSEKIT_OK;
@@ -126,16 +127,18 @@ static fusekit_status fk_check(const fk_kernel *kernel, const fk_call *call, int
                                fusekit_error *error) {
     const fk_record *record = kernel->record;
     fk_extent extents[FK_MOST_TENSORS];
-    const int64_t *given = call->strides;
+    const int64_t *strides = call->strides;
     int index;
     fusekit_status status = fk_check_dims(record, call, variables, error);
     for (index = 0; index < record->tensor_count && status == FUSEKIT_OK; ++index) {
         const fk_tensor *tensor = &record->tensors[index];
-        status = fk_check_tensor(record, tensor, given, variables, &extents[index], error);
+        status = fk_check_tensor(record, tensor, call->given == NULL ? NULL : &call->given[index], strides, variables,
+                                 &extents[index], error);
         variables[record->first_address + index] = (int64_t)call->addresses[index];
-        given += tensor->rank;
+        if (strides != NULL) strides += tensor->rank;
     }
-    if (status == FUSEKIT_OK) status = fk_constraints(record, record->constraints, record->constraint_count, variables, error);
+    if (status == FUSEKIT_OK)
+        status = fk_constraints(record, record->constraints, record->constraint_count, variables, error);
     if (status == FUSEKIT_OK && (call->margin < 0 || call->margin > INT32_MAX))
         status = fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: cluster_margin is %lld; it must be at least 0",
                          record->name, (long long)call->margin);
@@ -160,9 +163,10 @@ static fusekit_status fk_pack(const fk_kernel *kernel, const fk_call *call, fuse
     if (status != FUSEKIT_OK) return status;
     if (launch->skip) return fk_ok(error);
     for (index = 0; index < record->value_count && status == FUSEKIT_OK; ++index)
-        status = fk_value(record, &record->values[index].expression, variables, "its launch", &variables[record->first_value + index],
-                          error);
-    if (status == FUSEKIT_OK) status = fk_constraints(record, record->late_constraints, record->late_constraint_count, variables, error);
+        status = fk_value(record, &record->values[index].expression, variables, "its launch",
+                          &variables[record->first_value + index], error);
+    if (status == FUSEKIT_OK)
+        status = fk_constraints(record, record->late_constraints, record->late_constraint_count, variables, error);
     if (status == FUSEKIT_OK && record->scratch.count > 0)
         status = fk_value(record, &record->scratch, variables, "its scratch", &launch->scratch, error);
     if (status == FUSEKIT_OK && launch->scratch > (int64_t)1 << 57)

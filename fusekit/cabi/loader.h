@@ -1,10 +1,11 @@
-/* ---- Kernels of a bundle, the file that `fusekit export FILE NAME...` writes, read at run time.
+/* ---- Kernels of a bundle, the file that `fusekit export FILE NAME...` writes, read at run time. Bundle and loader are to
+ * be of one version of fusekit.
  *
- *     fusekit_bundle_open("kernels.tar", &bundle, &error)          reads the index and every header
+ *     fusekit_bundle_open("kernels.tar", &bundle, &error)          reads the directory
  *     fusekit_kernel_load(driver, bundle, "moe/fc1", device, ...)   reads one kernel; the bundle may be closed afterwards
  *     fusekit_kernel_launch(kernel, &arguments, stream, ...)        tensors by name, as the launch record has them
  *
- * Nothing is used before its SHA-256 is what the index says, and nothing is believed: a file that is cut, changed or
+ * Nothing is used before its SHA-256 is what the directory says, and nothing is believed: a file that is cut, changed or
  * made up is refused with FUSEKIT_BAD_BUNDLE. Signatures in it are not checked: `fusekit import` does that, or compare
  * fusekit_bundle_digest with one that your program holds.
  */
@@ -17,11 +18,11 @@ fusekit_status fusekit_bundle_open(const char *path, fusekit_bundle **bundle, fu
 /* The same over memory, which must stay as it is until the bundle is closed. */
 fusekit_status fusekit_bundle_open_bytes(const void *data, size_t size, fusekit_bundle **bundle, fusekit_error *error);
 
-/* Reads and checks all of it, every byte: for an installation or a test; loading checks what it loads. */
+/* Reads and checks every kernel of it: for an installation or a test; loading checks what it loads. */
 fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error *error);
 
-/* SHA-256 of the index in hexadecimal. The index holds the digest of everything that can be loaded, so a program that
- * compares this with a constant of its own runs these kernels or none. */
+/* SHA-256 of the directory in hexadecimal, which `fusekit export --json` gives as `digest`. The directory holds the digest
+ * of everything that can be loaded, so a program that compares this with a constant of its own runs these or none. */
 const char *fusekit_bundle_digest(const fusekit_bundle *bundle);
 
 /* The kernels in it, sorted: full name and architecture. NULL from `count` on. */

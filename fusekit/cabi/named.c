@@ -1,10 +1,11 @@
 /* ---- Calls by name: a tensor's shape says what the dims are, as everywhere but in the typed structures. */
 
 typedef struct {
-    int64_t dims[FK_MOST_VARIABLES], strides[FK_MOST_TENSORS * FK_MOST_RANK], integers[FK_MOST_SCALARS];
+    int64_t dims[FK_MOST_VARIABLES], integers[FK_MOST_SCALARS];
     uint64_t addresses[FK_MOST_TENSORS];
     float floats[FK_MOST_SCALARS];
-    const fusekit_tensor *tensors[FK_MOST_TENSORS]; /* in the record's order */
+    fk_given given[FK_MOST_TENSORS]; /* in the record's order */
+    unsigned char taken[FK_MOST_TENSORS];
 } fk_named;
 
 static const char *const fk_number_names[] = {"f32 number", "i32 integer"};
@@ -48,7 +49,7 @@ static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fuseki
         const fusekit_argument *argument = &kernel->arguments[found < 0 ? 0 : found];
         if (found < 0) return FUSEKIT_INVALID_ARGUMENT;
         at = record->arguments[found].tensor;
-        if (values->tensors[at] != NULL)
+        if (values->taken[at])
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is given twice; give it once", record->name,
                            given->name);
         if (given->dtype != argument->dtype)
@@ -58,11 +59,13 @@ static fusekit_status fk_take_tensors(const fusekit_kernel *kernel, const fuseki
         if (given->rank != argument->rank || (given->rank > 0 && given->shape == NULL))
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has rank %d; it must have rank %d, and a shape",
                            record->name, given->name, given->rank, argument->rank);
-        values->tensors[at] = given;
+        values->taken[at] = 1;
+        values->given[at].shape = given->shape;
+        values->given[at].strides = given->strides;
         values->addresses[at] = (uint64_t)(uintptr_t)given->data;
     }
     for (at = 0; at < record->tensor_count; ++at)
-        if (values->tensors[at] == NULL)
+        if (!values->taken[at])
             return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s is missing; it is a tensor of rank %d",
                            record->name, record->tensors[at].name, (int)record->tensors[at].rank);
     return FUSEKIT_OK;
@@ -87,49 +90,9 @@ static void fk_take_dims(const fk_record *record, fk_named *values) {
                 int dim = fk_bare_dim(&record->tensors[tensor].shape[index]);
                 if (dim < 0 || known[dim]) continue;
                 known[dim] = 1;
-                values->dims[dim] = values->tensors[tensor]->shape[index];
+                values->dims[dim] = values->given[tensor].shape[index];
             }
         }
-}
-
-/* A shape and strides against the record's; what is left to the caller goes into `strides`, 0 being the compact one. */
-static fusekit_status fk_take_shape(const fk_record *record, const fk_tensor *tensor, const fusekit_tensor *given,
-                                    const int64_t *variables, int64_t *strides, fusekit_error *error) {
-    int64_t expected, compact = 1;
-    int index, empty = 0;
-    for (index = 0; index < tensor->rank; ++index) {
-        fusekit_status status = fk_value(record, &tensor->shape[index], variables, tensor->name, &expected, error);
-        if (status != FUSEKIT_OK) return status;
-        if (given->shape[index] != expected || expected < 0)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has %lld at dim %d; it must have %lld there",
-                           record->name, tensor->name, (long long)given->shape[index], index, (long long)expected);
-        empty |= expected == 0;
-    }
-    for (index = (int)tensor->rank - 1; index >= 0 && !empty; --index) {
-        int64_t extent = given->shape[index], stride = given->strides == NULL ? compact : given->strides[index];
-        int own = tensor->free_strides >> index & 1;
-        strides[index] = 0;
-        if (extent == 1) continue;
-        if (fk_overflows(FK_MUL, compact, extent))
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "%s: %s has more than 2^63 elements", record->name,
-                           tensor->name);
-        compact *= extent;
-        if (own && stride <= 0)
-            return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
-                           "%s: %s has stride %lld at dim %d (elements); it must be a positive multiple of %lld",
-                           record->name, tensor->name, (long long)stride, index, (long long)tensor->stride_divisor);
-        if (own) {
-            strides[index] = stride;
-        } else {
-            fusekit_status status = fk_value(record, &tensor->strides[index], variables, tensor->name, &expected, error);
-            if (status != FUSEKIT_OK) return status;
-            if (stride != expected)
-                return fk_fail(error, FUSEKIT_INVALID_ARGUMENT,
-                               "%s: %s has stride %lld at dim %d (elements); it must be %lld", record->name,
-                               tensor->name, (long long)stride, index, (long long)expected);
-        }
-    }
-    return FUSEKIT_OK;
 }
 
 static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fusekit_arguments *arguments,
@@ -169,34 +132,24 @@ static fusekit_status fk_take_scalars(const fusekit_kernel *kernel, const fuseki
 /* A call by name as a call by index. */
 static fusekit_status fk_by_index(const fusekit_kernel *kernel, const fusekit_arguments *arguments, fk_named *values,
                                   fk_call *call, fusekit_error *error) {
-    int64_t variables[FK_MOST_VARIABLES], *strides = values->strides;
-    const fk_record *record;
     fusekit_status status;
-    int index;
     if (kernel == NULL || arguments == NULL || (arguments->tensor_count > 0 && arguments->tensors == NULL) ||
         (arguments->scalar_count > 0 && arguments->scalars == NULL))
         return fk_fail(error, FUSEKIT_INVALID_ARGUMENT, "kernel or arguments are NULL; load the kernel, and give both");
-    record = kernel->loaded->record;
     memset(values, 0, sizeof *values);
     memset(call, 0, sizeof *call);
-    memset(variables, 0, FK_FIRST_DIM * sizeof *variables);
     call->dims = values->dims;
-    call->strides = values->strides;
+    call->given = values->given;
     call->addresses = values->addresses;
     call->integers = values->integers;
     call->floats = values->floats;
-    call->margin = arguments->has_cluster_margin ? arguments->cluster_margin : record->margin;
+    call->margin = arguments->has_cluster_margin ? arguments->cluster_margin : kernel->loaded->record->margin;
     call->has_priority = arguments->has_priority;
     call->priority = arguments->priority;
     status = fk_take_tensors(kernel, arguments, values, error);
     if (status != FUSEKIT_OK) return status;
-    fk_take_dims(record, values);
-    status = fk_check_dims(record, call, variables, error);
-    for (index = 0; index < record->tensor_count && status == FUSEKIT_OK; ++index) {
-        status = fk_take_shape(record, &record->tensors[index], values->tensors[index], variables, strides, error);
-        strides += record->tensors[index].rank;
-    }
-    return status == FUSEKIT_OK ? fk_take_scalars(kernel, arguments, values, error) : status;
+    fk_take_dims(kernel->loaded->record, values);
+    return fk_take_scalars(kernel, arguments, values, error);
 }
 
 fusekit_status fusekit_kernel_launch(const fusekit_kernel *kernel, const fusekit_arguments *arguments, void *stream,

@@ -1,5 +1,5 @@
-/* ---- Reading a launch record, which may come from anybody. Nothing behind this looks again: `fk_read_rows` holds every
- * field against its rule, `fk_check_record` those that belong together. */
+/* ---- Reading a launch record, which may come from anybody. What is read here is not checked again: `fk_read_rows` holds
+ * every field against its rule, `fk_check_record` those that belong together. */
 
 typedef char fk_needs_64_bits[sizeof(void *) == sizeof(int64_t) ? 1 : -1];
 
@@ -77,8 +77,8 @@ static int fk_read_steps(fk_reader *reader, const fk_place *place, const fk_fiel
     const fk_step *steps;
     int64_t index, count = slot[1], limit = reader->limits[field->limit];
     if (count < 0 || count > field->high || (steps = (const fk_step *)fk_take(reader, count, 2)) == NULL)
-        return fk_refuse(reader, place, field->name, "has %lld steps, and is cut, or has more than %lld", (long long)count,
-                         (long long)field->high);
+        return fk_refuse(reader, place, field->name, "has %lld steps, and is cut, or has more than %lld",
+                         (long long)count, (long long)field->high);
     for (index = 0; index < count; ++index) {
         int64_t operation = steps[index].operation, value = steps[index].value;
         if (operation < 0 || operation > FK_FDIV || (count == 1 && operation > FK_VARIABLE))
@@ -87,7 +87,8 @@ static int fk_read_steps(fk_reader *reader, const fk_place *place, const fk_fiel
             return fk_refuse(reader, place, field->name, "reads variable %lld; it must be 0 to %lld", (long long)value,
                              (long long)limit - 1);
         if ((operation == FK_JUMP || operation == FK_UNLESS) && (value < 0 || value >= count - index))
-            return fk_refuse(reader, place, field->name, "leaves out %lld steps, of which there are fewer", (long long)value);
+            return fk_refuse(reader, place, field->name, "leaves out %lld steps, of which there are fewer",
+                             (long long)value);
     }
     memcpy(slot, &steps, sizeof steps);
     return 1;
@@ -166,7 +167,8 @@ static int fk_read_whole(fk_reader *reader, const fk_type *type) {
         reader->limits[FK_BELOW_TENSOR_COUNT] = record->tensor_count;
     }
     if (!fk_read_row(reader, &top, type, row)) return 0;
-    return reader->left == 0 || fk_refuse(reader, &top, "it", "has %llu words too many", (unsigned long long)reader->left);
+    return reader->left == 0 ||
+           fk_refuse(reader, &top, "it", "has %llu words too many", (unsigned long long)reader->left);
 }
 
 /* ---- What belongs together. */

@@ -1,7 +1,12 @@
 /* ---- What a launch is made of. */
 
+typedef struct { /* a tensor's shape by its caller; strides: NULL for the compact ones */
+    const int64_t *shape, *strides;
+} fk_given;
+
 typedef struct { /* a call: everything that the typed structures hold, by index */
     const int64_t *dims, *strides; /* strides: rank entries for each tensor; 0 is the compact one */
+    const fk_given *given;         /* of each tensor, instead of strides; NULL in a typed call */
     const uint64_t *addresses;
     const int64_t *integers;
     const float *floats;

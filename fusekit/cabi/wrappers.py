@@ -160,6 +160,7 @@ class Wrapper:
         lines += [
             "    call->dims = values->dims;",
             "    call->strides = values->strides;",
+            "    call->given = NULL;",
             "    call->addresses = values->addresses;",
             "    call->integers = values->integers;",
             "    call->floats = values->floats;",
