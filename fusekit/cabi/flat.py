@@ -127,7 +127,8 @@ class _Writer:
         arch = of_arch(launch.arch)
         host = {dim.name for dim in launch.dims}
         host |= {tensor.stride_variable(index) for tensor in launch.tensors for index in range(tensor.rank)}
-        early, late = [], []
+        early: list[dict[str, Any]] = []
+        late: list[dict[str, Any]] = []
         for item in launch.constraints:
             row = {"expression": self._steps(item.expr), "message": item.message}
             (early if variables(item.expr) <= host else late).append(row)
