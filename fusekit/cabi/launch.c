@@ -190,44 +190,32 @@ static fusekit_launch *fk_new_launch(const fk_kernel *kernel) {
     size_t size = sizeof(fusekit_launch) + (size_t)record->node_count * sizeof(fk_packed);
     fusekit_launch *launch;
     unsigned char *at;
-    int pass, index, parameter;
-    for (index = 0; index < record->node_count; ++index)
-        size += (size_t)record->nodes[index].parameter_count * sizeof(void *) + fk_space(&record->nodes[index]);
+    int index;
+    for (index = 0; index < record->node_count; ++index) size += fk_space(&record->nodes[index]);
     launch = (fusekit_launch *)calloc(1, size);
     if (launch == NULL) return NULL;
     launch->kernel = kernel;
     launch->nodes = (fk_packed *)(launch + 1);
     at = (unsigned char *)(launch->nodes + record->node_count);
-    for (pass = 0; pass < 2; ++pass) /* pointers first: what has no alignment of its own comes last */
-        for (index = 0; index < record->node_count; ++index) {
-            const fk_node *node = &record->nodes[index];
-            fk_packed *packed = &launch->nodes[index];
-            if (pass == 0) {
-                packed->pointers = (void **)(void *)at;
-                at += (size_t)node->parameter_count * sizeof(void *);
-                continue;
-            }
-            packed->space = at;
-            at += fk_space(node);
-            for (parameter = 0; parameter < node->parameter_count; ++parameter)
-                packed->pointers[parameter] = packed->space + node->parameters[parameter].offset;
-        }
+    for (index = 0; index < record->node_count; ++index) {
+        launch->nodes[index].space = at;
+        at += fk_space(&record->nodes[index]);
+    }
     return launch;
 }
 
 /* A node's parameters with the stream's own memory in them, in `space`: a launch may run in two streams at once, so it
  * stays as it is. */
-static void fk_own_parameters(const fk_node *node, const fk_packed *packed, uint64_t workspace, uint64_t scratch,
-                              unsigned char *space, void **pointers) {
+static void fk_own_parameters(const fk_node *node, const fk_packed *packed, const unsigned long long memory[2],
+                              unsigned char *space) {
     uint64_t address;
     int index;
     memcpy(space, packed->space, fk_space(node));
-    for (index = 0; index < node->parameter_count; ++index) pointers[index] = space + node->parameters[index].offset;
     for (index = 0; index < node->part_count; ++index) {
         const fk_part *part = &node->parts[index];
         if (part->kind != FK_WORKSPACE && part->kind != FK_SCRATCH) continue;
         memcpy(&address, space + part->offset, sizeof address);
-        address += part->kind == FK_WORKSPACE ? workspace : scratch;
+        address += memory[part->kind == FK_SCRATCH];
         memcpy(space + part->offset, &address, sizeof address);
     }
 }
@@ -243,14 +231,14 @@ static int fk_queue(const fusekit_launch *launch, void *stream, const unsigned l
     while (result == 0 && *next < kernel->record->node_count) {
         const fk_node *node = &kernel->record->nodes[*next];
         const fk_packed *packed = &launch->nodes[*next];
-        void **parameters = packed->pointers;
+        unsigned char *values = kernel->workspaces == NULL ? packed->space : space;
         fk_config config;
-        if (kernel->workspaces != NULL) {
-            fk_own_parameters(node, packed, memory[0], memory[1], space, pointers);
-            parameters = pointers;
-        }
+        int index;
+        if (kernel->workspaces != NULL) fk_own_parameters(node, packed, memory, space);
+        for (index = 0; index < node->parameter_count; ++index)
+            pointers[index] = values + node->parameters[index].offset;
         fk_configure(node, packed->grid, packed->attributes, packed->attribute_count, stream, &config);
-        result = kernel->driver->launch(&config, kernel->functions[*next], parameters, NULL);
+        result = kernel->driver->launch(&config, kernel->functions[*next], pointers, NULL);
         if (result == 0) ++*next;
     }
     if (pushed) kernel->driver->pop(&before);

@@ -38,7 +38,6 @@ typedef struct { /* a node of a call, with memory for its parameters at their of
     unsigned grid[3], attribute_count;
     fk_attribute attributes[4];
     unsigned char *space;
-    void **pointers; /* to each parameter in it */
 } fk_packed;
 
 struct fusekit_launch { /* one block of memory, with what it points to */
