@@ -15,7 +15,7 @@ from tests.runtime.samples import record
 
 from .launcher import CUBIN, complete
 
-FORMS = {1: "bc2316581230c43e"}
+FORMS = {1: "22e91d19638095b4"}
 
 
 def test_another_form_is_another_version():
