@@ -21,7 +21,7 @@ class DType:
     bits, lanes). xla: XLA_FFI_DataType. cutlass: the DSL's name of one number. c: a C type of the same bits.
 
     tensor_map: the end of CU_TENSOR_MAP_DATA_TYPE_*, as which tensor maps copy the type; map_code: what a descriptor
-    has for it. number: in CUtensorMapDataType, and beyond it in the C loader's fusekit_dtype.
+    has for it from bit 7 of word 2 on. number: in CUtensorMapDataType, and beyond it in the C loader's fusekit_dtype.
 
     significand: bits of it, the leading one included; lowest: the least exponent of a normal number; max: the
     largest finite number.
@@ -121,10 +121,10 @@ ROWS = (
     DType("e2m1x2", 8, FLOAT, "float4_e2m1fn_x2", packed=2, dlpack=(17, 4, 2), cutlass="Float4E2M1FN", c="uint8_t",
           tensor_map="UINT8", number=19, significand=2, lowest=0, max=6.0, argument=2),
     # What a tensor map alone knows: float32 read as TF32, and 4- and 6-bit codes that it unpacks.
-    DType("tf32", 32, FLOAT, cutlass="TFloat32", tensor_map="TFLOAT32", map_code=11, number=11, map=2),
-    DType("u4_align8", 4, UNSIGNED, tensor_map="16U4_ALIGN8B", map_code=13, number=13, map=2),
-    DType("u4_align16", 4, UNSIGNED, tensor_map="16U4_ALIGN16B", map_code=14, number=14, map=2),
-    DType("u6_align16", 6, UNSIGNED, tensor_map="16U6_ALIGN16B", map_code=15, number=15, map=2),
+    DType("tf32", 32, FLOAT, cutlass="TFloat32", tensor_map="TFLOAT32", map_code=7 | 1 << 9, number=11, map=2),
+    DType("u4_align8", 4, UNSIGNED, tensor_map="16U4_ALIGN8B", map_code=11, number=13, map=2),
+    DType("u4_align16", 4, UNSIGNED, tensor_map="16U4_ALIGN16B", map_code=12, number=14, map=2),
+    DType("u6_align16", 6, UNSIGNED, tensor_map="16U6_ALIGN16B", map_code=13, number=15, map=2),
 )  # fmt: skip
 DTYPES = {row.name: row for row in ROWS}
 ARGUMENTS = tuple(row.name for row in ROWS if row.argument)

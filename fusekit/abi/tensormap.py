@@ -49,10 +49,12 @@ MAX_RANK = 5
 
 _TYPES = by("map_code", MAPS)
 _TYPE_CODES = {name: code for code, name in _TYPES.items()}
+_TYPE_MASK = 0xF | 1 << 9  # bits 7-10 of word 2, and bit 16 for TF32
+_PADDED = ("u4_align16", "u6_align16")  # 16 elements take 16 bytes of shared memory
 _SWIZZLES = tuple(SWIZZLE_BYTES)
 _WORDS = struct.Struct("<16I")
 # Every bit that some field of a descriptor may use; any other one makes `decode` refuse.
-_KNOWN_WORD_2 = 0x7 << 4 | 0xF << 7 | 0x3 << 11 | 0x3 << 13 | 1 << 15 | 0x3 << 17 | ENCODER_BITS
+_KNOWN_WORD_2 = 0x7 << 4 | _TYPE_MASK << 7 | 0x3 << 11 | 0x3 << 13 | 1 << 15 | 0x3 << 17 | ENCODER_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,12 @@ class TensorMap:
         It also refuses most boxes larger than a block's shared memory, which no descriptor can tell.
         """
         self._check_modes()
-        atom = 32 if self.interleave == "32B" else 16
+        padded = self.dtype in _PADDED
+        atom = 32 if self.interleave == "32B" or padded else 16
+        if padded:
+            _require(self.box[0] == 128, "box[0]", self.box[0], f"128 for {self.dtype}")
+        whole = 128 if padded else 2 if self.dtype == "u4_align8" else 1
+        _require(self.dims[0] % whole == 0, "dims[0]", self.dims[0], f"a multiple of {whole} for {self.dtype}")
         rule = f"a multiple of {atom}, below 2**57"
         _require(self.address % atom == 0 and 0 <= self.address < 2**57, "address", self.address, rule)
         for index, dim in enumerate(self.dims):
@@ -178,7 +185,7 @@ def decode(data: bytes) -> TensorMap:
         raise RecordError(f"tensor map of {len(data)} bytes; its first {DEFINED_BYTES} bytes are needed")
     words = _WORDS.unpack(data[:DEFINED_BYTES])
     rank = (words[2] >> 4 & 0x7) + 1
-    code = words[2] >> 7 & 0xF
+    code = words[2] >> 7 & _TYPE_MASK
     if rank > MAX_RANK or code not in _TYPES:
         raise RecordError(
             f"tensor map: word 2 is {words[2]:#010x}, rank {rank} and type {code}; neither may be unknown"

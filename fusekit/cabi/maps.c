@@ -52,7 +52,8 @@ static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map,
 /* The descriptor as the compiler's host code writes it, whatever the driver would say: fusekit/abi/tensormap.py. */
 static void fk_write_map(const fk_map *map, uint64_t at, const int64_t *extents, const int64_t *strides,
                          unsigned char *place) {
-    static const unsigned char codes[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14, 15}; /* of CUtensorMapDataType */
+    /* By CUtensorMapDataType: bits 7-10 of word 2, and bit 16 for TF32. */
+    static const int codes[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7 | 1 << 9, 8 | 1 << 9, 11, 12, 13};
     uint32_t words[FK_MAP_BYTES / 4] = {0};
     int index;
     words[0] = (uint32_t)at;

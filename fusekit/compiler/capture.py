@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +18,9 @@ from typing import Any
 
 from fusekit.compiler import fakes
 from fusekit.compiler.foreign import Foreign
+from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, leaves
-from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError
+from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
 
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
@@ -76,20 +79,22 @@ class Capture:
         self.kernels: list[Captured] = []
         self.problems: list[str] = []
         self._guard = threading.Lock()
-        self._recorder: _Recorder | None = None
+        self._open: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Capture:
-        if self._recorder is not None:
+        if self._open is not None:
             raise UsageError("this capture is open already; call fusekit.capture() for each with block")
-        self._recorder = _Recorder.join(_callable_class(), self)
+        opened = listening(self._hear)
+        opened.__enter__()
+        self._open = opened
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.leave(self)
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
 
     def __repr__(self) -> str:
         return f"<Capture of {len(self.kernels)} kernels, {len(self.problems)} problems>"
@@ -110,25 +115,21 @@ class Capture:
         file.write_text(text, encoding="utf-8")
         return file
 
-    def add(self, found: Captured) -> None:
+    def _hear(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+        told = _describe(compiler, args, kwargs)
+        return None if told is None else lambda: self._add(told)
+
+    def _add(self, found: Captured | str) -> None:
         with self._guard:
+            if isinstance(found, str):
+                self.problems += [] if found in self.problems else [found]
+                return
             same = (found.arch, found.source, found.params)
             if any((each.arch, each.source, each.params) == same for each in self.kernels):
                 return
             taken = {each.name for each in self.kernels}
-            count = 2
-            name = found.name
-            while name in taken:
-                name = f"{found.name}-{count}"
-                count += 1
-            self.kernels.append(
-                Captured(name, found.arch, found.source, found.params, found.arguments, found.distributions)
-            )
-
-    def problem(self, line: str) -> None:
-        with self._guard:
-            if line not in self.problems:
-                self.problems.append(line)
+            names = itertools.chain([found.name], (f"{found.name}-{count}" for count in itertools.count(2)))
+            self.kernels.append(replace(found, name=next(name for name in names if name not in taken)))
 
 
 def capture() -> Capture:
@@ -149,51 +150,6 @@ def capture() -> Capture:
     raises ToolchainError where it is not installed.
     """
     return Capture()
-
-
-class _Recorder:
-    """Stands for `CompileCallable.__call__` while a capture is open: the one place that every call goes through."""
-
-    guard = threading.Lock()
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.original: Callable[..., Any] = owner.__call__
-        self.open: list[Capture] = []
-
-    @classmethod
-    def join(cls, owner: Any, capture: Capture) -> _Recorder:
-        """The recorder of `owner`, which has one while a capture is open, with `capture` among those it tells."""
-        with cls.guard:
-            found = getattr(owner.__call__, "fusekit_recorder", None)
-            recorder = found if isinstance(found, cls) else cls(owner)
-            recorder.open.append(capture)
-            if recorder is not found:
-                recorder._install()
-            return recorder
-
-    def leave(self, capture: Capture) -> None:
-        with self.guard:
-            self.open.remove(capture)
-            # Where somebody else has replaced the function meanwhile, this one stays below and does nothing more.
-            if not self.open and getattr(self.owner.__call__, "fusekit_recorder", None) is self:
-                self.owner.__call__ = self.original
-
-    def _install(self) -> None:
-        original, captures = self.original, self.open
-
-        def call(compiler: Any, *args: Any, **kwargs: Any) -> Any:
-            told = _describe(compiler, args, kwargs) if captures else None  # before: a trace changes its objects
-            made = original(compiler, *args, **kwargs)
-            for each in list(captures):
-                if isinstance(told, Captured):
-                    each.add(told)
-                elif told:
-                    each.problem(told)
-            return made
-
-        call.fusekit_recorder = self  # type: ignore[attr-defined]
-        self.owner.__call__ = call
 
 
 def _describe(compiler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured | str | None:
@@ -290,14 +246,6 @@ def _foreign() -> Foreign:
 def _name(source: str) -> str:
     """A kernel's name: the callable's, in the letters that a name may have."""
     return re.sub(r"[^a-z0-9._-]+", "-", source.rpartition(":")[2].lower()).strip("-._")[:60] or "kernel"
-
-
-def _callable_class() -> Any:
-    try:
-        from cutlass.base_dsl.compiler import CompileCallable
-    except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
-    return CompileCallable
 
 
 def _lines(value: Any) -> str:

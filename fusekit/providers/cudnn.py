@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from fusekit.compiler.intercept import Traced, traced
 from fusekit.dtypes import DTYPES
-from fusekit.providers.traced import Traced, traced
 
 _GROUPED = "cudnn.gemm.cutedsl.grouped"
 _DENSE = "cudnn.gemm.cutedsl.dense"
@@ -23,14 +23,20 @@ _KERNELS = {
     ("glu", "nvfp4"): ("glu.moe_blockscaled_grouped_gemm_glu_bias", "BlockScaledMoEGroupedGemmGluBiasKernel"),
     ("glu", "bf16"): ("glu.moe_grouped_gemm_glu_bias", "MoEGroupedGemmGluBiasBf16Kernel"),
     ("dglu", "mxfp8"): ("dglu.moe_blockscaled_grouped_gemm_dglu_dbias", "BlockScaledMoEGroupedGemmDgluDbiasKernel"),
+    ("dglu", "nvfp4"): ("dglu.moe_blockscaled_grouped_gemm_dglu_dbias", "BlockScaledMoEGroupedGemmDgluDbiasKernel"),
     ("dglu", "bf16"): ("dglu.moe_grouped_gemm_dglu_dbias", "MoEGroupedGemmDgluDbiasBf16Kernel"),
     ("quant", "mxfp8"): ("quant.grouped_gemm_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
     ("quant", "nvfp4"): ("quant.grouped_gemm_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
+    ("srelu", "mxfp8"): ("srelu.moe_blockscaled_grouped_gemm_srelu_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
+    ("dsrelu", "mxfp8"): ("dsrelu.moe_blockscaled_grouped_gemm_dsrelu_quant", "BlockScaledMoEGroupedGemmQuantBwdKernel"),
     ("gemm", "bf16"): ("unfused.moe_grouped_gemm", "MoEGroupedGemmBf16Kernel"),
     ("glu_hadamard", "nvfp4"): (
         "glu_hadamard.moe_blockscaled_grouped_gemm_glu_hadamard", "BlockScaledMoEGroupedGemmGluHadamardKernel",
     ),
 }  # fmt: skip
+
+
+_RANK_3 = ("srelu", "dsrelu")  # which take matrices in one batch, and B as [N, K, experts]
 
 
 def grouped(
@@ -48,7 +54,7 @@ def grouped(
 
     codes_out = precision == "mxfp8"
     options = {
-        "sf_vec_size": 16 if precision == "nvfp4" else 32,
+        "sf_vec_size": _precision(precision)[3],
         "acc_dtype": cutlass.Float32,
         "use_2cta_instrs": tile[0] == 256,
         "mma_tiler_mn": tuple(tile),
@@ -61,6 +67,7 @@ def grouped(
         "expert_cnt": experts,
         "weight_mode": modes.DISCRETE if weights == "discrete" else modes.DENSE,
         "use_dynamic_sched": schedule == "dynamic",
+        "epilogue_type": 1,  # squared ReLU or its gradient, of the kernels that have the choice
         "act_func": activation or ("dswiglu" if kind == "dglu" else "swiglu"),
     }
     kernel = kernel_class(**_named(kernel_class.__init__, options))
@@ -77,25 +84,30 @@ def wgrad(
     from cutlass.cute import sym_int, sym_int64
     from cutlass.cute.runtime import make_fake_tensor
 
-    scaled = precision == "mxfp8"
+    scaled = precision != "bf16"
     module = "moe_blockscaled_grouped_gemm_wgrad" if scaled else "moe_grouped_gemm_wgrad"
     name = "BlockScaledMoEGroupedGemmWgradKernel" if scaled else "MoEGroupedGemmWgradBF16Kernel"
     kernel_class = getattr(import_module(f"{_GROUPED}.wgrad.{module}"), name)
+    codes, scales, step, block = _precision(precision)
     options = {
-        "sf_vec_size": 32, "acc_dtype": cutlass.Float32, "use_2cta_instrs": tile[0] == 256, "mma_tiler_mn": tuple(tile),
-        "cluster_shape_mn": tuple(cluster), "accumulate_on_output": accumulate, "expert_cnt": experts,
+        "sf_vec_size": block, "acc_dtype": cutlass.Float32, "use_2cta_instrs": tile[0] == 256,
+        "mma_tiler_mn": tuple(tile), "cluster_shape_mn": tuple(cluster), "accumulate_on_output": accumulate,
+        "expert_cnt": experts,
     }  # fmt: skip
     kernel = kernel_class(**_named(kernel_class.__init__, options))
-    codes = cutlass.Float8E4M3FN if scaled else cutlass.BFloat16
-    step = 16 if scaled else 8
     rows, tokens, columns = (sym_int(divisibility=128) for _ in range(3))
     out_type = cutlass.Float32 if accumulate else cutlass.BFloat16
     strides = (sym_int64(divisibility=8), sym_int64(divisibility=8), 1)
+    stride = sym_int64(divisibility=step)
+    along = (1, stride) if precision == "nvfp4" else (stride, 1)
     fakes = {
         "mat_a": _matrix(codes, rows, tokens, step),
-        "mat_b": _matrix(codes, tokens, columns, step),
-        "scale_a": _flat(cutlass.Float8E8M0FNU),
-        "scale_b": _flat(cutlass.Float8E8M0FNU),
+        # 4-bit codes lie along the tokens in both.
+        "mat_b": make_fake_tensor(codes, (tokens, columns), along, assumed_align=16),
+        "scale_a": _flat(scales),
+        "scale_b": _flat(scales),
+        "global_scale_a": _vector(cutlass.Float32, experts) if precision == "nvfp4" else None,
+        "global_scale_b": _vector(cutlass.Float32, experts) if precision == "nvfp4" else None,
         "out": make_fake_tensor(out_type, (experts, rows, columns), strides, assumed_align=16),
         "offs": _vector(cutlass.Int32, experts, 4),
         "workspace": make_fake_tensor(cutlass.Uint8, (max(kernel.get_workspace_bytes(), 1),), (1,), assumed_align=128),
@@ -183,6 +195,28 @@ def dense_swiglu(
     return kernel, args, {}
 
 
+def dense_amax(
+    precision: str, tile: Sequence[int] = (256, 256), cluster: Sequence[int] = (2, 1), max_active_clusters: int = 74
+) -> Traced:
+    """C = A B^T of block-scaled codes, bf16, and the largest magnitude in C."""
+    import cutlass
+    from cutlass.cute import sym_int, sym_int64
+    from cutlass.cute.runtime import make_fake_tensor
+
+    module = import_module(f"{_DENSE}.amax.dense_blockscaled_gemm_persistent_amax")
+    codes, scales, step, block = _precision(precision)
+    kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(block, tuple(tile), tuple(cluster))
+    m, n, k, batch = sym_int(), sym_int(divisibility=8), sym_int(divisibility=128), sym_int()
+
+    def matrix(element: Any, rows: Any, columns: Any, step: int) -> Any:
+        strides = (sym_int64(divisibility=step), 1, sym_int64(divisibility=step))
+        return make_fake_tensor(element, (rows, columns, batch), strides, assumed_align=16)
+
+    amax = make_fake_tensor(cutlass.Float32, (1, 1, 1), (1, 1, 1), assumed_align=16)
+    a, b, c = matrix(codes, m, k, step), matrix(codes, n, k, step), matrix(cutlass.BFloat16, m, n, 8)
+    return kernel, (a, b, _flat(scales), _flat(scales), c, amax, max_active_clusters, _stream()), {}
+
+
 def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, clusters: int) -> dict[str, Any]:
     import cutlass
     from cutlass import cute
@@ -190,11 +224,7 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.cute.runtime import make_fake_tensor, make_ptr, nullptr
 
-    codes, scales, step = {
-        "mxfp8": (cutlass.Float8E4M3FN, cutlass.Float8E8M0FNU, 16),
-        "nvfp4": (cutlass.Float4E2M1FN, cutlass.Float8E4M3FN, 32),
-        "bf16": (cutlass.BFloat16, None, 8),
-    }[precision]
+    codes, scales, step, _ = _precision(precision)
     m, n, n2, k = (
         sym_int(divisibility=256),
         sym_int(divisibility=64),
@@ -202,7 +232,7 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
         sym_int(divisibility=128),
     )
     out = codes if precision == "mxfp8" else cutlass.BFloat16
-    d_columns = n if kind in ("quant", "gemm") else n2
+    d_columns = n if kind in ("quant", "gemm", *_RANK_3) else n2
     c_columns = n2 if kind == "dglu" else n
 
     def per_expert() -> Any:
@@ -227,7 +257,7 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
         "padded_offsets": _vector(cutlass.Int32, experts), "alpha": _vector(cutlass.Float32, experts),
         "beta": _vector(cutlass.Float32, experts), "prob": _vector(cutlass.Float32, m),
         "dprob": _vector(cutlass.Float32, m), "dbias_tensor": None, "bias": None, "row_scale": None,
-        "scheduler_counter": None,
+        "scheduler_counter": None, "d_srelu": None, "sfd_col_d_srelu_tensor": None,
         "max_active_clusters": clusters, "stream": _stream(), "epilogue_op": lambda x: x,
         "linear_offset": cutlass.Float32(0), "geglu_alpha": cutlass.Float32(1.702),
         "glu_clamp_max": cutlass.Float32(7), "glu_clamp_min": cutlass.Float32(-7),
@@ -235,18 +265,33 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     }  # fmt: skip
     if kind == "glu_hadamard":
         fakes |= {
-            "c": make_fake_tensor(cutlass.BFloat16, (m, n, 1), (sym_int64(divisibility=8), 1, 1), assumed_align=16),
-            "d": make_fake_tensor(cutlass.BFloat16, (m, n2, 1), (sym_int64(divisibility=8), 1, 1), assumed_align=16),
             "post_rht_amax_tensor": make_fake_tensor(cutlass.Float32, (experts, 1), (1, 1), assumed_align=16),
-            "prob": make_fake_tensor(cutlass.Float32, (m, 1, 1), (1, 1, 1), assumed_align=16),
             "hadamard_tensor": make_fake_tensor(cutlass.BFloat16, (16, 16), (16, 1), assumed_align=16),
             "workspace_ptr": nullptr(dtype=cutlass.Uint8, assumed_align=128),
         }
-    if kind == "dglu" and precision == "mxfp8":
+    if kind in _RANK_3:
+        fakes |= {name: _batched(fakes[name]) for name in ("a", "c", "d", "d_col")}
+        fakes |= {name: make_fake_tensor(cutlass.Float32, (m, 1, 1), (1, 1, 1), assumed_align=16)
+                  for name in ("prob", "dprob")}  # fmt: skip
+        fakes["b"] = make_fake_tensor(codes, (n, k, experts), (b_strides[0], 1, b_strides[1]), assumed_align=16)
+    if kind == "dglu" and precision == "nvfp4":
+        fakes["amax_tensor"] = make_fake_tensor(cutlass.Float32, (experts, 2, 1), (2, 1, 1), assumed_align=16)
+    if kind == "dglu" and precision != "bf16":
         fakes |= {name: float(value) for name, value in (
             ("linear_offset", 0), ("geglu_alpha", 1.702), ("glu_clamp_max", 7), ("glu_clamp_min", -7),
             ("situ_beta1", 4), ("situ_beta2", 25))}  # fmt: skip
     return fakes
+
+
+def _precision(name: str) -> tuple[Any, Any, int, int]:
+    """(type of the codes, of their scales, what strides are multiples of, codes in a scale's block)."""
+    import cutlass
+
+    return {
+        "mxfp8": (cutlass.Float8E4M3FN, cutlass.Float8E8M0FNU, 16, 32),
+        "nvfp4": (cutlass.Float4E2M1FN, cutlass.Float8E4M3FN, 32, 16),
+        "bf16": (cutlass.BFloat16, None, 8, 32),
+    }[name]
 
 
 def _named(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +309,12 @@ def _matrix(element: Any, rows: Any, columns: Any, step: int) -> Any:
     from cutlass.cute.runtime import make_fake_tensor
 
     return make_fake_tensor(element, (rows, columns), (sym_int64(divisibility=step), 1), assumed_align=16)
+
+
+def _batched(matrix: Any) -> Any:
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(matrix.element_type, (*matrix.shape, 1), (*matrix.stride, 1), assumed_align=16)
 
 
 def _flat(element: Any) -> Any:

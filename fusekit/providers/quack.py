@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusekit.compiler.intercept import Traced, traced
 from fusekit.dtypes import DTYPES
-from fusekit.providers.traced import Traced, traced
 
 
 def rmsnorm(
@@ -105,6 +105,30 @@ def gemm(
         tuple(tile), (*cluster, 1), pingpong, True, dynamic, None, None, 0, 0, 0, False, (), varlen_m, varlen_k, gather,
         False, False, _capability(arch), RoundingMode.RN, 0, None,
     )  # fmt: skip
+
+
+def gemm_gated(
+    tile: Sequence[int], cluster: Sequence[int], activation: str = "swiglu", dtype: str = "bf16",
+    preactivation: bool = True, varlen_m: bool = False,
+) -> Traced:  # fmt: skip
+    """The gate of A B, of its even and odd columns, and D = A B where `preactivation`; varlen_m: as in `gemm`."""
+    import torch
+    from quack.epilogue.library import linear_act_mod
+    from quack.gemm_config import GemmConfig
+
+    mod = linear_act_mod(activation, gated=True, has_c=False, has_rowvec=False, has_colvec=False)
+    config = GemmConfig(
+        tile_m=tile[0], tile_n=tile[1], cluster_m=cluster[0], cluster_n=cluster[1], pingpong=False,
+        is_dynamic_persistent=False,
+    )  # fmt: skip
+    # QuACK plans from tensors, of which it takes types and layouts; none of these numbers stays.
+    size, element = 256, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    a = torch.empty(size, size, dtype=element)
+    b = torch.empty(2, size, size, dtype=element).mT if varlen_m else torch.empty(size, size, dtype=element).mT
+    out = {"mAuxOut": torch.empty(size, size // 2, dtype=element)}
+    out |= {"D": torch.empty(size, size, dtype=element)} if preactivation else {}
+    ends = torch.tensor([0, 128, 256], dtype=torch.int32) if varlen_m else None
+    return traced(mod.plan, a, b, out=out, config=config, cu_seqlens_m=ends)
 
 
 def _type(name: str | None) -> Any:

@@ -125,3 +125,27 @@ def test_no_bit_is_ignored(bit):
 def test_half_a_descriptor_is_refused():
     with pytest.raises(RecordError, match="63 bytes"):
         decode(bytes(63))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "box", "word"),
+    # Word 2 as the DSL's host code makes it for sm_100a, without the encoder's own bits.
+    [("f32", 32, 0x40390), ("tf32", 32, 0x50390), ("u4_align8", 128, 0x40590), ("u4_align16", 128, 0x40610),
+     ("u6_align16", 128, 0x40690)],
+)  # fmt: skip
+def test_types_narrower_than_a_byte_and_tf32(dtype, box, word):
+    tensor_map = TensorMap(4096, dtype, (256, 7), (128,), (box, 4), (1, 1), l2_promotion="128B")
+    data = encode(tensor_map)
+    assert int.from_bytes(data[8:12], "little") == word
+    assert decode(data) == tensor_map
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"box": (64, 4)}, r"box\[0\]"), ({"dims": (192, 7)}, r"dims\[0\]"), ({"address": 4112}, "address"),
+     ({"strides": (144,)}, r"strides\[0\]"), ({"dtype": "u4_align8", "dims": (255, 7)}, r"dims\[0\]")],
+)  # fmt: skip
+def test_rules_of_types_narrower_than_a_byte(change, field):
+    tensor_map = TensorMap(4096, "u4_align16", (256, 7), (128,), (128, 4), (1, 1))
+    with pytest.raises(RecordError, match=f"tensor map {field}: .*; it must be"):
+        encode(dataclasses.replace(tensor_map, **change))

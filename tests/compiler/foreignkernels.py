@@ -81,3 +81,31 @@ def empty():
 
 def twice_with_more(more=1):
     return twice()
+
+
+@cute.kernel
+def map_kernel(load: cute.CopyAtom):
+    cute.nvgpu.cpasync.prefetch_descriptor(load)
+
+
+class Mapped:
+    """One tensor map, of tiles of 64 x 128; the type of its elements in shared memory may be another."""
+
+    def __init__(self, internal):
+        self.internal = internal
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, stream: CUstream):
+        cpasync = cute.nvgpu.cpasync
+        layout = cute.make_layout((64, 128), stride=(128, 1))
+        load, _ = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), x, layout, (64, 128), internal_type=self.internal
+        )
+        map_kernel(load).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+
+def mapped(element, internal=None):
+    shape = cute.sym_int(), cute.sym_int(divisibility=128)
+    strides = cute.sym_int64(divisibility=128), 1
+    x = make_fake_tensor(getattr(cutlass, element), shape, strides, assumed_align=32)
+    return Mapped(internal and getattr(cutlass, internal)), (x, CUstream(0))

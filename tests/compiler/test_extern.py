@@ -31,11 +31,11 @@ def spec_of(function, rest, arch="sm_90a"):
     return spec
 
 
-def compiled(tmp_path, function, rest):
+def compiled(tmp_path, function, rest, arch="sm_90a"):
     from fusekit.compiler.families import plan
     from fusekit.compiler.trace import compile_plan
 
-    made = compile_plan(plan(spec_of(function, rest)), tmp_path)
+    made = compile_plan(plan(spec_of(function, rest, arch)), tmp_path)
     return LaunchRecord.from_json(made.launch), made
 
 
@@ -61,6 +61,23 @@ def test_two_launches_with_strides_and_scalars(tmp_path):
         ("options_sm_count", "i32"),
     ]
     assert record.grid == (("ceildiv", "N", 128), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("element", "internal", "dtype"),
+    [("Float32", None, "f32"), ("Float32", "TFloat32", "tf32"), ("Float4E2M1FN", None, "u4_align8"),
+     ("Float4E2M1FN", "Uint8", "u4_align16")],
+)  # fmt: skip
+def test_types_of_tensor_maps(tmp_path, element, internal, dtype):
+    params = {"element": element} | ({"internal": internal} if internal else {})
+    listed = ", ".join(f'{name} = "{value}"' for name, value in params.items())
+    rest = f"""params = {{ {listed} }}
+        arguments.x = {{ role = "input", shape = ["M", "N"] }}"""
+    record, _ = compiled(tmp_path, "mapped", rest, arch="sm_100a")
+    (made,) = record.parameters
+    # Of 4-bit codes a tensor counts bytes, a tensor map codes.
+    columns = ("mul", 2, "N") if dtype.startswith("u4") else "N"
+    assert (made.dtype, made.dims, made.box, made.encoding) == (dtype, (columns, "M"), (128, 64), "driver")
 
 
 def test_dims_bounds_defaults_and_names(tmp_path):

@@ -26,6 +26,9 @@ print(*(argument.name for argument in plan(spec).signature.arguments))
     [
         ("quack/rmsnorm-residual@n4096", "sm_90a", "mX mW mRes mO mResO mRstd eps"),
         ("quack/gemm-varlen-m-sm100@tile256x256", "sm_100a", "mA mB mD cu_seqlens_m"),
+        ("quack/gemm-gated@tile128x192-activation-swiglu", "sm_90a", "mA mB mD postact"),
+        ("cudnn/quant-nvfp4@schedule-static", "sm_100a", "a b sfb d d_col sfa amax_tensor padded_offsets alpha prob"),
+        ("cudnn/dense-amax-nvfp4@base", "sm_100a", "a_tensor b_tensor sfa_tensor sfb_tensor c_tensor amax_tensor"),
         ("cudnn/nvfp4-quantise@k4096", "sm_100a", "x encode_scale packed scales"),
         ("cudnn/wgrad-bf16@base", "sm_100a", "mat_a mat_b out offs"),
     ],
