@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from fusekit_cli.progress import progress
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from fusekit.compiler.build import BuildPlan, BuildReport
+    from fusekit.compiler.build import BuildPlan, BuildReport, Failed
     from fusekit.compiler.build_check import Checked
     from fusekit.compiler.naming import Left, Moved
     from fusekit.store import DiscardReport, Store
@@ -112,7 +112,7 @@ def command(
     output.answer(session, _document(session, report), lambda: _text(session, report))
     _moved(session, report.moved)
     _left(session, report.left, report.pruned, prune=prune)
-    _failures(session, report)
+    _failures(session, report.failed)
     return 0 if report.ok else 1
 
 
@@ -149,6 +149,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
             for each in missing
         ],
         "cached": cached,
+        "failed": _failed_document(wanted.failed),
         "warnings": session.warned,
         "left_behind": _left_document(left),
     }
@@ -162,7 +163,8 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
 
     output.answer(session, document, text)
     _left(session, left, None, prune=False)
-    return 0
+    _failures(session, wanted.failed)
+    return 1 if wanted.failed else 0
 
 
 def _check(
@@ -189,7 +191,7 @@ def _check(
             allow_extern=allow_extern or session.config.allow_extern,
         )
     output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
-    _failures(session, checked.report)
+    _failures(session, checked.report.failed)
     return 0 if checked.ok else 1
 
 
@@ -231,7 +233,7 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
     return {
         "built": [{key: getattr(built, key) for key in keys} for built in report.built],
         "cached": report.cached,
-        "failed": [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in report.failed],
+        "failed": _failed_document(report.failed),
         "seconds": report.seconds,
         "warnings": session.warned,
         "untrusted": report.untrusted,
@@ -239,6 +241,10 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
         "left_behind": _left_document(report.left),
         "pruned": [{"name": name, "arch": arch} for name, arch in report.pruned.names] if report.pruned else [],
     }
+
+
+def _failed_document(failures: Sequence[Failed]) -> list[dict[str, str]]:
+    return [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in failures]
 
 
 def _left_document(left: list[Left]) -> list[dict[str, str]]:
@@ -324,8 +330,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _failures(session: Session, report: BuildReport) -> None:
-    for failed in report.failed:
+def _failures(session: Session, failures: Sequence[Failed]) -> None:
+    for failed in failures:
         session.error(f"{failed.name} ({failed.arch}): {failed.error}")
         if session.debug and failed.detail:
             session.note(failed.detail)

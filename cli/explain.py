@@ -24,17 +24,17 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
     `schema`. Without the compiler the toolchain's fields, and so the key, are unknown: the others are compared.
     """
     from fusekit.compiler.build import select
-    from fusekit.compiler.explain import explain, explain_without_compiler
+    from fusekit.compiler.explain import explained
     from fusekit.compiler.identity import Identity
 
     store = session.open_store()
     specs = select(patterns, arch, namespace)
     try:
         identity = Identity()
-        found = [explain(store, spec, identity.key_fields(spec)) for spec in specs]
+        found = [explained(store, spec, identity) for spec in specs]
     except ToolchainError as error:
         identity = Identity(toolchain={"unknown": "unknown"})  # a key cannot do without; the rows leave it out
-        found = [explain_without_compiler(store, spec, identity.key_fields(spec)) for spec in specs]
+        found = [explained(store, spec, identity, compiler=False) for spec in specs]
         session.note(str(error))
 
     def text() -> None:

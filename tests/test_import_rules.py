@@ -50,7 +50,8 @@ MAY = {
         "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
     "providers": {
-        "fusekit.abi", "fusekit.config", "fusekit.store", "cutlass", "cuda.bindings", "quack", "cudnn",
+        "fusekit.abi", "fusekit.config", "fusekit.store", "fusekit.compiler", "cutlass", "cuda.bindings", "quack",
+        "cudnn",
     },
     "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
@@ -72,7 +73,12 @@ MAY = {
 
 # A framework is imported by one module, which a program imports that uses it; the benchmarks run PyTorch beside.
 FRAMEWORKS = {
-    "torch": {"fusekit/interop/torch.py", "fusekit/bench/torch_gemm.py", "fusekit/bench/torch_router.py"},
+    "torch": {
+        "fusekit/interop/torch.py",
+        "fusekit/providers/quack.py",
+        "fusekit/bench/torch_gemm.py",
+        "fusekit/bench/torch_router.py",
+    },
     "jax": {"fusekit/interop/jax.py"},
 }
 

@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fusekit.compiler.explain import check_usable
 from fusekit.compiler.families import plan
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
@@ -63,14 +64,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What a build would do: tasks that are in the store already, and those that are not."""
+    """What a build would do: tasks that are in the store already, those that are not, and specs without a key."""
 
     hits: tuple[Task, ...]
     misses: tuple[Task, ...]
+    failed: tuple[Failed, ...] = ()
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Every spec, hits first."""
+        """Every spec that has a key, hits first."""
         return tuple(spec for task in (*self.hits, *self.misses) for spec in task.specs)
 
 
@@ -239,16 +241,25 @@ def tidy(
 
 
 def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = None) -> BuildPlan:
-    """Splits `specs` into what `store` has whole and what it lacks. Imports no compiler and writes nothing."""
-    identity = identity or Identity()
+    """Splits `specs` into what `store` has whole and what it lacks. Imports no compiler and writes nothing.
+
+    A foreign kernel whose package is missing is one that failed.
+    """
+    identity, store = identity or Identity(), store.inspecting(check_usable)
     grouped: dict[str, tuple[dict[str, str], list[Spec]]] = {}
+    failed = []
     for spec in specs:
-        fields = identity.key_fields(spec)
-        grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
+        try:
+            fields = identity.key_fields(spec)
+        except BuildError as error:
+            failed.append(Failed(spec.full_name, spec.arch, str(error)))
+        else:
+            grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
     tasks = [_look(store, key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
     return BuildPlan(
         hits=tuple(task for task in tasks if task.summary is not None),
         misses=tuple(task for task in tasks if task.summary is None),
+        failed=tuple(failed),
     )
 
 
@@ -273,7 +284,7 @@ def execute(
     executor: Executor | None = None,
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
-    report = BuildReport()
+    report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs is {jobs}; it must be at least 1; leave it out for one per processor")
     with store.lease() if wanted.misses else nullcontext():
@@ -290,7 +301,7 @@ def execute(
             _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
     for rows in (report.built, report.hits, report.failed, report.moved):
-        rows.sort(key=lambda row: order[row.name, row.arch])
+        rows.sort(key=lambda row: order.get((row.name, row.arch), -1))
     return report
 
 

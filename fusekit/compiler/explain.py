@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusekit.errors import IntegrityError
+from fusekit.abi import LaunchRecord, RecordError
+from fusekit.errors import BuildError, IntegrityError
 from fusekit.store import Entry, Store, key_of
 
 if TYPE_CHECKING:
+    from fusekit.compiler.identity import Identity
     from fusekit.spec import Spec
 
 
@@ -36,6 +38,23 @@ class Explanation:
     differs: tuple[Difference, ...] = ()
 
 
+def check_usable(entry: Entry) -> None:
+    """Raises IntegrityError for an entry whose launch record no launcher could use: to a builder it is missing."""
+    try:
+        LaunchRecord.from_json(dict(entry.launch))
+    except RecordError as error:
+        raise IntegrityError(f"entry {entry.key}: launch record: {error}", key=entry.key) from error
+
+
+def explained(store: Store, spec: Spec, identity: Identity, *, compiler: bool = True) -> Explanation:
+    """`explain` of a spec, or `explain_without_compiler`; a spec whose package is missing is one that is unknown."""
+    try:
+        fields = identity.key_fields(spec)
+    except BuildError as error:
+        return Explanation(spec.full_name, spec.arch, None, "unknown", str(error))
+    return explain(store, spec, fields) if compiler else explain_without_compiler(store, spec, fields)
+
+
 def explain(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
     """What a build of `spec`, with the key fields that it has now, would meet in `store`."""
     key = key_of(fields)
@@ -44,7 +63,8 @@ def explain(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
         return Explanation(spec.full_name, spec.arch, key, status, reason, differs)
 
     try:
-        if store.load(key, mark=False) is not None:
+        if (found := store.load(key, mark=False)) is not None:
+            check_usable(found[0])
             return say("hit", f"the store has entry {key}")
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)

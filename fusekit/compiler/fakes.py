@@ -27,10 +27,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from fusekit.compiler.intercept import Traced
 from fusekit.errors import BuildError
-
-Traced = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""The callable, its positional arguments and its keyword arguments."""
 
 FAKES = "fakes"
 """The param that says that a spec's source is the host function itself, and what it is traced with."""

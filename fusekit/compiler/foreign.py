@@ -13,13 +13,14 @@ import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import machinery, metadata
 from pathlib import Path
 from typing import Any
 
-from fusekit.errors import BuildError, ToolchainError
+from fusekit.compiler.sources import stated
+from fusekit.errors import BuildError
 from fusekit.spec import ExternSpec
 
 _EXTRAS = {"quack-kernels": "quack", "nvidia-cudnn-frontend": "cudnn"}
@@ -38,7 +39,7 @@ class Foreign:
     _owners: dict[str, list[str]] | None = None
 
     def fields(self, spec: ExternSpec) -> dict[str, str]:
-        """The labelled key fields. Raises ToolchainError for a distribution or a module that is not installed."""
+        """The labelled key fields. Raises BuildError for a distribution or a module that is not installed."""
         found: dict[str, str] = {}
         whole = {normal(name) for name in spec.distributions}
         for name in sorted(whole):
@@ -116,12 +117,12 @@ def _licence_file(name: str) -> str:
 
 
 def distribution(name: str) -> metadata.Distribution:
-    """The installed distribution; ToolchainError, with what to install, where there is none."""
+    """The installed distribution; BuildError, with what to install, where there is none."""
     try:
         return metadata.distribution(name)
     except metadata.PackageNotFoundError:
         wanted = f"fusekit[{_EXTRAS[name]}]" if name in _EXTRAS else name
-        raise ToolchainError(f"{name} is not installed, whose kernels the spec names; pip install '{wanted}'") from None
+        raise BuildError(f"{name} is not installed, whose kernels the spec names; pip install '{wanted}'") from None
 
 
 def normal(name: str) -> str:
@@ -212,7 +213,7 @@ def _root(top: str, module: str) -> Path:
         return Path(next(iter(found.submodule_search_locations))).parent
     if found is not None and found.origin is not None and Path(found.origin).is_file():
         return Path(found.origin).parent
-    raise ToolchainError(
+    raise BuildError(
         f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
         " from the folder that it is in"
     )
@@ -235,18 +236,4 @@ def _imports(data: bytes, path: Path, root: Path) -> Iterable[str]:
         tree = ast.parse(data, str(path))
     except SyntaxError as error:
         raise BuildError(f"{path.name}: {error}; mend it") from error
-    here = list(path.relative_to(root).with_suffix("").parts)
-    return list(_stated(tree, here))
-
-
-def _stated(tree: ast.AST, here: list[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join([*here[: -node.level], *([base] if base else [])])
-            if base:
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
+    return stated(ast.walk(tree), list(path.relative_to(root).with_suffix("").parts))

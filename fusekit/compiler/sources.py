@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fusekit.errors import BuildError
@@ -87,20 +87,11 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
     except SyntaxError as error:
         raise BuildError(f"{path}: {error}; mend it") from error
     here = ["fusekit", *path.relative_to(package).with_suffix("").parts]
-    found: list[str] = []
     # Names stand anywhere, import statements only among statements, of which there are few.
-    for node in ast.walk(tree) if b"__import__" in data or not data.isascii() else _statements(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = here[: -node.level]
-                base = ".".join([*parents, base] if base else parents)
-            found.append(base)
-            found += [f"{base}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Name) and node.id == "__import__":
-            raise _unidentified(path, "__import__")
+    nodes = list(ast.walk(tree) if b"__import__" in data or not data.isascii() else _statements(tree))
+    if any(isinstance(node, ast.Name) and node.id == "__import__" for node in nodes):
+        raise _unidentified(path, "__import__")
+    found = list(stated(nodes, here))
     foreign = path.relative_to(package).as_posix() in _FOREIGN
     for module in found:
         top = module.partition(".")[0]
@@ -110,6 +101,23 @@ def _imports(data: bytes, path: Path, package: Path) -> list[str]:
             raise _unidentified(path, module)
     own = [module for module in found if module.startswith("fusekit.")]
     return [module for module in own if not {module, module.rpartition(".")[0]} & _APART]
+
+
+def stated(nodes: Iterable[ast.AST], here: list[str]) -> Iterator[str]:
+    """What the import statements among `nodes` name; a name out of a package may be a module of it, so both are given.
+
+    here: the parts of the name of the file that they are in, `__init__` included.
+    """
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(
+                [*here[: -node.level], *([node.module] if node.module else [])] if node.level else [node.module or ""]
+            )
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

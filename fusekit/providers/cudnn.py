@@ -28,7 +28,9 @@ _KERNELS = {
     ("quant", "mxfp8"): ("quant.grouped_gemm_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
     ("quant", "nvfp4"): ("quant.grouped_gemm_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
     ("srelu", "mxfp8"): ("srelu.moe_blockscaled_grouped_gemm_srelu_quant", "BlockScaledMoEGroupedGemmQuantKernel"),
-    ("dsrelu", "mxfp8"): ("dsrelu.moe_blockscaled_grouped_gemm_dsrelu_quant", "BlockScaledMoEGroupedGemmQuantBwdKernel"),
+    ("dsrelu", "mxfp8"): (
+        "dsrelu.moe_blockscaled_grouped_gemm_dsrelu_quant", "BlockScaledMoEGroupedGemmQuantBwdKernel",
+    ),
     ("gemm", "bf16"): ("unfused.moe_grouped_gemm", "MoEGroupedGemmBf16Kernel"),
     ("glu_hadamard", "nvfp4"): (
         "glu_hadamard.moe_blockscaled_grouped_gemm_glu_hadamard", "BlockScaledMoEGroupedGemmGluHadamardKernel",

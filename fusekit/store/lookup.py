@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Lookup:
         self.root = root
         self.trust = trust
         self.layers = (Layer(root, trust), *(Layer(path, trust) for path in layers if path != root))
+        self.inspect: Callable[[Entry], None] = lambda entry: None
         self._publisher = publisher
         self._leases: list[marks.Lease] = []
 
@@ -110,7 +112,10 @@ class Lookup:
         def look() -> Entry | None:
             for layer in self.layers:
                 entry = quietly(layer.entry, key)
-                if entry is not None and quietly(self.read_cubin, entry) is not None:
+                if entry is None or quietly(self.read_cubin, entry) is None:
+                    continue
+                with contextlib.suppress(IntegrityError):
+                    self.inspect(entry)
                     return entry
             return None
 

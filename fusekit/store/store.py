@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -54,6 +55,12 @@ class Store(Lookup):
         """The store that `config` names; it need not exist yet."""
         trust = None if config.trusted_keys is None else Trust(config.trusted_keys)
         return cls(config.store, config.layers, trust=trust, signing_key=config.signing_key)
+
+    def inspecting(self, inspect: Callable[[Entry], None]) -> Store:
+        """This store, to which entries are missing for which `inspect` raises IntegrityError: builders replace them."""
+        store = copy.copy(self)
+        store.inspect = inspect
+        return store
 
     def writable(self) -> Store:
         """The writable store alone, without the layers below it, for who is about to fill it. Raises NoStoreError where
@@ -284,6 +291,7 @@ class Store(Lookup):
             entry = own.entry(key)
             if entry is None or own.blob(entry.cubin_sha256, entry.cubin_bytes) is None:
                 return None
+            self.inspect(entry)
         except IntegrityError:
             return None
         durable = self._publisher.settle(own.blob_path(entry.cubin_sha256))

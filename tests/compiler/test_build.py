@@ -7,6 +7,7 @@ import pytest
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import build as building
 from fusekit.compiler.build import Progress, execute, plan_build, select
+from fusekit.compiler.explain import explain
 from fusekit.compiler.identity import Identity
 from fusekit.errors import StoreError, ToolchainError, UsageError
 from fusekit.spec import find
@@ -159,6 +160,22 @@ def test_a_damaged_cubin_is_built_again(build, store):
     second = build(LINEAR).built[0]
     assert second.cubin_sha256 == first.cubin_sha256
     assert not store.verify(full=True).bad
+
+
+@pytest.mark.parametrize("launch", [{}, {"grid": [1, 1]}])
+def test_an_entry_without_a_usable_record_is_built_again(build, store, launch):
+    """Its digests are right: anybody can write such a one."""
+    (built,) = build(LINEAR).built
+    entry = store.find_entry(built.key)
+    store.layers[0].entry_path(built.key).unlink()
+    broken = dataclasses.replace(entry, launch={**entry.launch, **launch} if launch else {})
+    store.publish(broken, store.read_cubin(broken))
+    assert store.find_entry(built.key).launch != entry.launch
+    assert explain(store, LINEAR, entry.fields).status == "damaged"
+    report = build(LINEAR)
+    assert [row.name for row in report.built] == [LINEAR.full_name]
+    assert store.find_entry(built.key).launch == entry.launch
+    assert build(LINEAR).cached == [LINEAR.full_name]
 
 
 def test_what_changes_meanwhile_fails_the_kernel(build, store, monkeypatch):

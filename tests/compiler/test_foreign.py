@@ -1,13 +1,25 @@
 """What a foreign kernel's key is made of: each change of it is a miss, or an error in words. A package is made here."""
 
 import hashlib
+import importlib.util
+import json
+import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from fusekit.compiler.foreign import Foreign, describe
-from fusekit.errors import BuildError, ToolchainError
+import fusekit
+from fusekit.compiler.build import BuildPlan, execute, plan_build
+from fusekit.compiler.explain import explained
+from fusekit.compiler.foreign import Foreign, describe, normal
+from fusekit.compiler.identity import Identity, key_fields_for
+from fusekit.compiler.options import environment
+from fusekit.errors import BuildError
 from fusekit.spec import parse_text
+from fusekit.spec.catalog import find
+from fusekit.store import Store
 
 
 def spec_of(source, *distributions):
@@ -129,12 +141,10 @@ def test_a_users_package_follows_relative_imports(folder):
 
 def test_what_is_named_and_not_installed(folder):
     (folder / "mine.py").write_text("import not_installed_anywhere\n")
-    with pytest.raises(
-        ToolchainError, match="no-such-thing is not installed, whose kernels the spec names; pip install"
-    ):
+    with pytest.raises(BuildError, match="no-such-thing is not installed, whose kernels the spec names; pip install"):
         Foreign().fields(spec_of("mine:f", "no-such-thing"))
     assert Foreign().fields(spec_of("mine:f"))["foreign.version.not_installed_anywhere"] == "absent"
-    with pytest.raises(ToolchainError, match="there is no module nowhere_to_be_found on Python's path"):
+    with pytest.raises(BuildError, match="there is no module nowhere_to_be_found on Python's path"):
         Foreign().fields(spec_of("nowhere_to_be_found.x:f"))
     with pytest.raises(BuildError, match=r"mine.py: .*; mend it"):
         (folder / "mine.py").write_text("def f(:\n")
@@ -142,14 +152,12 @@ def test_what_is_named_and_not_installed(folder):
 
 
 def test_a_missing_extra_is_named(folder, monkeypatch):
-    from importlib import metadata
-
     def gone(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", gone)
     for name, extra in (("quack-kernels", "quack"), ("nvidia-cudnn-frontend", "cudnn")):
-        with pytest.raises(ToolchainError, match=rf"pip install 'fusekit\[{extra}\]'"):
+        with pytest.raises(BuildError, match=rf"pip install 'fusekit\[{extra}\]'"):
             Foreign().fields(spec_of("fusekit.providers.quack:rmsnorm", name))
 
 
@@ -157,3 +165,66 @@ def test_nothing_foreign_is_run(folder):
     (folder / "loud.py").write_text("raise SystemExit('ran')\n")
     Foreign().fields(spec_of("loud:f"))
     assert "loud" not in sys.modules
+
+
+LOADED = """
+import json, sys
+before = set(sys.modules)
+from fusekit.compiler.extern import plan
+from fusekit.spec.catalog import find
+(spec,) = (spec for spec in find([sys.argv[1]]) if spec.arch == sys.argv[2])
+plan(spec)
+print(json.dumps({name: sys.modules[name].__file__ for name in {*sys.modules} - before
+                  if getattr(sys.modules[name], "__file__", None)}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("quack/gemm-gated@tile128x192-activation-swiglu", "sm_90a"), ("cudnn/quant-nvfp4@schedule-static", "sm_100a")],
+)
+def test_every_module_that_is_loaded_is_in_the_key(tmp_path, name, arch):
+    """Whole files of the package that is called, versions of what that requires, the providers' own modules."""
+    package = name.partition("/")[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; pip install 'fusekit[{package}]'")
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED, name, arch], env=environment(tmp_path, arch), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    (spec,) = (spec for spec in find([name]) if spec.arch == arch)
+    fields = key_fields_for(spec)
+    owners = metadata.packages_distributions()
+    whole = {label.removeprefix("foreign.files.") for label in fields if label.startswith("foreign.files.")}
+    seen = set()
+    for module, file in json.loads(ran.stdout.splitlines()[-1]).items():
+        top = module.partition(".")[0]
+        path = Path(file)
+        if top == "fusekit" and module.startswith("fusekit.providers"):
+            seen.add(fields[f"foreign.module.fusekit/{path.relative_to(Path(fusekit.__file__).parent).as_posix()}"])
+        for owner in {normal(each) for each in owners.get(top, ())} & whole:
+            listed = {Path(str(each.locate())).resolve() for each in metadata.distribution(owner).files}
+            assert path.resolve() in listed, f"{module} is no file of {owner}, whose files are in the key"
+            seen.add(owner)
+    assert whole
+    assert whole <= seen
+    assert len(seen) > len(whole)
+    for label in ("compiler/intercept.py", "compiler/extern.py", "compiler/leaves.py", "compiler/trace.py"):
+        assert f"source.{label}" in fields
+
+
+def test_a_missing_package_fails_its_own_kernel_alone(folder):
+    (folder / "mine.py").write_text("def f(): ...\n")
+    lost = [spec_of("mine:f", "no-such-thing"), spec_of("nowhere_to_be_found.x:f")]
+    store = Store(folder / "store")
+    wanted = plan_build([*lost, spec_of("mine:f")], store)
+    assert [each.error for each in wanted.failed] == [
+        "no-such-thing is not installed, whose kernels the spec names; pip install 'no-such-thing'",
+        "source nowhere_to_be_found.x: there is no module nowhere_to_be_found on Python's path or in the current"
+        " folder; install it, or build from the folder that it is in",
+    ]
+    assert len(wanted.misses) == 1
+    report = execute(BuildPlan((), (), wanted.failed), store)
+    assert report.failed == list(wanted.failed)
+    assert not report.ok
+    assert explained(store, lost[0], Identity()).status == "unknown"
