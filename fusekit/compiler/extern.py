@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -33,7 +34,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
 
-LIFT_VALUES = (59, 61, 67)
+LIFT_VALUES = (59, 127)
 """What a lifted argument is compiled with. Primes: what divides them is no property of the kernel."""
 FREE = "free"
 MEMORY_ALIGNMENT = 256
@@ -47,16 +48,12 @@ def plan(spec: ExternSpec) -> TracePlan:
     """
     if not spec.lift:
         return _plan(spec, {})
-    plans = [_plan(spec, dict.fromkeys(spec.lift, value)) for value in LIFT_VALUES]
+    first, second = (_plan(spec, dict.fromkeys(spec.lift, value)) for value in LIFT_VALUES)
     exprs = {freeze(expr) for expr in spec.lift.values()}
     if len(exprs) > 1:
         raise BuildError("lift: every lifted argument must be the same expression; compute the others from one of them")
     (expr,) = exprs
-    first, *others = plans
-    return TracePlan(
-        first.function, first.arguments, first.host_arguments, first.signature, first.keywords, first.leaves,
-        Lifted(expr, LIFT_VALUES, tuple(others)),
-    )  # fmt: skip
+    return replace(first, lifted=Lifted(expr, LIFT_VALUES, second))
 
 
 def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

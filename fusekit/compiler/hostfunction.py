@@ -103,13 +103,13 @@ class TracePlan:
 
 @dataclass(frozen=True, slots=True)
 class Lifted:
-    """A compile-time integer that becomes `expr` in the record. values: what it is compiled with, first by the plan
-    that has this, then by `plans`.
+    """A compile-time integer that becomes `expr` in the record. values: what it is compiled with, by the plan that has
+    this and by `plan`.
     """
 
     expr: Expr
-    values: tuple[int, ...]
-    plans: tuple[TracePlan, ...]
+    values: tuple[int, int]
+    plan: TracePlan
 
 
 def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> TracePlan:

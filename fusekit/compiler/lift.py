@@ -1,13 +1,13 @@
 """Compile-time integers that become variables of a launch record.
 
-A kernel is compiled with several values. Its cubin must not depend on them, and its records must differ in nothing but
-integers of expressions, each an affine function of the value. The record then says the variable in their place.
+A kernel is compiled with two values, far apart. Its cubin must not depend on them, and its records must differ in
+nothing but integers of expressions, each the value itself, a multiple of it, or it and a constant. The record then says
+the variable in its place. No other power, quotient or limit of the value has that form at both.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from fusekit.abi import Expr, LaunchRecord, RecordError, render
@@ -17,57 +17,45 @@ from fusekit.errors import BuildError
 _NUMBER = re.compile(r"\d+")
 
 
-def unify(records: Sequence[LaunchRecord], values: Sequence[int], expr: Expr) -> LaunchRecord:
+def unify(records: tuple[LaunchRecord, LaunchRecord], values: tuple[int, int], expr: Expr) -> LaunchRecord:
     """The record that is `records[i]` where `expr` is `values[i]`. Raises BuildError where there is none."""
-    found = _Unifying(values, expr)
-    made = found.whole([record.to_json() for record in records], "record")
-    if not found.used:
+    first, second = (record.to_json() for record in records)
+    made = _Unifying(values, expr).whole(first, second, "record")
+    if first == second:
         raise BuildError(f"lift: the launch does not depend on the lifted argument; leave lift out, or {render(expr)}")
     # An expression in a place of schema 1 may read a variable of schema 2.
     made["schema"] = 2
     try:
-        record = LaunchRecord.from_json(made)
-        return LaunchRecord.from_json(record.to_json())
+        return LaunchRecord.from_json(LaunchRecord.from_json(made).to_json())
     except RecordError as error:
         raise BuildError(f"lift: no launch record depends on it as this one would: {error}") from error
 
 
 class _Unifying:
-    def __init__(self, values: Sequence[int], expr: Expr) -> None:
+    def __init__(self, values: tuple[int, int], expr: Expr) -> None:
         self._values, self._expr = values, thaw(expr)
-        self.used = False
 
-    def whole(self, parts: list[Any], where: str) -> Any:
-        first = parts[0]
-        if all(part == first for part in parts):
-            return first
-        if all(type(part) is int for part in parts):
-            return self._affine(parts, where)
-        if all(isinstance(part, dict) and part.keys() == first.keys() for part in parts):
-            return {key: self.whole([part[key] for part in parts], f"{where}.{key}") for key in first}
-        if all(isinstance(part, list) and len(part) == len(first) for part in parts):
-            return [
-                self.whole(list(items), f"{where}[{index}]") for index, items in enumerate(zip(*parts, strict=True))
-            ]
-        if where.endswith(".message") and len({_NUMBER.sub("#", part) for part in parts}) == 1:
-            numbers = zip(*(map(int, _NUMBER.findall(part)) for part in parts), strict=True)
-            said = iter([render(self.whole(list(each), where)) for each in numbers])
-            return _NUMBER.sub(lambda _: next(said), first)
-        raise BuildError(f"lift: {where} has another form for another value: {' and '.join(map(_short, parts[:2]))}")
+    def whole(self, a: Any, b: Any, where: str) -> Any:
+        if a == b:
+            return a
+        if type(a) is int and type(b) is int:
+            return self._number(a, b, where)
+        if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+            return {key: self.whole(a[key], b[key], f"{where}.{key}") for key in a}
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            return [self.whole(x, y, f"{where}[{index}]") for index, (x, y) in enumerate(zip(a, b, strict=True))]
+        if where.endswith(".message") and _NUMBER.sub("#", a) == _NUMBER.sub("#", b):
+            numbers = zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True)
+            said = iter([render(self.whole(int(x), int(y), where)) for x, y in numbers])
+            return _NUMBER.sub(lambda _: next(said), a)
+        raise BuildError(f"lift: {where} has another form for another value: {str(a)[:80]} and {str(b)[:80]}")
 
-    def _affine(self, numbers: list[int], where: str) -> Any:
-        slope, rest = divmod(numbers[1] - numbers[0], self._values[1] - self._values[0])
-        constant = numbers[0] - slope * self._values[0]
-        if rest or any(slope * value + constant != each for value, each in zip(self._values, numbers, strict=True)):
-            raise BuildError(
-                f"lift: {where} is {', '.join(map(str, numbers))} for {', '.join(map(str, self._values))}, which is no"
-                " multiple of it and a constant"
-            )
-        self.used = True
-        expr = self._expr if slope == 1 else ["mul", slope, self._expr]
-        return expr if constant == 0 else ["add", expr, constant]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    def _number(self, a: int, b: int, where: str) -> Any:
+        first, second = self._values
+        if a - first == b - second:
+            return self._expr if a == first else ["add", self._expr, a - first]
+        if a % first == 0 and a // first * second == b:
+            return ["mul", a // first, self._expr]
+        raise BuildError(
+            f"lift: {where} is {a} and {b} for {first} and {second}, which is no multiple of it, nor it and a constant"
+        )

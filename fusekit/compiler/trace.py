@@ -60,20 +60,17 @@ def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[
 def _lifted(
     lifted: Lifted, cubin: bytes, record: LaunchRecord, proof: dict[str, Any], scratch: Path
 ) -> tuple[LaunchRecord, dict[str, Any]]:
-    """The record with the lifted variable, and the proofs of all that it was made from as one."""
-    records, proofs = [record], [proof]
-    for value, plan in zip(lifted.values[1:], lifted.plans, strict=True):
-        traced, found, proved = _proved(plan, scratch)
-        if traced.cubin != cubin:
-            raise BuildError(
-                f"lift: the cubin for {value} is not the one for {lifted.values[0]}; only what no kernel depends on can"
-                " be lifted; sweep it instead"
-            )
-        records.append(found)
-        proofs.append(proved)
-    digest = hashlib.sha256("".join(each["digest"] for each in proofs).encode()).hexdigest()
-    launches = sum(each["launches"] for each in proofs)
-    return lift.unify(records, lifted.values, lifted.expr), {**proof, "launches": launches, "digest": digest}
+    """The record with the lifted variable, and the two proofs that it stands on as one."""
+    traced, other, again = _proved(lifted.plan, scratch)
+    first, second = lifted.values
+    if traced.cubin != cubin:
+        raise BuildError(
+            f"lift: the cubin for {second} is not the one for {first}; only what no kernel depends on can be lifted;"
+            " sweep it instead"
+        )
+    digest = hashlib.sha256((proof["digest"] + again["digest"]).encode()).hexdigest()
+    both = {**proof, "launches": proof["launches"] + again["launches"], "digest": digest}
+    return lift.unify((record, other), lifted.values, lifted.expr), both
 
 
 @dataclass(frozen=True, slots=True)

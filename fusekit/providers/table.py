@@ -1,7 +1,7 @@
 """The table of foreign kernels in a store, as Markdown: `python -m fusekit.providers.table 'quack/*' 'cudnn/*'`.
 
 Columns: the name, the architecture, its arguments, the parameters that were read over all its launches, the launches
-that were proved, the seconds to trace, compile, read and prove it (three times where an argument is lifted).
+that were proved, the seconds to trace, compile, read and prove it (twice where an argument is lifted).
 """
 
 from __future__ import annotations
