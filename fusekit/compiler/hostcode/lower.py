@@ -8,7 +8,7 @@ address), and else becomes a guard: the record refuses arguments with which the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,13 @@ class Guard:
     low: int
     high: int
     condition: Term
+
+
+# Operations that are one of terms, by how the operands are read.
+_PLAIN = {
+    "add": ("lower", "add"), "sub": ("lower", "sub"), "mul": ("lower", "mul"), "smin": ("signed", "minimum"),
+    "smax": ("signed", "maximum"), "umin": ("unsigned", "minimum"), "umax": ("unsigned", "maximum"),
+}  # fmt: skip
 
 
 class Lowering:
@@ -105,6 +112,10 @@ class Lowering:
             return algebra.const(bits.number if bits.width == 1 else bits.signed)
         if op == "argument":
             return self._argument(bits)
+        if op in _PLAIN:
+            read, operation = _PLAIN[op]
+            plain: Term = getattr(algebra, operation)(*(getattr(self, read)(item) for item in args))
+            return plain
         method = getattr(self, f"_{op}", None) or (self._compare if op.startswith("icmp_") else None)
         if method is None:
             raise BuildError(f"host code: {_words(bits)}; no launch can be made of it")
@@ -120,17 +131,26 @@ class Lowering:
             return self.guard(term, -bound, bound - 1)
         return term
 
-    def _add(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.add(self.lower(a), self.lower(b))
-
-    def _sub(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.sub(self.lower(a), self.lower(b))
-
-    def _mul(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.mul(self.lower(a), self.lower(b))
-
     def _shl(self, bits: Bits, a: Bits, b: Bits) -> Term:
         return self.algebra.mul(self.lower(a), self._power(b, bits.width))
+
+    def _lshr(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.unsigned(a), self._power(b, bits.width))
+
+    def _ashr(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.signed(a), self._power(b, bits.width))
+
+    def _udiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.floordiv(self.unsigned(a), self._positive(self.unsigned(b)))
+
+    def _urem(self, bits: Bits, a: Bits, b: Bits) -> Term:
+        return self.algebra.mod(self.unsigned(a), self._positive(self.unsigned(b)))
+
+    def _zext(self, bits: Bits, a: Bits) -> Term:
+        return self.unsigned(a)
+
+    def _ctlz(self, bits: Bits, a: Bits) -> Term:
+        return self.algebra.sub(self.algebra.const(a.width), self.algebra.bit_length(self.unsigned(a)))
 
     def _power(self, exponent: Bits, width: int) -> Term:
         term = self.unsigned(exponent)
@@ -142,33 +162,19 @@ class Lowering:
         """A divisor: at least 1."""
         return term if term.low >= 1 else self.guard(term, 1, term.high)
 
-    def _udiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.floordiv(self.unsigned(a), self._positive(self.unsigned(b)))
-
-    def _urem(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.mod(self.unsigned(a), self._positive(self.unsigned(b)))
-
     def _sdiv(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        """Rounded towards zero."""
-        algebra, x, d = self.algebra, self.signed(a), self._positive(self.signed(b))
-        if x.low >= 0:
-            return algebra.floordiv(x, d)
-        below = algebra.scale(algebra.floordiv(algebra.scale(x, -1), d), -1)
-        return algebra.choose(algebra.less(x, algebra.const(0)), below, algebra.floordiv(x, d))
+        return self._towards_zero(self.algebra.floordiv, a, b)
 
     def _srem(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        """What `sdiv` leaves: it has the sign of the dividend."""
+        return self._towards_zero(self.algebra.mod, a, b)
+
+    def _towards_zero(self, operation: Callable[[Term, Term], Term], a: Bits, b: Bits) -> Term:
+        """`operation` of magnitudes, with the sign of the dividend."""
         algebra, x, d = self.algebra, self.signed(a), self._positive(self.signed(b))
         if x.low >= 0:
-            return algebra.mod(x, d)
-        below = algebra.scale(algebra.mod(algebra.scale(x, -1), d), -1)
-        return algebra.choose(algebra.less(x, algebra.const(0)), below, algebra.mod(x, d))
-
-    def _lshr(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.floordiv(self.unsigned(a), self._power(b, bits.width))
-
-    def _ashr(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.floordiv(self.signed(a), self._power(b, bits.width))
+            return operation(x, d)
+        below = algebra.scale(operation(algebra.scale(x, -1), d), -1)
+        return algebra.choose(algebra.less(x, algebra.const(0)), below, operation(x, d))
 
     def _and(self, bits: Bits, a: Bits, b: Bits) -> Term:
         if bits.width == 1:
@@ -234,9 +240,6 @@ class Lowering:
         self._path = path
         return algebra.choose(known, first, second)
 
-    def _zext(self, bits: Bits, a: Bits) -> Term:
-        return self.unsigned(a)
-
     def _sext(self, bits: Bits, a: Bits) -> Term:
         return self.algebra.scale(self.condition(a), -1) if a.width == 1 else self.signed(a)
 
@@ -244,24 +247,9 @@ class Lowering:
         term = self.lower(a)
         return self.algebra.mod(term, self.algebra.const(2)) if bits.width == 1 else term
 
-    def _smin(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.minimum(self.signed(a), self.signed(b))
-
-    def _smax(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.maximum(self.signed(a), self.signed(b))
-
-    def _umin(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.minimum(self.unsigned(a), self.unsigned(b))
-
-    def _umax(self, bits: Bits, a: Bits, b: Bits) -> Term:
-        return self.algebra.maximum(self.unsigned(a), self.unsigned(b))
-
     def _abs(self, bits: Bits, a: Bits) -> Term:
         term = self.signed(a)
         return self.algebra.maximum(term, self.algebra.scale(term, -1))
-
-    def _ctlz(self, bits: Bits, a: Bits) -> Term:
-        return self.algebra.sub(self.algebra.const(a.width), self.algebra.bit_length(self.unsigned(a)))
 
     def _doublings(self, bits: Bits, limit: Bits, exponent: int, most: int, predicate: str) -> Term:
         """How often 2**exponent is doubled until it is at least `limit`."""

@@ -22,11 +22,10 @@ Value = Any  # Bits, Pointer, Symbol, or a list of values: an aggregate
 Memory = dict[int, dict[int, tuple[int, Value]]]
 _STEPS = 100_000
 _DYNAMIC = -(2**31)  # among the constant indices of a getelementptr
-_BINARY = frozenset({
+_ARITHMETIC = frozenset({
     "add", "sub", "mul", "udiv", "sdiv", "urem", "srem", "and", "or", "xor", "shl", "lshr", "ashr",
-    "intr.smin", "intr.smax", "intr.umin", "intr.umax",
+    "intr.smin", "intr.smax", "intr.umin", "intr.umax", "intr.ctlz", "intr.abs", "zext", "sext", "trunc",
 })  # fmt: skip
-_CASTS = frozenset({"zext", "sext", "trunc"})
 _FLOAT_CASTS = frozenset({"sitofp", "uitofp", "fptosi", "fptoui", "fptrunc", "fpext", "fneg", "fcmp"})
 _SAME = frozenset({"ptrtoint", "inttoptr", "addrspacecast", "bitcast", "freeze"})
 _NOTHING = frozenset({"intr.assume", "intr.lifetime.start", "intr.lifetime.end"})
@@ -40,6 +39,10 @@ class Call:
     arguments: list[Value]
     memory: Memory
     at: Instruction
+
+    def cell(self, at: Pointer, offset: int) -> Value:
+        """What was written `offset` bytes behind `at`; None where nothing was."""
+        return self.memory.get(at.memory, {}).get(at.offset + offset, (0, None))[1]
 
 
 @dataclass(slots=True)
@@ -236,7 +239,7 @@ class Run:
             made = method(self, instruction, operands, memory)
         elif name in _SAME:
             made = operands[0]
-        elif name in _BINARY or name in _CASTS or name in FLOAT_OPERATIONS or name in _FLOAT_CASTS:
+        elif name in _ARITHMETIC or name in FLOAT_OPERATIONS or name in _FLOAT_CASTS:
             made = self.arithmetic(instruction, operands)
         else:
             raise BuildError(
@@ -296,12 +299,6 @@ class Run:
         if isinstance(condition, list):
             return self.machine.filled(self.layout(instruction), lambda leaf: self._strange(instruction, leaf.width))
         return self.merge(condition, a, b, instruction)
-
-    def leading_zeros(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
-        return self.graph.make("ctlz", operands[0].width, operands[0])
-
-    def absolute(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
-        return self.graph.make("abs", operands[0].width, operands[0])
 
     def extract(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
         value = operands[0]
@@ -400,8 +397,6 @@ _METHODS: dict[str, Callable[[Run, Instruction, list[Value], Memory], Value]] = 
     "mlir.addressof": Run.address_of,
     "icmp": Run.compare,
     "select": Run.select,
-    "intr.ctlz": Run.leading_zeros,
-    "intr.abs": Run.absolute,
     "extractvalue": Run.extract,
     "insertvalue": Run.insert,
     "alloca": Run.allocate,

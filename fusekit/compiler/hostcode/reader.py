@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusekit.abi import Constraint, LaunchRecord, render
+from fusekit.abi import Constraint, Expr, LaunchRecord, LaunchStep, render
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol
 from fusekit.compiler.hostcode.expressions import Writer
-from fusekit.compiler.hostcode.layout import Layout
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
-from fusekit.compiler.hostcode.parts import Launch, Part, constraint
+from fusekit.compiler.hostcode.parameters import Parameters
 from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.compiler.hostfunction import TracePlan
 from fusekit.errors import BuildError
@@ -29,7 +27,6 @@ _COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6  # cudaLaunchAttributeID
 _LARGEST_SHARED, _CARVEOUT, _NON_PORTABLE = 8, 9, 14  # cudaFuncAttribute
 _PORTABLE_CLUSTER = 8
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
-_MAP_BYTES = 128
 
 
 def read(module: Any, plan: TracePlan, cubin: bytes) -> LaunchRecord:
@@ -104,20 +101,21 @@ class _Record:
         self._lowering = Lowering(machine.graph, self._algebra, terms, arguments.floats)
         # What a launcher refuses by itself: term -> the range that it allows.
         self._allowed: dict[Term, tuple[int, int]] = {}
+        scalars = frozenset(scalar.name for scalar in plan.signature.scalars)
+        self._parameters = Parameters(machine.types, self._lowering, scalars, self._allow)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
-        launches = [self._launch(call) for call in calls]
+        drafts = [self._launch(call) for call in calls]
         traps = [self._lowering.condition(bits) for bits, _ in self._machine.traps]
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
-        read_terms = (term for launch in launches for term in launch.terms())
-        writer = Writer([*read_terms, *(guard.term for guard in guards), *traps])
-        constraints = [constraint(guard, writer) for guard in guards]
+        writer = Writer([*self._parameters.terms, *(guard.term for guard in guards), *traps])
+        constraints = [_constraint(guard, writer) for guard in guards]
         constraints += [
             Constraint(writer.write(trap), f"the host function stops the program where {render(writer.write(trap))}")
             for trap in traps
             if trap is not self._algebra.const(0)
         ]
-        first, *then = (launch.step(writer) for launch in launches)
+        first, *then = (draft(writer) for draft in drafts)
         signature = self._plan.signature
         record = LaunchRecord(
             arch=signature.arch,
@@ -137,12 +135,12 @@ class _Record:
 
     # -- what a launch is given
 
-    def _launch(self, call: Call) -> Launch:
+    def _launch(self, call: Call) -> Callable[[Writer], LaunchStep]:
         config, kernel, parameters = call.arguments
         if not isinstance(kernel, Symbol) or not isinstance(config, Pointer) or not isinstance(parameters, Pointer):
             raise BuildError(f"host code: a launch whose kernel or configuration is not known: {call.at.place}")
         symbol = kernel.name.removeprefix(_KERNELS)
-        stream = self._cell(call, config, _STREAM)
+        stream = call.cell(config, _STREAM)
         if stream is not self._arguments.stream:
             raise BuildError(
                 f"host code: it launches on another stream than the one that it is given: {call.at.place}; take a"
@@ -153,22 +151,20 @@ class _Record:
             self._allow(extent, 1, limit)
         cluster, attributes = self._launch_attributes(call, config, symbol)
         x, y, z = (self._constant(call, config, _BLOCK + 4 * axis, "the block") for axis in range(3))
-        return Launch(
-            symbol,
-            grid,
-            (x, y, z),
-            self._constant(call, config, _SHARED, "the size of shared memory"),
-            cluster,
-            attributes,
-            self._parameters(call, parameters, symbol),
-        )
+        shared = self._constant(call, config, _SHARED, "the size of shared memory")
+        self._parameters.terms += grid
+        drafts = self._parameters.of(call, parameters, cubins.read(self._cubin, symbol))
 
-    def _cell(self, call: Call, at: Pointer, offset: int) -> Any:
-        cells = call.memory.get(at.memory, {})
-        return cells.get(at.offset + offset, (0, None))[1]
+        def draft(writer: Writer) -> LaunchStep:
+            names: set[str] = set()
+            gx, gy, gz = (writer.write(extent) for extent in grid)
+            made = tuple(each(writer, names) for each in drafts)
+            return LaunchStep(made, (gx, gy, gz), (x, y, z), cluster, shared, symbol, attributes)
+
+        return draft
 
     def _number(self, call: Call, at: Pointer, offset: int) -> Bits:
-        value = self._cell(call, at, offset)
+        value = call.cell(at, offset)
         if not isinstance(value, Bits):
             raise BuildError(f"host code: a launch configuration that is not filled in: {call.at.place}")
         return value
@@ -186,7 +182,7 @@ class _Record:
         self, call: Call, config: Pointer, symbol: str
     ) -> tuple[tuple[int, int, int], dict[str, int]]:
         cluster, found = (1, 1, 1), {}
-        base = self._cell(call, config, _ATTRIBUTES)
+        base = call.cell(config, _ATTRIBUTES)
         for index in range(self._constant(call, config, _ATTRIBUTE_COUNT, "the number of attributes")):
             at = Pointer(base.memory, base.offset + index * _ATTRIBUTE_BYTES)
             kind = self._constant(call, at, 0, "a launch attribute")
@@ -207,91 +203,9 @@ class _Record:
             found["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
         return cluster, {name: value for name, value in found.items() if value}
 
-    # -- parameters
-
-    def _parameters(self, call: Call, pointers: Pointer, symbol: str) -> list[Part]:
-        places = cubins.read(self._cubin, symbol).parameters
-        parts = []
-        for index, place in enumerate(places):
-            at = self._cell(call, pointers, 8 * index)
-            layout = self._machine.types[at.memory] if isinstance(at, Pointer) else None
-            if layout is None or layout.size != place.size:
-                raise BuildError(
-                    f"host code: parameter {index} of {symbol} has {layout.size if layout else 0} bytes, in the cubin"
-                    f" {place.size}: {call.at.place}"
-                )
-            parts.append(self._parameter(call, at, layout, place.offset))
-        if self._cell(call, pointers, 8 * len(places)) is not None:
-            raise BuildError(f"host code: it passes more parameters than {symbol} has: {call.at.place}")
-        return parts
-
-    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int) -> Part:
-        if _is_map(layout):
-            words = [self._cell(call, at, 8 * index) for index in range(maps.WORDS)]
-            fields = maps.read(words, self._lowering)
-            if not fields.raw:
-                for dim in fields.dims:
-                    self._allow(dim, 1, 2**32)
-                for stride in fields.strides:
-                    self._allow(stride, 0, 2**40 - 1)
-            return Part("map", offset, _MAP_BYTES, fields, self._base(fields.address, call)[0])
-        parts = []
-        for leaf in layout.leaves:
-            bits = self._cell(call, at, leaf.offset)
-            if bits is None or (isinstance(bits, Bits) and bits.op == "undefined"):
-                continue  # padding, or a field that the kernel does not read
-            if not isinstance(bits, Bits):
-                raise BuildError(f"host code: a parameter is an address of the host's memory: {call.at.place}")
-            parts.append(self._scalar(call, bits, leaf.kind, leaf.offset, leaf.size))
-        if len(layout.leaves) == 1 and len(parts) == 1 and parts[0].offset == 0 and parts[0].size == layout.size:
-            parts[0].offset = offset
-            return parts[0]
-        return Part("struct", offset, layout.size, parts)
-
-    def _scalar(self, call: Call, bits: Bits, kind: str, offset: int, size: int) -> Part:
-        if kind == "float":
-            value = self._lowering.float(bits)
-            own = isinstance(value, str) and value in {scalar.name for scalar in self._plan.signature.scalars}
-            return Part("float", offset, size, value, str(value) if own else "")
-        if kind == "pointer":
-            term = self._lowering.lower(bits)
-            if term.is_const:  # none
-                return Part("integer", offset, size, term)
-            argument, shift = self._base(term, call)
-            return Part("pointer", offset, size, shift, argument)
-        # A flag of one bit lies in a byte.
-        term = self._lowering.condition(bits) if bits.width == 1 else self._lowering.lower(bits)
-        return Part("integer", offset, size, self._within(term, 8 * size, bits.op == "trunc"))
-
-    def _within(self, term: Term, bits: int, cut: bool) -> Term:
-        """`term` as a word of `bits` bits: a launcher refuses what does not fit.
-
-        cut: whether it was made of a wider value, and may be meant without a sign.
-        """
-        half = 1 << bits - 1
-        signed, unsigned = term.low >= -half and term.high < half, term.low >= 0 and term.high < 2 * half
-        if signed or unsigned or not cut:
-            self._allow(term, -half, 2 * half - 1)
-            return term
-        if term.low < -half or term.high >= 2 * half:
-            self._lowering.guard(term, -half, 2 * half - 1)
-        return self._algebra.mod(term, self._algebra.const(2 * half))
-
     def _allow(self, term: Term, low: int, high: int) -> None:
         before = self._allowed.get(term, (low, high))
         self._allowed[term] = max(low, before[0]), min(high, before[1])
-
-    def _base(self, term: Term, call: Call) -> tuple[str, Term]:
-        """(the argument whose address a pointer is made of, what is added to it in bytes)."""
-        _, parts = self._algebra.linear(term)
-        names = [part for part in parts if part.op == "variable" and part.args[0].endswith(".address")]
-        if len(names) != 1 or parts[names[0]] != 1:
-            written = render(Writer([term]).write(term))
-            raise BuildError(
-                f"host code: a pointer is {written}; a launch record knows an argument's address and an offset to it:"
-                f" {call.at.place}"
-            )
-        return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])
 
     def _implied(self, guard: Guard) -> bool:
         low, high = self._allowed.get(guard.term, (guard.low - 1, guard.high + 1))
@@ -301,6 +215,21 @@ class _Record:
 _STEP = ("symbol", "parameters", "grid", "block", "cluster", "dynamic_shared", "attributes")
 
 
-def _is_map(layout: Layout) -> bool:
-    words = tuple(leaf.width for leaf in layout.leaves if leaf.kind == "integer")
-    return layout.size == _MAP_BYTES and words == (64,) * 16 and layout.alignment == 8
+def _constraint(guard: Guard, writer: Writer) -> Constraint:
+    """0 where the guard holds."""
+    term = writer.write(guard.term)
+    over: list[Expr] = []
+    rules = []
+    if guard.term.low < guard.low:
+        over.append(("sub", guard.low, term))
+        rules.append(f"at least {guard.low}")
+    if guard.term.high > guard.high:
+        most = min(guard.high, 2**63 - 1)  # what a launcher computes with
+        over.append(("sub", term, most))
+        rules.append(f"at most {most}")
+    expr: Expr = ("max", 0, *over)
+    if not guard.condition.is_const:
+        expr = ("if", writer.write(guard.condition), expr, 0)
+    return Constraint(
+        expr, f"{render(term)} must be {' and '.join(rules)}: the kernel's host code computes with no more bits"
+    )

@@ -1,0 +1,176 @@
+"""The parameters of a launch, read out of the memory that host code filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusekit.abi import (
+    FloatParameter,
+    IntegerParameter,
+    Parameter,
+    PointerParameter,
+    StructParameter,
+    TensorMapParameter,
+    render,
+)
+from fusekit.compiler.cubin import Cubin
+from fusekit.compiler.hostcode import maps
+from fusekit.compiler.hostcode.bits import Bits, Pointer
+from fusekit.compiler.hostcode.expressions import Writer
+from fusekit.compiler.hostcode.layout import Layout, Leaf
+from fusekit.compiler.hostcode.lower import Lowering
+from fusekit.compiler.hostcode.machine import Call
+from fusekit.compiler.hostcode.terms import Term
+from fusekit.errors import BuildError
+
+Draft = Callable[[Writer, set[str]], Any]
+"""Makes a parameter or a field, once all terms are known. The set has the names that are taken."""
+
+_MAP_BYTES = 128
+_MODES = ("dtype", "box", "element_strides", "interleave", "swizzle", "l2_promotion", "oob_fill")
+
+
+class Parameters:
+    """Reads parameters. terms: everything in them that will be an expression.
+
+    types: of each piece of host memory. scalars: the f32 arguments. allow: is told what a launcher refuses by itself.
+    """
+
+    def __init__(
+        self,
+        types: Mapping[int, Layout],
+        lowering: Lowering,
+        scalars: frozenset[str],
+        allow: Callable[[Term, int, int], None],
+    ) -> None:
+        self.terms: list[Term] = []
+        self._types, self._lowering, self._algebra = types, lowering, lowering.algebra
+        self._scalars, self._allow = scalars, allow
+
+    def of(self, call: Call, pointers: Pointer, kernel: Cubin) -> list[Draft]:
+        """Those of the launch `call`, whose addresses lie at `pointers`."""
+        drafts = []
+        for index, place in enumerate(kernel.parameters):
+            at = call.cell(pointers, 8 * index)
+            layout = self._types[at.memory] if isinstance(at, Pointer) else None
+            if layout is None or layout.size != place.size:
+                raise BuildError(
+                    f"host code: parameter {index} of {kernel.symbol} has {layout.size if layout else 0} bytes, in the"
+                    f" cubin {place.size}: {call.at.place}"
+                )
+            drafts.append(self._parameter(call, at, layout, place.offset))
+        if call.cell(pointers, 8 * len(kernel.parameters)) is not None:
+            raise BuildError(f"host code: it passes more parameters than {kernel.symbol} has: {call.at.place}")
+        return drafts
+
+    def _parameter(self, call: Call, at: Pointer, layout: Layout, offset: int) -> Draft:
+        if _is_map(layout):
+            return self._map(call, at, offset)
+        cells = [(leaf, call.cell(at, leaf.offset)) for leaf in layout.leaves]
+        # The others are padding, or fields that the kernel does not read.
+        filled = [(leaf, bits) for leaf, bits in cells if bits is not None and getattr(bits, "op", "") != "undefined"]
+        if len(cells) == len(filled) == 1 and cells[0][0].size == layout.size:
+            return self._scalar(call, *filled[0], offset)
+        fields = [self._scalar(call, leaf, bits, leaf.offset) for leaf, bits in filled]
+
+        def draft(writer: Writer, names: set[str]) -> Parameter:
+            inside: set[str] = set()
+            made = tuple(field(writer, inside) for field in fields)
+            return StructParameter(_name("struct", names), layout.size, made, offset)
+
+        return draft
+
+    def _map(self, call: Call, at: Pointer, offset: int) -> Draft:
+        fields = maps.read([call.cell(at, 8 * index) for index in range(maps.WORDS)], self._lowering)
+        if not fields.raw:
+            for dim in fields.dims:
+                self._allow(dim, 1, 2**32)
+            for stride in fields.strides:
+                self._allow(stride, 0, 2**40 - 1)
+        argument = self._base(fields.address, call)[0]
+        self.terms += [fields.address, *fields.dims, *fields.strides]
+        return lambda writer, names: TensorMapParameter(
+            _name(f"map_{argument}", names),
+            argument,
+            offset,
+            address=writer.write(fields.address),
+            dims=tuple(writer.write(dim) for dim in fields.dims),
+            strides=tuple(writer.write(stride) for stride in fields.strides),
+            encoding="raw" if fields.raw else "driver",
+            **{mode: getattr(fields.modes, mode) for mode in _MODES},
+        )
+
+    def _scalar(self, call: Call, leaf: Leaf, bits: Any, offset: int) -> Draft:
+        if not isinstance(bits, Bits):
+            raise BuildError(f"host code: a parameter is an address of the host's memory: {call.at.place}")
+        if leaf.kind == "float":
+            value = self._lowering.float(bits)
+            if isinstance(value, str) and value in self._scalars:
+                return lambda writer, names: FloatParameter(_name(f"{value}_value", names), value, offset)
+            return lambda writer, names: FloatParameter(_name("float", names), "", offset, value)
+        term = self._lowering.condition(bits) if bits.width == 1 else self._lowering.lower(bits)
+        if leaf.kind == "pointer" and not term.is_const:
+            return self._pointer(call, term, offset)
+        if leaf.kind == "integer":
+            term = self._within(term, 8 * leaf.size, bits.op == "trunc")
+        self.terms.append(term)
+
+        def draft(writer: Writer, names: set[str]) -> Parameter:
+            value = writer.write(term)
+            name = _name(value.replace(".", "_") if isinstance(value, str) else "integer", names)
+            return IntegerParameter(name, _integer_type(term, 8 * leaf.size), value, offset)
+
+        return draft
+
+    def _pointer(self, call: Call, term: Term, offset: int) -> Draft:
+        argument, shift = self._base(term, call)
+        self.terms.append(shift)
+        return lambda writer, names: PointerParameter(
+            _name(f"{argument}_pointer", names), argument, offset, shift=writer.write(shift)
+        )
+
+    def _within(self, term: Term, bits: int, cut: bool) -> Term:
+        """`term` as a word of `bits` bits: a launcher refuses what does not fit.
+
+        cut: whether it was made of a wider value, and may be meant without a sign.
+        """
+        half = 1 << bits - 1
+        signed, unsigned = term.low >= -half and term.high < half, term.low >= 0 and term.high < 2 * half
+        if signed or unsigned or not cut:
+            self._allow(term, -half, 2 * half - 1)
+            return term
+        if term.low < -half or term.high >= 2 * half:
+            self._lowering.guard(term, -half, 2 * half - 1)
+        return self._algebra.mod(term, self._algebra.const(2 * half))
+
+    def _base(self, term: Term, call: Call) -> tuple[str, Term]:
+        """(the argument whose address a pointer is made of, what is added to it in bytes)."""
+        _, parts = self._algebra.linear(term)
+        names = [part for part in parts if part.op == "variable" and part.args[0].endswith(".address")]
+        if len(names) != 1 or parts[names[0]] != 1:
+            raise BuildError(
+                f"host code: a pointer is {render(Writer([term]).write(term))}; a launch record knows an argument's"
+                f" address and an offset to it: {call.at.place}"
+            )
+        return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])
+
+
+def _is_map(layout: Layout) -> bool:
+    words = tuple(leaf.width for leaf in layout.leaves if leaf.kind == "integer")
+    return layout.size == _MAP_BYTES and words == (64,) * 16 and layout.alignment == 8
+
+
+def _integer_type(term: Term, bits: int) -> str:
+    """Without a sign where only that holds all values, or for a byte."""
+    half = 1 << bits - 1
+    return f"{'u' if term.low >= 0 and half <= term.high < 2 * half else 'i'}{bits}"
+
+
+def _name(wanted: str, taken: set[str]) -> str:
+    name, count = wanted, 1
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    taken.add(name)
+    return name
