@@ -14,7 +14,7 @@ from fusekit.compiler import build, fakes
 from fusekit.compiler.capture import arch_of, captured, effective_options
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable
+from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable, member, members
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
 from fusekit.spec.parse import parse_text
@@ -141,29 +141,16 @@ class _Parameters:
 
 def _pairs(name: str, template: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
     """(run-time argument, its value), in the order of the trace. template: what it was traced with."""
-    found = list(flat(name, template))
-    if not found:
+    parts = members(template)
+    if parts is None:
         if template is None and value is not None:
             raise ArgumentError(f"{name} was compiled as None, so it must be None at a launch", argument=name)
+        yield from ((leaf, value) for leaf in flat(name, template))
         return
-    if len(found) == 1 and found[0].fake is template:
-        yield found[0], value
-    elif hasattr(template, "_fields") or dataclasses.is_dataclass(template):
-        for member in _members(template):
-            yield from _pairs(f"{name}_{member}", getattr(template, member), getattr(value, member))
-    else:
-        if not isinstance(value, tuple | list) or len(value) != len(template):
-            raise ArgumentError(f"{name} must be {len(template)} values, as it was compiled", argument=name)
-        for index, (each, item) in enumerate(zip(template, value, strict=True)):
-            yield from _pairs(f"{name}_{index}", each, item)
-
-
-def _members(template: Any) -> list[str]:
-    """The members of a NamedTuple or a dataclass that are no constants of the trace."""
-    if hasattr(template, "_fields"):
-        told = getattr(type(template), "__annotations__", {})
-        return [name for name in template._fields if "Constexpr" not in str(told.get(name, ""))]
-    return [field.name for field in dataclasses.fields(template) if "Constexpr" not in str(field.type)]
+    if isinstance(parts, range) and (not isinstance(value, tuple | list) or len(value) != len(parts)):
+        raise ArgumentError(f"{name} must be {len(template)} values, as it was compiled", argument=name)
+    for part in parts:
+        yield from _pairs(f"{name}_{part}", member(template, part), member(value, part))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -57,17 +57,13 @@ class Task:
     def name(self) -> str:
         return self.specs[0].full_name
 
-    @property
-    def arch(self) -> str:
-        return self.specs[0].arch
-
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
     """What a build would do: tasks that are in the store already, those that are not, and specs without a key."""
 
-    hits: tuple[Task, ...]
-    misses: tuple[Task, ...]
+    hits: tuple[Task, ...] = ()
+    misses: tuple[Task, ...] = ()
     failed: tuple[Failed, ...] = ()
 
     @property
@@ -264,13 +260,9 @@ def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = 
 
 
 def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[Spec, ...]) -> Task:
-    summary = None
-    for spec in specs:
-        summary = store.settled(record_of(key, spec))
-        if summary is None:
-            break
-    else:
-        return Task(key, fields, specs, summary, named=True)
+    summaries = [store.settled(record_of(key, spec)) for spec in specs]
+    if None not in summaries:
+        return Task(key, fields, specs, summaries[-1], named=True)
     entry = store.present(key)
     return Task(key, fields, specs, None if entry is None else entry.summary())
 
@@ -382,33 +374,22 @@ def _home(spec: Spec) -> tuple[str, str] | None:
 
 def _unchanged(task: Task) -> None:
     """Raises BuildError if a source was edited meanwhile: which version was compiled can then not be told."""
-    sources, toolchain = _labelled(task.fields, "source."), _labelled(task.fields, "toolchain.")
-    names = [f"source.{name}" for name in changed(sources)]
-    names += [f"toolchain.{name}" for name, _ in sorted(toolchain.items() ^ distributions().items())]
     spec = task.specs[0]
-    if isinstance(spec, ExternSpec):
-        before = {label: value for label, value in task.fields.items() if label.startswith("foreign.")}
-        names += [label for label, _ in sorted(before.items() ^ Foreign().fields(spec).items())]
+    now = {f"toolchain.{name}": version for name, version in distributions().items()}
+    now |= Foreign().fields(spec) if isinstance(spec, ExternSpec) else {}
+    before = {label: value for label, value in task.fields.items() if label.startswith(("toolchain.", "foreign."))}
+    sources = {label[7:]: value for label, value in task.fields.items() if label.startswith("source.")}
+    names = [f"source.{name}" for name in changed(sources)]
+    names += [label for label, _ in sorted(before.items() ^ now.items())]
     if names:
         listed = ", ".join(dict.fromkeys(names))
         raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
 
 
 def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:
-    return [
-        Built(
-            name=spec.full_name,
-            arch=spec.arch,
-            key=task.key,
-            cubin_sha256=summary["cubin_sha256"],
-            bytes=summary["bytes"],
-            seconds=summary["seconds"],
-            proved_launches=summary["launches"],
-            registers=summary["registers"],
-            spill_bytes=summary["spill_bytes"],
-        )
-        for spec in task.specs
-    ]
+    facts = (summary[name] for name in ("cubin_sha256", "bytes", "seconds", "launches", "registers", "spill_bytes"))
+    told = (task.key, *facts)
+    return [Built(spec.full_name, spec.arch, *told) for spec in task.specs]
 
 
 def _fail(report: BuildReport, task: Task, error: Exception) -> None:
@@ -418,8 +399,3 @@ def _fail(report: BuildReport, task: Task, error: Exception) -> None:
         raise error
     detail = "\n".join(getattr(error, "__notes__", ()))
     report.failed += [Failed(spec.full_name, spec.arch, str(error), detail) for spec in task.specs]
-
-
-def _labelled(fields: dict[str, str], prefix: str) -> dict[str, str]:
-    """The fields of one kind, by what follows `prefix`."""
-    return {label.removeprefix(prefix): value for label, value in fields.items() if label.startswith(prefix)}

@@ -50,7 +50,7 @@ class Captured:
         head = {"name": self.name, "op": "extern", "arch": self.arch, "source": self.source}
         if self.distributions:
             head["distributions"] = list(self.distributions)  # type: ignore[assignment]
-        lines = ["[[kernel]]", *(f"{key} = {_toml(value)}" for key, value in head.items())]
+        lines = ["[[kernel]]", *(f"{key} = {toml_value(value)}" for key, value in head.items())]
         for title, table in (("params", self.params), ("arguments", self.arguments)):
             if table:
                 lines += ["", f"[kernel.{title}]", *(f"{_key(key)} = {_lines(value)}" for key, value in table.items())]
@@ -251,20 +251,21 @@ def _name(source: str) -> str:
 def _lines(value: Any) -> str:
     """A value of TOML; a long list has a line for each item."""
     if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        return "[\n" + "".join(f"  {_toml(item)},\n" for item in value) + "]"
-    return _toml(value)
+        return "[\n" + "".join(f"  {toml_value(item)},\n" for item in value) + "]"
+    return toml_value(value)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A JSON value as TOML has it."""
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items())
+        inside = ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     return json.dumps(value)
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,18 +83,14 @@ def host_callable(function: Callable[..., Any]) -> Callable[..., Any]:
 def flat(name: str, value: Any) -> Iterator[Leaf]:
     """The run-time arguments in one parameter of the host function."""
     kind = type(value).__name__
+    parts = members(value)
     if value is None or isinstance(value, bool | str | enum.Enum | type):
         return  # compiled away, or into the code
     if hasattr(value, "_assumed_align") and hasattr(value, "element_type") and hasattr(value, "shape"):
         yield Leaf(name, TENSOR, _dtype(name, value.element_type), value)
-    elif hasattr(value, "_fields"):
-        told = getattr(type(value), "__annotations__", {})
-        for member in value._fields:
-            if "Constexpr" not in str(told.get(member, "")):
-                yield from flat(f"{name}_{member}", getattr(value, member))
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from flat(f"{name}_{index}", item)
+    elif parts is not None:
+        for part in parts:
+            yield from flat(f"{name}_{part}", member(value, part))
     elif kind == "CUstream" or "FakeStream" in kind:
         yield Leaf(name, STREAM, "", value)
     elif kind in _INTEGERS or isinstance(value, int):
@@ -103,14 +99,27 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, FLOAT, "f32", value)
     elif "Pointer" in kind:
         yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
-    elif dataclasses.is_dataclass(value):
-        for member in dataclasses.fields(value):
-            if "Constexpr" not in str(member.type):
-                yield from flat(f"{name}_{member.name}", getattr(value, member.name))
     elif hasattr(value, "__get_mlir_types__"):
         raise BuildError(
             f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Float32"
         )
+
+
+def members(value: Any) -> Sequence[str | int] | None:
+    """What a NamedTuple, a tuple, a list or a dataclass holds, but for constants of the trace; None of any other."""
+    if hasattr(value, "_fields"):
+        told = getattr(type(value), "__annotations__", {})
+        return [name for name in value._fields if "Constexpr" not in str(told.get(name, ""))]
+    if isinstance(value, tuple | list):
+        return range(len(value))
+    if dataclasses.is_dataclass(value):
+        return [each.name for each in dataclasses.fields(value) if "Constexpr" not in str(each.type)]
+    return None
+
+
+def member(value: Any, part: str | int) -> Any:
+    """One of the `members` of a value."""
+    return value[part] if isinstance(part, int) else getattr(value, part)
 
 
 def _dtype(name: str, element: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusekit.compiler.capture import toml_value
 from fusekit.compiler.foreign import search_path
 from fusekit.compiler.options import environment
 from fusekit.errors import BuildError
@@ -87,7 +88,7 @@ def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: 
         f"arch = {json.dumps(arch)}",
     ]
     if params:
-        lines.append("params = { " + ", ".join(f"{key} = {_toml(value)}" for key, value in params.items()) + " }")
+        lines.append(f"params = {toml_value(params)}")
     lines += ["", "[kernel.arguments]"]
     for leaf in leaves:
         lines += _argument(leaf)
@@ -111,11 +112,3 @@ def _argument(leaf: Mapping[str, Any]) -> list[str]:
         f"# {leaf['dtype']}, given at launch; value = an expression computes an integer",
         f'{name} = {{ doc = "" }}',
     ]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)

@@ -224,7 +224,7 @@ def test_a_missing_package_fails_its_own_kernel_alone(folder):
         " folder; install it, or build from the folder that it is in",
     ]
     assert len(wanted.misses) == 1
-    report = execute(BuildPlan((), (), wanted.failed), store)
+    report = execute(BuildPlan(failed=wanted.failed), store)
     assert report.failed == list(wanted.failed)
     assert not report.ok
     assert explained(store, lost[0], Identity()).status == "unknown"
