@@ -1,6 +1,7 @@
 """fusekit lock and build --check: what was built, committed, and built again."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,31 @@ def test_a_sample_of_the_committed_manifest_is_built_again():
     checked = check_build(manifest, [NAME])
     assert not checked.report.failed
     assert checked.ok, (*checked.comparison.changed, *checked.comparison.missing, "`fusekit lock --write` renews it")
+
+
+def test_foreign_kernels_are_locked_where_they_are_asked_for(fusekit, tmp_path):
+    (tmp_path / "locks").mkdir()
+    shutil.copy(Path(__file__).parents[1] / "compiler" / "foreignkernels.py", tmp_path)
+    (tmp_path / "own.toml").write_text("""schema = 1
+[[kernel]]
+name = "twice"
+op = "extern"
+source = "foreignkernels:twice"
+arch = "sm_90a"
+arguments.x = { role = "input", shape = ["M", "N"] }
+arguments.y = { role = "output", shape = ["M", "N"] }
+""")
+    arguments = ("lock", "own.toml", "--folder", "locks")
+    assert "allow it with --allow-extern" in fusekit(*arguments, "--write", code=2).err
+    fusekit.environment["FUSEKIT_ALLOW_EXTERN"] = "1"
+    written = fusekit(*arguments, "--write", "--json").json
+    assert (written["same"], written["missing"]) == (["own/twice@base"], [])
+    assert fusekit(*arguments).out == "1 same, 0 changed, 0 missing\n"
+    checked = fusekit("build", "own.toml", "--check", *written["written"], "--json").json
+    assert (checked["same"], checked["failed"]) == (["own/twice@base"], [])
+    (tmp_path / "foreignkernels.py").write_text((tmp_path / "foreignkernels.py").read_text() + "# changed\n")
+    assert [row["name"] for row in fusekit(*arguments, "--json", code=1).json["missing"]] == ["own/twice@base"]
+    (tmp_path / "foreignkernels.py").unlink()
+    failed = fusekit("build", "own.toml", "quickstart/linear", "--dry-run", "--json", code=1).json
+    assert [row["name"] for row in failed["failed"]] == ["own/twice@base"]
+    assert [row["name"] for row in failed["would_build"]] == ["quickstart/linear@128x128-c2x1"]
