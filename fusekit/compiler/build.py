@@ -380,16 +380,14 @@ def _unchanged(task: Task) -> None:
     before = {label: value for label, value in task.fields.items() if label.startswith(("toolchain.", "foreign."))}
     sources = {label[7:]: value for label, value in task.fields.items() if label.startswith("source.")}
     names = [f"source.{name}" for name in changed(sources)]
-    names += [label for label, _ in sorted(before.items() ^ now.items())]
+    names += dict.fromkeys(label for label, _ in sorted(before.items() ^ now.items()))
     if names:
-        listed = ", ".join(dict.fromkeys(names))
-        raise BuildError(f"{listed} changed while {task.name} was compiled; run the build again")
+        raise BuildError(f"{', '.join(names)} changed while {task.name} was compiled; run the build again")
 
 
 def _rows(task: Task, summary: Mapping[str, Any]) -> list[Built]:
-    facts = (summary[name] for name in ("cubin_sha256", "bytes", "seconds", "launches", "registers", "spill_bytes"))
-    told = (task.key, *facts)
-    return [Built(spec.full_name, spec.arch, *told) for spec in task.specs]
+    facts = [summary[name] for name in ("cubin_sha256", "bytes", "seconds", "launches", "registers", "spill_bytes")]
+    return [Built(spec.full_name, spec.arch, task.key, *facts) for spec in task.specs]
 
 
 def _fail(report: BuildReport, task: Task, error: Exception) -> None:

@@ -28,6 +28,7 @@ _ARITHMETIC = frozenset({
 })  # fmt: skip
 _FLOAT_CASTS = frozenset({"sitofp", "uitofp", "fptosi", "fptoui", "fptrunc", "fpext", "fneg", "fcmp"})
 _SAME = frozenset({"ptrtoint", "inttoptr", "addrspacecast", "bitcast", "freeze"})
+_ASKING = frozenset({"_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
 _NOTHING = frozenset({"intr.assume", "intr.lifetime.start", "intr.lifetime.end"})
 
 
@@ -89,9 +90,7 @@ class Machine:
 
     def call(self, name: str, arguments: Sequence[Value], memory: Memory) -> Ending | None:
         """Executes a function of the module; None where every way ends in a trap."""
-        function = self.function(name)
-        run = Run(self, function)
-        return run.blocks(0, list(arguments), memory, EXIT)
+        return Run(self, self.function(name)).blocks(0, list(arguments), memory, EXIT)
 
     def step(self) -> None:
         self._steps += 1
@@ -219,14 +218,12 @@ class Run:
             a, b = first.get(name, {}), second.get(name, {})
             merged[name] = cells = {}
             for offset in sorted(a.keys() | b.keys()):
-                size, value = a.get(offset) or b[offset]
-                if a.get(offset) is b.get(offset) or a.get(offset) == b.get(offset):
-                    cells[offset] = (size, value)
-                elif offset in a and offset in b and a[offset][0] == b[offset][0]:
-                    cells[offset] = (size, self.merge(condition, a[offset][1], b[offset][1], at))
+                (size, x), (other, y) = a.get(offset, (0, None)), b.get(offset, (0, None))
+                if size == other:
+                    cells[offset] = (size, x if x == y else self.merge(condition, x, y, at))
                 else:
                     why = f"only one side of a branch on the arguments writes it: {at.place}"
-                    cells[offset] = (size, self.graph.unknown(why, 8 * size))
+                    cells[offset] = (size or other, self.graph.unknown(why, 8 * (size or other)))
         return merged
 
     def execute(self, instruction: Instruction, memory: Memory) -> None:
@@ -249,18 +246,15 @@ class Run:
             self.slots[instruction.result] = made
 
     def arithmetic(self, instruction: Instruction, operands: list[Value]) -> Value:
-        width = self.layout(instruction).leaves[0].width
-        if any(isinstance(item, list) for item in operands):
-            return self.machine.filled(self.layout(instruction), lambda leaf: self._strange(instruction, leaf.width))
-        if not all(isinstance(item, Bits) for item in operands):
-            return self._strange(instruction, width)
-        name = instruction.name.removeprefix("intr.")
-        if name in _FLOAT_CASTS or (name in FLOAT_OPERATIONS and width != 32):
-            return self._strange(instruction, width)
+        name, width = instruction.name.removeprefix("intr."), self.layout(instruction).leaves[0].width
+        strange = name in _FLOAT_CASTS or (name in FLOAT_OPERATIONS and width != 32)
+        if strange or not all(isinstance(item, Bits) for item in operands):
+            return self.unknown(instruction)
         return self.graph.make(name, width, *operands)
 
-    def _strange(self, instruction: Instruction, width: int) -> Bits:
-        return self.graph.unknown(f"a launch record cannot compute {instruction.place}", width)
+    def unknown(self, instruction: Instruction) -> Value:
+        why = f"a launch record cannot compute {instruction.place}"
+        return self.machine.filled(self.layout(instruction), lambda leaf: self.graph.unknown(why, leaf.width))
 
     def layout(self, instruction: Instruction) -> Layout:
         return self.machine.layouts.of(instruction.operation.results[0].type)
@@ -278,7 +272,7 @@ class Run:
         if isinstance(value, ir.DenseIntElementsAttr):
             items = [value[0]] * len(layout.parts) if value.is_splat else list(value)
             return [self.graph.const(int(item), leaf.width) for item, leaf in zip(items, layout.leaves, strict=True)]
-        return self.machine.filled(layout, lambda leaf: self._strange(instruction, leaf.width))
+        return self.unknown(instruction)
 
     def zero(self, instruction: Instruction, *_: Any) -> Value:
         return self.machine.filled(self.layout(instruction), lambda leaf: self.graph.const(0, leaf.width))
@@ -291,13 +285,13 @@ class Run:
 
     def compare(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
         if not all(isinstance(item, Bits) for item in operands):
-            return self._strange(instruction, 1)
+            return self.unknown(instruction)
         return self.graph.compare(PREDICATES[instruction.attributes["predicate"].value], *operands)
 
     def select(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
         condition, a, b = operands
         if isinstance(condition, list):
-            return self.machine.filled(self.layout(instruction), lambda leaf: self._strange(instruction, leaf.width))
+            return self.unknown(instruction)
         return self.merge(condition, a, b, instruction)
 
     def extract(self, instruction: Instruction, operands: list[Value], _: Memory) -> Value:
@@ -336,7 +330,7 @@ class Run:
                     offset += place
             return Pointer(base.memory, offset)
         if len(indices) != 1:
-            return self._strange(instruction, 64)
+            return self.unknown(instruction)
         index = indices[0] if indices[0].width == 64 else self.graph.make("sext", 64, indices[0])
         step = self.graph.make("mul", 64, index, self.graph.const(layout.size, 64))
         return self.graph.make("add", 64, base, step)
@@ -369,18 +363,16 @@ class Run:
             )
         copied = {number: dict(cells) for number, cells in memory.items()}
         machine.calls.append(Call(name, operands, copied, instruction))
-        for at, unknown in zip(operands, _written_by(name), strict=False):
-            if unknown and isinstance(at, Pointer):
-                layout = machine.types[at.memory]
-                value = self.graph.unknown(f"{name} answers it", layout.leaves[0].width)
-                machine.store(memory, at, value, layout, instruction)
+        if _answers(name) and isinstance(at := operands[0], Pointer):
+            layout = machine.types[at.memory]
+            value = self.graph.unknown(f"{name} answers it", layout.leaves[0].width)
+            machine.store(memory, at, value, layout, instruction)
         return self.graph.const(0, 32)
 
 
-def _written_by(name: str) -> tuple[bool, ...]:
-    """Which arguments of a driver call receive an answer."""
-    asks = {"_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"}
-    return (name in asks or name.startswith("_cudaOccupancy"),)
+def _answers(name: str) -> bool:
+    """Whether the first argument of a driver call receives an answer."""
+    return name in _ASKING or name.startswith("_cudaOccupancy")
 
 
 def _inserted(aggregate: Value, path: list[int], value: Value) -> Value:

@@ -1,88 +1,21 @@
-"""Integer terms in a normal form, each with what is known of its value: bounds, and a number that divides it.
+"""All that terms are made of: quotients, remainders, choices and conditions, over sums and products (`sums`).
 
-`Algebra` makes them. A rule is applied only where it holds for every value that the variables may have; their bounds
-and divisors are stated, never guessed. Sums are linear forms, so that equal sums are identical; a quotient by a
-constant gives up what is divisible; a remainder drops it. Terms are unbounded integers: that a machine word may be too
-narrow is the business of `lower`.
+A rule is applied only where it holds for every value that the variables may have; their bounds and divisors are stated,
+never guessed. A quotient by a constant gives up what is divisible; a remainder drops it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from fusekit.abi import Expr
+from fusekit.compiler.hostcode.sums import Range, Sums, Term
 
-INFINITY = 1 << 200
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """What is stated of a variable: it lies in [low, high] and is a multiple of divisor."""
-
-    low: int
-    high: int
-    divisor: int = 1
+__all__ = ["Algebra", "Range", "Term"]
 
 
-class Term:
-    """One term. op: const, variable, sum, product, floordiv, mod, min, max, bit_length, exp2, if; le0 and eq0 are 1
-    where their operand is at most 0 (is 0), else 0.
-    """
-
-    __slots__ = ("args", "divisor", "high", "low", "number", "op")
-
-    def __init__(self, op: str, args: tuple[Any, ...], low: int, high: int, divisor: int, number: int) -> None:
-        self.op, self.args, self.low, self.high, self.divisor, self.number = op, args, low, high, divisor, number
-
-    @property
-    def is_const(self) -> bool:
-        return self.op == "const"
-
-    @property
-    def value(self) -> int:
-        """Of a constant."""
-        value: int = self.args[0]
-        return value
-
-    @property
-    def is_boolean(self) -> bool:
-        return self.low >= 0 and self.high <= 1
-
-    def __repr__(self) -> str:
-        return f"{self.op}({', '.join(map(str, self.args))})"
-
-
-Linear = tuple[int, dict[Term, int]]
-
-
-class Algebra:
+class Algebra(Sums):
     """Makes terms over `variables`, by name."""
-
-    def __init__(self, variables: Mapping[str, Range]) -> None:
-        self._variables = variables
-        self._terms: dict[Any, Term] = {}
-
-    # -- leaves and parts
-
-    def const(self, value: int) -> Term:
-        return self._make("const", (value,), value, value, abs(value))
-
-    def variable(self, name: str) -> Term:
-        known = self._variables[name]
-        low = -(-known.low // known.divisor) * known.divisor
-        high = known.high // known.divisor * known.divisor
-        return self._make("variable", (name,), low, high, known.divisor)
-
-    def linear(self, term: Term) -> Linear:
-        """(constant, term -> coefficient)."""
-        if term.op == "const":
-            return term.value, {}
-        if term.op == "sum":
-            return term.args[0], dict(term.args[1])
-        return 0, {term: 1}
 
     def term(self, expr: Expr) -> Term:
         """A record's expression as a term."""
@@ -103,122 +36,6 @@ class Algebra:
     def _if(self, condition: Term, a: Term, b: Term) -> Term:
         known = condition if condition.is_boolean else self.negation(self.equal(condition, self.const(0)))
         return self.choose(known, a, b)
-
-    # -- sums and products
-
-    def add(self, *items: Term) -> Term:
-        return self.combine([(item, 1) for item in items])
-
-    def sub(self, a: Term, b: Term) -> Term:
-        return self.combine([(a, 1), (b, -1)])
-
-    def scale(self, item: Term, factor: int) -> Term:
-        return self.combine([(item, factor)])
-
-    def plus(self, item: Term, value: int) -> Term:
-        return self.combine([(item, 1)], value)
-
-    def combine(self, items: Iterable[tuple[Term, int]], constant: int = 0) -> Term:
-        """The sum of terms times factors, and `constant`."""
-        total: dict[Term, int] = {}
-        for item, factor in items:
-            offset, parts = self.linear(item)
-            constant += factor * offset
-            for part, coefficient in parts.items():
-                total[part] = total.get(part, 0) + factor * coefficient
-        return self._sum(constant, {part: coefficient for part, coefficient in total.items() if coefficient})
-
-    def _sum(self, constant: int, parts: dict[Term, int]) -> Term:
-        simpler = self._without_quotient(constant, parts)
-        if simpler is not None:
-            return simpler
-        if not parts:
-            return self.const(constant)
-        if constant == 0 and len(parts) == 1:
-            ((part, coefficient),) = parts.items()
-            if coefficient == 1:
-                return part
-        if len(parts) == 1:
-            ((part, coefficient),) = parts.items()
-            if coefficient == 1 and part.op in ("min", "max"):
-                return self._extreme(part.op, tuple(self.plus(item, constant) for item in part.args))
-        ordered = tuple(sorted(parts.items(), key=lambda item: item[0].number))
-        low, high = self._sum_bounds(constant, ordered)
-        divisor = math.gcd(constant, *(coefficient * part.divisor for part, coefficient in ordered))
-        return self._make("sum", (constant, ordered), low, high, divisor)
-
-    def _sum_bounds(self, constant: int, parts: tuple[tuple[Term, int], ...]) -> tuple[int, int]:
-        low, high = _interval(constant, parts)
-        for part, coefficient in parts:
-            # exp2(bit_length(y)) lies in [y + 1, 2 * y + 1] for every y from 0, which matters where y is taken away.
-            if part.op == "exp2" and part.args[0].op == "bit_length" and part.args[0].args[0].low >= 0:
-                bounded = part.args[0].args[0]
-                rest = [item for item in parts if item[0] is not part]
-                for factor in (1, 2):
-                    offset, more = self.linear(self.combine([*rest, (bounded, factor * coefficient)], constant))
-                    side = _interval(offset + coefficient, tuple(more.items()))
-                    if (coefficient > 0) == (factor == 1):
-                        low = max(low, side[0])
-                    else:
-                        high = min(high, side[1])
-        return low, high
-
-    def _without_quotient(self, constant: int, parts: dict[Term, int]) -> Term | None:
-        """The sum with k * d * (y // d) written as k * (y - y % d), where that is shorter."""
-        for part, coefficient in parts.items():
-            quotient, factor = part, coefficient
-            if part.op == "product":
-                if len(part.args) != 2:
-                    continue
-                a, b = part.args
-                quotient = a if a.op == "floordiv" and a.args[1] is b else b
-                if quotient.op != "floordiv" or quotient.args[1] is not (b if quotient is a else a):
-                    continue
-            elif part.op == "floordiv" and part.args[1].is_const and coefficient % part.args[1].value == 0:
-                factor = coefficient // part.args[1].value
-            else:
-                continue
-            dividend, divisor = quotient.args
-            rest = {item: value for item, value in parts.items() if item is not part}
-            offset, more = self.linear(dividend)
-            for item, value in more.items():
-                rest[item] = rest.get(item, 0) + factor * value
-            remainder = self.mod(dividend, divisor)
-            if not remainder.is_const:
-                rest[remainder] = rest.get(remainder, 0) - factor
-            rest = {item: value for item, value in rest.items() if value}
-            if len(rest) < len(parts) or (remainder.is_const and len(rest) == len(parts)):
-                base = constant + factor * offset - (factor * remainder.value if remainder.is_const else 0)
-                return self.combine(rest.items(), base)
-        return None
-
-    def mul(self, *items: Term) -> Term:
-        factor = 1
-        atoms: list[Term] = []
-        for item in items:
-            content, rest = self._content(item)
-            factor *= content
-            if rest is not None:
-                atoms += rest.args if rest.op == "product" else [rest]
-        if factor == 0 or not atoms:
-            return self.const(factor)
-        made = atoms[0] if len(atoms) == 1 else self._product(tuple(sorted(atoms, key=lambda atom: atom.number)))
-        return self.scale(made, factor)
-
-    def _product(self, atoms: tuple[Term, ...]) -> Term:
-        low, high, divisor = 1, 1, 1
-        for atom in atoms:
-            corners = [x * y for x in (low, high) for y in (atom.low, atom.high)]
-            low, high, divisor = min(corners), max(corners), divisor * atom.divisor
-        return self._make("product", atoms, low, high, divisor)
-
-    def _content(self, term: Term) -> tuple[int, Term | None]:
-        """(the number that all parts have in common, the rest); a constant has no rest."""
-        constant, parts = self.linear(term)
-        if not parts:
-            return constant, None
-        common = math.gcd(constant, *parts.values())
-        return common, self._sum(constant // common, {part: value // common for part, value in parts.items()})
 
     # -- quotients and remainders; a divisor is at least 1
 
@@ -264,8 +81,7 @@ class Algebra:
         """(rest + constant) // d, where no part of rest is divisible and 0 <= constant < d."""
         common = math.gcd(d, *rest.values())
         if common > 1 and rest:
-            reduced = self._sum(constant // common, {part: value // common for part, value in rest.items()})
-            return self._floordiv(reduced, d // common)
+            return self._floordiv(self._reduced(constant, rest, common), d // common)
         a = self._sum(constant, rest)
         if a.low // d == a.high // d:
             return self.const(a.low // d)
@@ -319,8 +135,7 @@ class Algebra:
             return self.plus(a, -(a.low // m) * m)
         common = math.gcd(m, constant, *kept.values())
         if common > 1:
-            reduced = self._sum(constant // common, {part: value // common for part, value in kept.items()})
-            return self.scale(self._mod(reduced, m // common), common)
+            return self.scale(self._mod(self._reduced(constant, kept, common), m // common), common)
         a = self._sum(constant % m, kept)
         if a.low >= 0 and a.high < m:
             return a
@@ -374,11 +189,8 @@ class Algebra:
     def at_most(self, a: Term, b: Term) -> Term:
         """a <= b."""
         constant, parts = self.linear(self.sub(a, b))
-        if parts:
-            common = math.gcd(*parts.values())
-            parts = {part: value // common for part, value in parts.items()}
-            constant = -(-constant // common)
-        term = self._sum(constant, parts)
+        common = math.gcd(*parts.values()) or 1
+        term = self._reduced(constant + common - 1, parts, common)  # the constant is rounded up
         if term.high <= 0 or term.low > 0:
             return self.const(int(term.high <= 0))
         return self._make("le0", (term,), 0, 1, 1)
@@ -401,8 +213,7 @@ class Algebra:
                 return self.negation(part) if constant == 0 else part
         common = math.gcd(constant, *parts.values())
         first = min(parts, key=lambda part: part.number)
-        common = -common if parts[first] < 0 else common
-        term = self._sum(constant // common, {part: value // common for part, value in parts.items()})
+        term = self._reduced(constant, parts, -common if parts[first] < 0 else common)
         return self._make("eq0", (term,), 0, 1, 1)
 
     def negation(self, condition: Term) -> Term:
@@ -469,20 +280,3 @@ class Algebra:
         if length is not None and a.is_const and a.value == 0 and b is self.maximum(self.const(1), length):
             return length
         return None
-
-    def _make(self, op: str, args: tuple[Any, ...], low: int, high: int, divisor: int) -> Term:
-        key = (op, *args)
-        found = self._terms.get(key)
-        if found is None:
-            number = len(self._terms)
-            low, high = max(low, -INFINITY), min(high, INFINITY)
-            found = self._terms[key] = Term(op, args, low, high, max(divisor, 1) if op != "const" else divisor, number)
-        return found
-
-
-def _interval(constant: int, parts: Iterable[tuple[Term, int]]) -> tuple[int, int]:
-    low = high = constant
-    for part, coefficient in parts:
-        ends = coefficient * part.low, coefficient * part.high
-        low, high = low + min(ends), high + max(ends)
-    return low, high
