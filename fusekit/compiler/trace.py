@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,10 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
 
 def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
     traced = trace(plan, scratch)
+    start = time.perf_counter()
     record = hostcode.read(traced.module, plan, traced.cubin)
     proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
-    return traced, record, proof
+    return traced, record, {**proof, "seconds": round(time.perf_counter() - start, 3)}
 
 
 def _lifted(
@@ -70,6 +72,7 @@ def _lifted(
         )
     digest = hashlib.sha256((proof["digest"] + again["digest"]).encode()).hexdigest()
     both = {**proof, "launches": proof["launches"] + again["launches"], "digest": digest}
+    both["seconds"] = max(proof["seconds"], again["seconds"])
     return lift.unify((record, other), lifted.values, lifted.expr), both
 
 

@@ -1,7 +1,8 @@
 """The table of foreign kernels in a store, as Markdown: `python -m fusekit.providers.table 'quack/*' 'cudnn/*'`.
 
 Columns: the name, the architecture, its arguments, the parameters that were read over all its launches, the launches
-that were proved, the seconds to trace, compile, read and prove it (twice where an argument is lifted).
+that were proved, the seconds to read and prove it, those to trace, compile, read and prove it (twice where an argument
+is lifted; of reading and proof the longer one). The last line has the largest of the former.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from fusekit.store import Store
 
 def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
     """The lines of the table, sorted by name and architecture."""
-    yield "| kernel | arch | arguments | launches | parameters read | launches proved | seconds |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| kernel | arch | arguments | launches | parameters read | launches proved | reading and proof, s | in all, s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    most, count = 0.0, 0
     found = {(row.name, row.arch): row for pattern in patterns for row in store.overview(pattern).rows}
     for name, arch in sorted(found):
         record = store.find_name(name, arch)
@@ -29,8 +31,10 @@ def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
         arguments = ", ".join(argument.name for argument in launch.arguments)
         yield (
             f"| {name} | {arch} | {arguments} | {len(launch.launches)} | {read} | {entry.proof['launches']} |"
-            f" {entry.seconds:.2f} |"
+            f" {entry.proof['seconds']:.2f} | {entry.seconds:.2f} |"
         )
+        most, count = max(most, entry.proof["seconds"]), count + 1
+    yield f"\n{count} kernels; reading and proof took {most:.2f} s at most."
 
 
 def main(patterns: Sequence[str]) -> None:
