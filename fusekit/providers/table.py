@@ -17,7 +17,7 @@ from fusekit.store import Store
 
 def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
     """The lines of the table, sorted by name and architecture."""
-    yield "| kernel | arch | arguments | launches | parameters read | launches proved | reading and proof, s | in all, s |"
+    yield "| kernel | arch | arguments | launches | parameters read | launches proved | read, proved | seconds |"
     yield "|---|---|---|---|---|---|---|---|"
     most, count = 0.0, 0
     found = {(row.name, row.arch): row for pattern in patterns for row in store.overview(pattern).rows}
