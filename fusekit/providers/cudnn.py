@@ -83,8 +83,6 @@ def wgrad(
 ) -> Traced:  # fmt: skip
     """dW[e] = A[:, tokens of e] . B[tokens of e], [E, H, I]; accumulate: added to what is there."""
     import cutlass
-    from cutlass.cute import sym_int, sym_int64
-    from cutlass.cute.runtime import make_fake_tensor
 
     scaled = precision != "bf16"
     module = "moe_blockscaled_grouped_gemm_wgrad" if scaled else "moe_grouped_gemm_wgrad"
@@ -97,22 +95,20 @@ def wgrad(
         "expert_cnt": experts,
     }  # fmt: skip
     kernel = kernel_class(**_named(kernel_class.__init__, options))
-    rows, tokens, columns = (sym_int(divisibility=128) for _ in range(3))
-    out_type = cutlass.Float32 if accumulate else cutlass.BFloat16
-    strides = (sym_int64(divisibility=8), sym_int64(divisibility=8), 1)
-    stride = sym_int64(divisibility=step)
-    along = (1, stride) if precision == "nvfp4" else (stride, 1)
+    rows, tokens, columns = _extents(128, 128, 128)
+    (stride,) = _strides(step)
+    nvfp4 = precision == "nvfp4"
     fakes = {
         "mat_a": _matrix(codes, rows, tokens, step),
         # 4-bit codes lie along the tokens in both.
-        "mat_b": make_fake_tensor(codes, (tokens, columns), along, assumed_align=16),
+        "mat_b": _tensor(codes, (tokens, columns), (1, stride) if nvfp4 else (stride, 1)),
         "scale_a": _flat(scales),
         "scale_b": _flat(scales),
-        "global_scale_a": _vector(cutlass.Float32, experts) if precision == "nvfp4" else None,
-        "global_scale_b": _vector(cutlass.Float32, experts) if precision == "nvfp4" else None,
-        "out": make_fake_tensor(out_type, (experts, rows, columns), strides, assumed_align=16),
-        "offs": _vector(cutlass.Int32, experts, 4),
-        "workspace": make_fake_tensor(cutlass.Uint8, (max(kernel.get_workspace_bytes(), 1),), (1,), assumed_align=128),
+        "global_scale_a": _vector("Float32", experts) if nvfp4 else None,
+        "global_scale_b": _vector("Float32", experts) if nvfp4 else None,
+        "out": _tensor("Float32" if accumulate else "BFloat16", (experts, rows, columns), (*_strides(8, 8), 1)),
+        "offs": _vector("Int32", experts, 4),
+        "workspace": _vector("Uint8", max(kernel.get_workspace_bytes(), 1), 128),
         "max_active_clusters": max_active_clusters,
         "stream": _stream(),
     }
@@ -137,30 +133,29 @@ def block_sparse_attention(head: int = 128, dtype: str = "bf16") -> Traced:
     A row of 128 queries looks at counts of the blocks that indices names for it; sizes says how many keys each has.
     """
     import cutlass
-    from cutlass.cute import sym_int, sym_int64
-    from cutlass.cute.runtime import make_fake_tensor
 
     module = import_module("cudnn.block_sparse_attention.csrc.fwd.sm90_blk128.bsa_fwd_sm90")
-    element = getattr(cutlass, DTYPES[dtype].cutlass)
-    queries, keys, heads, batch, blocks, most = (sym_int() for _ in range(6))
-
-    def outer(count: int, step: int = 8) -> tuple[Any, ...]:
-        return tuple(sym_int64(divisibility=step) for _ in range(count))
+    element = DTYPES[dtype].cutlass
+    queries, keys, heads, batch, blocks, most = _extents(1, 1, 1, 1, 1, 1)
 
     def rows(length: Any) -> Any:
-        stride, *rest = outer(3)
-        return make_fake_tensor(element, (length, head, heads, batch), (stride, 1, *rest), assumed_align=16)
+        stride, *rest = _strides(8, 8, 8)
+        return _tensor(element, (length, head, heads, batch), (stride, 1, *rest))
 
-    values = make_fake_tensor(element, (head, keys, heads, batch), (1, *outer(3)), assumed_align=16)
-    lse = make_fake_tensor(cutlass.Float32, (queries, heads, batch), (1, *outer(2, 1)), assumed_align=4)
-    indices = make_fake_tensor(cutlass.Int32, (most, blocks, heads, batch), (1, *outer(3, 1)), assumed_align=4)
-    counts = make_fake_tensor(cutlass.Int32, (blocks, heads, batch), (1, *outer(2, 1)), assumed_align=4)
-    sizes = _vector(cutlass.Int32, sym_int(), 4)
     kernel = module.BlockSparseAttnForwardSm90Blk128(
         head, head, variable_count=True, block_sizes_mode=1, has_kv_tail=True
     )
-    rest = (cutlass.Float32(1), cutlass.Int32(0), _stream())
-    return kernel, (rows(queries), rows(keys), values, rows(queries), lse, indices, counts, sizes, *rest), {}
+    args = (
+        rows(queries),
+        rows(keys),
+        _tensor(element, (head, keys, heads, batch), (1, *_strides(8, 8, 8))),
+        rows(queries),
+        _tensor("Float32", (queries, heads, batch), (1, *_strides(1, 1)), 4),
+        _tensor("Int32", (most, blocks, heads, batch), (1, *_strides(1, 1, 1)), 4),
+        _tensor("Int32", (blocks, heads, batch), (1, *_strides(1, 1)), 4),
+        _vector("Int32", *_extents(1), 4),
+    )
+    return kernel, (*args, cutlass.Float32(1), cutlass.Int32(0), _stream()), {}
 
 
 def dense_swiglu(
@@ -168,72 +163,37 @@ def dense_swiglu(
 ) -> Traced:
     """AB12 = alpha A B^T and C = swiglu of its interleaved halves, bf16."""
     import cutlass
-    from cutlass.cute import sym_int, sym_int64
-    from cutlass.cute.runtime import make_fake_tensor
 
     module = import_module(f"{_DENSE}.swiglu.dense_gemm_persistent_swiglu")
     kernel = module.PersistentDenseGemmKernel(cutlass.Float32, tile[0] == 256, tuple(tile), tuple(cluster))
-    m, n, half, k, batch = (
-        sym_int(),
-        sym_int(divisibility=64),
-        sym_int(divisibility=32),
-        sym_int(divisibility=8),
-        sym_int(),
-    )
-
-    def matrix(rows: Any, columns: Any) -> Any:
-        strides = (sym_int64(divisibility=8), 1, sym_int64(divisibility=8))
-        return make_fake_tensor(cutlass.BFloat16, (rows, columns, batch), strides, assumed_align=16)
-
-    args = (
-        matrix(m, k),
-        matrix(n, k),
-        matrix(m, n),
-        matrix(m, half),
-        cutlass.Float32(1),
-        max_active_clusters,
-        _stream(),
-    )
-    return kernel, args, {}
+    m, n, half, k, batch = _extents(1, 64, 32, 8, 1)
+    matrices = [_matrix("BFloat16", *sides, 8, batch) for sides in ((m, k), (n, k), (m, n), (m, half))]
+    return kernel, (*matrices, cutlass.Float32(1), max_active_clusters, _stream()), {}
 
 
 def dense_amax(
     precision: str, tile: Sequence[int] = (256, 256), cluster: Sequence[int] = (2, 1), max_active_clusters: int = 74
 ) -> Traced:
     """C = A B^T of block-scaled codes, bf16, and the largest magnitude in C."""
-    import cutlass
-    from cutlass.cute import sym_int, sym_int64
-    from cutlass.cute.runtime import make_fake_tensor
-
     module = import_module(f"{_DENSE}.amax.dense_blockscaled_gemm_persistent_amax")
     codes, scales, step, block = _precision(precision)
     kernel = module.Sm100BlockScaledPersistentDenseGemmKernel(block, tuple(tile), tuple(cluster))
-    m, n, k, batch = sym_int(), sym_int(divisibility=8), sym_int(divisibility=128), sym_int()
-
-    def matrix(element: Any, rows: Any, columns: Any, step: int) -> Any:
-        strides = (sym_int64(divisibility=step), 1, sym_int64(divisibility=step))
-        return make_fake_tensor(element, (rows, columns, batch), strides, assumed_align=16)
-
-    amax = make_fake_tensor(cutlass.Float32, (1, 1, 1), (1, 1, 1), assumed_align=16)
-    a, b, c = matrix(codes, m, k, step), matrix(codes, n, k, step), matrix(cutlass.BFloat16, m, n, 8)
+    m, n, k, batch = _extents(1, 8, 128, 1)
+    a, b = (_matrix(codes, rows, k, step, batch) for rows in (m, n))
+    c, amax = _matrix("BFloat16", m, n, 8, batch), _tensor("Float32", (1, 1, 1), (1, 1, 1))
     return kernel, (a, b, _flat(scales), _flat(scales), c, amax, max_active_clusters, _stream()), {}
 
 
 def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, clusters: int) -> dict[str, Any]:
     import cutlass
     from cutlass import cute
-    from cutlass.cute import sym_int, sym_int64
     from cutlass.cute.nvgpu import OperandMajorMode
-    from cutlass.cute.runtime import make_fake_tensor, make_ptr, nullptr
+    from cutlass.cute.runtime import make_ptr, nullptr
 
     codes, scales, step, _ = _precision(precision)
-    m, n, n2, k = (
-        sym_int(divisibility=256),
-        sym_int(divisibility=64),
-        sym_int(divisibility=32),
-        sym_int(divisibility=128),
-    )
-    out = codes if precision == "mxfp8" else cutlass.BFloat16
+    m, n, n2, k = _extents(256, 64, 32, 128)
+    coded = precision == "mxfp8"
+    out = codes if coded else "BFloat16"
     d_columns = n if kind in ("quant", "gemm", *_RANK_3) else n2
     c_columns = n2 if kind == "dglu" else n
 
@@ -241,24 +201,23 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
         return make_ptr(cutlass.Int64, 0, cute.AddressSpace.gmem, assumed_align=16)
 
     discrete = weights == "discrete"
-    b_strides = (sym_int64(divisibility=step), sym_int64(divisibility=step), 1)
-    amax = make_fake_tensor(cutlass.Float32, (experts, 1), (1, 1), assumed_align=16)
-    coded = precision == "mxfp8"
+    b_strides = _strides(step, step)
+    amax = _tensor("Float32", (experts, 1), (1, 1))
     fakes = {
         "a": _matrix(codes, m, k, step),
-        "b": per_expert() if discrete else make_fake_tensor(codes, (experts, n, k), b_strides, assumed_align=16),
+        "b": per_expert() if discrete else _tensor(codes, (experts, n, k), (*b_strides, 1)),
         "sfa": _flat(scales), "sfb": per_expert() if discrete else _flat(scales),
         "n": cutlass.Int32(0), "k": cutlass.Int32(0), "b_stride_size": cutlass.Int64(0),
         "b_major_mode": OperandMajorMode.K,
         "workspace_ptr": make_ptr(cutlass.Uint8, 0, cute.AddressSpace.gmem, assumed_align=128),
-        "c": _matrix(cutlass.BFloat16, m, c_columns, 8), "d": _matrix(out, m, d_columns, 16),
+        "c": _matrix("BFloat16", m, c_columns, 8), "d": _matrix(out, m, d_columns, 16),
         "d_col": _matrix(out, m, d_columns, 16),
         "sfd_row_tensor": _flat(scales) if coded else None, "sfd_col_tensor": _flat(scales) if coded else None,
         "amax_tensor": None if coded else amax,
-        "norm_const_tensor": _vector(cutlass.Float32, 1) if coded else None,
-        "padded_offsets": _vector(cutlass.Int32, experts), "alpha": _vector(cutlass.Float32, experts),
-        "beta": _vector(cutlass.Float32, experts), "prob": _vector(cutlass.Float32, m),
-        "dprob": _vector(cutlass.Float32, m), "dbias_tensor": None, "bias": None, "row_scale": None,
+        "norm_const_tensor": _vector("Float32", 1) if coded else None,
+        "padded_offsets": _vector("Int32", experts), "alpha": _vector("Float32", experts),
+        "beta": _vector("Float32", experts), "prob": _vector("Float32", m),
+        "dprob": _vector("Float32", m), "dbias_tensor": None, "bias": None, "row_scale": None,
         "scheduler_counter": None, "d_srelu": None, "sfd_col_d_srelu_tensor": None,
         "max_active_clusters": clusters, "stream": _stream(), "epilogue_op": lambda x: x,
         "linear_offset": cutlass.Float32(0), "geglu_alpha": cutlass.Float32(1.702),
@@ -267,17 +226,17 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     }  # fmt: skip
     if kind == "glu_hadamard":
         fakes |= {
-            "post_rht_amax_tensor": make_fake_tensor(cutlass.Float32, (experts, 1), (1, 1), assumed_align=16),
-            "hadamard_tensor": make_fake_tensor(cutlass.BFloat16, (16, 16), (16, 1), assumed_align=16),
+            "post_rht_amax_tensor": _tensor("Float32", (experts, 1), (1, 1)),
+            "hadamard_tensor": _tensor("BFloat16", (16, 16), (16, 1)),
             "workspace_ptr": nullptr(dtype=cutlass.Uint8, assumed_align=128),
         }
     if kind in _RANK_3:
-        fakes |= {name: _batched(fakes[name]) for name in ("a", "c", "d", "d_col")}
-        fakes |= {name: make_fake_tensor(cutlass.Float32, (m, 1, 1), (1, 1, 1), assumed_align=16)
-                  for name in ("prob", "dprob")}  # fmt: skip
-        fakes["b"] = make_fake_tensor(codes, (n, k, experts), (b_strides[0], 1, b_strides[1]), assumed_align=16)
+        for name, element in (("a", codes), ("c", "BFloat16"), ("d", out), ("d_col", out)):
+            fakes[name] = _tensor(element, (*fakes[name].shape, 1), (*fakes[name].stride, 1))
+        fakes |= {name: _tensor("Float32", (m, 1, 1), (1, 1, 1)) for name in ("prob", "dprob")}
+        fakes["b"] = _tensor(codes, (n, k, experts), (b_strides[0], 1, b_strides[1]))
     if kind == "dglu" and precision == "nvfp4":
-        fakes["amax_tensor"] = make_fake_tensor(cutlass.Float32, (experts, 2, 1), (2, 1, 1), assumed_align=16)
+        fakes["amax_tensor"] = _tensor("Float32", (experts, 2, 1), (2, 1, 1))
     if kind == "dglu" and precision != "bf16":
         fakes |= {name: float(value) for name, value in (
             ("linear_offset", 0), ("geglu_alpha", 1.702), ("glu_clamp_max", 7), ("glu_clamp_min", -7),
@@ -285,14 +244,12 @@ def _grouped_fakes(kind: str, precision: str, experts: int, weights: str, cluste
     return fakes
 
 
-def _precision(name: str) -> tuple[Any, Any, int, int]:
-    """(type of the codes, of their scales, what strides are multiples of, codes in a scale's block)."""
-    import cutlass
-
+def _precision(name: str) -> tuple[str, str, int, int]:
+    """(DSL type of the codes, of their scales, what strides are multiples of, codes in a scale's block)."""
     return {
-        "mxfp8": (cutlass.Float8E4M3FN, cutlass.Float8E8M0FNU, 16, 32),
-        "nvfp4": (cutlass.Float4E2M1FN, cutlass.Float8E4M3FN, 32, 16),
-        "bf16": (cutlass.BFloat16, None, 8, 32),
+        "mxfp8": ("Float8E4M3FN", "Float8E8M0FNU", 16, 32),
+        "nvfp4": ("Float4E2M1FN", "Float8E4M3FN", 32, 16),
+        "bf16": ("BFloat16", "", 8, 32),
     }[name]
 
 
@@ -300,29 +257,37 @@ def _named(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, An
     return {name: values[name] for name in inspect.signature(function).parameters if name in values}
 
 
-def _vector(element: Any, count: Any, align: int = 16) -> Any:
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(element, (count,), (1,), assumed_align=align)
-
-
-def _matrix(element: Any, rows: Any, columns: Any, step: int) -> Any:
-    from cutlass.cute import sym_int64
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(element, (rows, columns), (sym_int64(divisibility=step), 1), assumed_align=16)
-
-
-def _batched(matrix: Any) -> Any:
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(matrix.element_type, (*matrix.shape, 1), (*matrix.stride, 1), assumed_align=16)
-
-
-def _flat(element: Any) -> Any:
+def _extents(*divisors: int) -> tuple[Any, ...]:
     from cutlass.cute import sym_int
 
-    return None if element is None else _vector(element, sym_int())
+    return tuple(sym_int(divisibility=divisor) for divisor in divisors)
+
+
+def _strides(*divisors: int) -> tuple[Any, ...]:
+    from cutlass.cute import sym_int64
+
+    return tuple(sym_int64(divisibility=divisor) for divisor in divisors)
+
+
+def _tensor(element: str, shape: Sequence[Any], strides: Sequence[Any], align: int = 16) -> Any:
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(getattr(cutlass, element), tuple(shape), tuple(strides), assumed_align=align)
+
+
+def _vector(element: str, count: Any, align: int = 16) -> Any:
+    return _tensor(element, (count,), (1,), align)
+
+
+def _matrix(element: str, rows: Any, columns: Any, step: int, *batch: Any) -> Any:
+    """Row by row; with `batch`, that many of them, in the last mode."""
+    stride, *outer = _strides(step, *(step for _ in batch))
+    return _tensor(element, (rows, columns, *batch), (stride, 1, *outer))
+
+
+def _flat(element: str) -> Any:
+    return _vector(element, *_extents(1)) if element else None
 
 
 def _stream() -> Any:
