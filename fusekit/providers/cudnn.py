@@ -153,7 +153,7 @@ def block_sparse_attention(head: int = 128, dtype: str = "bf16") -> Traced:
         _tensor("Float32", (queries, heads, batch), (1, *_strides(1, 1)), 4),
         _tensor("Int32", (most, blocks, heads, batch), (1, *_strides(1, 1, 1)), 4),
         _tensor("Int32", (blocks, heads, batch), (1, *_strides(1, 1)), 4),
-        _vector("Int32", *_extents(1), 4),
+        _vector("Int32", _extents(1)[0], 4),
     )
     return kernel, (*args, cutlass.Float32(1), cutlass.Int32(0), _stream()), {}
 
@@ -287,7 +287,7 @@ def _matrix(element: str, rows: Any, columns: Any, step: int, *batch: Any) -> An
 
 
 def _flat(element: str) -> Any:
-    return _vector(element, *_extents(1)) if element else None
+    return _vector(element, _extents(1)[0]) if element else None
 
 
 def _stream() -> Any:

@@ -1,6 +1,7 @@
 """fusekit build of foreign kernels: asked for, isolated, filed under what they are made from."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -100,5 +101,6 @@ def test_the_table_of_a_store(fusekit, spec):
         [sys.executable, "-m", "fusekit.providers.table", "own/*"], capture_output=True, text=True, check=True,
         env={"FUSEKIT_STORE": str(fusekit.root)},
     )  # fmt: skip
-    line = ran.stdout.splitlines()[-1]
+    line, _, last = ran.stdout.splitlines()[-3:]
     assert line.startswith("| own/twice@base | sm_90a | x, y, options_factor, options_sm_count | 2 |")
+    assert re.fullmatch(r"1 kernels; reading and proof took \d+\.\d\d s at most\.", last)

@@ -6,6 +6,7 @@ from importlib import metadata
 
 import pytest
 
+from fusekit.abi import LaunchRecord
 from fusekit.compiler.identity import key_fields_for
 from fusekit.spec import find
 from fusekit.store import NameRecord, Store, key_of
@@ -13,6 +14,7 @@ from fusekit_cli.main import main
 from tests.store.samples import build_entry
 
 SPEC = find(["quickstart"])[0]
+RECORD = LaunchRecord(SPEC.arch, (), (), (), (1, 1, 1), (32, 1, 1), symbol="kernel")
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def fill(root, change=lambda fields: fields):
     """Publish something under the key that SPEC has, or had before `change`."""
     fields = change(key_fields_for(SPEC))
     entry, cubin = build_entry()
-    entry = replace(entry, key=key_of(fields), fields=fields, launch={"arch": SPEC.arch})
+    entry = replace(entry, key=key_of(fields), fields=fields, launch=RECORD.to_json())
     store = Store(root)
     store.publish(entry, cubin)
     store.publish_name(NameRecord(SPEC.full_name, SPEC.arch, entry.key, SPEC.canonical(), SPEC.defaults()))
