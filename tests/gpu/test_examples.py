@@ -20,6 +20,7 @@ GROUPS, ROWS, H, I = 4, 700, 2880, 2880  # noqa: E741 (the field's own name)
 
 # Frameworks that are installed but broken (by another NumPy than they know, say) are no fault of the example.
 PROBES = {
+    "numpy": "import numpy",
     "torch": "import torch; assert torch.cuda.is_available(), 'torch sees no GPU'",
     "jax": "import jax; assert jax.devices('cuda'), 'jax sees no GPU'",
     "cupy": "import cupy; cupy.zeros(1)",
@@ -36,8 +37,11 @@ def stored(gpu, name):
 
 @pytest.mark.parametrize(
     ("file", "framework"),
-    [("pytorch_moe.py", "torch"), ("jax_moe.py", "jax"), ("cupy_moe.py", "cupy"), ("numba_moe.py", "numba")],
-)
+    [
+        ("first.py", "torch"), ("first_numpy.py", "numpy"), ("pytorch_moe.py", "torch"), ("jax_moe.py", "jax"),
+        ("cupy_moe.py", "cupy"), ("numba_moe.py", "numba"),
+    ],
+)  # fmt: skip
 def test_framework(gpu, file, framework):
     stored(gpu, "quickstart/moe-fc1")
     if importlib.util.find_spec(framework) is None:

@@ -1,0 +1,88 @@
+"""What the pages say can be typed: the first example, commands and their options, modules, links."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+
+from fusekit_cli.main import VERBS, cli
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = (
+    README,
+    ROOT / "CHANGELOG.md",
+    *sorted(path for folder in ("fusekit", "cli", "tests/examples") for path in (ROOT / folder).glob("**/*.md")),
+)
+CODE = re.compile(r"```sh\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request):
+    return request.param
+
+
+def commands(text):
+    """Each command of a page, as its words: from blocks of the shell and from code in a line."""
+    for block, inline in CODE.findall(text):
+        for line in (block or inline).splitlines():
+            for part in re.split(r"&&|\||;|\s#\s", line):
+                words = re.sub(r"(?<!\w)\[|[\]`)(,\"]", " ", part).split()
+                if "fusekit" in words:
+                    yield words[words.index("fusekit") + 1 :]
+
+
+@cache
+def options(*verbs):
+    """Every option of a command, and the help's own; None where there is no such command."""
+    command = cli
+    for verb in verbs:
+        command = command.get_command(click.Context(command), verb) if isinstance(command, click.Group) else None
+        if command is None:
+            return None
+    named = (option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts))
+    return {"--help", "-h", *named}
+
+
+def test_the_readme_shows_the_first_example():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert (ROOT / "tests" / "examples" / "first.py").read_text() in blocks
+
+
+def test_commands_and_their_options_exist(page):
+    for words in commands(page.read_text()):
+        if not words or not re.fullmatch("[a-z]+", words[0]):
+            continue  # the program alone, its options, or the package of that name
+        verbs = tuple(words[:2]) if words[0] == "key" and len(words) > 1 else (words[0],)
+        known = options(*verbs)
+        assert known is not None, f"fusekit {' '.join(verbs)}"
+        named = {word.partition("=")[0] for word in words if re.match("--?[a-zA-Z]", word)}
+        assert named <= known, f"fusekit {' '.join(words)}"
+
+
+@pytest.mark.parametrize("where", [README, ROOT / "cli" / "commands.md"], ids=lambda path: path.name)
+def test_every_command_is_there(where):
+    assert {words[0] for words in commands(where.read_text()) if words} >= set(VERBS)
+
+
+def test_modules_that_are_run_exist(page):
+    for module in re.findall(r"python -m (fusekit[\w.]*)", page.read_text()):
+        assert find_spec(module), module
+
+
+def anchors(page):
+    """The anchors that GitHub gives the headings of a page."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.+)$", prose, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
