@@ -50,16 +50,16 @@ Not assumed:
 - that flock reaches other hosts, or works at all;
 - that a new or a removed name is seen at once elsewhere (attribute and negative look-up caches live for seconds);
 - that something just written can be read back, here or elsewhere: no step is judged by looking at its result;
-- that a failed `link` changed nothing (a repeated request may fail although the first one worked): a publisher who
-  lost looks at what is there, and that may be his own;
+- that a failed `link` changed nothing (a repeated request may fail although the first one worked): a publisher that
+  lost looks at what is there, and that may be its own;
 - that the hosts' clocks agree. Stamps are the file system's, are compared with each other alone, and decide what is
   evicted and what is looked at twice, never what is right.
 
 What follows from stale views: a miss where there is a hit, so work is done twice; a handle that went stale (ESTALE)
 under a reader, who opens the file again; an entry whose cubin is not visible yet, for which a reader waits and has
 the directory looked up anew, for little more than a second. Collect on one host at a time, best on the file server:
-elsewhere a mark may be seen late, and a kernel that somebody has just looked up can be evicted. He has his bytes, or a
-miss.
+elsewhere a mark may be seen late, and a kernel that a reader has just looked up can be evicted. The reader has its
+bytes, or gets a miss.
 
 **Where fusekit writes and removes**: only in a folder that has a store's marker or is empty
 (`fusekit.store.marker`), only at names that it gives (`fusekit.store.layout`), and never through a link below the root
@@ -71,10 +71,10 @@ the store: such a person can write digests too. Give a store read-only to those 
 **Signatures** are that defence. A store that is told whom to trust takes an entry or a name, from any layer, only if
 one of those keys signed its exact bytes, and parses nothing before that is known. An entry holds its cubin's digest,
 so its signature covers the cubin. A signature is published before its document. It does not say that a document is
-the latest: who can write can put back an older one that was signed too. exchange.md, beside this file, says how
+the latest: who can write can put back an older one that was signed too. exchange.md, in this folder, says how
 kernels travel (bundles, remotes), and what each of both kinds of check is good for.
 
-store.md, beside this file, says which test tries to break each of these promises, and how fast the store is.
+store.md, in this folder, says which test attacks each of these promises, and how fast the store is.
 """
 
 from fusekit.store.entries import Entry
