@@ -5,7 +5,7 @@ import torch
 import fusekit
 
 E, M, H, I = 8, 1000, 512, 768  # experts, rows, hidden size, intermediate size
-ends = [100, 100, 350, 351, 600, 800, 999, 1000]  # expert e has the rows from ends[e - 1] to ends[e]; expert 1 has none
+ends = [100, 100, 350, 351, 600, 800, 999, 1000]  # the row at which each expert's rows end; expert 1 has none
 
 torch.manual_seed(0)
 x = torch.randn(M, H, device="cuda", dtype=torch.bfloat16)  # rows of tokens, sorted by expert
