@@ -1,6 +1,7 @@
-"""What the pages say can be typed: the first example, commands and their options, modules, links."""
+"""What the pages say can be typed: the first example, commands and their options, extras, variables, links."""
 
 import re
+import tomllib
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from fusekit import config
 from fusekit_cli.main import VERBS, cli
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +73,17 @@ def test_every_command_is_there(where):
 def test_modules_that_are_run_exist(page):
     for module in re.findall(r"python -m (fusekit[\w.]*)", page.read_text()):
         assert find_spec(module), module
+
+
+def test_extras_that_are_installed_exist(page):
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"(?:'\.|\bfusekit)\[([a-z0-9,]+)\]", page.read_text())
+    assert {extra for each in named for extra in each.split(",")} <= set(known)
+
+
+def test_environment_variables_are_those_of_the_configuration(page):
+    variables = set(re.findall(r"\bFUSEKIT_[A-Z]+(?:_[A-Z]+)*\b", page.read_text()))
+    assert variables <= set(re.findall(r"`(FUSEKIT_\w+)`", config.__doc__))
 
 
 def anchors(page):
