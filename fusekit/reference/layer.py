@@ -1,0 +1,195 @@
+"""What a mixture-of-experts layer means, forward and backward, in float64.
+
+    logits = x . router^T + router_bias                       [T, X]
+    indices, weights = the router's top K                     [T, K]; rows m: the choices, sorted by expert
+    z[m] = s[m] x[token[m]] . w1[e]^T + b1[e]                 s: the choice's weight with `scale = "input"`, else 1
+    a[m] = activation(z[m])
+    o[m] = a[m] . w2[e]^T + b2[e]
+    y[t] = sum over the choices of t of r[m] o[m]             r: the choice's weight with `scale = "output"`, else 1
+           + activation(x[t] . shared_w1^T) . shared_w2^T     the shared expert, which sees every token
+
+No row is dropped. The choice itself has no gradient; the weights have one, through the logits. With `aux`, the logits
+have a second: that of the load-balancing loss, coefficient X / (K T^2) sum over t and e of counts[e] scores[t, e], in
+which the counts are constants.
+
+Nothing here is rounded, and nothing is a kernel: the steps are those of the formulas above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.reference import activations, layouts, permutation, router
+from fusekit.reference.formats import Array
+from fusekit.spec import Activation
+
+SCALES = ("output", "input")
+Tensors = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The options of a layer; biases and the shared expert are there where the parameters have them.
+
+    router: keys of a compact router-topk in canonical form. scale: what the weights multiply. aux: the coefficient of
+    the load-balancing loss, or None.
+    """
+
+    router: Mapping[str, Any]
+    activation: Activation
+    glu_layout: str = "none"
+    scale: str = "output"
+    aux: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the backward pass needs: x and z are the only ones of a row's size.
+
+    x [T, H]; logits [T, X]; indices, weights [T, K]; offsets [X], token [M] and inverse [T, K] of the rows; z [M, N].
+    """
+
+    x: Array
+    logits: Array
+    indices: NDArray[np.int64]
+    weights: Array
+    offsets: Array
+    token: NDArray[np.int64]
+    inverse: Array
+    z: Array
+
+
+def forward(layer: Layer, x: Array, tensors: Tensors) -> tuple[Array, float, Kept]:
+    """y [T, H], the load-balancing loss (0 without `aux`), and what `backward` takes.
+
+    x [T, H]. tensors, by name: router [X, H]; w1 [X, N, H], N = 2I for a gated activation; w2 [X, H, I]; and, each
+    optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H] and
+    shared_w2 [H, J].
+    """
+    logits = x @ tensors["router"].T + tensors.get("router_bias", 0.0)
+    given = {"logits": logits, "expert_bias": tensors.get("expert_bias")}
+    indices = router.select(layer.router, given)
+    weights = router.weights(layer.router, given, indices)
+    rows = permutation.index(indices, layer.router["experts"])
+    token = rows["order"].astype(np.int64) // layer.router["topk"]
+    kept = Kept(x, logits, indices, weights, rows["offsets"], token, rows["inverse"], np.empty(0))
+    into, out_of = _scales(layer, kept)
+    z = _products(into * x[token], tensors["w1"], tensors.get("b1"), kept)
+    a = activations.activate(layer.activation, layer.glu_layout, z)
+    o = _products(a, tensors["w2"], tensors.get("b2"), kept)
+    y = _by_token(out_of * o, kept)
+    if "shared_w1" in tensors:
+        y += _activated(layer, x @ tensors["shared_w1"].T) @ tensors["shared_w2"].T
+    return y, _aux_loss(layer, kept), Kept(x, logits, indices, weights, kept.offsets, token, kept.inverse, z)
+
+
+def backward(layer: Layer, tensors: Tensors, kept: Kept, grad_y: Array, grad_loss: float = 0.0) -> dict[str, Array]:
+    """The gradient of x and of every tensor but expert_bias, by name, and of the logits ("logits").
+
+    grad_y [T, H]; grad_loss: of the load-balancing loss.
+    """
+    into, out_of = _scales(layer, kept)
+    a, slopes = activations.derivative(layer.activation, layer.glu_layout, kept.z)
+    o = _products(a, tensors["w2"], tensors.get("b2"), kept)
+    rows = kept.x[kept.token]
+    grad_rows = grad_y[kept.token]  # of r o
+    grad_o = out_of * grad_rows
+    grad_z = _by_slopes(layer, _products(grad_o, tensors["w2"].transpose(0, 2, 1), None, kept), slopes)
+    grad_in = _products(grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
+    found = {
+        "w1": _sums(grad_z, into * rows, kept),
+        "w2": _sums(grad_o, a, kept),
+        "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
+        "b2": _sums(grad_o, np.ones((len(rows), 1)), kept)[..., 0],
+    }
+    by_row = (grad_rows * o if layer.scale == "output" else grad_in * rows).sum(axis=1)
+    grad_x = _by_token(into * grad_in, kept)
+    if "shared_w1" in tensors:
+        grad_x += _shared_gradient(layer, tensors, kept.x, grad_y, found)
+    given = {"logits": kept.logits, "indices": kept.indices, "grad_weights": by_row[kept.inverse]}
+    grad_logits = router.topk_gradient(layer.router, given)[0] + grad_loss * _aux_gradient(layer, kept)
+    found |= {"logits": grad_logits, "router": grad_logits.T @ kept.x, "router_bias": grad_logits.sum(axis=0)}
+    found = {name: gradient for name, gradient in found.items() if name in tensors or name == "logits"}
+    return found | {"x": grad_x + grad_logits @ tensors["router"]}
+
+
+def _scales(layer: Layer, kept: Kept) -> tuple[Array, Array]:
+    """What multiplies each row before fc1 and after fc2, [M, 1] both."""
+    by_row = np.empty((kept.token.size, 1))
+    by_row[kept.inverse.reshape(-1), 0] = kept.weights.reshape(-1)
+    ones = np.ones_like(by_row)
+    return (by_row, ones) if layer.scale == "input" else (ones, by_row)
+
+
+def _groups(kept: Kept) -> list[slice]:
+    """Each expert's rows."""
+    return [slice(start, end) for start, end in zip([0, *kept.offsets[:-1]], kept.offsets, strict=True)]
+
+
+def _products(rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
+    """rows [M, K] by their experts' w [X, N, K], plus bias [X, N]."""
+    made = np.empty((len(rows), w.shape[1]))
+    for expert, own in enumerate(_groups(kept)):
+        made[own] = rows[own] @ w[expert].T + (0.0 if bias is None else bias[expert])
+    return made
+
+
+def _sums(left: Array, right: Array, kept: Kept) -> Array:
+    """[X, N, K]: left [M, N] transposed by right [M, K], over each expert's rows."""
+    return np.stack([left[own].T @ right[own] for own in _groups(kept)])
+
+
+def _by_token(rows: Array, kept: Kept) -> Array:
+    """[T, H]: the sum of each token's rows."""
+    made: Array = rows[kept.inverse].sum(axis=1)
+    return made
+
+
+def _activated(layer: Layer, z: Array) -> Array:
+    return activations.activate(layer.activation, layer.glu_layout, z)
+
+
+def _by_slopes(layer: Layer, grad_a: Array, slopes: tuple[Array, ...]) -> Array:
+    """The gradient of z from that of the activation."""
+    parts = [grad_a * slope for slope in slopes]
+    return parts[0] if len(parts) == 1 else layouts.join(parts[0], parts[1], layer.glu_layout)
+
+
+def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, found: dict[str, Array]) -> Array:
+    """The shared expert's part of the gradient of x; those of its weights go into `found`."""
+    a, slopes = activations.derivative(layer.activation, layer.glu_layout, x @ tensors["shared_w1"].T)
+    grad_z = _by_slopes(layer, grad_y @ tensors["shared_w2"], slopes)
+    found |= {"shared_w1": grad_z.T @ x, "shared_w2": grad_y.T @ a}
+    made: Array = grad_z @ tensors["shared_w1"]
+    return made
+
+
+def _loss_factor(layer: Layer, kept: Kept) -> Array:
+    """[X]: what the loss multiplies an expert's scores by."""
+    counts = np.diff(kept.offsets, prepend=0)
+    given = {"coefficient": layer.aux, "total_tokens": max(len(kept.x), 1)}
+    factor: Array = router.loss_factor({**layer.router, "coefficient": layer.aux}, given) * counts
+    return factor
+
+
+def _aux_loss(layer: Layer, kept: Kept) -> float:
+    if layer.aux is None:
+        return 0.0
+    scores, _ = router.aux_scores(layer.router, {"logits": kept.logits})
+    return float((scores @ _loss_factor(layer, kept)).sum())
+
+
+def _aux_gradient(layer: Layer, kept: Kept) -> Array:
+    """[T, X]: the gradient of the loss by the logits."""
+    if layer.aux is None:
+        return np.zeros_like(kept.logits)
+    scores, total = router.aux_scores(layer.router, {"logits": kept.logits})
+    given = {"scores": scores, "grad_scores": np.tile(_loss_factor(layer, kept), (len(scores), 1))}
+    if total is not None:
+        given["score_sum"] = total[:, 0]
+    return router.aux_gradient({**layer.router, "out_dtype": "f32"}, given)[0]
