@@ -126,6 +126,10 @@ class IntegrityError(FusekitError):
         self.key = key
 
 
+class OtherSchemaError(IntegrityError):
+    """A whole document that another version of fusekit wrote, and this one cannot read. A build makes its own."""
+
+
 class SignatureError(IntegrityError):
     """Bytes that no trusted key vouches for: unsigned, changed after they were signed, or signed by another key."""
 

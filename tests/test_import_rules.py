@@ -7,14 +7,14 @@
 | abi | errors |
 | plan | errors, abi |
 | choice | errors, plan; store, to read a tuning table |
-| spec | errors, choice |
+| spec | errors, plan, choice |
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
-| kernels | cutlass, and the stream type of cuda.bindings.driver |
-| compiler | errors, config, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
+| kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
+| compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
 | interop | errors, abi, runtime; each framework in the module of its name alone |
 | cabi | errors, abi, store |
-| reference | numpy, spec, errors |
+| reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
 | stand_in | compiler, runtime, what these may import |
 | bench | runtime, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
@@ -42,21 +42,24 @@ MAY = {
     "abi": {"fusekit.errors"},
     "plan": {"fusekit.errors", "fusekit.abi"},
     "choice": {"fusekit.errors", "fusekit.plan", "fusekit.store"},
-    "spec": {"fusekit.errors", "fusekit.choice"},
+    "spec": {"fusekit.errors", "fusekit.plan", "fusekit.choice"},
     "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography"},
-    "kernels": {"cutlass", "cuda.bindings.driver"},  # CUstream is the type by which the DSL knows a stream
+    # CUstream is the type by which the DSL knows a stream.
+    "kernels": {"cutlass", "fusekit.plan", "cuda.bindings.driver"},
     "compiler": {
-        "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.kernels",
-        "cutlass", "cuda.bindings", "llvmlite", "distributed",
+        "fusekit.errors", "fusekit.config", "fusekit.plan", "fusekit.spec", "fusekit.abi", "fusekit.store",
+        "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
     "providers": {
         "fusekit.abi", "fusekit.config", "fusekit.store", "fusekit.compiler", "cutlass", "cuda.bindings", "quack",
         "cudnn",
     },
-    "runtime": {"fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings"},
+    "runtime": {
+        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
+    },
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
-    "reference": {"fusekit.errors", "fusekit.spec", "numpy"},
+    "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
         "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "numpy", "cuda.bindings",

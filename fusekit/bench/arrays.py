@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from fusekit.abi import evaluate
 from fusekit.errors import UsageError
+from fusekit.plan.activations import kinds
 from fusekit.reference import group_sizes, offsets_of
 from fusekit.reference.inputs import RMS, bits
-from fusekit.reference.meaning import meaning
 from fusekit.runtime import DeviceArray, Devices, Kernel
 
 GROUPS = ("uneven", "even", "one")
@@ -44,7 +44,8 @@ def sizes_of(groups: str, rows: int, count: int, seed: int = 1) -> NDArray[np.in
 
 def dims_of(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one."""
-    forward_gated = spec["glu_layout"] != "none" and not meaning(spec).activation.backward
+    kind = kinds()[spec["activation"]["kind"]]
+    forward_gated = kind.gated and not kind.backward
     return {**problem, "I": problem["N"] // 2 if forward_gated else problem["N"]}
 
 

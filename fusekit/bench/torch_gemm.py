@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fusekit.dtypes import DTYPES as ROWS
 from fusekit.interop.torch import DTYPES
-from fusekit.reference.meaning import meaning
+from fusekit.plan.activations import kinds
 from fusekit.runtime import DeviceArray
 
 HOWS = ("grouped", "loop", "compile")
@@ -84,7 +84,7 @@ class Unfused:
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + int(size))
-        backward, compiled = meaning(spec).activation.backward, how == "compile"
+        backward, compiled = kinds()[spec["activation"]["kind"]].backward, how == "compile"
         activation = _Activation(spec, self._scalars)
         self._activation: Callable[[Tensor], Tensor] = (
             torch.compile(activation, dynamic=False) if compiled and backward else activation
@@ -182,9 +182,8 @@ class _Activation:
     """The activation of a spec, forward; of a backward spec the one whose derivative it is."""
 
     def __init__(self, spec: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
-        kind, self._layout = str(spec["activation"]["kind"]), spec["glu_layout"]
-        self._gated = self._layout != "none"
-        backward = meaning(spec).activation.backward
+        kind, self._layout = kinds()[spec["activation"]["kind"]], spec["glu_layout"]
+        self._gated = kind.gated
         self._approximate = spec["activation"]["approximate"]
         self._alpha = float(scalars.get("act_alpha", 1.0))
         self._limit = float(scalars.get("act_limit", float("inf")))
@@ -198,7 +197,7 @@ class _Activation:
             "swiglu": self._swish,
             "geglu": self._gelu,
             "reglu": functional.relu,
-        }[kind[1:] if backward else kind]
+        }[kind.function]
 
     def __call__(self, z: Tensor) -> Tensor:
         if not self._gated:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.compiler.explain import check_usable
@@ -14,7 +14,7 @@ from fusekit.compiler.families import plan
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.naming import Left, Moved, give_names, left_behind, record_of
-from fusekit.compiler.sources import changed
+from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
 from fusekit.errors import (
@@ -44,12 +44,14 @@ if TYPE_CHECKING:
 class Task:
     """One key and the specs that stand for it: names that differ in run-time scalars alone share a kernel.
 
-    summary: of the store's entry (see `Entry.summary`), if it has it whole. named: the store has every name too.
+    sources: what the key was made from. summary: of the store's entry (see `Entry.summary`), if it has it whole. named:
+    the store has every name too.
     """
 
     key: str
     fields: dict[str, str]
     specs: tuple[Spec, ...]
+    sources: Sources
     summary: Mapping[str, Any] | None = None
     named: bool = False
 
@@ -251,7 +253,9 @@ def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = 
             failed.append(Failed(spec.full_name, spec.arch, str(error)))
         else:
             grouped.setdefault(key_of(fields), (fields, []))[1].append(spec)
-    tasks = [_look(store, key, fields, tuple(members)) for key, (fields, members) in grouped.items()]
+    tasks = [
+        _look(store, Task(key, fields, tuple(members), identity.sources)) for key, (fields, members) in grouped.items()
+    ]
     return BuildPlan(
         hits=tuple(task for task in tasks if task.summary is not None),
         misses=tuple(task for task in tasks if task.summary is None),
@@ -259,12 +263,13 @@ def plan_build(specs: Sequence[Spec], store: Store, identity: Identity | None = 
     )
 
 
-def _look(store: Store, key: str, fields: dict[str, str], specs: tuple[Spec, ...]) -> Task:
-    summaries = [store.settled(record_of(key, spec)) for spec in specs]
+def _look(store: Store, task: Task) -> Task:
+    """The task with what the store has of it."""
+    summaries = [store.settled(record_of(task.key, spec)) for spec in task.specs]
     if None not in summaries:
-        return Task(key, fields, specs, summaries[-1], named=True)
-    entry = store.present(key)
-    return Task(key, fields, specs, None if entry is None else entry.summary())
+        return replace(task, summary=summaries[-1], named=True)
+    entry = store.present(task.key)
+    return replace(task, summary=None if entry is None else entry.summary())
 
 
 def execute(
@@ -379,7 +384,7 @@ def _unchanged(task: Task) -> None:
     now |= Foreign().fields(spec) if isinstance(spec, ExternSpec) else {}
     before = {label: value for label, value in task.fields.items() if label.startswith(("toolchain.", "foreign."))}
     sources = {label[7:]: value for label, value in task.fields.items() if label.startswith("source.")}
-    names = [f"source.{name}" for name in changed(sources)]
+    names = [f"source.{name}" for name in task.sources.changed(sources)]
     names += dict.fromkeys(label for label, _ in sorted(before.items() ^ now.items()))
     if names:
         raise BuildError(f"{', '.join(names)} changed while {task.name} was compiled; run the build again")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusekit.abi import LaunchRecord, RecordError
-from fusekit.errors import BuildError, IntegrityError
+from fusekit.errors import BuildError, IntegrityError, OtherSchemaError
 from fusekit.store import Entry, Store, key_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def explain(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
             return say("hit", f"the store has entry {key}")
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)
+    except OtherSchemaError as error:
+        return say("miss", str(error))
     except IntegrityError as error:
         return say("damaged", f"a build would replace it: {error}")
     if record is None:
@@ -87,6 +89,8 @@ def explain_without_compiler(store: Store, spec: Spec, fields: Mapping[str, str]
     try:
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)
+    except OtherSchemaError as error:
+        return say(f"no compiler to make a key with; {error}")
     except IntegrityError as error:
         return say(f"no compiler to make a key with; what the store has is damaged: {error}")
     if entry is None:

@@ -25,11 +25,11 @@ import tempfile
 import traceback
 from typing import Any
 
-from fusekit.compiler.families import FAMILIES
 from fusekit.compiler.worker import COMPILER, serve
+from fusekit.plan.operations import OPERATIONS
 
 MESSAGE_BYTES = 1 << 16
-_PRELOADED = (*COMPILER, "fusekit.compiler.trace", *sorted(set(FAMILIES.values())))
+_PRELOADED = (*COMPILER, "fusekit.compiler.trace", *sorted({row.planner for row in OPERATIONS.values()}))
 
 
 def main(descriptor: int) -> None:

@@ -1,92 +1,108 @@
-"""The GEMM family: what `kernels.gemm_sm90` is traced with, and what its arguments are."""
+"""The GEMM family: what a kernel is traced with, and what its arguments are. All of it stands in the kernel's plan."""
 
 from __future__ import annotations
 
+from collections import namedtuple
+from importlib import import_module
 from typing import Any
 
-from fusekit.abi import Argument, Dim, Expr, ScalarArgument, TensorArgument
-from fusekit.compiler.hopper import (
-    BIG,
-    COUNTER_BYTES,
-    ELEMENT,
-    GLU_SCALARS,
-    MOST_GROUPS,
-    VECTOR,
-    config,
-    fake_arguments,
-    host_arguments,
-    weights,
+from fusekit.abi import ScalarArgument, TensorArgument
+from fusekit.compiler.hostfunction import (
+    HostArgument,
+    HostInteger,
+    HostPointer,
+    HostScalar,
+    HostStream,
+    HostTensor,
+    Signature,
+    TracePlan,
 )
-from fusekit.compiler.hostfunction import Signature, TracePlan
+from fusekit.dtypes import DTYPES
+from fusekit.plan.gemm import GemmPlan
 from fusekit.spec import KernelSpec
 
-OPERANDS = ("x", "w", "y", "preactivation", "offsets", "bias", "row_scale", "alpha", *GLU_SCALARS, "workspace")
+MEMORY = ("workspace", "scratch")
+SM_COUNT = 132  # while tracing
 
 
 def plan(spec: KernelSpec) -> TracePlan:
-    """Trace plan of a dense or grouped GEMM. Imports the DSL."""
+    """Trace plan of a GEMM. Imports the DSL."""
+    import cutlass
+    from cuda.bindings.driver import CUstream
+
     made = signature(spec)
-    return TracePlan(_function(spec), fake_arguments(made, OPERANDS), host_arguments(made, OPERANDS), made)
+    fakes = {argument.name: _fake(argument, made) for argument in made.arguments}
+    hosts: list[HostArgument] = [
+        HostTensor(argument.name) if isinstance(argument, TensorArgument) else HostScalar(argument.name)
+        for argument in made.arguments
+    ]
+    for name in MEMORY:
+        if getattr(made, name) != 0:
+            fakes[name] = _memory()
+            hosts.append(HostPointer(name))
+    arguments = namedtuple("Arguments", fakes)(**fakes)
+    numbers = cutlass.Int32(SM_COUNT), cutlass.Int32(0), CUstream(0)
+    return TracePlan(
+        function=_function(spec.plan),
+        arguments=(arguments, *numbers),
+        host_arguments=(*hosts, HostInteger("sm_count"), HostInteger("cluster_margin"), HostStream()),
+        signature=made,
+        leaves=(*arguments, *numbers),
+    )
 
 
 def signature(spec: KernelSpec) -> Signature:
     """What the callers of `spec` pass, and the memory that it needs."""
-    gated = spec.activation.gated
-    n: Expr = ["mul", 2, "I"] if gated else "N"
-    grouped = spec.op == "grouped-gemm"
-    widths = {"I" if gated else "N": 32 if spec.glu_layout == "interleaved-32" else VECTOR}
-    dims = [Dim("M", maximum=BIG), *([Dim("E", minimum=1, maximum=MOST_GROUPS)] if grouped else [])]
-    dims += [Dim(name, divisor, divisor, BIG // 2) for name, divisor in {"K": VECTOR, **widths}.items()]
+    made = spec.plan
     return Signature(
         arch=spec.arch,
-        arguments=tuple(_arguments(spec, n)),
-        dims=tuple(dims),
-        skip_if_zero=("M",),
-        workspace=COUNTER_BYTES if spec.schedule == "dynamic" else 0,
-        workspace_zeroed=spec.schedule == "dynamic",
+        arguments=made.arguments,
+        dims=made.dims,
+        workspace=made.workspace,
+        workspace_zeroed=made.workspace > 0,
+        scratch=made.scratch,
+        skip_if_zero=made.skip_if_zero,
     )
 
 
-def _arguments(spec: KernelSpec, n: Expr) -> list[Argument]:
-    grouped = spec.op == "grouped-gemm"
-    leading: tuple[Expr, ...] = ("E",) if grouped else ()
-    width: Expr = "I" if spec.activation.gated else "N"
-
-    def rows(name: str, role: str, dtype: str, columns: Expr) -> TensorArgument:
-        return TensorArgument(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
-
-    arguments: list[Argument] = [
-        rows("x", "input", spec.dtype, "K"),
-        weights(spec, n),
-        rows("y", "output", spec.out_dtype, width),
-    ]
-    if spec.save_preactivation:
-        arguments.append(rows("preactivation", "output", spec.dtype, n))
-    if grouped:
-        arguments.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
-    if spec.bias:
-        strides: tuple[Expr, ...] = (n, 1) if grouped else (1,)
-        arguments.append(TensorArgument("bias", "input", spec.dtype, (*leading, n), strides, alignment=ELEMENT))
-    if spec.row_scale:
-        arguments.append(TensorArgument("row_scale", "input", "f32", ("M",), (1,), alignment=4))
-    if spec.alpha == "group":
-        arguments.append(TensorArgument("alpha", "input", "f32", ("E",), (1,), alignment=4))
-    elif spec.alpha == "scalar":
-        arguments.append(ScalarArgument("alpha", "f32"))
-    if spec.activation.gated:
-        arguments += [ScalarArgument(name, "f32") for name in GLU_SCALARS]
-    return arguments
+def _function(made: GemmPlan) -> Any:
+    """The kernel, from the device halves of its operands."""
+    halves = {
+        operand.name: getattr(import_module(operand.device), type(operand).__name__)(made, operand)
+        for operand in made.operands
+        if operand.on_device
+    }
+    for half in halves.values():
+        half.bind(halves)
+    return import_module(made.driver).kernel(made, halves)
 
 
-def _function(spec: KernelSpec) -> Any:
-    from fusekit.kernels.gemm_sm90 import GemmSm90
+def _fake(argument: Any, made: Signature) -> Any:
+    """What stands for an argument while the kernel is traced."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_tensor
 
-    return GemmSm90(
-        config(
-            spec,
-            alpha=spec.alpha,
-            bias=spec.bias,
-            save_preactivation=spec.save_preactivation,
-            glu_layout=spec.glu_layout,
-        )
+    if isinstance(argument, ScalarArgument):
+        return cutlass.Float32(1.0)
+    divisors = {dim.name: dim.divisor for dim in made.dims}
+    shape = tuple(
+        cute.sym_int(divisibility=divisors[extent] if isinstance(extent, str) else 2 * divisors["I"])
+        for extent in argument.shape
     )
+    strides = tuple(
+        1
+        if stride == 1
+        else cute.sym_int64(divisibility=argument.stride_divisor if argument.reads_stride(index) else 1)
+        for index, stride in enumerate(argument.strides)
+    )
+    return make_fake_tensor(
+        getattr(cutlass, DTYPES[argument.dtype].cutlass), shape, strides, assumed_align=argument.alignment
+    )
+
+
+def _memory() -> Any:
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=16)  # its address is all that is taken

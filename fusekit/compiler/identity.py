@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from fusekit.compiler.families import family
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.options import compile_options
-from fusekit.compiler.sources import closure
+from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
-from fusekit.spec import ExternSpec
+from fusekit.spec import ExternSpec, KernelSpec
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
@@ -22,23 +22,21 @@ class Identity:
     """The key fields of any number of specs, as of now: metadata and sources are read once."""
 
     toolchain: dict[str, str] = field(default_factory=distributions)
-    _sources: dict[str, dict[str, str]] = field(default_factory=dict)
-    _common: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    sources: Sources = field(default_factory=Sources)
+    _common: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     _foreign: Foreign = field(default_factory=Foreign)
 
     def key_fields(self, spec: Spec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
-        module = family(spec)
-        if module not in self._sources:
-            self._sources[module] = closure(module)
-        if (module, spec.arch) not in self._common:
-            self._common[module, spec.arch] = common_fields(
+        roots = family(spec), *(spec.plan.modules if isinstance(spec, KernelSpec) else ())
+        if (spec.arch, *roots) not in self._common:
+            self._common[spec.arch, *roots] = common_fields(
                 arch=spec.arch,
                 toolchain=self.toolchain,
                 options=compile_options(spec.arch),
-                sources=self._sources[module],
+                sources=self.sources.closure(roots),
             )
-        fields = with_spec(self._common[module, spec.arch], spec.device_spec())
+        fields = with_spec(self._common[spec.arch, *roots], spec.device_spec())
         if isinstance(spec, ExternSpec):
             fields = dict(sorted({**fields, **self._foreign.fields(spec)}.items()))
         return fields

@@ -1,71 +1,189 @@
-"""The source files that decide a kernel, found by following imports in the syntax tree, without running any of them.
+"""The source that decides a kernel, found by following imports in the syntax tree, without running any of it.
 
-Followed are `fusekit.kernels`, `fusekit.compiler` and `fusekit.abi`, from the family module and from what compiles its
-plan (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of
-`fusekit.spec`, the file itself counts, and its own imports are not followed. The values of a spec, with what it derives
-from them (`fusekit.spec.model`, `fusekit.spec.budget`), always take part. The DSL reaches a key by its version. The
-proof of a launch record changes nothing in it: its modules are left out.
+Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.abi`, from the family module, from the
+modules that the kernel's plan names (its operands, its activation, its epilogue), and from what compiles it
+(`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of `fusekit.spec`,
+the file itself counts, and its own imports are not followed. The values of a spec, with what it derives from them
+(`fusekit.spec.model`), always take part. The DSL reaches a key by its version. The proof of a launch record changes
+nothing in it: its modules are left out.
+
+Of a file all counts but what is for people: comments, blank lines, docstrings, what a `raise` says; and of an operand
+its key, words and rules, since what comes of them stands in the spec. The package of an operation that is not fusekit's
+counts whole, with what it imports of fusekit.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from fusekit.errors import BuildError
 
-_FOLLOWED = ("kernels", "compiler", "abi")
-_ALWAYS = ("fusekit.compiler.trace", "fusekit.spec.budget", "fusekit.spec.model")
+_FOLLOWED = ("kernels", "compiler", "plan", "abi")
+_ALWAYS = ("fusekit.compiler.trace", "fusekit.spec.model")
 _APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder"})
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
-# What it imports is foreign, and named by fields of its own (fusekit.compiler.foreign).
-_FOREIGN = frozenset({"compiler/extern.py", "compiler/fakes.py"})
+# What these import by name is named elsewhere: a foreign package in fields of its own (fusekit.compiler.foreign),
+# operands and activations by the plan.
+_BY_NAME = frozenset(
+    {"compiler/extern.py", "compiler/fakes.py", "compiler/gemm.py"}
+    | {"plan/operands/__init__.py", "plan/activations/__init__.py"}
+)
+_OPERANDS = "plan/operands/"
+_FOR_PEOPLE = frozenset({"key", "KEY", "words", "refused", "rules"})
+_COMMENT = re.compile(
+    r"""(?P<kept>(?:\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'))|\#[^\n]*""",
+    re.DOTALL,
+)
 
 
-def closure(root: str, package: Path | None = None) -> dict[str, str]:
-    """Path relative to the package, with '/' -> SHA-256 of the file, for every source file behind the module `root`.
+@dataclass(frozen=True, slots=True)
+class _File:
+    """raw: SHA-256 of its bytes; digest: of what counts; imports: modules to follow."""
 
-    package: the folder of `fusekit`; default: this one's. Raises BuildError for an import whose source cannot be
-    identified: of a package that no key names, or one computed at run time.
-    """
-    package = package or Path(__file__).parents[1]
-    digests: dict[str, str] = {}
-    pending = [root, *_ALWAYS]
-    while pending:
-        module = pending.pop()
-        for path in _files(module, package):
-            name = path.relative_to(package).as_posix()
-            if name not in digests:
-                data = path.read_bytes()
-                digests[name] = hashlib.sha256(data).hexdigest()
-                if name.startswith(tuple(f"{room}/" for room in _FOLLOWED)):
-                    pending += _imports(data, path, package)
-    return dict(sorted(digests.items()))
+    path: Path
+    raw: str
+    digest: str
+    imports: tuple[str, ...]
 
 
-def changed(digests: Mapping[str, str], package: Path | None = None) -> list[str]:
-    """Which of the files that `closure` gave are no longer the same, or gone. Safe from any thread.
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The source files of a package, each read once. package: the folder of `fusekit`; default: this one's."""
 
-    While none of them is, neither is the closure: imports stand in the files. So nothing is parsed again, which several
-    threads of CPython 3.11 cannot do at once.
-    """
-    package = package or Path(__file__).parents[1]
-    return [name for name, digest in digests.items() if _digest(package / name) != digest]
+    package: Path = field(default_factory=lambda: Path(__file__).parents[1])
+    _files: dict[str, _File] = field(default_factory=dict)
+
+    def closure(self, roots: Iterable[str]) -> dict[str, str]:
+        """Path relative to the package, with '/' -> digest, for every source file behind the modules `roots`.
+
+        Raises BuildError for an import whose source cannot be identified: of a package that no key names, or one
+        computed at run time.
+        """
+        digests: dict[str, str] = {}
+        pending, seen = [*roots, *_ALWAYS], set[str]()
+        while pending:
+            module = pending.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            if module.partition(".")[0] != "fusekit":
+                for name, file in _whole_package(module).items():
+                    digests[name] = self._files.setdefault(name, file).digest
+                    pending += file.imports
+                continue
+            for path in _paths(module, self.package):
+                name = path.relative_to(self.package).as_posix()
+                if name not in digests:
+                    file = self._read(name, path)
+                    digests[name] = file.digest
+                    pending += file.imports
+        return dict(sorted(digests.items()))
+
+    def changed(self, digests: Mapping[str, str]) -> list[str]:
+        """Which of the files that `closure` gave are no longer the same, or gone. Safe from any thread.
+
+        While none of them is, neither is the closure: imports stand in the files. So nothing is parsed again, which
+        several threads of CPython 3.11 cannot do at once.
+        """
+        found = {name: self._files.get(name) for name in digests}
+        return [
+            name
+            for name, file in found.items()
+            if file is None or file.digest != digests[name] or file.raw != _raw(file.path)
+        ]
+
+    def _read(self, name: str, path: Path) -> _File:
+        if name not in self._files:
+            data = path.read_bytes()
+            try:
+                tree = ast.parse(data, str(path))
+            except SyntaxError as error:
+                raise BuildError(f"{path}: {error}; mend it") from error
+            followed = name.startswith(tuple(f"{room}/" for room in _FOLLOWED))
+            imports = _imports(tree, data, path, self.package) if followed else []
+            what = _sha(_what_counts(tree, data.decode(), name).encode())
+            self._files[name] = _File(path, _sha(data), what, tuple(imports))
+        return self._files[name]
 
 
-def _digest(path: Path) -> str | None:
+def closure(root: str, package: Path | None = None, modules: Iterable[str] = ()) -> dict[str, str]:
+    """The closure of one family module, and of `modules` that a plan names; see `Sources.closure`."""
+    return (Sources() if package is None else Sources(package)).closure((root, *modules))
+
+
+def _whole_package(module: str) -> dict[str, _File]:
+    """Every file of the package of an operation that is not fusekit's; they lead to what they import of fusekit."""
+    top = module.partition(".")[0]
+    found = find_spec(top)
+    if found is None or not found.origin:
+        raise BuildError(f"the package {top} is not found; install it")
+    origin = Path(found.origin)
+    folder = origin.parent if found.submodule_search_locations else origin
+    files = {}
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
+        data = path.read_bytes()
+        here = [top, *path.relative_to(folder).with_suffix("").parts]
+        found_here = stated(_statements(ast.parse(data, str(path))), here)
+        imports = [module for module in found_here if module.startswith("fusekit.")]
+        name = f"{top}/{path.relative_to(folder).as_posix()}" if folder.is_dir() else path.name
+        files[name] = _File(path, _sha(data), _sha(data), tuple(imports))
+    return files
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _raw(path: Path) -> str | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return _sha(path.read_bytes())
     except OSError:
         return None
 
 
-def _files(module: str, package: Path) -> list[Path]:
+def _what_counts(tree: ast.AST, text: str, name: str) -> str:
+    """The lines of a file without what is for people."""
+    lines = text.splitlines()
+    for node in _statements(tree):
+        if _is_text(node) or (name.startswith(_OPERANDS) and _is_for_people(node)):
+            _blank(lines, node, "pass")
+        elif isinstance(node, ast.Raise):
+            _blank(lines, node, "raise")
+    kept = _COMMENT.sub(lambda found: found["kept"] or "", "\n".join(lines))
+    return "\n".join(line.rstrip() for line in kept.splitlines() if line.strip())
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_for_people(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name in _FOR_PEOPLE
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return bool(targets) and all(isinstance(each, ast.Name) and each.id in _FOR_PEOPLE for each in targets)
+
+
+def _blank(lines: list[str], node: ast.stmt, word: str) -> None:
+    """Puts `word` in the place of a statement; one that shares a line with others stays."""
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+    if lines[first][: node.col_offset].strip():
+        return
+    lines[first] = lines[first][: node.col_offset] + word
+    for number in range(first + 1, last + 1):
+        lines[number] = ""
+
+
+def _paths(module: str, package: Path) -> list[Path]:
     """The files that an import of `module` runs: its packages' own below fusekit, and its own."""
     parts = module.split(".")[1:]
     files = []
@@ -80,22 +198,18 @@ def _files(module: str, package: Path) -> list[Path]:
     return files
 
 
-def _imports(data: bytes, path: Path, package: Path) -> list[str]:
+def _imports(tree: ast.AST, data: bytes, path: Path, package: Path) -> list[str]:
     """The modules to follow from one file; a name imported from a package may be a module of it, so both are given."""
-    try:
-        tree = ast.parse(data, str(path))
-    except SyntaxError as error:
-        raise BuildError(f"{path}: {error}; mend it") from error
     here = ["fusekit", *path.relative_to(package).with_suffix("").parts]
     # Names stand anywhere, import statements only among statements, of which there are few.
     nodes = list(ast.walk(tree) if b"__import__" in data or not data.isascii() else _statements(tree))
     if any(isinstance(node, ast.Name) and node.id == "__import__" for node in nodes):
         raise _unidentified(path, "__import__")
     found = list(stated(nodes, here))
-    foreign = path.relative_to(package).as_posix() in _FOREIGN
+    by_name = path.relative_to(package).as_posix() in _BY_NAME
     for module in found:
         top = module.partition(".")[0]
-        if foreign and top == "importlib":
+        if by_name and top == "importlib":
             continue
         if top not in _KNOWN or top in _DYNAMIC:
             raise _unidentified(path, module)

@@ -1,15 +1,25 @@
-"""The operations as rows of facts: what is known of one by its name is a field here."""
+"""The operations as rows of facts: what is known of one by its name is a field here.
+
+An operation of another package is an entry point of the group `fusekit.operations`: its name is the operation's, and
+it leads to a `fusekit.spec.family.Family`. The entry points are read when a spec asks for an operation that has no row
+here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from fusekit.errors import SpecError
+
+GROUP = "fusekit.operations"
 
 GEMM, ROUTER, PERMUTATION, CHECK, EXTERN = "gemm", "router", "permutation", "check", "extern"
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation.
+    """One operation. planner: the module of the compiler that builds it.
 
     Of a GEMM: tiles: the dims along which a tile's M and N lie; reduction: the dim that is summed over; ragged: the dim
     of which each of E groups has a part, "" where there are none.
@@ -20,6 +30,7 @@ class Operation:
 
     name: str
     family: str
+    planner: str
     tiles: tuple[str, str] | None = None
     reduction: str = ""
     ragged: str = ""
@@ -40,21 +51,40 @@ class Operation:
 OPERATIONS = {
     row.name: row
     for row in (
-        Operation("dense-gemm", GEMM, ("M", "N"), "K"),
-        Operation("grouped-gemm", GEMM, ("M", "N"), "K", "M"),
-        Operation("grouped-wgrad", GEMM, ("N", "K"), "M", "M"),
-        Operation("router-topk", ROUTER, long_row=1024),
-        Operation("router-topk-bwd", ROUTER, long_row=1024),
-        Operation("router-aux-score", ROUTER, long_row=1024),
-        Operation("router-aux-score-bwd", ROUTER, long_row=1024),
-        Operation("moe-aux-loss", ROUTER),
-        Operation("moe-aux-loss-bwd", ROUTER),
-        Operation("moe-index", PERMUTATION),
-        Operation("moe-permute", PERMUTATION, wide=True),
-        Operation("moe-permute-bwd", PERMUTATION, wide=True),
-        Operation("moe-unpermute", PERMUTATION, wide=True),
-        Operation("moe-unpermute-bwd", PERMUTATION, wide=True),
-        Operation("moe-check", CHECK),
-        Operation("extern", EXTERN),
+        Operation("dense-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K"),
+        Operation("grouped-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K", "M"),
+        Operation("grouped-wgrad", GEMM, "fusekit.compiler.gemm", ("N", "K"), "M", "M"),
+        Operation("router-topk", ROUTER, "fusekit.compiler.router", long_row=1024),
+        Operation("router-topk-bwd", ROUTER, "fusekit.compiler.router", long_row=1024),
+        Operation("router-aux-score", ROUTER, "fusekit.compiler.router", long_row=1024),
+        Operation("router-aux-score-bwd", ROUTER, "fusekit.compiler.router", long_row=1024),
+        Operation("moe-aux-loss", ROUTER, "fusekit.compiler.router"),
+        Operation("moe-aux-loss-bwd", ROUTER, "fusekit.compiler.router"),
+        Operation("moe-index", PERMUTATION, "fusekit.compiler.permutation"),
+        Operation("moe-permute", PERMUTATION, "fusekit.compiler.permutation", wide=True),
+        Operation("moe-permute-bwd", PERMUTATION, "fusekit.compiler.permutation", wide=True),
+        Operation("moe-unpermute", PERMUTATION, "fusekit.compiler.permutation", wide=True),
+        Operation("moe-unpermute-bwd", PERMUTATION, "fusekit.compiler.permutation", wide=True),
+        Operation("moe-check", CHECK, "fusekit.compiler.check"),
+        Operation("extern", EXTERN, "fusekit.compiler.extern"),
     )
 }
+
+
+def provided(name: str) -> Any:
+    """What another package gives for an operation that has no row here; None where none does.
+
+    Raises SpecError for a package that cannot be imported.
+    """
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=GROUP, name=name):
+        try:
+            return point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist else point.module
+            raise SpecError(
+                f"op {name!r} is of the package {package}, which cannot be imported: {type(error).__name__}: {error}; "
+                "install it again"
+            ) from error
+    return None

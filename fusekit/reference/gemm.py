@@ -19,6 +19,7 @@ from fusekit.reference import activations, backward, layouts, wgrad
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning, group_ends, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.operands import twins
 from fusekit.reference.product import product, weights
 from fusekit.spec import Activation, KernelSpec
 
@@ -110,9 +111,9 @@ def _forward(
     z, error = product(means, inputs, chosen, owner[chosen], z_columns)
     y = activations.activate(activation, layout, z)
     y_error = activations.error_bound(activation, layout, z, error)
-    if means.row_scale:
-        scale = need(inputs, "row_scale", 1)[chosen].astype(np.float64)[:, None]
-        y, y_error = y * scale, y_error * np.abs(scale)
+    for twin in twins(means):
+        if hasattr(twin, "output"):
+            y, y_error = twin.output(means, inputs, y, y_error, chosen)
     total = need(inputs, "x", 2).shape[0]
     outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width))}
     if means.save_preactivation:
@@ -133,7 +134,7 @@ def _at_run_time(activation: Activation, inputs: Mapping[str, Any]) -> Activatio
     """The activation, the forward one of a backward one, with the scalars that a launch gave."""
     return replace(
         activation,
-        kind=activation.kind.removeprefix("d") if activation.backward else activation.kind,
+        kind=activation.function,
         alpha=float(inputs.get("act_alpha", activation.alpha)),
         limit=inputs.get("act_limit", activation.limit),
         up_offset=float(inputs.get("act_up_offset", activation.up_offset)),

@@ -12,32 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusekit.reference.formats import Array, format_of
+from fusekit.reference.formats import Array, bits
 from fusekit.reference.meaning import Meaning, meaning
+from fusekit.reference.operands import twins
 from fusekit.spec import KernelSpec
+
+__all__ = ["RMS", "bits", "group_sizes", "make_inputs", "offsets_of", "output_shapes"]
 
 # Root mean square of the numbers below, before scaling.
 RMS = 0.88
 
 # Outputs with a part for each group, all of which a launch writes; the others have a row for each token.
 BY_GROUP = frozenset({"dw", "dbias"})
-
-
-def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> NDArray[np.uint16]:
-    """Random numbers in +-[2**-3, 2) * 2**exponent, as uint16 bits of ``dtype``; none is zero, rms 0.88 * 2**exponent.
-
-    ``ValueError`` when the exponent takes them out of the format's normal range.
-    """
-    form = format_of(dtype)
-    bias, fraction = 1 - form.lowest, form.significand - 1
-    lowest = bias + exponent - 3
-    if not 1 <= lowest <= 2 * bias - 3:
-        raise ValueError(f"2**{exponent} scales {dtype} numbers out of its normal range; scale less")
-    # Raw bits are kept as sign, two low exponent bits and mantissa; adding the lowest exponent makes them a number.
-    raw = np.random.SFC64(seed).random_raw(-(-int(np.prod(shape)) // 4)).view(np.uint16)[: int(np.prod(shape))]
-    raw &= np.uint16(0x8000 | ((4 << fraction) - 1))
-    raw += np.uint16(lowest << fraction)
-    return raw.reshape(shape)
 
 
 def group_sizes(rows: int, groups: int, seed: int) -> NDArray[np.int64]:
@@ -85,17 +71,12 @@ def make_inputs(
     }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
-    if means.alpha == "scalar":
-        inputs["alpha"] = 0.75
-    if means.alpha == "group":
-        inputs["alpha"] = rng.uniform(0.5, 1.5, E).astype(np.float32)
-    if means.bias:
-        inputs["bias"] = bits((*groups, N), means.dtype, seed + 3, -1)
+    dims = {"E": E, "M": M, "N": N, "K": K}
+    for twin in twins(means):
+        inputs |= twin.inputs(means, dims, rng, seed)
     if means.activation.backward:
         width = N if means.glu_layout == "none" else 2 * N
         inputs["preactivation"] = bits((M, width), means.dtype, seed + 4)
-    if means.row_scale:
-        inputs["row_scale"] = rng.uniform(0.25, 1.0, M).astype(np.float32)
     return inputs
 
 

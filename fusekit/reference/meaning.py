@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
+from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation, KernelSpec
 
-OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
+OPS = tuple(row.name for row in OPERATIONS.values() if row.family == GEMM)
 
 
-@dataclass(frozen=True, slots=True)
 class Meaning:
-    """What must decide a kernel's numbers; all else (tile, cluster, ...) must not change them."""
+    """What must decide a kernel's numbers; all else (tile, cluster, ...) must not change them.
 
-    op: str
-    dtype: str
-    out_dtype: str
-    b_major: str
-    alpha: str
-    bias: bool
-    save_preactivation: bool
-    activation: Activation
-    glu_layout: str
-    row_scale: bool
-    accumulate: bool
-    recompute: bool
-    dprob: bool
-    dbias: bool
+    The keys of the operands are attributes, too.
+    """
 
-    @property
-    def grouped(self) -> bool:
-        """Whether groups own the rows; a dense-gemm's all belong together."""
-        return self.op != "dense-gemm"
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        operation = OPERATIONS[keys["op"]]
+        self.op, self.dtype, self.out_dtype = str(keys["op"]), str(keys["dtype"]), str(keys["out_dtype"])
+        self.b_major, self.glu_layout = str(keys["b_major"]), str(keys["glu_layout"])
+        self.activation = Activation(**keys["activation"])
+        self.grouped = bool(operation.ragged)  # else all rows belong together
+        self.epilogue = FORWARD
+        if operation.reduces_groups or self.activation.backward:
+            self.epilogue = WGRAD if operation.reduces_groups else BACKWARD
+        self.asked = {key.name: keys.get(key.name, key.default) for key in operand_keys()}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["asked"][name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def meaning(spec: KernelSpec | Mapping[str, Any]) -> Meaning:
@@ -47,8 +48,7 @@ def meaning(spec: KernelSpec | Mapping[str, Any]) -> Meaning:
         raise ValueError(f"op {keys['op']!r}; the reference knows {', '.join(OPS)}")
     if keys["quant"] != "none":
         raise ValueError(f'quant {keys["quant"]!r}; the reference knows quant = "none" only')
-    same = [name for name in Meaning.__dataclass_fields__ if name != "activation"]
-    return Meaning(activation=Activation(**keys["activation"]), **{name: keys[name] for name in same})
+    return Meaning(keys)
 
 
 def need(inputs: Mapping[str, Any], name: str, rank: int | None) -> Array:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fusekit.reference.formats import Array, values
 from fusekit.reference.meaning import Meaning, need
+from fusekit.reference.operands import twins
 
 # Float32 accumulation of K products is off by at most this share of the sum of their absolute values. Tensor cores
 # truncate: one step of 16 products costs up to 2**-23 of the running sum, which is far below the sum of the absolute
@@ -34,7 +35,7 @@ def product(
     owner: NDArray[np.int64],
     columns: NDArray[np.int64] | None = None,
 ) -> tuple[Array, Array]:
-    """alpha * x.w + bias for ``rows`` of x, ``owner`` being their groups, and ``columns`` of w; with its error.
+    """x.w as the operands leave it, with its error: of ``rows`` of x, whose groups are ``owner``, and ``columns`` of w.
 
     Both float64 [rows, columns]; the error is what float32 may make of it.
     """
@@ -53,16 +54,8 @@ def product(
             right = values(w[group, part if columns is None else columns[part]], means.dtype)
             value[here, part] = left @ right.astype(np.float64).T
             error[here, part] = left_magnitude @ np.abs(right).astype(np.float32).T
-    if means.alpha != "none":
-        alpha = np.asarray(need(inputs, "alpha", None), dtype=np.float64).reshape(-1)
-        factor = alpha[owner][:, None] if means.alpha == "group" else alpha[0]
-        value *= factor
-        error *= np.abs(factor)
-    if means.bias:
-        bias = values(need(inputs, "bias", 2 if means.grouped else 1), means.dtype).astype(np.float64)
-        bias = bias if columns is None else bias[..., columns]
-        bias = bias[owner] if means.grouped else bias
-        value += bias
-        error += np.abs(bias)
+    for twin in twins(means):
+        if hasattr(twin, "product"):
+            twin.product(means, inputs, value, error, owner, columns)
     error *= ACCUMULATION
     return value, error

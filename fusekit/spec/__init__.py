@@ -12,7 +12,6 @@
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
 | `sweep` | a table's variants: what is swept, excluded, or chosen where it is left out |
-| `budget` | shared memory and register arithmetic |
 | `document` | a file's bytes to its TOML document, within bounds |
 | `parse` | a file: defaults, sweeps, all problems in one error |
 | `catalog` | the packaged files; finding kernels by name or glob |
@@ -26,7 +25,6 @@ What reads files is imported on first use: a launch needs the values alone.
 
 from typing import TYPE_CHECKING, Any
 
-from fusekit.spec.budget import Budget
 from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Activation",
-    "Budget",
     "ExternSpec",
     "KernelSpec",
     "PermutationSpec",

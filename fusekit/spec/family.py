@@ -1,11 +1,14 @@
 """Which keys an operation takes, and what makes a spec of them: GEMMs are one family, the others one each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from fusekit.spec.budget import default_mainloop
+from fusekit.errors import SpecError
+from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operations import provided
+from fusekit.plan.tiles import default_mainloop
 from fusekit.spec.extern import EXTERN, EXTERN_KEYS, ExternSpec, broken_extern_rules
 from fusekit.spec.extern import make as make_extern
 from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
@@ -30,9 +33,10 @@ ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 class Family:
     """Operations that share a table of keys.
 
-    make: (file stem, values by key, one value of each sweep key) -> a spec. broken: the rules that a spec breaks, as
-    (key, value, rule). own: keys that [defaults] does not give it. candidates: what a sweep key that is left out is
-    chosen from (see fusekit.spec.sweep).
+    planner: dotted name of the module that builds them, with `plan(spec) -> TracePlan`, where it is not fusekit's; it
+    is imported where a kernel is compiled. make: (file stem, values by key, one value of each sweep key) -> a spec.
+    broken: the rules that a spec breaks, as (key, value, rule). own: keys that [defaults] does not give it. candidates:
+    what a sweep key that is left out is chosen from (see fusekit.spec.sweep).
     """
 
     ops: tuple[str, ...]
@@ -42,6 +46,7 @@ class Family:
     broken: Callable[[Any], list[tuple[str, Any, str]]]
     own: tuple[str, ...] = KERNEL_ONLY
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    planner: str = ""
 
     @property
     def defaults_keys(self) -> tuple[Key, ...]:
@@ -69,11 +74,25 @@ def families() -> tuple[Family, ...]:
 def family_of(op: Any) -> Family:
     """The family of an operation; the first for what is none, so that its error names every operation."""
     every = families()
-    return next((family for family in every if isinstance(op, str) and op in family.ops), every[0])
+    if not isinstance(op, str):
+        return every[0]
+    found = next((family for family in every if op in family.ops), None) or outside(op)
+    return found or every[0]
 
 
-def _with_op(keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    op = Key("op", "choice", OP_DOC, choices=ALL_OPS, required=True)
+@cache
+def outside(op: str) -> Family | None:
+    """The family of an operation of another package; None for one that no package has."""
+    found = provided(op)
+    if found is None:
+        return None
+    if not isinstance(found, Family) or op not in found.ops or not found.planner:
+        raise SpecError(f"op {op!r}: its entry point gives {found!r}; it must give a Family that has it and a planner")
+    return replace(found, keys=_with_op(found.keys, found.ops))
+
+
+def _with_op(keys: tuple[Key, ...], more: tuple[str, ...] = ()) -> tuple[Key, ...]:
+    op = Key("op", "choice", OP_DOC, choices=(*ALL_OPS, *more), required=True)
     others = [key for key in keys if key.name != "op"]
     return (*others[:2], op, *others[2:])
 
@@ -91,16 +110,8 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         dtype=values["dtype"],
         out_dtype=values["out_dtype"] or values["dtype"],
         b_major=values["b_major"],
-        alpha=values["alpha"],
-        bias=values["bias"],
-        save_preactivation=values["save_preactivation"],
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
-        row_scale=values["row_scale"],
-        accumulate=values["accumulate"],
-        recompute=values["recompute"],
-        dprob=values["dprob"],
-        dbias=values["dbias"],
         quant=values["quant"],
         tile=tile,
         cluster=choice["cluster"],
@@ -109,4 +120,5 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         cluster_margin=values["cluster_margin"],
         problem=problem,
         summary=values["summary"],
+        **{key.name: values[key.name] for key in operand_keys()},
     )

@@ -1,35 +1,16 @@
 """Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from fusekit.spec.budget import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
-from fusekit.spec.model import ACTIVATIONS, ARCHES, DTYPES, OPS, OUT_DTYPES
+from fusekit.plan.activations import kinds
+from fusekit.plan.keys import Key
+from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
+from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with a letter or digit, 64 at most"
 INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key.
-
-    type: "string", "choice", "bool", "int", "float", "pair" (two positive integers), "table", "tables" (a list of
-    them), "strings" (a list of strings), "json" (a table of JSON values) or "combinations" (a table of lists, of which
-    each combination is a value). choices: allowed strings, or allowed pairs. keys: a table's own keys. sweep: a list
-    of values is allowed, and makes one kernel for each.
-    """
-
-    name: str
-    type: str
-    doc: str
-    choices: tuple[Any, ...] = ()
-    keys: tuple["Key", ...] = ()
-    minimum: int = 0
-    default: Any = None
-    required: bool = False
-    sweep: bool = False
 
 
 ACTIVATION_KEYS = (
@@ -37,7 +18,7 @@ ACTIVATION_KEYS = (
         "kind",
         "choice",
         'The function; "d" before one is its derivative, for the backward pass.',
-        choices=ACTIVATIONS,
+        choices=tuple(kinds()),
         required=True,
     ),
     Key(
@@ -82,23 +63,10 @@ KERNEL_KEYS = (
         default="bf16"),
     Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32" for grouped-wgrad only.', choices=OUT_DTYPES),
     Key("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
-    Key("alpha", "choice", "float32 accumulator scale.", choices=("none", "scalar", "group"), default="none"),
-    Key("bias", "bool", "Adds bias[E, N].", default=False),
-    Key("save_preactivation", "bool", "Also stores z[M, N], the activation's input.", default=False),
+    *operand_keys(),
     Key("activation", "table", 'What is applied to z; default: { kind = "identity" }.', keys=ACTIVATION_KEYS),
     Key("glu_layout", "choice", 'How gate and up lie along N; default: "concat" for a gated activation, else "none".',
         choices=("none", *GLU_LAYOUTS)),
-    Key("row_scale", "bool", "Multiplies row m of y by row_scale[m]; not with a bias that no activation follows.",
-        default=False),
-    Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw and dbias hold.", default=False),
-    Key("recompute", "bool", "Backward activations: also stores y, the activation of z, times row_scale.",
-        default=False),
-    Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].",
-        default=False),
-    Key("dbias", "bool",
-        "Also stores a float32 sum over each group's rows; backward activations: of dz, dbias[E, columns of z]; "
-        "grouped-wgrad: of dy, dbias[E, N].",
-        default=False),
     Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
     *(key for key in _SWEPT.values() if key.name != "arch"),
     Key("exclude", "tables", "What a sweep leaves out: each combination that has all the values of one of the tables.",

@@ -3,20 +3,24 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, make_dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fusekit.errors import SpecError
-from fusekit.spec.budget import Budget, budget, default_mainloop
+from fusekit.plan.activations import kind as kind_of
+from fusekit.plan.arch import ARCHES
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
+from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.tiles import default_mainloop
 
-ARCHES = ("sm_90a",)
+__all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "canonical_json"]
+
 OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
 DTYPES = ("bf16", "fp16")
 OUT_DTYPES = (*DTYPES, "f32")
-GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-PLAIN_ACTIVATIONS = ("identity", "relu", "srelu", "silu", "gelu")
-BACKWARD_ACTIVATIONS = tuple(f"d{kind}" for kind in (*PLAIN_ACTIVATIONS[1:], *GATED_ACTIVATIONS))
-ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS, *BACKWARD_ACTIVATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,17 @@ class Activation:
     @property
     def backward(self) -> bool:
         """Whether it is the derivative of an activation."""
-        return self.kind in BACKWARD_ACTIVATIONS
+        return kind_of(self.kind).backward
 
     @property
     def gated(self) -> bool:
         """Whether two columns of z make one of y."""
-        return self.kind.removeprefix("d") in GATED_ACTIVATIONS
+        return kind_of(self.kind).gated
+
+    @property
+    def function(self) -> str:
+        """The kind of the forward activation."""
+        return kind_of(self.kind).function
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +71,9 @@ class Problem:
     K: int
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin."""
+@dataclass(frozen=True)
+class _Kernel:
+    """What every kernel of the GEMM family has; an operand's key is a field of KernelSpec as well."""
 
     file: str
     kernel: str
@@ -73,16 +82,8 @@ class KernelSpec:
     dtype: str
     out_dtype: str
     b_major: str
-    alpha: str
-    bias: bool
-    save_preactivation: bool
     activation: Activation
     glu_layout: str
-    row_scale: bool
-    accumulate: bool
-    recompute: bool
-    dprob: bool
-    dbias: bool
     quant: str
     tile: tuple[int, int]
     cluster: tuple[int, int]
@@ -114,19 +115,24 @@ class KernelSpec:
         return f"{self.name}@{self.variant}"
 
     @property
-    def budget(self) -> Budget:
-        """Stages, shared memory and registers; raises SpecError where the tile does not fit."""
-        return budget(
-            self.tile,
-            self.cluster,
-            self.mainloop,
-            op=self.op,
-            b_major=self.b_major,
-            glu_layout=self.glu_layout,
-            backward=self.activation.backward,
-            recompute=self.recompute,
-            dbias=self.dbias,
-        )
+    def epilogue(self) -> str:
+        """What becomes of the accumulators: "forward", "backward" or "wgrad"."""
+        if OPERATIONS[self.op].reduces_groups:
+            return WGRAD
+        return BACKWARD if self.activation.backward else FORWARD
+
+    @property
+    def grouped(self) -> bool:
+        """Whether its rows belong to groups."""
+        return bool(OPERATIONS[self.op].ragged)
+
+    @cached_property
+    def plan(self) -> GemmPlan:
+        """Stages, shared memory, registers, arguments."""
+        return GemmPlan(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted."""
@@ -146,34 +152,31 @@ class KernelSpec:
         values["problem"] = None if values["problem"] is None else Problem(**values["problem"])
         values["tile"] = tuple(values["tile"])
         values["cluster"] = tuple(values["cluster"])
-        return cls(**values)
+        return KernelSpec(**values)
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem."""
-        budget = self.budget
+        """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key
+        of an operand that the kernel does not have.
+        """
+        operands = {key.name: getattr(self, key.name) for key in operand_keys()}
         return {
-            "accumulate": self.accumulate,
             "activation": {"approximate": self.activation.approximate, "kind": self.activation.kind},
-            "alpha": self.alpha,
             "arch": self.arch,
             "b_major": self.b_major,
-            "bias": self.bias,
             "cluster": list(self.cluster),
-            "dbias": self.dbias,
-            "dprob": self.dprob,
             "dtype": self.dtype,
-            "epilogue_box": budget.epilogue_box,
+            "epilogue": self.epilogue,
+            "epilogue_box": self.plan.epilogue_box,
             "glu_layout": self.glu_layout,
+            "grouped": self.grouped,
             "mainloop": self.mainloop,
             "op": self.op,
             "out_dtype": self.out_dtype,
             "quant": self.quant,
-            "recompute": self.recompute,
-            "row_scale": self.row_scale,
-            "save_preactivation": self.save_preactivation,
             "schedule": self.schedule,
-            "stages": budget.stages,
+            "stages": self.plan.stages,
             "tile": list(self.tile),
+            **{key.name: operands[key.name] for key in operand_keys() if operands[key.name] != key.default},
         }
 
     def defaults(self) -> dict[str, float | int]:
@@ -185,6 +188,25 @@ class KernelSpec:
             scalars["act_limit"] = math.inf if limit is None else limit
             scalars["act_up_offset"] = self.activation.up_offset
         return scalars
+
+
+if TYPE_CHECKING:
+
+    class KernelSpec(_Kernel):
+        """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin."""
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    KernelSpec = make_dataclass(
+        "KernelSpec",
+        [(key.name, bool if key.type == "bool" else str) for key in operand_keys()],
+        bases=(_Kernel,),
+        namespace={"__module__": __name__, "__doc__": _Kernel.__doc__},
+        frozen=True,
+    )
 
 
 class Canonical(Protocol):
@@ -205,6 +227,11 @@ def _json_value(value: Any) -> Any:
     return _members(value) if isinstance(value, (Activation, Problem)) else value
 
 
-def _members(value: KernelSpec | Activation | Problem) -> dict[str, Any]:
+def _members(value: Any) -> dict[str, Any]:
     # Not `asdict`: it copies deeply, which thousands of specs would feel.
-    return {name: _json_value(getattr(value, name)) for name in sorted(type(value).__slots__)}
+    return {name: _json_value(getattr(value, name)) for name in _names(type(value))}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(sorted(field.name for field in fields(kind)))

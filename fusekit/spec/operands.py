@@ -3,24 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-BACKWARD = "backward"  # a GEMM whose activation is a derivative
+from fusekit.plan.activations import kinds
+from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, words
 
-_OFFSETS = "End row of each group, cumulative, without a leading 0; rows from the last end on are spare."
-_GLU = {
-    "act_alpha": "alpha of the activation; left out: the spec's.",
-    "act_limit": "limit of the activation, infinity for no clamp; left out: the spec's.",
-    "act_up_offset": "up_offset of the activation; left out: the spec's.",
-}
-_FORWARD = {
-    "x": "The rows to multiply. In a gradient through a layer, dY: the gradient of what the layer gave.",
-    "w": "The weights; b_major says which of N and K is contiguous.",
-    "y": "The result: the activation of z, times row_scale. In a gradient through a layer, dX.",
-    "preactivation": "z, the activation's input, which the backward pass reads; N columns.",
-    "bias": "Added to every row of a group before the activation.",
-    "row_scale": "Factor of each row of y, such as its router weight.",
-    "alpha": "Factor of the product before the bias: one number, or one for each group.",
-    **_GLU,
-}
 _LOGITS = "The router's logits of each token, x . Wr^T."
 _MAP = "Which experts each token chose: a byte an expert, or a bit in i32 words, the lowest expert lowest."
 _INDICES = "The experts of each token, best first; outside [0, X): no expert."
@@ -29,27 +14,10 @@ _TOTAL = "Tokens that the counts count."
 _SUM = "Sum of each token's scores before they were divided by it."
 
 OPERANDS: Mapping[str, Mapping[str, str]] = {
-    "dense-gemm": _FORWARD,
-    "grouped-gemm": _FORWARD | {"offsets": _OFFSETS},
-    BACKWARD: {
-        "x": "dY, the gradient of what the second projection gave.",
-        "w": "The second projection's weights, those of the forward pass.",
-        "preactivation": "z, as the forward pass stored it.",
-        "dz": "The gradient of z, in the layout of z.",
-        "y": "The activation of z once more, times row_scale: what the second weight gradient takes as x.",
-        "offsets": _OFFSETS,
-        "row_scale": "Factor of each row in the forward pass, such as its router weight.",
-        "dprob": "The gradient of row_scale.",
-        "dbias": "The gradient of the first projection's bias: dz summed over the rows of a group.",
-        **_GLU,
-    },
-    "grouped-wgrad": {
-        "dy": "The gradient of what the layer gave.",
-        "x": "What the layer was given in the forward pass.",
-        "dw": "The gradient of the weights, dy^T . x of each group; with accumulate it is added to what is there.",
-        "offsets": _OFFSETS,
-        "dbias": "The gradient of the bias: dy summed over the rows of a group.",
-    },
+    "dense-gemm": {name: what for name, what in words(FORWARD).items() if name != "offsets"},
+    "grouped-gemm": words(FORWARD),
+    BACKWARD: words(BACKWARD),
+    "grouped-wgrad": words(WGRAD),
     "router-topk": {
         "logits": _LOGITS,
         "expert_bias": "Added to the scores for the selection alone.",
@@ -96,7 +64,7 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
     },
     "moe-index": {
         "indices": _INDICES,
-        "offsets": _OFFSETS,
+        "offsets": words(FORWARD)["offsets"],
         "order": "Which choice t K + k each row is.",
         "inverse": _INVERSE,
     },
@@ -144,5 +112,5 @@ def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
         return {table.get("rename", name): table.get("doc", "") for name, table in told.items()}
     activation = spec.get("activation")
     kind = activation.get("kind", "") if isinstance(activation, Mapping) else ""
-    op = BACKWARD if isinstance(kind, str) and kind.startswith("d") else spec.get("op")
+    op = BACKWARD if kind in kinds() and kinds()[kind].backward else spec.get("op")
     return OPERANDS.get(op, {}) if isinstance(op, str) else {}

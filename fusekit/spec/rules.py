@@ -1,8 +1,11 @@
 """What no single key can say: combinations that cannot be built, with the arithmetic that refuses them."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from fusekit.spec.budget import refusals
+from fusekit.plan.activations import Kind, kind, kinds
+from fusekit.plan.operands import BACKWARD, WGRAD, operands
+from fusekit.plan.tiles import refusals
 from fusekit.spec.model import KernelSpec
 from fusekit.spec.values import show
 
@@ -14,36 +17,28 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
-    wgrad = spec.op == "grouped-wgrad"
-    found = [*_activation(spec), *_backward(spec), *(_wgrad(spec) if wgrad else _operands(spec))]
+    found = [*_activation(spec), *_types(spec)]
+    for operand in operands():
+        if operand.asked(spec):
+            found += operand.rules(spec)
     if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
         return found
     values = {"tile": spec.tile, "cluster": spec.cluster}
-    for refusal in refusals(
-        spec.tile,
-        spec.cluster,
-        spec.mainloop,
-        op=spec.op,
-        b_major=spec.b_major,
-        glu_layout=spec.glu_layout,
-        backward=spec.activation.backward,
-        recompute=spec.recompute,
-        dbias=spec.dbias,
-    ):
+    for refusal in refusals(spec.plan, spec.mainloop):
         found.append((refusal.key, values[refusal.key], refusal.rule))
-    return found + (_wgrad_problem(spec) if wgrad else _problem(spec))
+    return found + _problem(spec)
 
 
 def _activation(spec: KernelSpec) -> list[Broken]:
     found: list[Broken] = []
     act = spec.activation
-    forward = act.kind.removeprefix("d") if act.backward else act.kind
-    if act.approximate != "none" and forward not in ("gelu", "geglu"):
-        found.append(
-            ("activation.approximate", act.approximate, f"only gelu and geglu have it, not {act.kind}; leave it out")
-        )
-    if act.alpha != 1.0 and forward != "swiglu":
-        found.append(("activation.alpha", act.alpha, f"only swiglu has it, not {act.kind}; leave it out"))
+    this = kind(act.kind)
+    if act.approximate not in this.approximations:
+        rule = f"only {_names(len(each.approximations) > 1 for each in _forward())} have it, not {act.kind}"
+        found.append(("activation.approximate", act.approximate, f"{rule}; leave it out"))
+    if act.alpha != 1.0 and not this.sloped:
+        rule = f"only {_names(each.sloped for each in _forward())} has it, not {act.kind}; leave it out"
+        found.append(("activation.alpha", act.alpha, rule))
     if not act.gated:
         if act.limit is not None:
             found.append(
@@ -65,32 +60,29 @@ def _activation(spec: KernelSpec) -> list[Broken]:
     return found
 
 
-# What a backward activation does not go with, what each must be, and why.
-BACKWARD_HAS_NO = (
-    ("alpha", "none", "da is the plain product"),
-    ("bias", False, "the bias took part in z, which the forward pass saved; its gradient is dbias"),
-    ("save_preactivation", False, "it reads z and stores dz"),
-)
+def _forward() -> list[Kind]:
+    return [each for each in kinds().values() if not each.backward]
 
 
-def _backward(spec: KernelSpec) -> list[Broken]:
-    """Of the derivative of an activation, and of the keys that only one has."""
-    found: list[Broken] = []
-    kind = spec.activation.kind
-    if not spec.activation.backward:
-        for key in ("recompute", "dprob", "dbias"):
-            if getattr(spec, key) and not (key == "dbias" and spec.op == "grouped-wgrad"):
-                rule = f'only a backward activation such as "dswiglu" has it, not {kind}; leave it out'
-                found.append((key, True, rule))
-        return found
-    if spec.op == "grouped-wgrad":
-        return found  # which has no activation at all
-    for key, only, why in BACKWARD_HAS_NO:
-        if getattr(spec, key) != only:
-            found.append((key, getattr(spec, key), f"{kind} takes no {key}: {why}; leave it out"))
-    if spec.dprob and not spec.row_scale:
-        found.append(("dprob", True, "it is the gradient of row_scale, which is false; say row_scale = true"))
-    if spec.out_dtype != spec.dtype and not spec.recompute:
+def _names(chosen: Iterable[bool]) -> str:
+    """The forward activations for which the flag is set, in words."""
+    return " and ".join(each.name for each, flag in zip(_forward(), chosen, strict=True) if flag)
+
+
+def _types(spec: KernelSpec) -> list[Broken]:
+    """Of the product, whatever operands there are."""
+    kind_, found = spec.activation.kind, []
+    if spec.epilogue == WGRAD:
+        if spec.b_major != "k":
+            why = "both its operands have a row for each token, so there is no other layout"
+            found.append(("b_major", spec.b_major, f"{spec.op} takes no b_major: {why}; leave it out"))
+        if kind_ != "identity":
+            rule = f"{spec.op} takes no activation: it has no epilogue, dw is the plain sum; leave it out"
+            found.append(("activation.kind", kind_, rule))
+    elif spec.out_dtype == "f32":
+        rule = f'only grouped-wgrad writes float32, not {spec.op}; say "bf16" or "fp16"'
+        found.append(("out_dtype", spec.out_dtype, rule))
+    if spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.recompute:
         rule = (
             f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
         )
@@ -98,61 +90,12 @@ def _backward(spec: KernelSpec) -> list[Broken]:
     return found
 
 
-def _operands(spec: KernelSpec) -> list[Broken]:
-    found: list[Broken] = []
-    if spec.alpha == "group" and spec.op == "dense-gemm":
-        rule = 'dense-gemm has no groups to scale apart; say "scalar", or op = "grouped-gemm"'
-        found.append(("alpha", spec.alpha, rule))
-    if spec.out_dtype == "f32":
-        rule = f'only grouped-wgrad writes float32, not {spec.op}; say "bf16" or "fp16"'
-        found.append(("out_dtype", spec.out_dtype, rule))
-    if spec.bias and spec.row_scale and spec.activation.kind == "identity":
-        # y = p (x w + b): dprob of the backward kernels lacks dy . b, and dbias is not weighted.
-        rule = (
-            "a bias that row_scale multiplies has no right gradient, and neither has row_scale; leave row_scale out and"
-            " let moe-unpermute multiply: weighted = true"
-        )
-        found.append(("row_scale", True, rule))
-    if spec.accumulate:
-        found.append(("accumulate", True, f"only grouped-wgrad adds to what is there, not {spec.op}; leave it out"))
-    return found
-
-
-# Keys of the other operations' epilogue and weights, what each must be for grouped-wgrad, and why.
-WGRAD_HAS_NO = (
-    ("b_major", "k", "both its operands have a row for each token, so there is no other layout"),
-    ("alpha", "none", "it has no epilogue: dw is the plain sum"),
-    ("bias", False, "it has no epilogue: dw is the plain sum"),
-    ("save_preactivation", False, "it has no activation whose input could be stored"),
-    ("row_scale", False, "its rows are those of a weight, not of tokens; scale dy or x where they are made"),
-)
-
-
-def _wgrad(spec: KernelSpec) -> list[Broken]:
-    found: list[Broken] = []
-    for key, only, why in WGRAD_HAS_NO:
-        value = getattr(spec, key)
-        if value != only:
-            found.append((key, value, f"grouped-wgrad takes no {key}: {why}; leave it out"))
-    if spec.activation.kind != "identity":
-        rule = "grouped-wgrad takes no activation: it has no epilogue, dw is the plain sum; leave it out"
-        found.append(("activation.kind", spec.activation.kind, rule))
-    if spec.accumulate and spec.out_dtype != "f32":
-        rule = f'main gradients are float32, and out_dtype is "{spec.out_dtype}"; say out_dtype = "f32"'
-        found.append(("accumulate", True, rule))
-    return found
-
-
-def _wgrad_problem(spec: KernelSpec) -> list[Broken]:
-    if spec.problem is None:
-        return []
-    return _aligned("problem.N", spec.problem.N, "a row of dy") + _aligned("problem.K", spec.problem.K, "a row of x")
-
-
 def _problem(spec: KernelSpec) -> list[Broken]:
     problem = spec.problem
     if problem is None:
         return []
+    if spec.epilogue == WGRAD:
+        return _aligned("problem.N", problem.N, "a row of dy") + _aligned("problem.K", problem.K, "a row of x")
     found: list[Broken] = []
     if spec.op == "dense-gemm" and problem.E != 1:
         found.append(("problem.E", problem.E, "dense-gemm has one group; say E = 1"))

@@ -13,7 +13,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from fusekit.errors import FusekitError, IntegrityError
+from fusekit.errors import FusekitError, IntegrityError, OtherSchemaError
 from fusekit.store.files import AnyPath
 from fusekit.store.keys import canonical_json, is_digest, sha256
 
@@ -124,6 +124,16 @@ def members(document: dict[str, Any], types: dict[str, type], path: AnyPath) -> 
     for name, kind in types.items():
         if type(document[name]) is not kind:
             raise damaged(path, f"has {name} of type {type(document[name]).__name__}, where {kind.__name__} must stand")
+
+
+def check_schema(document: dict[str, Any], schema: int, path: AnyPath) -> None:
+    """Raises `OtherSchemaError` for a document of another version of fusekit."""
+    found = document.get("schema")
+    if type(found) is int and found != schema:
+        raise OtherSchemaError(
+            f"{path} is of another version of fusekit: it has schema {found}, and this one reads {schema}; build it"
+            " again, or use that version"
+        )
 
 
 def damaged(path: AnyPath, what: str) -> IntegrityError:

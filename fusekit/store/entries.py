@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import IntegrityError
-from fusekit.store.documents import damaged, members, seal, unseal
+from fusekit.store.documents import check_schema, damaged, members, seal, unseal
 from fusekit.store.files import AnyPath
 from fusekit.store.keys import SCHEMA, is_digest, key_of
 
@@ -96,6 +96,7 @@ class Entry:
         other.
         """
         document = unseal(data, path)
+        check_schema(document, SCHEMA, path)
         members(document, _MEMBERS, path)
         _check(document, key, path)
         return cls(
@@ -113,8 +114,6 @@ class Entry:
 
 def _check(document: dict[str, Any], key: str, path: AnyPath) -> None:
     try:
-        if document["schema"] != SCHEMA:
-            raise damaged(path, f"has schema {document['schema']}, where this fusekit reads {SCHEMA}")
         if document["key"] != key:
             raise damaged(path, f"is the entry of key {document['key']}, not of {key}")
         fields = document["fields"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fusekit.errors import IntegrityError, StoreError
+from fusekit.errors import IntegrityError, OtherSchemaError, StoreError
 from fusekit.store import names
 from fusekit.store.layer import Layer
 from fusekit.store.names import Brief, NameRecord
@@ -158,6 +158,8 @@ def _pass(
                     wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
                     if wanted and where not in found and (record := read(layer, *where)) is not None:
                         found[where] = record, layer
+                except OtherSchemaError:
+                    continue
                 except (IntegrityError, StoreError) as error:
                     problems.append(str(error))
         except StoreError as error:

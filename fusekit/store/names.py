@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fusekit.errors import IntegrityError, UsageError
-from fusekit.store.documents import damaged, members, seal, unseal
+from fusekit.store.documents import check_schema, damaged, members, seal, unseal
 from fusekit.store.files import AnyPath
 from fusekit.store.keys import canonical_json, is_digest, sha256
 
@@ -79,9 +79,8 @@ class NameRecord:
     def from_bytes(cls, data: bytes, path: AnyPath, name: str, arch: str) -> NameRecord:
         """The record in `data`, read from `path`, where the one of `name` for `arch` belongs; else IntegrityError."""
         document = unseal(data, path)
+        check_schema(document, SCHEMA, path)
         members(document, _MEMBERS, path)
-        if document["schema"] != SCHEMA:
-            raise damaged(path, f"has schema {document['schema']}, where this fusekit reads {SCHEMA}")
         if not is_summary(document["summary"]):
             raise damaged(path, "has a summary of wrong types; it holds a digest, sizes, counts and seconds")
         if (document["name"], document["arch"]) != (name, arch):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusekit.errors import IntegrityError, NoStoreError, StoreError
+from fusekit.errors import IntegrityError, NoStoreError, OtherSchemaError, StoreError
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import Entry
@@ -145,6 +145,9 @@ class _Check:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry
+                except OtherSchemaError:  # whole, for another version: what it names is not looked at
+                    self._damaged.add(key)
+                    spoken_for |= digests_of(path) or frozenset()
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
                     spoken_for |= digests_of(path) or frozenset()
@@ -196,6 +199,8 @@ class _Check:
                         raise damaged(path, f"stands for entry {key}, which no layer holds whole")
                     if self._keys[key] != record.arch:
                         raise damaged(path, f"is for {record.arch}, its entry for {self._keys[key]}")
+                except OtherSchemaError:
+                    continue
                 except (IntegrityError, StoreError) as error:
                     self._add(layer, path, error, key)
         except StoreError as error:

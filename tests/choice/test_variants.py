@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from fusekit.choice import tuning
 from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
 from fusekit.choice.variants import choose
+from fusekit.plan.tiles import CLUSTERS, default_mainloop, refusals
 from fusekit.spec import find
-from fusekit.spec.budget import CLUSTERS, default_mainloop, refusals
 from fusekit.store import NameRecord
+from tests.plans import gemm_plan
 
 TILES = [(64, 128), (64, 256), (128, 64), (128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192)]
 LARGE = [tile for tile in TILES if tile[0] >= 128 and tile != (128, 64)]
@@ -97,7 +98,7 @@ def variants(clusters: Any = CLUSTERS, tiles: Any = LARGE, **more: Any) -> list[
     return [
         variant(tile, cluster, **more)
         for tile, cluster in itertools.product(tiles, clusters)
-        if not refusals(tile, cluster, default_mainloop(tile), b_major=b_major)
+        if not refusals(gemm_plan(tile=tile, cluster=cluster, b_major=b_major), default_mainloop(tile))
     ]
 
 

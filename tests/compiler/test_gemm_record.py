@@ -9,15 +9,12 @@ import pytest
 
 from fusekit import reference
 from fusekit.abi import ScalarArgument, evaluate
-from fusekit.compiler import gemm
-from fusekit.compiler.families import family
 from fusekit.compiler.gemm import signature
-from fusekit.compiler.hopper import GLU_SCALARS
-from fusekit.spec import find, parse_file
+from fusekit.plan.operands.activation import SCALARS
+from fusekit.spec import KernelSpec, find, parse_file
 
 MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
-# Those of fusekit.compiler.gemm: the forward ones.
-FORWARD = [spec for spec in (*MATRIX, *find()) if family(spec) == gemm.__name__]
+FORWARD = [spec for spec in (*MATRIX, *find()) if isinstance(spec, KernelSpec) and spec.epilogue == "forward"]
 DISTINCT = {str(spec.device_spec()): spec for spec in FORWARD}
 SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec.full_name)
 
@@ -38,7 +35,7 @@ def test_arguments_are_those_of_the_reference(spec):
     dims = {"E": 3 if spec.op == "grouped-gemm" else 1, "M": 5, "N": 128, "K": 64}
     inputs = reference.make_inputs(spec, **dims)
     outputs = reference.output_shapes(spec, M=dims["M"], N=dims["N"])
-    glu = set(GLU_SCALARS) if spec.activation.gated else set()
+    glu = set(SCALARS) if spec.activation.gated else set()
     assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
     env = dims | {"I": dims["N"] // 2}
     for argument in made.arguments:

@@ -24,16 +24,16 @@ def package(tmp_path):
         "__init__.py": "",
         "compiler/__init__.py": "",
         "compiler/gemm.py": "from fusekit.compiler.hostfunction import TracePlan\nfrom fusekit.spec import KernelSpec\n"
-        "def plan(spec):\n    from fusekit.kernels.gemm_sm90 import Gemm\n",
+        "def plan(spec):\n    from fusekit.kernels.gemm import Gemm\n",
         "compiler/hostfunction.py": "import json\n",
         "compiler/other.py": "import fusekit.compiler.hostfunction\n",
         "kernels/__init__.py": "",
-        "kernels/gemm_sm90.py": "import cutlass\nfrom fusekit.kernels import ptx\nfrom . import scheduler as s\n",
+        "kernels/gemm.py": "import cutlass\nfrom fusekit.kernels import ptx\nfrom . import scheduler as s\n",
         "kernels/ptx.py": "import math\n",
         "kernels/scheduler.py": "from cutlass import cute\nfrom .ptx import add\n",
         "kernels/unused.py": "",
         "spec/__init__.py": "from fusekit.spec.parse import parse\n",
-        "spec/budget.py": "",
+        "spec/model.py": "",
         "spec/parse.py": "",
     }
     for name, text in files.items():
@@ -49,11 +49,11 @@ def test_the_closure_is_what_the_family_imports(package):
         "compiler/gemm.py",
         "compiler/hostfunction.py",
         "kernels/__init__.py",
-        "kernels/gemm_sm90.py",
+        "kernels/gemm.py",
         "kernels/ptx.py",
         "kernels/scheduler.py",
         "spec/__init__.py",
-        "spec/budget.py",
+        "spec/model.py",
     ]
 
 
@@ -62,7 +62,7 @@ def test_the_closure_is_what_the_family_imports(package):
     [
         ("kernels/scheduler.py", True),
         ("kernels/__init__.py", True),
-        ("spec/budget.py", True),
+        ("spec/model.py", True),
         ("kernels/unused.py", False),
         ("spec/parse.py", False),
         ("compiler/other.py", False),
@@ -70,7 +70,7 @@ def test_the_closure_is_what_the_family_imports(package):
 )
 def test_an_edit_counts_where_the_file_takes_part(package, name, counts):
     before = closure("fusekit.compiler.gemm", package)
-    (package / name).write_text("# edited\n")
+    (package / name).write_text("edited = 1\n")
     assert (closure("fusekit.compiler.gemm", package) != before) is counts
 
 
@@ -97,8 +97,14 @@ def test_a_syntax_error_is_named(package):
 
 
 def test_the_real_closure_holds_the_kernel_and_no_more():
-    names = closure("fusekit.compiler.gemm")
-    assert {"compiler/gemm.py", "compiler/hostfunction.py", "kernels/gemm_sm90.py", "spec/budget.py"} <= set(names)
+    names = closure("fusekit.compiler.gemm", modules=SPEC.plan.modules)
+    assert {"compiler/gemm.py", "compiler/hostfunction.py", "plan/gemm.py", "spec/model.py"} <= set(names)
+    kernels = {"sm90/kernel.py", "sm90/forward.py", "operands/bias.py", "operands/product.py", "maths.py"}
+    assert {f"kernels/gemm/{name}" for name in kernels} <= set(names)
+    others = {"sm90/backward.py", "sm90/wgrad.py", "operands/alpha.py", "operands/sums.py", "operands/column_sums.py"}
+    assert not {f"kernels/gemm/{name}" for name in others} & set(names)
+    assert "plan/activations/gelu.py" in names
+    assert not {"plan/activations/swiglu.py", "plan/operands/dprob.py", "plan/tiles.py"} & set(names)
     assert not {"compiler/build.py", "compiler/prove.py", "store/store.py", "errors.py"} & set(names)
 
 

@@ -17,8 +17,8 @@ from fusekit.compiler.families import plan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.samples import expected_map
 from fusekit.errors import ProofError, ToolchainError
+from fusekit.plan.arch import SM90A
 from fusekit.spec import find, parse_file
-from fusekit.spec.budget import SM90A
 from fusekit.store import Store
 from tests.compiler.mutations import recorded_launches, tally
 
@@ -119,8 +119,8 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
     entry, _ = loaded(built, spec)
     record = LaunchRecord.from_json(dict(entry.launch))
     assert entry.resources["static_shared"] == 0
-    assert entry.resources["dynamic_shared"] == record.dynamic_shared <= spec.budget.shared_bytes
-    assert entry.resources["max_threads"] == spec.budget.threads
+    assert entry.resources["dynamic_shared"] == record.dynamic_shared == spec.plan.shared.bytes
+    assert entry.resources["max_threads"] == spec.plan.threads
     last = max(record.parameters, key=lambda parameter: parameter.offset)
     assert last.offset + last.size == entry.resources["parameter_bytes"]
     assert entry.proof["parameters"] == [parameter.name for parameter in record.parameters]
@@ -140,16 +140,15 @@ def variables(record):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=by_name)
-def test_what_was_read_is_what_the_budget_plans(built, spec):
+def test_what_was_read_is_what_was_planned(built, spec):
     """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
     entry, _ = loaded(built, spec)
-    record, budget = LaunchRecord.from_json(dict(entry.launch)), spec.budget
+    record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
     assert record.schema == 1
     assert not record.constraints
-    assert record.block == (budget.threads, 1, 1)
+    assert record.block == (plan.threads, 1, 1)
     assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
-    tiles = budget.stages * budget.stage_bytes + budget.epilogue_bytes
-    assert tiles < record.dynamic_shared <= budget.shared_bytes <= SM90A.shared_bytes
+    assert record.dynamic_shared == plan.shared.bytes <= SM90A.shared_bytes
     env = variables(record)
     for each in record.parameters:
         if isinstance(each, TensorMapParameter):

@@ -1,5 +1,6 @@
 """Keys are complete and stable: every input is changed in turn, and so is everything that must not count."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -15,10 +16,12 @@ import pytest
 
 import fusekit
 from fusekit.compiler import identity, toolchain
-from fusekit.compiler.families import BACKWARD, FAMILIES, family
+from fusekit.compiler.families import family
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.sources import closure
+from fusekit.compiler.sources import Sources, closure
 from fusekit.errors import ToolchainError
+from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.operations import OPERATIONS
 from fusekit.spec import KernelSpec, find
 from fusekit.store import key_of, keys
 
@@ -54,6 +57,27 @@ INPUT = {
 }
 
 
+def own_modules(spec):
+    """What the spec's plan names."""
+    return spec.plan.modules if isinstance(spec, KernelSpec) else ()
+
+
+def roots_of(spec):
+    return family(spec), *own_modules(spec)
+
+
+def one_of_each():
+    """A kernel of every family, and of every epilogue."""
+    found = {}
+    for spec in find([]):
+        if spec.op != "extern":
+            found.setdefault((family(spec), getattr(spec, "epilogue", "")), spec)
+    return list(found.values())
+
+
+EACH = pytest.mark.parametrize("spec", one_of_each(), ids=lambda spec: spec.full_name)
+
+
 def key(spec=SPEC):
     return key_of(Identity().key_fields(spec))
 
@@ -66,8 +90,10 @@ def other(value):
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(KernelSpec)])
-def test_every_field_of_a_spec(name):
+def test_every_field_of_a_spec(name, monkeypatch):
     """A field is an input of the cubin unless it is in the list of those that are not."""
+    row = dataclasses.replace(ARCHITECTURES["sm_90a"], name="sm_100a")
+    monkeypatch.setitem(ARCHITECTURES, "sm_100a", row)
     if name in NO_INPUT:
         assert key(dataclasses.replace(SPEC, **{name: NO_INPUT[name]})) == key()
     else:
@@ -191,6 +217,8 @@ NO_SOURCE = {
     "fusekit.compiler.samples": "for the proof",
     "fusekit.abi.tensormap": "for the proof",
     "fusekit.spec.keys": "how a file is read: what comes of it stands in the spec",
+    "fusekit.plan.tiles": "which specs are refused",
+    "fusekit.plan.operations": "facts of all operations: what reaches a kernel stands in its spec",
     "fusekit.spec.token": "names and forms of a spec",
     "fusekit.spec.router": "limits that other specs share; a key of the router's own kernels holds it",
 }  # fmt: skip
@@ -207,55 +235,141 @@ json.dump({name: file for name, file in files.items() if name.partition(".")[0] 
 """
 
 
-@pytest.mark.parametrize("root", sorted({*FAMILIES.values(), BACKWARD} - {"fusekit.compiler.extern"}))
-def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(root):
+# Every operand and activation is loaded with the table of them; a key holds those that the kernel has. Of GEMMs alone.
+TABLES = ("fusekit.plan.operands.", "fusekit.plan.activations.")
+
+
+@EACH
+def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
     """By construction: every module of fusekit that the process has in the end counts, or stands in the list above."""
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
-    spec = next(spec for spec in find([]) if family(spec) == root)
     run = subprocess.run(
         [sys.executable, "-P", "-c", COMPILE, pickle.dumps(spec).hex()], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    covered = closure(root)
+    covered = Sources().closure(roots_of(spec))
     loaded = {name: Path(file).relative_to(PACKAGE).as_posix() for name, file in json.loads(run.stdout).items() if file}
-    assert {"fusekit.compiler.trace", root, "fusekit.abi.record", "fusekit.spec.budget"} <= loaded.keys()
+    assert {"fusekit.compiler.trace", *roots_of(spec), "fusekit.abi.record"} <= loaded.keys()
     others = {name for name, file in loaded.items() if file not in covered} - NO_SOURCE.keys()
+    others = {name for name in others if not name.startswith(TABLES if own_modules(spec) else "fusekit.plan")}
     assert not others, "these take part in a compile and are in no key"
 
 
 def test_what_calls_the_compiler_is_an_input_of_every_kernel():
-    for root in {*FAMILIES.values(), BACKWARD}:
+    for root in {row.planner for row in OPERATIONS.values()}:
         assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(
             root
         ).keys()
         assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= closure(root).keys()
-    assert "spec/permutation.py" in closure(FAMILIES["moe-permute"])
-    assert "spec/router.py" in closure(FAMILIES["router-topk"])
+    assert "spec/permutation.py" in closure(OPERATIONS["moe-permute"].planner)
+    assert "spec/router.py" in closure(OPERATIONS["router-topk"].planner)
 
 
-@pytest.mark.parametrize("root", sorted(set(FAMILIES.values())))
-def test_every_source_file(copy, root):
-    """Each file of the kernel counts, with every byte; no other file does."""
-    before = closure(root)
-    assert closure(root, copy) == before
-    # A foreign kernel has none of fusekit's device code.
-    assert root == FAMILIES["extern"] or any(name.startswith("kernels/") for name in before)
+@EACH
+def test_every_source_file(copy, spec):
+    """Each file of the kernel counts, with every statement; no other file does."""
+    roots, sources = roots_of(spec), Sources(copy)
+    before = sources.closure(roots)
+    assert Sources().closure(roots) == before
+    assert any(name.startswith("kernels/") for name in before)
     others = [path for path in sorted(copy.rglob("*.py")) if path.relative_to(copy).as_posix() not in before]
     kept = {path: path.read_bytes() for path in others}
     for path, data in kept.items():
-        path.write_bytes(data + b"\n# edited\n")
-    assert closure(root, copy) == before
+        path.write_bytes(data + b"\nedited = 1\n")
+    assert Sources(copy).closure(roots) == before
     for path, data in kept.items():
         path.write_bytes(data)
     for name in before:
         data = (copy / name).read_bytes()
-        (copy / name).write_bytes(data + b"\n")
-        assert closure(root, copy) != before, name
+        (copy / name).write_bytes(data + b"\nedited = 1\n")
+        others = {each: file for each, file in sources._files.items() if each != name}
+        assert Sources(copy, others).closure(roots) != before, name
         (copy / name).write_bytes(data)
 
 
+@EACH
+def test_what_is_for_people_is_no_input(copy, spec):
+    """Comments, blank lines, docstrings and messages of every file; a key of no kernel holds them."""
+    before = Sources(copy).closure(roots_of(spec))
+    kept = {name: (copy / name).read_text() for name in before}
+    for name, text in kept.items():
+        (copy / name).write_text(reworded(text))
+    assert Sources(copy).closure(roots_of(spec)) == before
+    for name, text in kept.items():
+        (copy / name).write_text(text)
+
+
+def reworded(text):
+    """The same code with another docstring, other messages and a comment behind each statement that has room."""
+    tree, lines = ast.parse(text), text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1] = lines[node.lineno - 1].replace('"""', '"""Other words. ', 1)
+        elif isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.lineno == node.lineno:
+                    lines[node.lineno - 1] = (
+                        lines[node.lineno - 1].replace('("', '("so: ', 1).replace('(f"', '(f"so: ', 1)
+                    )
+                    break
+    assert ast.dump(ast.parse("\n".join(lines))) != ast.dump(tree) or "def " not in text
+    return "# Another comment.\n\n" + "\n\n\n".join(["\n".join(lines), "# and more"]) + "\n"
+
+
+def edited(copy, name, before, after):
+    """The packaged GEMMs, and those of them whose sources change when a text of a file does."""
+    specs = [spec for spec in find([]) if isinstance(spec, KernelSpec)]
+    sources = Sources(copy)
+    old = [sources.closure(roots_of(spec)) for spec in specs]
+    path = copy / name
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    sources = Sources(copy)
+    changed = [spec for spec, was in zip(specs, old, strict=True) if sources.closure(roots_of(spec)) != was]
+    path.write_text(text)
+    return specs, changed
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "has"),
+    [
+        ("plan/operands/bias.py", "it has no epilogue", "there is no epilogue", None),
+        ("plan/operands/bias.py", '"Adds bias[E, N]."', '"Adds a bias."', None),
+        ("plan/operands/row_scale.py", "has no right gradient", "has a wrong gradient", None),
+        ("plan/tiles.py", "take a smaller tile", "try a smaller tile", None),
+        ("plan/operands/bias.py", "* 4, 4)", "* 4, 16)", lambda spec: spec.bias),
+        ("kernels/gemm/operands/bias.py", "warpgroup + 3", "warpgroup + 5", lambda spec: spec.bias),
+        ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
+         lambda spec: spec.activation.function == "swiglu"),
+        ("kernels/gemm/operands/dbias.py", "PARTS_AT_ONCE = 4", "PARTS_AT_ONCE = 8",
+         lambda spec: spec.epilogue == "backward" and spec.dbias),
+        ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
+        ("kernels/gemm/sm90/backward.py", "Z_BOXES) & 1", "Z_BOXES) & 3", lambda spec: spec.epilogue == "backward"),
+        ("plan/gemm.py", "RESERVED_BYTES = 2304", "RESERVED_BYTES = 2305", lambda spec: True),
+    ],
+)  # fmt: skip
+def test_an_edit_reaches_the_kernels_that_use_it(copy, name, before, after, has):
+    specs, changed = edited(copy, name, before, after)
+    assert {spec.full_name for spec in changed} == {spec.full_name for spec in specs if has and has(spec)}
+
+
+def test_a_new_activation_or_operand_changes_no_key(copy):
+    """Their files are read when a kernel asks for them."""
+    specs = [spec for spec in find([]) if isinstance(spec, KernelSpec)]
+    sources = Sources(copy)
+    old = [sources.closure(roots_of(spec)) for spec in specs]
+    files = [copy / "plan" / "activations" / "mish.py", copy / "plan" / "operands" / "mask.py"]
+    for path in files:
+        path.write_text("def value(m, z):\n    return z\n")
+    sources = Sources(copy)
+    assert [sources.closure(roots_of(spec)) for spec in specs] == old
+    for path in files:
+        path.unlink()
+
+
 def test_an_unrelated_kernel_is_no_input(copy):
-    root = FAMILIES[SPEC.op]
+    root = OPERATIONS[SPEC.op].planner
     before = closure(root, copy)
     new = copy / "kernels" / "somebody_elses.py"
     new.write_text("import cutlass\n")
@@ -264,7 +378,7 @@ def test_an_unrelated_kernel_is_no_input(copy):
 
 
 def test_stamps_and_modes_of_sources_are_no_inputs(copy):
-    root = FAMILIES[SPEC.op]
+    root = OPERATIONS[SPEC.op].planner
     before = closure(root, copy)
     for path in copy.rglob("*.py"):
         os.utime(path, (1, 1))
@@ -341,4 +455,6 @@ def test_explain_names_every_field_that_differs():
     before = Identity().key_fields(SPEC)
     for name in ("dtype", "alpha", "row_scale"):
         after = Identity().key_fields(dataclasses.replace(SPEC, **{name: INPUT[name]}))
-        assert {label for label in before | after if before.get(label) != after.get(label)} == {f"spec.{name}"}
+        changed = {label for label in before | after if before.get(label) != after.get(label)}
+        own = {f"source.plan/operands/{name}.py", f"source.kernels/gemm/operands/{name}.py"}
+        assert changed == {f"spec.{name}"} | (own if name in ("alpha", "row_scale") else set())

@@ -127,7 +127,7 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
     """The tile lies on N and K; rows are the reduction, in stages of 64."""
     tile_n, tile_k = spec.tile
     n, k = tile_n + 8, tile_k + 8
-    ring = spec.budget.stages * TILE_K
+    ring = spec.plan.stages * TILE_K
     uneven = tuple(int(size) for size in np.random.default_rng(5).integers(0, 6, 256))
     sparse = tuple(3 if group % 31 == 7 else 0 for group in range(200))
     sizes = (70, 0, 33)
@@ -181,7 +181,7 @@ def _extents(spec: KernelSpec, sizes: tuple[int, ...], unit: int) -> list[Case]:
     """N and K on the tile, off it on both sides, below one tile, and K past the pipeline's depth."""
     tile_n = spec.tile[1]
     n = _near(tile_n, unit)
-    ring = spec.budget.stages * TILE_K
+    ring = spec.plan.stages * TILE_K
     return [
         Case("n-on-the-tile", sizes, _near(2 * tile_n, unit), 2 * TILE_K),
         Case("n-least", sizes, unit, 2 * TILE_K),

@@ -5,21 +5,24 @@ import itertools
 import numpy as np
 import pytest
 
-from fusekit.kernels import column_sums, ptx
-from fusekit.kernels.column_sums import BOX_BYTES, BOX_UNITS, FIRST_WARP, UNIT, ColumnSums
-from fusekit.kernels.config import TILE_K, GemmConfig
-from fusekit.kernels.scheduler import TileRing
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands import column_sums
+from fusekit.kernels.gemm.operands.column_sums import BOX_UNITS, FIRST_WARP, UNIT, ColumnSums
+from tests.plans import gemm_plan
 
+TILE_K = 64
 LANES = np.arange(32)
 
 
-def config(tile=(128, 192), cluster=(1, 1), pingpong=True, dynamic=False, **changes):
-    fields = {
-        "grouped": True, "dtype": "bf16", "out_dtype": "bf16", "b_major": "n", "activation": "identity",
-        "row_scale": False, "tile": tile, "cluster": cluster, "pingpong": pingpong, "stages": 4, "epilogue_box": 32,
-        "dynamic": dynamic, "wgrad": True, "dbias": True,
-    }  # fmt: skip
-    return GemmConfig(**(fields | changes))
+def plan(tile=(128, 192), cluster=(1, 1), pingpong=True, dynamic=False, **changes):
+    keys = {"op": "grouped-wgrad", "dbias": True} | changes
+    mainloop, schedule = "pingpong" if pingpong else "cooperative", "dynamic" if dynamic else "static"
+    return gemm_plan(tile=tile, cluster=cluster, mainloop=mainloop, schedule=schedule, **keys)
+
+
+def told(plan):
+    (found,) = (operand for operand in plan.operands if operand.name == "column_sums")
+    return found
 
 
 def swizzled(dy):
@@ -47,15 +50,16 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     monkeypatch.setattr(ptx, "load_shared_v4", load)
     monkeypatch.setattr(column_sums, "Uint32", lambda word: word)
     monkeypatch.setattr(ptx, "unpack_pair", lambda packed, dtype: (packed & 0xFFFF, packed >> 16))
-    sums = ColumnSums(config(tile, pingpong=pingpong), None)
+    some = plan(tile, pingpong=pingpong)
+    sums = ColumnSums(some, told(some))
     sharers = sums.sharers(tiles_n)
     assert sharers <= tiles_n < 2 * sharers or sharers == sums.units
     units = sums.units // sharers
     found = {}
-    for part, warp in itertools.product(range(sharers), range(sums.config.column_warps)):
-        token, unit = sums.of_lane(LANES, part * sums.config.column_warps + warp, units)
+    for part, warp in itertools.product(range(sharers), range(sums.warps)):
+        token, unit = sums.of_lane(LANES, part * sums.warps + warp, units)
         totals = [np.zeros(32, np.int64) for _ in range(UNIT)]
-        box = unit // BOX_UNITS * BOX_BYTES
+        box = unit // BOX_UNITS * sums.box_bytes
         for turn in range(units):
             first = token + 2 * turn * (32 // units)
             sums.add_two(totals, box, first, 32 // units, unit & (BOX_UNITS - 1))
@@ -74,15 +78,14 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     [((64, 128), True, 2, 6), ((128, 192), True, 2, 6), ((128, 128), False, 2, 10), ((256, 128), False, 2, 10)],
 )
 def test_who_reads_tiles_and_stages(tile, pingpong, summing, reading):
-    some = config(tile, pingpong=pingpong)
-    assert (some.column_warps, some.reading_warps) == (summing, reading)
-    assert FIRST_WARP + some.column_warps <= 4
-    assert not some.sums
-    plain = config(tile, pingpong=pingpong, dbias=False)
-    assert (plain.column_warps, plain.reading_warps) == (0, reading - summing)
-    backward = config(tile, pingpong=pingpong, wgrad=False, z_layout="none")
-    assert (backward.column_warps, backward.reading_warps) == (0, reading - summing)
-    assert backward.sums
-    assert TileRing(some, 0, None, None).readers == 1 + reading
-    shared = config(tile, (1, 2), pingpong, dynamic=True)
-    assert TileRing(shared, 0, None, None).readers == 2 * (1 + reading)
+    some = plan(tile, pingpong=pingpong)
+    assert (some.idle_readers, some.reading_warps) == (summing, reading)
+    assert FIRST_WARP + some.idle_readers <= 4
+    plain = plan(tile, pingpong=pingpong, dbias=False)
+    assert (plain.idle_readers, plain.reading_warps) == (0, reading - summing)
+    backward = plan(tile, pingpong=pingpong, op="grouped-gemm", backward=True)
+    assert (backward.idle_readers, backward.reading_warps) == (0, reading - summing)
+    assert backward.has("sums")
+    assert not some.has("sums")
+    assert some.ring_readers == 1 + reading
+    assert plan(tile, (1, 2), pingpong, dynamic=True).ring_readers == 2 * (1 + reading)

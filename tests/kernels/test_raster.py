@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusekit.kernels import ptx, raster
-from fusekit.kernels.config import GemmConfig
-from fusekit.kernels.raster import ALONG_M
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.sm90 import raster
+from fusekit.kernels.gemm.sm90.raster import ALONG_M
+from tests.plans import gemm_plan
 
 
 def uncompiled():
@@ -35,14 +36,6 @@ def integers(monkeypatch):
     monkeypatch.setattr(ptx, "maximum_of", max)
 
 
-def config(tile, cluster, **more):
-    fields = {
-        "grouped": True, "dtype": "bf16", "out_dtype": "bf16", "b_major": "k", "activation": "identity",
-        "row_scale": False, "pingpong": True, "stages": 4, "epilogue_box": 64, "dynamic": True,
-    }  # fmt: skip
-    return GemmConfig(**fields, tile=tile, cluster=cluster, **more)
-
-
 CLUSTERS = [(1, 1), (2, 1), (1, 2)]
 SETTINGS = {
     "tile": st.sampled_from([(64, 128), (128, 128), (128, 160), (128, 192), (256, 192)]),
@@ -50,13 +43,13 @@ SETTINGS = {
     "m_tiles": st.integers(1, 70),
     "n": st.integers(1, 5000),
     "depth": st.sampled_from([8, 768, 7168, 28672, 2**20]),
-    "more": st.sampled_from([{}, {"glu_layout": "concat"}, {"wgrad": True}]),
+    "more": st.sampled_from([{}, {"glu_layout": "concat"}, {"op": "grouped-wgrad"}]),
 }
 
 
 def placed(order, m_tiles, n, depth):
     """(cluster tile, rank) -> (tile along M, tile along N, whether the cluster pairs rows)."""
-    ranks = range(order.config.cluster_size)
+    ranks = range(order.plan.cluster_size)
     found = {}
     for local, rank in itertools.product(range(order.count(m_tiles, n)), ranks):
         m_tile, word = order.place(local, m_tiles, n, depth, rank)
@@ -67,7 +60,7 @@ def placed(order, m_tiles, n, depth):
 @settings(max_examples=400, deadline=None)
 @given(**SETTINGS)
 def test_every_tile_is_worked_on_once(tile, cluster, m_tiles, n, depth, more):
-    order = Raster(config(tile, cluster, **more))
+    order = Raster(gemm_plan(tile=tile, cluster=cluster, **more))
     found = [(m, column) for m, column, _ in placed(order, m_tiles, n, depth).values()]
     columns = -(-n // tile[1])
     worked = [each for each in found if each[0] < m_tiles]
@@ -81,7 +74,7 @@ def test_every_tile_is_worked_on_once(tile, cluster, m_tiles, n, depth, more):
 @settings(max_examples=200, deadline=None)
 @given(**SETTINGS)
 def test_the_tiles_of_a_cluster_share_an_operand(tile, cluster, m_tiles, n, depth, more):
-    order = Raster(config(tile, cluster, **more))
+    order = Raster(gemm_plan(tile=tile, cluster=cluster, **more))
     found = placed(order, m_tiles, n, depth)
     if cluster == (1, 1):
         assert not any(along for _, _, along in found.values())
@@ -95,17 +88,17 @@ def test_the_tiles_of_a_cluster_share_an_operand(tile, cluster, m_tiles, n, dept
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_no_cta_is_idle_where_tiles_come_out_even(cluster):
     """15 columns, as 2880 has of 192, cannot be paired; 22 row tiles can, and the other way round."""
-    order = Raster(config((128, 192), cluster))
+    order = Raster(gemm_plan(tile=(128, 192), cluster=cluster))
     for m_tiles, n in ((22, 2880), (22, 5760), (23, 5760)):
         columns = n // 192
         if m_tiles % 2 == 0 or (cluster == (1, 2) and columns % 2 == 0) or cluster == (1, 1) or columns % 2 == 0:
-            assert order.count(m_tiles, n) * order.config.cluster_size == m_tiles * columns
-    assert order.count(23, 2880) * order.config.cluster_size in (23 * 15, 23 * 15 + 1)
+            assert order.count(m_tiles, n) * order.plan.cluster_size == m_tiles * columns
+    assert order.count(23, 2880) * order.plan.cluster_size in (23 * 15, 23 * 15 + 1)
 
 
 def test_a_panel_of_rows_stays_in_the_cache():
     """Tiles that follow each other read at most a panel of x, however many rows a group has."""
-    order, depth = Raster(config((128, 192), (1, 2))), 2880
+    order, depth = Raster(gemm_plan(tile=(128, 192), cluster=(1, 2))), 2880
     found = placed(order, 200, 5760, depth)
     most = raster.PANEL_ELEMENTS // depth // 128
     panels = []

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusekit.abi import evaluate
-from fusekit.compiler import backward
+from fusekit.compiler.gemm import signature
 from fusekit.kernels import ptx
-from fusekit.kernels.collect import BLOCK, Collector
-from fusekit.kernels.config import GemmConfig
-from fusekit.kernels.sums import GradientSums, Shares
+from fusekit.kernels.gemm.operands.dbias import Dbias, Shares
+from fusekit.kernels.gemm.operands.sums import Sums
+from fusekit.plan.operands.dbias import BLOCK
 from fusekit.spec import parse_text
+from tests.plans import gemm_plan
 
 LANES = np.arange(32)
 
@@ -31,12 +32,16 @@ def warp(monkeypatch):
     monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
 
 
-def config(tile=(128, 192), cluster=(1, 1), layout="interleaved", pingpong=True):
-    return GemmConfig(
-        grouped=True, dtype="bf16", out_dtype="bf16", b_major="k", activation="dswiglu", row_scale=False, tile=tile,
-        cluster=cluster, pingpong=pingpong, stages=4, epilogue_box=32, dynamic=False, z_layout=layout, dprob=True,
-        dbias=True,
-    )  # fmt: skip
+def halves(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
+    """The device halves of dbias and of what all sums share."""
+    plan = gemm_plan(
+        tile=tile, cluster=cluster, glu_layout=layout, backward=True, row_scale=True, dprob=True, dbias=True
+    )
+    told = {operand.name: operand for operand in plan.operands}
+    found = {"sums": Sums(plan, told["sums"]), "dbias": Dbias(plan, told["dbias"])}
+    for half in found.values():
+        half.bind(found)
+    return found["sums"], found["dbias"]
 
 
 @pytest.mark.parametrize(
@@ -45,20 +50,21 @@ def config(tile=(128, 192), cluster=(1, 1), layout="interleaved", pingpong=True)
      ("none", 128, 64), ("none", 160, 32), ("none", 176, 16)],
 )  # fmt: skip
 def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
-    sums = GradientSums(config((128, tile_n), layout=layout), unit, 8192, 6144)
+    _, sums = halves((128, tile_n), layout=layout)
+    assert sums.columns_of_unit == unit
     sides = 1 if layout == "none" else 2
     rng = np.random.default_rng(0)
     gradients = rng.integers(-1000, 1000, (16, tile_n, sides)).astype(float)  # of (row, column of da, side)
     kept = {}
     for number in range(tile_n // unit):
-        shares = Shares(sums.config, None, LANES)
+        shares = Shares(LANES)
         for chunk in range(unit // 8):  # as the epilogue does: two rows and two columns of a chunk of eight a lane
             column = number * unit + chunk * 8 + 2 * (LANES % 4)
             rows = [
                 [gradients[LANES // 4 + 8 * r, column + c, side] for c in range(2) for side in range(sides)]
                 for r in range(2)
             ]
-            shares.take_columns(*rows)
+            shares.take(*rows)
         columns = shares.unit_ends()
         assert len(columns) == sums.kept
         for index, value in enumerate(columns):
@@ -76,14 +82,14 @@ def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
 @pytest.mark.parametrize("n", [2880, 2888, 64])
 def test_every_column_of_dbias_has_one_place(layout, n, monkeypatch):
     monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
-    collector = Collector(GradientSums(config(layout=layout, cluster=(1, 2)), 32, 8192, 6144))
+    sums, dbias = halves(layout=layout, cluster=(1, 2))
     seen = [
         where
-        for tile in range(collector.tiles_n(n))
-        for where, there in (collector.place(column, tile, n) for column in range(collector.tile_columns))
+        for tile in range(sums.tiles_n(n))
+        for where, there in (dbias.place(column, tile, n) for column in range(dbias.tile_columns))
         if there
     ]
-    assert sorted(seen) == list(range(n * collector.sides))
+    assert sorted(seen) == list(range(n * dbias.sides))
 
 
 SPEC = """
@@ -119,9 +125,9 @@ def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, clus
         tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(dbias).lower()
     )
     (spec,) = parse_text(text, "t", "t.toml")
-    signature = backward.signature(spec)
+    made = signature(spec)
     rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
-    words = evaluate(signature.scratch, {"M": rows, "E": groups, "I": n}) // 4
+    words = evaluate(made.scratch, {"M": rows, "E": groups, "I": n}) // 4
     tiles_n = -(-n // 128)
     piece = 128  # both main loops: a warpgroup's rows
     row_counters = rows // piece + groups + 1 if dprob else 0

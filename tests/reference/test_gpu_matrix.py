@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fusekit.spec import parse_file
-from fusekit.spec.model import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from tests.gpu.cases import TILE_K, cases_of, multiple_of_n
+from tests.plans import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 GPU = Path(__file__).parents[1] / "gpu"
 SPECS = parse_file(GPU / "matrix.toml")
@@ -135,7 +135,7 @@ def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     assert all(case.n % 8 == case.k % 8 == 0 < min(case.n, case.k) for case in cases)
     sizes = {size for case in cases for size in case.sizes}
     assert {0, 1, 63, 64, 65, 127, 128, 129} <= sizes
-    assert max(sizes) > 2 * spec.budget.stages * TILE_K
+    assert max(sizes) > 2 * spec.plan.stages * TILE_K
     assert {1, 33, 256} <= {len(case.sizes) for case in cases}
     assert any(case.rows == 0 for case in cases)
     assert any(case.spare and not case.sizes[-1] % TILE_K for case in cases)
@@ -158,7 +158,7 @@ def test_cases_are_legal_and_reach_past_the_tile(spec):
     assert any(case.n % spec.tile[1] == 0 for case in cases)
     assert any(case.n % spec.tile[1] for case in cases) or multiple_of_n(spec) == spec.tile[1]
     assert any(case.k % TILE_K for case in cases)
-    assert any(case.k > spec.budget.stages * TILE_K for case in cases)
+    assert any(case.k > spec.plan.stages * TILE_K for case in cases)
     assert any(case.rows == 0 for case in cases)
     tiles = [sum(-(-size // spec.tile[0]) for size in case.sizes) * -(-case.n // spec.tile[1]) for case in cases]
     assert max(tiles) > 132  # the SMs of an H200

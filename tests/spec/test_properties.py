@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fusekit.errors import SpecError
 from fusekit.spec import KernelSpec, canonical_json, parse_text
-from fusekit.spec.model import BACKWARD_ACTIVATIONS, DTYPES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from fusekit.spec.model import DTYPES
 from fusekit.spec.values import show
+from tests.plans import BACKWARD_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 names = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
 scalars = st.floats(-1e6, 1e6, allow_nan=False, width=32)

@@ -209,7 +209,6 @@ def replant(path, change):
     ("change", "message"),
     [
         (lambda d: d["fields"].update({"spec.tile": "[64,64]"}), "key fields whose key is"),
-        (lambda d: d.update(schema=2), "schema 2"),
         (lambda d: d.update(schema=True), "schema of type bool"),
         (lambda d: d.update(key="0" * 64), "entry of key 000"),
         (lambda d: d.pop("proof"), "members: proof"),
@@ -240,7 +239,6 @@ def test_a_sealed_entry_that_makes_no_sense(store, change, message):
         (lambda d: d.update(name="quickstart/fc2@128x160-c2x1"), "record of quickstart/fc2"),
         (lambda d: d.update(arch="sm_100a"), "for sm_100a"),
         (lambda d: d.update(key="x"), "has the key 'x'"),
-        (lambda d: d.update(schema=0), "schema 0"),
         (lambda d: d["defaults"].update(act_alpha="1"), "no number"),
         (lambda d: d["defaults"].update(act_alpha=True), "no number"),
         (lambda d: d.update(extra=1), "members: extra"),

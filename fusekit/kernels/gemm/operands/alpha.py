@@ -1,0 +1,20 @@
+"""The accumulators times alpha."""
+
+from fusekit.kernels.gemm.operands.base import Operand
+
+
+class Alpha(Operand):
+    step = 1
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.by_group = plan.spec.alpha == "group"
+
+    def parameter(self, given):
+        return given.alpha.iterator if self.by_group else given.alpha
+
+    def start(self, tile, work, own):
+        return work.operands.alpha[tile.group] if self.by_group else work.operands.alpha
+
+    def accumulate(self, value, state, chunk, c: int):
+        return value * state

@@ -1,0 +1,180 @@
+"""What the drivers of a GEMM kernel call in the device half of an operand, and the structs that travel between them.
+
+    host                  parameter
+    consumer warps        begin
+      each tile           prepare, ahead | main loop | start
+        each 16 rows      rows
+          each chunk      chunk, accumulate       8 columns of accumulators: scaled and shifted in place
+          each box        box                     forward: before the activation
+          each element    output                  forward: behind the activation
+                          gradient                backward: da and the activation's value
+          each unit       take, pack | stage, send, unit
+        then              rows_end
+      then                finish_tile
+      after the last      finish
+    idle warps            assist
+
+A hook does nothing unless an operand says so; operands are called in the order of their `step`.
+"""
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+from fusekit.dtypes import DTYPES
+from fusekit.plan.gemm import GemmPlan
+
+
+def dtype_of(name: str):
+    """The DSL's type of a spec's dtype."""
+    return getattr(cutlass, DTYPES[name].cutlass)
+
+
+class Extents(NamedTuple):
+    """Groups; rows of tokens; columns of the product, and half of them; elements of a row of x (wgrad: rows of dw)."""
+
+    groups: Int32
+    rows: Int32
+    n: Int32
+    half_n: Int32
+    k: Int32
+
+
+class Tile(NamedTuple):
+    """A consumer warpgroup's tile: its first row, the group's end row, tile along N, group, number in the ring."""
+
+    row: Int32
+    end: Int32
+    n_tile: Int32
+    group: Int32
+    count: Int32
+
+
+class Work(NamedTuple):
+    """What a consumer warp works with.
+
+    operands: the kernel's parameters, tensor maps as addresses. shared: the CTA's regions of shared memory. staging:
+    the warp's own boxes. warp_of_cta: the warp's number among the consumers. thread: in its warpgroup.
+    """
+
+    operands: Any
+    shared: Any
+    extents: Extents
+    staging: Any
+    warp_of_cta: Int32
+    warpgroup: Int32
+    thread: Int32
+
+
+class Rows(NamedTuple):
+    """16 rows of a tile, that one warp finishes: the first, the group's end, tile along N; `block` of 64 rows."""
+
+    row: Int32
+    end: Int32
+    n_tile: Int32
+    block: Any
+
+
+class Idle(NamedTuple):
+    """What a warp of the load warpgroup works with."""
+
+    operands: Any
+    shared: Any
+    extents: Extents
+    ring: Any
+    warp: Int32
+
+
+class Operand:
+    """The device half of an operand in one kernel. told: its other half."""
+
+    step = 0  # its place among the hooks of one kind
+
+    def __init__(self, plan: GemmPlan, told) -> None:
+        self.plan, self.told = plan, told
+        self.dtype, self.out_dtype = dtype_of(plan.dtype), dtype_of(plan.out_dtype)
+
+    def bind(self, halves) -> None:
+        """What it needs of the kernel's other operands, once all are there."""
+
+    def parameter(self, given):
+        """The kernel's parameter, from the launch's arguments: a tensor map, a pointer, numbers; None for none."""
+        return
+
+    def view(self, parameter):
+        """What consumer warps have of the parameter."""
+        return parameter
+
+    def begin(self, shared, warpgroup: Int32) -> Any:
+        """Once a consumer warp; handed to the hooks of a tile as `own`."""
+
+    def prepare(self, tile: Tile, work: Work, own) -> None:
+        """Before a tile's main loop; all threads of a warpgroup."""
+
+    def ahead(self, tile: Tile, work: Work) -> None:
+        """Before the main loop of a backward epilogue, when the warp's boxes are free; one lane."""
+
+    def start(self, tile: Tile, work: Work, own) -> Any:
+        """Before a tile's epilogue; handed to the hooks below as `state`."""
+        return own
+
+    def rows(self, rows: Rows, work: Work, state, acc) -> Any:
+        """Before 16 rows, whose accumulators are `acc`; handed to the hooks of an element as `mine`."""
+
+    def chunk(self, chunk: int, state) -> Any:
+        """Before chunk `chunk` of 8 columns; handed to `accumulate`."""
+
+    def accumulate(self, value, state, chunk, c: int):
+        """The accumulator in column 2 (lane % 4) + `c` of a chunk."""
+        return value
+
+    def stored_boxes(self) -> int:
+        """Staging boxes that it stores of a 64-row block."""
+        return 0
+
+    def box(self, acc, base: int, sources, number: int, rows: Rows, work: Work, boxes) -> int:
+        """Stores what it has in the accumulator chunks `sources`; how many boxes. number: of its first one."""
+        return 0
+
+    def output(self, value, mine, r: int):
+        """An output, in the lane's row `r` of two."""
+        return value
+
+    def gradient(self, da, value, mine, r: int):
+        """(da, value of the activation), in the lane's row `r` of two."""
+        return da, value
+
+    def take(self, mine, first, second) -> None:
+        """dz of the lane's two rows in the next columns."""
+
+    def pack(self, values):
+        """Two columns of the activation's value, packed; None where nobody stores them."""
+
+    def stage(self, number, outputs, work: Work) -> Any:
+        """Writes the packed outputs of unit `number` into a box; which it is. All lanes."""
+
+    def send(self, staged, unit: int, rows: Rows, work: Work) -> None:
+        """Starts the store of what was staged; one lane."""
+
+    def unit(self, state, mine, unit: int) -> None:
+        """Behind a unit."""
+
+    def rows_end(self, rows: Rows, mine, work: Work) -> None:
+        """Behind the units of 16 rows."""
+
+    def finish_tile(self, state, work: Work) -> None:
+        """Behind a tile."""
+
+    def finish(self, count: Int32, work: Work) -> None:
+        """Behind the last tile; there is no `count`-th one."""
+
+    def assist(self, idle: Idle) -> None:
+        """What idle warps do; all warps of the load warpgroup."""
+
+
+def struct(name: str, fields) -> Any:
+    """A named tuple of (name, value) pairs: what the DSL carries through control flow and into a kernel."""
+    names, values = zip(*fields, strict=True)
+    return namedtuple(name, names)(*values)

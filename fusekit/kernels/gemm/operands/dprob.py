@@ -1,0 +1,98 @@
+"""dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; the parts of a row are its tiles along N.
+
+There is one counter for the rows of each piece, a warpgroup's tile.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Extents, Idle, Rows, Work
+from fusekit.kernels.gemm.operands.sums import Note, Summed, fresh
+from fusekit.plan.gemm import WARP_ROWS
+from fusekit.plan.operands.sums import NOTE_WORDS
+
+
+class Dprob(Summed):
+    step, warp = 2, 3
+
+    def parameter(self, given):
+        return given.dprob.iterator
+
+    # -- consumer warps -----------------------------------------------------------------------------------------------
+
+    def rows(self, rows: Rows, work: Work, state, acc):
+        """Both rows' da * y so far."""
+        dots = cute.make_rmem_tensor((2,), Float32)
+        dots.fill(0.0)
+        return dots
+
+    def gradient(self, da, value, mine, r: int):
+        """Before any row_scale."""
+        mine[r] = mine[r] + da * value
+        return da, value
+
+    def rows_end(self, rows: Rows, mine, work: Work) -> None:
+        """Leaves sums of the lane's columns; the four lanes of a row write the same."""
+        row = (work.warp_of_cta & 3) * WARP_ROWS + rows.block * 64 + (cute.arch.lane_idx() >> 2)
+        box = work.shared.sums.toint() + (work.warp_of_cta >> 2) * self.sums.box_bytes
+        address = box + (NOTE_WORDS + row) * 4
+        for r in range(2):
+            dot = mine[r]
+            for step in range(2):
+                dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << step)
+            ptx.store_shared_f32(address + 32 * r, dot)
+
+    # -- an idle warp -------------------------------------------------------------------------------------------------
+
+    def counters(self, extents: Extents) -> Int32:
+        return ptx.divide(extents.rows, self.sums.piece) + extents.groups + 1
+
+    def parts(self, extents: Extents) -> Int64:
+        return Int64(self.sums.tiles_n(extents.n)) * Int64(extents.rows)
+
+    @cute.jit
+    def program(self, idle: Idle, barriers):
+        self.sums.ready(idle.operands.workspace)
+        number = Int32(0)
+        tile = self.sums.note(barriers, idle.shared, number)
+        while tile.group >= 0:
+            self.add_rows(tile, number, fresh(idle), barriers)
+            number += 1
+            tile = self.sums.note(barriers, idle.shared, number)
+
+    @cute.jit
+    def add_rows(self, tile: Note, number: Int32, idle: Idle, barriers):
+        """Take the sums of a piece's rows to their part of scratch; maybe add the parts up."""
+        row, end, n_tile, group = tile
+        operands, rows = idle.operands, idle.extents.rows
+        lane = cute.arch.lane_idx()
+        steps = self.sums.piece // 32
+        dots = idle.shared.sums.toint() + ((number & 1) * self.sums.box_bytes + (NOTE_WORDS + lane) * 4)
+        sums = [ptx.load_shared_f32(dots + 128 * step) for step in range(steps)]
+        self.sums.taken(barriers, number)
+        if row < end:
+            tiles_n = self.sums.tiles_n(idle.extents.n)
+            parts = self.sums.parts_of(self, operands.scratch, idle.extents) + (row + lane)
+            left = end - row - lane
+            for step in cutlass.range_constexpr(steps):
+                if 32 * step < left:
+                    cute.arch.store(parts + (Int64(n_tile) * rows + 32 * step), sums[step])
+            counter = operands.scratch + (ptx.divide(row, self.sums.piece) + group)
+            if self.sums.arrive(counter, lane) == tiles_n - 1:
+                self.add_row_parts(operands.dprob + (row + lane), parts.toint(), left, rows, tiles_n)
+
+    @cute.jit
+    def add_row_parts(self, dprob, address: Int64, left: Int32, rows: Int32, count: Int32):
+        """Add up the parts of a lane's rows, every 32nd of `left`; the first part of the first one is at `address`."""
+        steps = self.sums.piece // 32
+        totals = cute.make_rmem_tensor((steps,), Float32)
+        totals.fill(0.0)
+        for _ in cutlass.range(count, unroll=1):
+            parts = [ptx.load_part(address + 128 * step, Int32(32 * step < left)) for step in range(steps)]
+            for step in cutlass.range_constexpr(steps):
+                totals[step] = totals[step] + parts[step]
+            address += Int64(rows) * 4
+        for step in cutlass.range_constexpr(steps):
+            if 32 * step < left:
+                cute.arch.store(dprob + 32 * step, totals[step])

@@ -1,0 +1,51 @@
+"""The factors of a weight gradient, token-major both, and its result."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.sm90.boxes import Boxes
+from fusekit.kernels.gemm.sm90.maps import box_map, load_op, ragged_map, store_op
+from fusekit.plan.gemm import BOX, WARP_ROWS
+
+
+class Factors(NamedTuple):
+    """Tensor maps."""
+
+    dy: cute.CopyAtom
+    x: cute.CopyAtom
+
+
+class TokenRows(Operand):
+    """Columns of dy and of x, in boxes of 64 columns by 64 tokens that end with the group."""
+
+    def parameter(self, given):
+        box = (BOX, self.plan.tile_k)
+        return Factors(ragged_map(load_op(), given.dy, box), ragged_map(load_op(), given.x, box))
+
+    def view(self, parameter):
+        return None
+
+    def boxes(self, descriptor, destination, barrier, column, width: int, rows) -> Boxes:
+        """A stage of `width` columns from `column` on; rows: coordinates behind that of the column."""
+        starts = [column + first for first in range(0, width, BOX)]
+        return Boxes(descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows))
+
+
+class Dw(Operand):
+    """Boxes of dw[group]."""
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.single = self.out_dtype is cutlass.Float32
+        self.columns = plan.box(plan.tile[1], plan.epilogue_box // 2 if self.single else plan.epilogue_box)
+
+    def parameter(self, given):
+        view = cute.make_tensor(given.dw.iterator, cute.select(given.dw.layout, [2, 1, 0]))
+        return box_map(store_op(), view, (self.columns, WARP_ROWS))
+
+    def view(self, parameter):
+        return ptx.descriptor_address(parameter)

@@ -1,0 +1,50 @@
+"""z, the activation's input: stored as soon as the accumulators of a box are final."""
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
+from fusekit.plan.gemm import BIG, WARP_ROWS
+
+
+class Preactivation(Operand):
+    step = 3
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.concat = plan.halved and plan.glu_layout == "concat"
+        self.columns = plan.box(plan.tile[1] // 2 if self.concat else plan.tile[1])
+
+    def parameter(self, given):
+        return ragged_map(store_op(), given.preactivation, (self.columns, WARP_ROWS), self.concat)
+
+    def view(self, parameter):
+        return ptx.descriptor_address(parameter)
+
+    def stored_boxes(self) -> int:
+        return self.plan.tile[1] // self.columns
+
+    def box(self, acc, base: int, sources, number: int, rows, work, boxes) -> int:
+        stored = 0
+        for box in range(self.stored_boxes()):
+            if box * self.columns // 8 in sources:
+                packed = self.registers(acc, base, box)
+                where = self.place(box, rows)
+                boxes.store(number + stored, self.columns, packed, work.operands.preactivation, where, work.staging)
+                stored += 1
+        return stored
+
+    def registers(self, acc, base: int, box: int):
+        """Packed accumulators of a box, (chunk, r) in order."""
+        chunks = range(box * self.columns // 8, (box + 1) * self.columns // 8)
+        indices = [base + chunk * 4 + r * 2 for chunk in chunks for r in range(2)]
+        return [ptx.pack_pair(acc[index], acc[index + 1], self.dtype) for index in indices]
+
+    def place(self, box: int, rows):
+        """Where a box goes, in the order of the weights' columns."""
+        first, tile_n = box * self.columns, self.plan.tile[1]
+        if self.concat:
+            half = tile_n // 2
+            side = first // half
+            column = rows.n_tile * half + first - side * half
+            return (column, BIG - (rows.end - rows.row), side, BIG, rows.end)
+        return (rows.n_tile * tile_n + first, BIG - (rows.end - rows.row), BIG, rows.end)

@@ -1,0 +1,105 @@
+"""The factors of a GEMM, its result, and the groups' end rows."""
+
+import cutlass
+from cutlass import cute
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.sm90.boxes import Boxes
+from fusekit.kernels.gemm.sm90.maps import load_map, ragged_map, store_op, swizzled
+from fusekit.plan.gemm import BIG, BOX, WARP_ROWS
+
+
+class X(Operand):
+    """Rows of x, from a tile's first one on."""
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.height = plan.tile[0] // plan.cluster_size  # of a box
+
+    def parameter(self, given):
+        x = given.x
+        if not self.plan.skip_if_zero:  # it is launched without rows too, and a tensor map cannot be empty
+            shape = (cutlass.max(x.shape[0], 1), x.shape[1])
+            x = cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride))
+        return load_map(x, (self.height, self.plan.tile_k), swizzled(self.dtype, self.plan.tile_k))
+
+    def view(self, parameter):
+        return None
+
+    def boxes(self, descriptor, stages, stage, k_tile, row) -> Boxes:
+        """A stage of x from row `row` on."""
+        tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
+        destination, barrier, k = stages.x + stage * (tile_m * tile_k), stages.full + stage, k_tile * tile_k
+        starts = [row + first for first in range(0, tile_m, self.height)]
+        return Boxes(descriptor, destination, barrier, starts, self.height * tile_k, lambda start: (k, start))
+
+
+class W(Operand):
+    """Columns of w[group]; behind a gated activation's concatenated halves, of either half."""
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.n_major = plan.b_major == "n"
+        self.concat = plan.halved and plan.glu_layout == "concat"
+        halves = plan.cluster_size > 1 or self.concat
+        self.width = BOX if self.n_major else plan.tile[1] // (2 if halves else 1)
+
+    def parameter(self, given):
+        w, _ = self.view_nke(given.w)
+        box = (self.width, self.plan.tile_k, *([1] if self.plan.grouped else []))
+        return load_map(w, box, swizzled(self.dtype, self.plan.tile_k, n_major=self.n_major))
+
+    def view(self, parameter):
+        return None
+
+    def view_nke(self, w):
+        """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N."""
+        if self.plan.grouped:
+            layout = cute.select(w.layout, [2, 1, 0] if self.n_major else [1, 2, 0])
+        else:
+            layout = cute.select(w.layout, [1, 0] if self.n_major else [0, 1])
+        return cute.make_tensor(w.iterator, layout), layout.shape[0]
+
+    def boxes(self, descriptor, stages, stage, k_tile, columns) -> Boxes:
+        """A stage of w; columns: (tile along N, half of N, group)."""
+        n_tile, half_n, group = columns
+        tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
+        destination, barrier, k = stages.w + stage * (tile_n * tile_k), stages.full + stage, k_tile * tile_k
+        if self.concat:
+            half = tile_n // 2
+            firsts = range(0, half, self.width)
+            starts = [side + n_tile * half + first for side in (0, half_n) for first in firsts]
+        else:
+            starts = [n_tile * tile_n + first for first in range(0, tile_n, self.width)]
+        behind = (group,) if self.plan.grouped else ()
+
+        def place(start):
+            return (start, k, *behind) if self.n_major else (k, start, *behind)
+
+        return Boxes(descriptor, destination, barrier, starts, self.width * tile_k, place)
+
+
+class Y(Operand):
+    """The result of a forward epilogue, in boxes of `columns`."""
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.columns = plan.box(plan.out_tile_n)
+
+    def parameter(self, given):
+        return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))
+
+    def view(self, parameter):
+        return ptx.descriptor_address(parameter)
+
+    def place(self, box: int, rows):
+        """Coordinates of a box."""
+        return (rows.n_tile * self.plan.out_tile_n + box * self.columns, BIG - (rows.end - rows.row), BIG, rows.end)
+
+
+class Offsets(Operand):
+    """What the scheduler finds a group's rows by."""
+
+    def parameter(self, given):
+        return given.offsets.iterator

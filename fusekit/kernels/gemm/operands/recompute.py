@@ -1,0 +1,34 @@
+"""y once more: the activation's value, staged beside z and stored with dz."""
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
+from fusekit.kernels.gemm.sm90.staging import StagingBoxes
+from fusekit.plan.gemm import BIG, OUTPUT_BOXES, WARP_ROWS
+
+
+class Recompute(Operand):
+    step = 6
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.columns = plan.epilogue_box
+        self.staging = StagingBoxes(plan)
+
+    def parameter(self, given):
+        return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))
+
+    def view(self, parameter):
+        return ptx.descriptor_address(parameter)
+
+    def pack(self, values):
+        return ptx.pack_pair(*values, self.out_dtype)
+
+    def stage(self, number, outputs, work):
+        box = work.staging + (self.plan.z_bytes + (number & (OUTPUT_BOXES - 1)) * self.staging.bytes)
+        self.staging.write(box, self.columns, outputs)
+        return box
+
+    def send(self, staged, unit: int, rows, work) -> None:
+        where = (rows.n_tile * self.plan.tile[1] + unit * self.columns, BIG - (rows.end - rows.row), BIG, rows.end)
+        ptx.tma_store(work.operands.recompute, staged, where)

@@ -1,0 +1,157 @@
+"""From accumulators to stored rows, one warp at a time.
+
+A consumer warp owns 16 rows of each 64-row block of its warpgroup's accumulators. It finishes them by itself: operands
+scale and shift the accumulators in place, the activated values are rounded into a staging box of the warp's own, stored
+by TMA. No barrier joins the warps, so a warp's stores overlap its neighbours' arithmetic.
+"""
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm import maths
+from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
+from fusekit.kernels.gemm.sm90.hooks import Operands
+from fusekit.kernels.gemm.sm90.kernel import Gemm
+from fusekit.kernels.gemm.sm90.main_loop import MainLoop
+from fusekit.kernels.gemm.sm90.scheduler import Scheduler
+from fusekit.kernels.gemm.sm90.staging import StagingBoxes
+from fusekit.plan.activations import forms
+from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+
+
+def kernel(plan: GemmPlan, halves) -> Gemm:
+    """The kernel of `plan`; halves: the device halves of its operands, by name."""
+    return Gemm(plan, halves, MainLoop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
+
+
+class Epilogue:
+    """What a forward kernel does with its accumulators."""
+
+    def __init__(self, plan: GemmPlan, halves) -> None:
+        self.plan = plan
+        self.operands = Operands(halves)
+        self.result = halves["y"]
+        self.out_dtype = dtype_of(plan.out_dtype)
+        self.boxes = StagingBoxes(plan)
+        outputs = plan.out_tile_n // self.result.columns
+        self.box_count = outputs + sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
+        self.activation, _ = forms(plan.kind.function)[plan.approximate]
+
+    def prepare(self, tile: Tile, work: Work, own, seen: Int32) -> None:
+        """Before a tile's main loop; a warpgroup's threads."""
+        self.operands.prepare(tile, work, own)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def partners(self, chunk: int) -> tuple[int, int]:
+        """Accumulator chunks (8 columns each) of gate and up for output chunk `chunk`."""
+        if self.plan.glu_layout == "concat":
+            return chunk, chunk + self.plan.tile[1] // 16
+        return chunk // 4 * 8 + chunk % 4, chunk // 4 * 8 + chunk % 4 + 4
+
+    def sources(self, chunks) -> list[int]:
+        """Accumulator chunks that these output chunks are made of."""
+        if self.plan.glu_layout == "interleaved":
+            return [2 * chunk + side for chunk in chunks for side in range(2)]
+        if self.plan.halved:
+            return [partner for chunk in chunks for partner in self.partners(chunk)]
+        return list(chunks)
+
+    def activate(self, acc, base: int, chunk: int, r: int, c: int, scalars, mine):
+        """Output (chunk, r, c) of the 64-row block whose accumulators start at `base`."""
+        if self.plan.halved:
+            gate, up = self.partners(chunk)
+            places = base + gate * 4 + r * 2 + c, base + up * 4 + r * 2 + c
+            value = self.activation(maths, acc[places[0]], acc[places[1]], *scalars)
+        else:
+            value = self.activation(maths, acc[base + chunk * 4 + r * 2 + c], *scalars)
+        return self.operands.output(value, mine, r)
+
+    def adjacent(self, acc, base: int, chunk: int, r: int, scalars, mine):
+        """Outputs `lane % 4` of accumulator chunk `chunk`, whose gate and up stand side by side."""
+        index = base + chunk * 4 + r * 2
+        value = self.activation(maths, acc[index], acc[index + 1], *scalars)
+        return self.operands.output(value, mine, r)
+
+    def registers(self, acc, base: int, chunks, scalars, mine):
+        """Packed outputs of these chunks, (chunk, r) in order, as `StagingBoxes.store` wants them."""
+        packed = []
+        for chunk in chunks:
+            for r in range(2):
+                if self.plan.glu_layout == "interleaved":
+                    low = self.adjacent(acc, base, 2 * chunk, r, scalars, mine)
+                    high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, mine)
+                    pair = ptx.pack_pair(low, high, self.out_dtype)
+                    packed.append(gather_pairs(pair, cute.arch.lane_idx()))
+                else:
+                    low, high = (self.activate(acc, base, chunk, r, c, scalars, mine) for c in range(2))
+                    packed.append(ptx.pack_pair(low, high, self.out_dtype))
+        return packed
+
+    # -- a tile -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def run(self, acc, tile: Tile, work: Work, own, seen: Int32):
+        """Finish the accumulators of one tile; all four warps of a warpgroup, each for itself.
+
+        acc: warpgroup_rows / 64 blocks one after the other. own: what the operands began with. seen: carried from tile
+        to tile, not used here.
+        """
+        plan = self.plan
+        scalars = maths.scalars(work.operands)
+        states = self.operands.start(tile, work, own)
+        if cute.arch.lane_idx() == 0:  # the boxes of the last tile have left; the numbering starts again
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        for block in cutlass.range_constexpr(plan.warpgroup_rows // 64):
+            row = tile.row + block * 64 + (work.warp_of_cta & 3) * WARP_ROWS
+            if row < tile.end:
+                rows = Rows(row, tile.end, tile.n_tile, block)
+                self.finish_rows(acc, block * (plan.tile[1] // 2), rows, work, scalars, states)
+        return seen
+
+    def finish_rows(self, acc, base: int, rows: Rows, work: Work, scalars, states) -> None:
+        """Finish the warp's 16 rows of a 64-row block, whose accumulators start at `base`."""
+        mine = self.operands.rows(rows, work, states)
+        number, width = rows.block * self.box_count, self.result.columns
+        for box in range(self.plan.out_tile_n // width):
+            chunks = range(box * width // 8, (box + 1) * width // 8)
+            sources = self.sources(chunks)
+            self.accumulate(acc, base, sources, states)
+            for half in self.operands:
+                number += half.box(acc, base, sources, number, rows, work, self.boxes)
+            packed = self.registers(acc, base, chunks, scalars, mine)
+            self.boxes.store(number, width, packed, work.operands.y, self.result.place(box, rows), work.staging)
+            number += 1
+
+    def accumulate(self, acc, base: int, chunks, states) -> None:
+        """What operands make of the accumulators of these chunks, in place.
+
+        Done box by box: the stores in between keep the compiler from holding every bias and activation at once.
+        """
+        for chunk in chunks:
+            loaded = [half.chunk(chunk, getattr(states, name)) for name, half in self.operands.halves.items()]
+            for c in range(2):
+                for r in range(2):
+                    index = base + chunk * 4 + r * 2 + c
+                    value = acc[index]
+                    for (name, half), mine in zip(self.operands.halves.items(), loaded, strict=True):
+                        value = half.accumulate(value, getattr(states, name), mine, c)
+                    acc[index] = value
+
+    def finish(self, count: Int32, work: Work) -> None:
+        """Behind the last tile."""
+        self.operands.finish(count, work)
+
+
+def gather_pairs(packed: Uint32, lane: Int32) -> Uint32:
+    """Give each lane of a quad two neighbouring columns.
+
+    In: lane t holds column t (low half) and column 4 + t (high half) of eight. Out: columns 2t and 2t + 1.
+    """
+    quad = lane & 28
+    source = quad + (lane * 2 & 2)
+    first = cute.arch.shuffle_sync(packed, source)
+    second = cute.arch.shuffle_sync(packed, source + 1)
+    upper = cutlass.Uint32((lane >> 1) & 1)
+    return ptx.permute_bytes(first, second, cutlass.Uint32(0x5410) + upper * cutlass.Uint32(0x2222))

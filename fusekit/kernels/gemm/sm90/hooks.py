@@ -1,0 +1,72 @@
+"""The operands of a kernel as its drivers call them."""
+
+from cutlass import Int32
+
+from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, struct
+
+
+class Operands:
+    """The device halves of a kernel as a driver calls them, in the order of their steps."""
+
+    def __init__(self, halves) -> None:
+        self.halves = dict(sorted(halves.items(), key=lambda each: each[1].step))
+
+    def __iter__(self):
+        return iter(self.halves.values())
+
+    def each(self, call):
+        """What `call(name, half)` gives for each operand, as a struct."""
+        return struct("Each", [(name, call(name, half)) for name, half in self.halves.items()])
+
+    def begin(self, shared, warpgroup: Int32):
+        return self.each(lambda name, half: half.begin(shared, warpgroup))
+
+    def prepare(self, tile: Tile, work: Work, own) -> None:
+        for name, half in self.halves.items():
+            half.prepare(tile, work, getattr(own, name))
+
+    def start(self, tile: Tile, work: Work, own):
+        return self.each(lambda name, half: half.start(tile, work, getattr(own, name)))
+
+    def rows(self, rows: Rows, work: Work, states, acc=None):
+        return self.each(lambda name, half: half.rows(rows, work, getattr(states, name), acc))
+
+    def output(self, value, mine, r: int):
+        for name, half in self.halves.items():
+            value = half.output(value, getattr(mine, name), r)
+        return value
+
+    def gradient(self, da, value, mine, r: int):
+        for name, half in self.halves.items():
+            da, value = half.gradient(da, value, getattr(mine, name), r)
+        return da, value
+
+    def take(self, mine, first, second) -> None:
+        for name, half in self.halves.items():
+            half.take(getattr(mine, name), first, second)
+
+    def pack(self, values) -> list:
+        return [packed for half in self if (packed := half.pack(values)) is not None]
+
+    def stage(self, number, outputs, work: Work):
+        return self.each(lambda name, half: half.stage(number, outputs, work))
+
+    def send(self, staged, unit: int, rows: Rows, work: Work) -> None:
+        for name, half in self.halves.items():
+            half.send(getattr(staged, name), unit, rows, work)
+
+    def unit(self, states, mine, unit: int) -> None:
+        for name, half in self.halves.items():
+            half.unit(getattr(states, name), getattr(mine, name), unit)
+
+    def rows_end(self, rows: Rows, mine, work: Work) -> None:
+        for name, half in self.halves.items():
+            half.rows_end(rows, getattr(mine, name), work)
+
+    def finish_tile(self, states, work: Work) -> None:
+        for name, half in self.halves.items():
+            half.finish_tile(getattr(states, name), work)
+
+    def finish(self, count: Int32, work: Work) -> None:
+        for half in self:
+            half.finish(count, work)

@@ -1,0 +1,208 @@
+"""The Hopper kernel: dense and grouped GEMM with composed operands, persistent and warp-specialised.
+
+    y[rows of e] = epilogue(x[rows of e] . w[e]),   16-bit operands, float32 accumulation (wgmma m64nNk16)
+
+Warps of a CTA (384 threads, one CTA an SM):
+
+    warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
+    warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
+    warps 2-3    idle, or at work for an operand (its `assist`)
+    warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py, backward.py)
+    warps 8-11   consumer warpgroup 1
+
+Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
+other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
+
+Operand pipeline, `stages` deep; a stage is x [tile_m, 64] and w [tile_n, 64], 128-byte swizzled:
+
+    full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes
+    empty[s]   4 arrivals (one a warp) of each warpgroup that reads the stage, from every CTA of the cluster; and one of
+               each idle warp that reads it for an operand
+
+    time ->      load   | k0 k1 k2 ...            | next tile's k0 k1 ...
+    ping-pong    wg 0   |    mma(tile 0)          | epilogue(tile 0)     | mma(tile 2)
+                 wg 1   |    (waits its turn)     | mma(tile 1)          | epilogue(tile 1)
+
+The two CTAs of a cluster share w or x, as the tile says (raster.py): each loads half of it and multicasts that.
+
+What the kernel takes, where things lie in shared memory and how many arrive at each barrier stands in the plan.
+"""
+
+import cutlass
+import cutlass.memory
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from fusekit.kernels import ptx
+from fusekit.kernels.gemm.operands.base import Extents, Idle, Tile, Work, dtype_of, struct
+from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
+from fusekit.kernels.gemm.sm90.scheduler import Scheduler, TileRing, column_of
+from fusekit.plan.gemm import GemmPlan
+
+MEMORY = ("workspace", "scratch")
+
+
+class Gemm:
+    """One kernel; calling it (through cute.compile) traces host function and device code."""
+
+    def __init__(self, plan: GemmPlan, halves, main_loop: MainLoop, epilogue, scheduler: Scheduler) -> None:
+        self.plan, self.halves = plan, halves
+        self.main_loop, self.epilogue, self.scheduler = main_loop, epilogue, scheduler
+        self.dtype = dtype_of(plan.dtype)
+
+    # -- host ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(self, given, sm_count: Int32, cluster_margin: Int32, stream: CUstream):
+        """Make the tensor maps and the grid, launch. given: the launch's arguments, by name."""
+        plan = self.plan
+        groups = given.offsets.shape[0] if cutlass.const_expr(plan.grouped) else None
+        rows, n, k = self.main_loop.extents(given)
+        most_tiles = self.main_loop.most_tiles(Extents(groups, rows, n, None, k))
+        # One cluster for each cluster tile there can be at most, or as many as fit less the margin.
+        resident = Int64(sm_count // plan.cluster_size - cluster_margin)
+        clusters = Int32(cutlass.max(cutlass.min(resident, most_tiles), 1))
+        self.kernel(self.parameters(given), groups, rows, n, k).launch(
+            grid=[clusters * plan.cluster_size, 1, 1],
+            block=[plan.threads, 1, 1],
+            cluster=[plan.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def parameters(self, given):
+        """The kernel's parameters by operand, then the memory that it has."""
+        told = {name: half.told for name, half in self.halves.items()}
+        order = sorted(
+            self.halves, key=lambda name: told[name].order if told[name].parameter is None else told[name].parameter
+        )
+        found = [(name, self.halves[name].parameter(given)) for name in order]
+        found += [(name, getattr(given, name).iterator) for name in MEMORY if hasattr(given, name)]
+        return struct("Parameters", [(name, value) for name, value in found if value is not None])
+
+    # -- device -------------------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, operands, groups, rows: Int32, n: Int32, k: Int32):
+        """All roles; see the module's docstring."""
+        plan = self.plan
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        shared = self.allocate()
+        stages = Stages(
+            cute.recast_ptr(shared.x, dtype=self.dtype),
+            cute.recast_ptr(shared.w, dtype=self.dtype),
+            shared.stages_full,
+            shared.stages_empty,
+        )
+        ring = TileRing(plan, shared.tiles.toint(), shared.tiles_full, shared.tiles_empty)
+        if warp == 0 and lane == 0:
+            for name, index, arrivals in tuple(plan.shared.barriers):
+                cute.arch.mbarrier_init(getattr(shared, name) + index, arrivals)
+            cute.arch.mbarrier_init_fence()
+            for copy in tensor_maps(operands):
+                cpasync.prefetch_descriptor(copy)
+        if cutlass.const_expr(plan.cluster_size > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        half_n = ptx.divide(n, 2)
+        extents = Extents(groups if cutlass.const_expr(plan.grouped) else Int32(1), rows, n, half_n, k)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(plan.registers[0])
+            if warp == 0 and lane == 0:
+                self.main_loop.load(operands, stages, ring, extents, rank)
+            if warp == 1:
+                offsets, workspace = (getattr(operands, name, None) for name in ("offsets", "workspace"))
+                self.scheduler.run(ring, offsets, extents, workspace, rank)
+            for half in self.epilogue.operands:
+                half.assist(Idle(operands, shared, extents, ring, warp))
+        else:
+            cute.arch.setmaxregister_increase(plan.registers[1])
+            self.consume(operands, shared, stages, ring, extents)
+        if cutlass.const_expr(plan.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def allocate(self):
+        """Pointers to the plan's regions of shared memory."""
+        allocator = cutlass.memory.SmemAllocator()
+        found = []
+        for region in self.plan.shared.regions:
+            pointer = allocator.allocate(region.bytes, region.alignment)
+            found.append((region.name, cute.recast_ptr(pointer, dtype=Int64) if region.arrivals else pointer))
+        return struct("Shared", found)
+
+    @cute.jit
+    def consume(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents):
+        """A consumer warpgroup: its tiles' main loops and epilogues."""
+        plan = self.plan
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        consumer = cute.arch.make_warp_uniform(ptx.divide(thread, plan.arch.warpgroup)) - 1
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+        row_offset = 0 if cutlass.const_expr(plan.pingpong) else consumer * plan.warpgroup_rows
+        k_tiles = ptx.divide(extents.k + (plan.tile_k - 1), plan.tile_k)
+        most, fragments = self.main_loop.fragments(stages.x + row_offset * plan.tile_k, stages.w)
+        acc = cute.make_tensor(most.iterator, cute.make_layout(cute.size(most)))
+        own = self.epilogue.operands.begin(shared, consumer)
+        work = self.work(operands, shared, extents, consumer, warp, thread)
+
+        count = Int32(0)
+        step = 1
+        position = Int32(0)  # of the operand pipeline: stages consumed by the CTA before this tile
+        seen = Int32(0)  # whatever the epilogue counts from tile to tile
+        if cutlass.const_expr(plan.pingpong):
+            step = 2
+            count = consumer
+            position = consumer * k_tiles
+            if consumer == 1:  # warpgroup 0 goes first
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * plan.arch.warpgroup)
+        row, end, n_tile, group = ring.get(count)
+        while group >= 0:
+            cute.arch.sync_warp()
+            if lane == 0:
+                ring.free(count)
+            tile = Tile(row + row_offset, end, column_of(n_tile), group, count)
+            self.epilogue.prepare(tile, work, own, seen)
+            if cutlass.const_expr(plan.pingpong):
+                cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
+            run = Run(position, k_tiles)
+            self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
+            seen = self.epilogue.run(acc, tile, work, own, seen)
+            count += step
+            position += step * k_tiles
+            row, end, n_tile, group = ring.get(count)
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+        self.epilogue.finish(count, work)
+
+    def work(self, operands, shared, extents: Extents, consumer: Int32, warp: Int32, thread: Int32) -> Work:
+        """What one consumer warp works with."""
+        views = struct(
+            "Views",
+            [
+                (name, self.halves[name].view(value) if name in self.halves else value)
+                for name, value in operands._asdict().items()
+            ],
+        )
+        warp_of_cta = consumer * 4 + warp
+        staging = shared.staging + warp_of_cta * self.plan.warp_bytes
+        return Work(
+            views, shared, extents, staging, warp_of_cta, consumer, ptx.modulo(thread, self.plan.arch.warpgroup)
+        )
+
+
+def tensor_maps(operands) -> list:
+    """The tensor maps among the kernel's parameters."""
+    found = []
+    for value in operands:
+        if isinstance(value, cute.CopyAtom):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += tensor_maps(value)
+    return found

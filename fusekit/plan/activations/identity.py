@@ -1,0 +1,6 @@
+"""z."""
+
+
+def value(m, z):
+    """z."""
+    return z

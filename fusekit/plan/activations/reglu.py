@@ -1,0 +1,16 @@
+"""max(g, 0) * (u + up_offset)."""
+
+from fusekit.plan.activations import relu
+
+GATED = True
+
+
+def value(m, gate, up, scalars):
+    """max(g, 0) * (u + up_offset)."""
+    gate, up = m.clamp(gate, up, scalars)
+    return relu.value(m, gate) * (up + scalars.up_offset)
+
+
+def derivative(m, gate, up, scalars):
+    """Of max(g, 0) (u + up_offset)."""
+    return m.gated_derivative(lambda g: relu.derivative(m, g), gate, up, scalars)

@@ -1,0 +1,339 @@
+"""What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
+
+A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. Its dynamic shared memory holds
+
+    stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
+    32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
+                     columns, where that makes room for one more stage; float32 boxes have half as many columns.
+                     With a backward activation: 8 warps x 3 boxes of z on their way, and 2 of y where it is recomputed
+                     (or for sums of columns, where dbias is asked for)
+    2304 bytes       kept for the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fusekit.dtypes import DTYPES
+from fusekit.plan.activations import Kind, kind
+from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
+
+if TYPE_CHECKING:
+    from fusekit.abi import Argument, Dim, Expr
+    from fusekit.plan.operands import Operand
+
+CONSUMER_WARPGROUPS = 2
+CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
+WARP_ROWS = 16  # of a 64-row block, that one warp finishes
+# Boxes of a warp: of an output in turn, and of z on its way in or out.
+OUTPUT_BOXES, Z_BOXES = 2, 3
+# Columns of da whose gate and up a backward epilogue works on at a time.
+GATED_UNIT = 32
+# Columns of a box of an operand whose rows lie along the reduction: w with b_major = "n", both of grouped-wgrad.
+BOX = 64
+BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
+MIN_STAGES, MAX_STAGES = 3, 8
+RESERVED_BYTES = 2304
+SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
+BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
+MOST_GROUPS = 2**16
+VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+
+
+class GemmPlan:
+    """The plan of `spec`: a KernelSpec, or anything that has its attributes.
+
+    tile and cluster are (M, N). epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad".
+    kind: the activation. What is worked out is worked out once.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.arch = ARCHITECTURES[spec.arch]
+        self.dtype: str = spec.dtype
+        self.out_dtype: str = spec.out_dtype
+        self.tile: tuple[int, int] = spec.tile
+        self.cluster: tuple[int, int] = spec.cluster
+        self.pingpong: bool = spec.mainloop == "pingpong"
+        self.dynamic: bool = spec.schedule == "dynamic"
+        self.epilogue: str = spec.epilogue
+        self.grouped: bool = spec.grouped
+        self.b_major: str = "n" if self.wgrad else spec.b_major
+        self.glu_layout: str = spec.glu_layout
+        self.kind: Kind = kind(spec.activation.kind)
+        self.approximate: str = spec.activation.approximate
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether the reduction runs over the rows of groups."""
+        return self.epilogue == "wgrad"
+
+    @property
+    def backward(self) -> bool:
+        """Whether it takes a gradient through an activation."""
+        return self.epilogue == "backward"
+
+    @property
+    def halved(self) -> bool:
+        """Whether two columns of the product, gate and up, make one column of the output."""
+        return self.epilogue == "forward" and self.kind.gated
+
+    @property
+    def sides(self) -> int:
+        """Columns of z for each column of da (backward) or of the output: 2 where gate and up are apart."""
+        return 2 if self.kind.gated else 1
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the factors."""
+        return DTYPES[self.dtype].bytes
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of the reduction in one stage: one swizzle row."""
+        return self.arch.swizzle_bytes // self.element
+
+    @property
+    def out_tile_n(self) -> int:
+        """Columns of the output that one tile makes."""
+        return self.tile[1] // 2 if self.halved else self.tile[1]
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs in a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    # -- operands -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """Those that the kernel has, in the order of a launch's arguments."""
+        from fusekit.plan.operands import operands_of
+
+        every = operands_of(self.epilogue)
+        own = [operand for operand in every if operand.present(self)]
+        required = {name for operand in own for name in operand.requires}
+        if not required:
+            return tuple(own)
+        return tuple(operand for operand in every if operand in own or operand.name in required)
+
+    def has(self, name: str) -> bool:
+        """Whether the kernel has the operand `name`."""
+        return any(operand.name == name for operand in self.operands)
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Dotted names of what makes up this kernel: the driver of its epilogue, operands, activation."""
+        return self.driver, *(module for operand in self.operands for module in operand.modules), self.kind.module
+
+    @property
+    def driver(self) -> str:
+        """Dotted name of the module that puts the kernel together."""
+        return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}"
+
+    # -- warps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS)
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
+        return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
+
+    @property
+    def accumulators(self) -> int:
+        """float32 accumulators of a consumer thread."""
+        return self.warpgroup_rows * self.tile[1] // self.arch.warpgroup
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
+        most, balanced = self.arch.splits
+        idle = any(operand.needs_registers for operand in self.operands)
+        return most if self.accumulators > 160 and not idle else balanced
+
+    @property
+    def idle_readers(self) -> int:
+        """Warps of the load warpgroup that read tiles and stages for an operand."""
+        return sum(operand.reading_warps(self) for operand in self.operands)
+
+    @property
+    def reading_warps(self) -> int:
+        """Warps of a CTA that read a tile and its stages."""
+        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.idle_readers
+
+    @property
+    def blocks_in_turn(self) -> bool:
+        """Whether one piece of code finishes the 64-row blocks of a tile, in a loop at run time."""
+        return any(operand.blocks_in_turn for operand in self.operands)
+
+    @property
+    def ring_slots(self) -> int:
+        """Tiles decided ahead: few where a tile taken early could have gone to an idle SM."""
+        return 2 if self.dynamic else 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the scheduler says of a tile."""
+        return 32 if self.wgrad else 16
+
+    # -- shared memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile of each factor."""
+        return (self.tile[0] + self.tile[1]) * self.arch.swizzle_bytes
+
+    def box(self, width: int, limit: int | None = None) -> int:
+        """Columns of a staging box for `width` columns: the widest that divides it."""
+        most = self.epilogue_box if limit is None else limit
+        return next(columns for columns in BOX_WIDTHS if columns <= most and width % columns == 0)
+
+    @property
+    def outputs_staged(self) -> bool:
+        """Whether a backward epilogue has staging boxes of y, or of sums of columns."""
+        return self.has("recompute") or self.has("dbias")
+
+    @cached_property
+    def epilogue_box(self) -> int:
+        """Columns of a staging box, at most; of a backward epilogue, columns of da that are worked on at a time."""
+        if self.backward:
+            return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
+        # 64 columns, or 32 where that makes room for one more stage.
+        choices = ((min(MAX_STAGES, self._stages(self._warp_bytes(box))), box) for box in (64, 32))
+        return max(choices)[1]
+
+    @property
+    def warp_bytes(self) -> int:
+        """Staging boxes of a consumer warp."""
+        return self._warp_bytes(self.epilogue_box)
+
+    def _warp_bytes(self, box: int) -> int:
+        boxes = OUTPUT_BOXES
+        if self.backward:
+            boxes = Z_BOXES * self.sides + (OUTPUT_BOXES if self.outputs_staged else 0)
+        return boxes * box * WARP_ROWS * 2
+
+    def _stages(self, warp_bytes: int) -> int:
+        return self.stage_room(warp_bytes) // self.stage_bytes
+
+    def stage_room(self, warp_bytes: int) -> int:
+        """Bytes that stages may take beside staging boxes of `warp_bytes` a warp."""
+        return self.arch.shared_bytes - RESERVED_BYTES - warp_bytes * CONSUMER_WARPS
+
+    @property
+    def z_box_bytes(self) -> int:
+        """A box of z in a backward epilogue."""
+        return self.epilogue_box * self.sides * WARP_ROWS * 2
+
+    @property
+    def z_bytes(self) -> int:
+        """A warp's boxes of z; behind them begin its boxes of outputs."""
+        return Z_BOXES * self.z_box_bytes
+
+    @cached_property
+    def stages(self) -> int:
+        """Depth of the operand pipeline."""
+        return min(MAX_STAGES, self._stages(self.warp_bytes))
+
+    @cached_property
+    def shared(self) -> SharedMemory:
+        """Where everything is; the launch record's dynamic shared memory is its size."""
+        tile_m, tile_n = self.tile
+        stage, ring = self.stages * self.arch.swizzle_bytes, self.ring_slots
+        own = [count for operand in self.operands for count in operand.barriers(self)]
+        return SharedMemory(
+            (
+                Region("x", stage * tile_m, 1024),
+                Region("w", stage * tile_n, 1024),
+                Region("staging", self.warp_bytes * CONSUMER_WARPS, 1024),
+                *pipeline("stages", self.stages, 1, self.reading_warps * self.cluster_size),
+                Region("tiles", ring * self.slot_bytes),
+                *pipeline("tiles", ring, 1, self.ring_readers),
+                *([barriers("barriers", *own)] if own else []),
+                *(region for operand in self.operands for region in operand.regions(self)),
+            )
+        )
+
+    def first_barrier(self, name: str) -> int:
+        """Index of the first barrier of the operand `name` among those of all operands."""
+        names = [operand.name for operand in self.operands]
+        return sum(len(operand.barriers(self)) for operand in self.operands[: names.index(name)])
+
+    @property
+    def ring_shared(self) -> bool:
+        """Whether one scheduler serves a whole cluster."""
+        return self.dynamic and self.cluster_size > 1
+
+    @property
+    def ring_readers(self) -> int:
+        """Warps that free a slot of the ring of tiles."""
+        return (1 + self.reading_warps) * (self.cluster_size if self.ring_shared else 1)
+
+    # -- arguments and memory -----------------------------------------------------------------------------------------
+
+    @property
+    def n(self) -> Expr:
+        """Columns of the product."""
+        if self.backward:
+            return self.width
+        return ["mul", 2, "I"] if self.kind.gated else "N"
+
+    @property
+    def width(self) -> Expr:
+        """Columns of y."""
+        return "I" if self.kind.gated else "N"
+
+    @property
+    def z_width(self) -> Expr:
+        """Columns of z."""
+        return ["mul", 2, "I"] if self.kind.gated else "N"
+
+    @property
+    def leading(self) -> tuple[Expr, ...]:
+        """The dim of groups, where there are any."""
+        return ("E",) if self.grouped else ()
+
+    @property
+    def added_to(self) -> str:
+        """Role of a weight gradient's outputs."""
+        return "inout" if self.has("accumulate") else "output"
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What a launch passes."""
+        return tuple(argument for operand in self.operands for argument in operand.arguments(self))
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Extents that a launch's tensors have."""
+        from fusekit.abi import Dim
+
+        groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
+        width = {self.width: 32 if self.glu_layout == "interleaved-32" else VECTOR}
+        across = {"N": VECTOR, "K": VECTOR} if self.wgrad else {"K": VECTOR, **width}
+        columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
+        return Dim("M", maximum=BIG), *groups, *columns
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that are zero between launches."""
+        scheduler = SCHEDULE_BYTES if self.dynamic else 0
+        return max([scheduler, *(operand.workspace(self) for operand in self.operands)])
+
+    @property
+    def scratch(self) -> Expr:
+        """Bytes of any content."""
+        words = [word for operand in self.operands for word in operand.scratch(self)]
+        return ["mul", 4, ["add", *words]] if words else 0
+
+    @property
+    def skip_if_zero(self) -> tuple[str, ...]:
+        """Dims without which there is nothing to do: outputs of groups are written without rows too."""
+        by_group = self.has("dbias") or (self.wgrad and not self.has("accumulate"))
+        return () if by_group else ("M",)

@@ -1,0 +1,52 @@
+"""The operands of a GEMM, one file each. What a kernel does is told by the operands that it has.
+
+A file has classes of `Operand` (base.py) and `OPERANDS`, one of each. An operand says its key of a spec file with the
+rules that go with it, what a launch passes for it, its regions of shared memory, workspace and scratch memory. Its
+device half has the same name, in fusekit/kernels/gemm/operands; its NumPy twin is in fusekit/reference.
+
+`words`, `refused`, `rules` and `key` are for people and for the parser: what comes of them stands in a spec. So they
+are no part of a kernel's key, and neither is the file of an operand that the kernel does not have.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from fusekit.plan.keys import Key
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
+
+__all__ = ["BACKWARD", "FORWARD", "WGRAD", "Broken", "Operand", "keys", "operands", "operands_of", "words"]
+
+_APART = frozenset({"__init__", "base"})
+
+
+@cache
+def operands() -> tuple[Operand, ...]:
+    """Every operand, in the order of a launch's arguments."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _APART)
+    found = [operand for name in names for operand in import_module(f"{__name__}.{name}").OPERANDS]
+    return tuple(sorted(found, key=lambda operand: operand.order))
+
+
+@cache
+def operands_of(epilogue: str) -> tuple[Operand, ...]:
+    """Those that a kernel with this epilogue can have."""
+    return tuple(operand for operand in operands() if epilogue in operand.epilogues)
+
+
+@cache
+def keys() -> tuple[Key, ...]:
+    """The keys of a spec file that the operands have."""
+    return tuple({operand.key.name: operand.key for operand in operands() if operand.key is not None}.values())
+
+
+def words(epilogue: str) -> dict[str, str]:
+    """What each argument of a kernel with this epilogue is."""
+    found = {}
+    for operand in operands_of(epilogue):
+        for name, what in operand.words.items():
+            if "." not in name:
+                found[name] = operand.words.get(f"{epilogue}.{name}", what)
+    return found

@@ -1,0 +1,109 @@
+"""What an operand of a GEMM says of itself; see the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fusekit.abi import Argument, Expr, TensorArgument
+from fusekit.plan.keys import Key
+from fusekit.plan.shared import Region
+
+if TYPE_CHECKING:
+    from fusekit.plan.gemm import GemmPlan
+
+FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"  # the epilogues
+VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+class Operand:
+    """One operand. What a subclass does not say, it does not have.
+
+    name: of the operand among those of a kernel. The device half is the class of the same name, in the module of the
+    same name in fusekit.kernels.gemm.operands. order: its place among a launch's arguments; parameter: among the
+    kernel's parameters, where it is another. epilogues: those that can have it. key: of a spec file; the operand is
+    there where its value is not the default. needs_registers: idle warps of the load warpgroup work for it.
+    """
+
+    name: ClassVar[str]
+    order: ClassVar[int]
+    parameter: ClassVar[int | None] = None
+    epilogues: ClassVar[tuple[str, ...]]
+    key: ClassVar[Key | None] = None
+    on_device: ClassVar[bool] = True  # whether it has a device half
+    needs_registers: ClassVar[bool] = False
+    blocks_in_turn: ClassVar[bool] = False  # its code for a 64-row block is long enough to be worth fetching once
+    requires: ClassVar[tuple[str, ...]] = ()  # other operands, that are there where this one is
+
+    # For people; none of it reaches a kernel or its key.
+    words: ClassVar[Mapping[str, str]] = {}  # what each of its arguments is, for pages and `show`
+    # By epilogue: why it cannot have the key. {kind}: the activation, {op}: the operation.
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    def asked(self, spec: Any) -> bool:
+        """Whether a spec file asks for it."""
+        return self.key is not None and getattr(spec, self.key.name) != self.key.default
+
+    def present(self, plan: GemmPlan) -> bool:
+        """Whether a kernel with one of its epilogues has it."""
+        return self.key is None or self.asked(plan.spec)
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        """What a spec that asks for it breaks: (key, value, rule)."""
+        why = self.refused.get(spec.epilogue)
+        if why is not None and self.key is not None:
+            name = self.key.name
+            yield name, getattr(spec, name), why.format(kind=spec.activation.kind, op=spec.op)
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        """What a launch passes for it."""
+        return ()
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        """Its shared memory."""
+        return ()
+
+    def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
+        """Its barriers in shared memory, by how many arrivals each waits for."""
+        return ()
+
+    def reading_warps(self, plan: GemmPlan) -> int:
+        """Warps of the load warpgroup that read tiles and stages for it."""
+        return 0
+
+    def workspace(self, plan: GemmPlan) -> int:
+        """Bytes of the workspace, which is zero between launches, that end with its own words."""
+        return 0
+
+    def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
+        """32-bit words of scratch memory, of any content."""
+        return ()
+
+    @property
+    def device(self) -> str:
+        """Dotted name of the module of its device half."""
+        return type(self).__module__.replace("fusekit.plan.", "fusekit.kernels.gemm.")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Dotted names of the modules that make it up."""
+        own = type(self).__module__
+        return (own, self.device) if self.on_device else (own,)
+
+
+def rows(name: str, role: str, dtype: str, columns: Expr) -> TensorArgument:
+    """A row-major tensor with a row for each token."""
+    return TensorArgument(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
+
+
+def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> TensorArgument:
+    """A contiguous vector of elements of `size` bytes."""
+    return TensorArgument(name, role, dtype, (extent,), (1,), alignment=size)
+
+
+def by_group(name: str, role: str, dtype: str, plan: GemmPlan, columns: Expr, size: int = 4) -> TensorArgument:
+    """Contiguous rows, one for each group; a dense GEMM has one group, and no dim for it."""
+    strides: tuple[Expr, ...] = (columns, 1) if plan.grouped else (1,)
+    return TensorArgument(name, role, dtype, (*plan.leading, columns), strides, alignment=size)

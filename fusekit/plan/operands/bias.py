@@ -1,0 +1,29 @@
+"""bias [E, N]: added to every row of a group, in two rows of float32 in shared memory, one a consumer warpgroup."""
+
+from __future__ import annotations
+
+from fusekit.abi import Argument
+from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
+from fusekit.plan.keys import Key
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Operand, by_group
+from fusekit.plan.shared import Region
+
+
+class Bias(Operand):
+    name, order, epilogues = "bias", 80, (FORWARD,)
+    key = Key("bias", "bool", "Adds bias[E, N].", default=False)
+    words = {"bias": "Added to every row of a group before the activation."}
+    refused = {
+        BACKWARD: "{kind} takes no bias: the bias took part in z, which the forward pass saved; its gradient is dbias; "
+        "leave it out",
+        WGRAD: "{op} takes no bias: it has no epilogue: dw is the plain sum; leave it out",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (by_group("bias", "input", plan.dtype, plan, plan.n, plan.element),)
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        return (Region("bias", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),)
+
+
+OPERANDS = (Bias(),)

@@ -1,0 +1,24 @@
+"""dbias [E, N] beside a weight gradient: each group's sum of the rows of dy, by idle warps that read the stages."""
+
+from __future__ import annotations
+
+from fusekit.abi import Argument
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands.base import WGRAD, Operand, by_group
+from fusekit.plan.operands.dbias import KEY
+
+
+class ColumnSums(Operand):
+    name, order, epilogues = "column_sums", 120, (WGRAD,)
+    key = KEY
+    needs_registers = True
+    words = {"dbias": "The gradient of the bias: dy summed over the rows of a group."}
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (by_group("dbias", plan.added_to, "f32", plan, "N"),)
+
+    def reading_warps(self, plan: GemmPlan) -> int:
+        return 2
+
+
+OPERANDS = (ColumnSums(),)

@@ -1,0 +1,38 @@
+"""What a weight gradient has: its two factors, whose rows the reduction runs over, and the result."""
+
+from __future__ import annotations
+
+from fusekit.abi import Argument, Expr, TensorArgument
+from fusekit.dtypes import DTYPES
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands.base import WGRAD, Operand, rows
+
+
+class TokenRows(Operand):
+    """dy [M, N] and x [M, K] of a weight gradient, whose reduction runs over their rows."""
+
+    name, order, epilogues = "token_rows", 10, (WGRAD,)
+    words = {
+        "dy": "The gradient of what the layer gave.",
+        "x": "What the layer was given in the forward pass.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return rows("dy", "input", plan.dtype, "N"), rows("x", "input", plan.dtype, "K")
+
+
+class Dw(Operand):
+    """dw [E, N, K]."""
+
+    name, order, epilogues = "dw", 30, (WGRAD,)
+    words = {
+        "dw": "The gradient of the weights, dy^T . x of each group; with accumulate it is added to what is there.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        strides: tuple[Expr, ...] = ("dw.stride0", "dw.stride1", 1)
+        vector = 16 // DTYPES[plan.out_dtype].bytes
+        return (TensorArgument("dw", plan.added_to, plan.out_dtype, ("E", "N", "K"), strides, vector),)
+
+
+OPERANDS = (TokenRows(), Dw())

@@ -1,0 +1,65 @@
+"""What every GEMM has: the two factors, the result, and the groups' end rows."""
+
+from __future__ import annotations
+
+from fusekit.abi import Argument, Expr, TensorArgument
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands.base import BACKWARD, FORWARD, VECTOR, WGRAD, Operand, rows, vector
+
+
+class X(Operand):
+    """x [M, K]."""
+
+    name, order, epilogues = "x", 10, (FORWARD, BACKWARD)
+    words = {
+        "x": "The rows to multiply. In a gradient through a layer, dY: the gradient of what the layer gave.",
+        "backward.x": "dY, the gradient of what the second projection gave.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (rows("x", "input", plan.dtype, "K"),)
+
+
+class W(Operand):
+    """w [E, N, K] or [E, K, N]; dense without E."""
+
+    name, order, epilogues = "w", 20, (FORWARD, BACKWARD)
+    words = {
+        "w": "The weights; b_major says which of N and K is contiguous.",
+        "backward.w": "The second projection's weights, those of the forward pass.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        shape: tuple[Expr, ...] = (plan.n, "K") if plan.b_major == "k" else ("K", plan.n)
+        strides = tuple(f"w.stride{index}" for index in range(len(plan.leading) + 1))
+        return (TensorArgument("w", "input", plan.dtype, (*plan.leading, *shape), (*strides, 1), VECTOR),)
+
+
+class Y(Operand):
+    """y [M, N], or [M, N/2] behind a gated activation."""
+
+    name, order, epilogues = "y", 30, (FORWARD,)
+    words = {
+        "y": "The result: the activation of z, times row_scale. In a gradient through a layer, dX.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (rows("y", "output", plan.out_dtype, plan.width),)
+
+
+class Offsets(Operand):
+    """offsets int32 [E]."""
+
+    name, order, epilogues = "offsets", 70, (FORWARD, BACKWARD, WGRAD)
+    words = {
+        "offsets": "End row of each group, cumulative, without a leading 0; rows from the last end on are spare.",
+    }
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.grouped
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (vector("offsets", "input", "i32", "E"),)
+
+
+OPERANDS = (X(), W(), Y(), Offsets())

@@ -1,0 +1,33 @@
+"""z that a forward pass stored, and its gradient dz, which takes its place box by box."""
+
+from __future__ import annotations
+
+from fusekit.abi import Argument
+from fusekit.plan.gemm import CONSUMER_WARPS, Z_BOXES, GemmPlan
+from fusekit.plan.operands.base import BACKWARD, Operand, rows
+
+
+class SavedPreactivation(Operand):
+    """z; every consumer warp has `Z_BOXES` boxes of it, with a barrier each."""
+
+    name, order, epilogues = "saved_preactivation", 41, (BACKWARD,)
+    words = {"preactivation": "z, as the forward pass stored it."}
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (rows("preactivation", "input", plan.dtype, plan.z_width),)
+
+    def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
+        return (1,) * (CONSUMER_WARPS * Z_BOXES)
+
+
+class Dz(Operand):
+    """The gradient of z, which takes its place box by box."""
+
+    name, order, epilogues = "dz", 50, (BACKWARD,)
+    words = {"dz": "The gradient of z, in the layout of z."}
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return (rows("dz", "output", plan.dtype, plan.z_width),)
+
+
+OPERANDS = (SavedPreactivation(), Dz())

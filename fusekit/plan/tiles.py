@@ -1,0 +1,129 @@
+"""Which tiles fit an SM, and why others do not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fusekit.plan.arch import SM90A, Architecture
+from fusekit.plan.gemm import BOX, CONSUMER_WARPS, GATED_UNIT, MIN_STAGES, RESERVED_BYTES, GemmPlan
+
+MAINLOOPS = ("pingpong", "cooperative")
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+GLU_LAYOUTS = ("concat", "interleaved", "interleaved-32")
+
+# Rows of one CTA tile that each main loop can hold: a warpgroup's WGMMA has 64 rows, and may do one or two.
+TILE_M = {"pingpong": (64, 128), "cooperative": (128, 256)}
+
+# (b_major, glu_layout) -> what tile N is a multiple of, and why.
+TILE_N = {
+    ("k", "none"): (16, "WGMMA's N, and a 16-column epilogue step"),
+    ("k", "concat"): (32, "the gate half and the up half are multiples of 16 each"),
+    ("k", "interleaved"): (32, "gate and up columns are multiples of 16 each"),
+    ("k", "interleaved-32"): (64, "a gate block and an up block have 32 columns each"),
+    ("n", "none"): (64, "an n-major box is 64 columns wide"),
+    ("n", "concat"): (128, "gate and up are n-major boxes, 64 columns wide each"),
+    ("n", "interleaved"): (64, "an n-major box is 64 columns wide"),
+    ("n", "interleaved-32"): (64, "an n-major box is 64 columns wide"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a combination cannot be built: the key to change, and the rule with its arithmetic."""
+
+    key: str
+    rule: str
+
+
+def accumulators(tile: tuple[int, int], mainloop: str) -> int:
+    """float32 accumulators a thread: 128 threads (a warpgroup) own a ping-pong tile, 256 a cooperative one."""
+    return tile[0] * tile[1] // (128 if mainloop == "pingpong" else 256)
+
+
+def default_mainloop(tile: tuple[int, int], arch: Architecture = SM90A) -> str:
+    """Ping-pong where one warpgroup can hold the whole tile, else cooperative."""
+    fits = tile[0] in TILE_M["pingpong"] and accumulators(tile, "pingpong") <= arch.accumulator_registers
+    return "pingpong" if fits else "cooperative"
+
+
+def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
+    """Every rule that the plan's tile and cluster break; empty when it fits."""
+    found = [*_tile_m(plan.tile[0], mainloop), *_tile_n(plan)]
+    if plan.cluster not in CLUSTERS:
+        allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
+        found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
+    if not found:  # the arithmetic means nothing for a tile that no main loop can run
+        found += [*_registers(plan, mainloop), *_stages(plan)]
+    return tuple(found)
+
+
+def _tile_m(tile_m: int, mainloop: str) -> Iterator[Refusal]:
+    if tile_m not in TILE_M[mainloop]:
+        allowed = " or ".join(str(m) for m in TILE_M[mainloop])
+        other = next((name for name in MAINLOOPS if tile_m in TILE_M[name]), None)
+        remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
+        yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
+
+
+def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
+    tile_n, most = plan.tile[1], plan.arch.max_tile_n
+    if plan.wgrad:
+        multiple, why = BOX, f"a box of x is {BOX} columns wide"
+        given = plan.spec.op
+    elif plan.backward:
+        multiple, why = TILE_N[plan.b_major, "none"]
+        given = f'b_major = "{plan.b_major}"'
+        if plan.kind.gated and multiple < GATED_UNIT:
+            multiple, why = GATED_UNIT, f"gate and up of {GATED_UNIT} columns are worked on at a time"
+            given += f', glu_layout = "{plan.glu_layout}"'
+    else:
+        multiple, why = TILE_N[plan.b_major, plan.glu_layout]
+        given = f'b_major = "{plan.b_major}"' + (f', glu_layout = "{plan.glu_layout}"' if plan.kind.gated else "")
+    if tile_n % multiple or not multiple <= tile_n <= most:
+        lower = min(most, max(multiple, tile_n // multiple * multiple))
+        upper = min(most, lower + multiple)
+        near = f"{lower}" if lower == upper or tile_n < lower else f"{lower} or {upper}"
+        yield Refusal(
+            "tile",
+            f"tile N = {tile_n} must be a multiple of {multiple} from {multiple} to {most} with {given} ({why}); "
+            f"the nearest: {near}",
+        )
+
+
+def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
+    tile_m, tile_n = plan.tile
+    most, registers = plan.arch.accumulator_registers, accumulators(plan.tile, mainloop)
+    if registers > most:
+        owners, remedy = 256, "take a smaller tile"
+        if plan.pingpong:
+            owners, remedy = 128, 'take a smaller tile, or mainloop = "cooperative"'
+        yield Refusal(
+            "tile",
+            f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
+            f"most {most} of a consumer's {plan.arch.consumer_registers} are free; {remedy}",
+        )
+
+
+def _stages(plan: GemmPlan) -> Iterator[Refusal]:
+    stage, room = plan.stage_bytes, plan.stage_room(plan.warp_bytes)
+    if room // stage < MIN_STAGES:
+        tile_m, tile_n = plan.tile
+        yield Refusal(
+            "tile",
+            f"({tile_m} + {tile_n}) x {plan.tile_k} x {plan.element} = {stage} bytes a stage; "
+            f"{plan.arch.shared_bytes} - {RESERVED_BYTES} (bias, barriers) - "
+            f"{plan.warp_bytes * CONSUMER_WARPS} (epilogue) = {room} bytes of shared memory hold {room // stage} "
+            f"stages, at least {MIN_STAGES} are needed; "
+            "take a smaller tile",
+        )
+    elif _large_operands(plan) and plan.shared.bytes > plan.arch.shared_bytes:
+        rest = plan.shared.bytes - plan.stages * stage - plan.warp_bytes * CONSUMER_WARPS
+        yield Refusal(
+            "tile",
+            f"barriers and operands take {rest} bytes of shared memory, of which {RESERVED_BYTES} are kept for them; "
+            "take a smaller tile",
+        )
+
+
+def _large_operands(plan: GemmPlan) -> bool:
+    """Whether operands' regions can take more than what is kept for them: there are many plans to look at."""
+    return sum(region.bytes for operand in plan.operands for region in operand.regions(plan)) > RESERVED_BYTES // 2

@@ -1,0 +1,30 @@
+"""The NumPy twins of the operands that change values in a forward epilogue, by the names of fusekit/plan/operands.
+
+A twin has what it needs of three functions. `step` is the place of its stage in the epilogue.
+
+    inputs(means, dims, rng, seed)                        its inputs, made up, by argument name
+    product(means, inputs, value, error, owner, columns)  changes x . w and its error in place; owner: the rows' groups
+    output(means, inputs, value, error, rows)             (value, error) behind the activation
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from fusekit.plan.operands import operands
+from fusekit.reference.meaning import Meaning
+
+
+@cache
+def _modules() -> dict[str, ModuleType]:
+    names = (path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+    return {name: import_module(f"{__name__}.{name}") for name in names}
+
+
+def twins(means: Meaning) -> list[ModuleType]:
+    """Those of the operands that a spec asks for, in the order of their stages."""
+    asked = [operand.name for operand in operands() if means.epilogue in operand.epilogues and operand.asked(means)]
+    return sorted((_modules()[name] for name in asked if name in _modules()), key=lambda module: int(module.step))

@@ -1,0 +1,126 @@
+"""Shared memory, registers, and which tiles fit."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusekit.plan import gemm
+from fusekit.plan.arch import SM90A
+from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES
+from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
+from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
+from tests.plans import gemm_plan
+
+
+@pytest.mark.parametrize(
+    ("tile", "mainloop", "stages", "staging", "registers"),
+    [
+        ((64, 64), "pingpong", 8, 32768, 32),
+        ((128, 160), "pingpong", 5, 32768, 160),
+        ((128, 192), "pingpong", 5, 16384, 192),
+        ((128, 256), "cooperative", 4, 32768, 128),
+        ((256, 128), "cooperative", 4, 32768, 128),
+        ((256, 192), "cooperative", 3, 32768, 192),
+    ],
+)
+def test_known_tiles(tile, mainloop, stages, staging, registers):
+    assert default_mainloop(tile) == mainloop
+    plan = gemm_plan(tile=tile)
+    assert (plan.stages, plan.warp_bytes * CONSUMER_WARPS, plan.accumulators) == (stages, staging, registers)
+    assert accumulators(tile, mainloop) == registers
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 192), (256, 128), (256, 192)])
+def test_weight_gradients_use_what_a_gemm_does(tile):
+    plan, other = gemm_plan(tile=tile, op="grouped-wgrad"), gemm_plan(tile=tile)
+    assert (plan.stages, plan.epilogue_box, plan.registers) == (other.stages, other.epilogue_box, other.registers)
+
+
+@pytest.mark.parametrize(
+    ("tile", "glu_layout", "recompute", "stages", "epilogue"),
+    [
+        ((128, 160), "interleaved", True, 4, 8 * (3 * 2048 + 2 * 1024)),
+        ((128, 160), "concat", False, 4, 8 * 3 * 2048),
+        ((256, 128), "interleaved-32", True, 3, 8 * (3 * 2048 + 2 * 1024)),
+        ((128, 128), "none", True, 4, 8 * 5 * 2048),
+        ((128, 160), "none", False, 5, 8 * 3 * 1024),
+    ],
+)
+def test_a_backward_epilogue_has_boxes_of_z(tile, glu_layout, recompute, stages, epilogue):
+    plan = gemm_plan(tile=tile, glu_layout=glu_layout, backward=True, recompute=recompute)
+    assert (plan.stages, plan.warp_bytes * CONSUMER_WARPS) == (stages, epilogue)
+    assert plan.shared.bytes <= SM90A.shared_bytes
+
+
+def test_registers_of_a_cta_fit_the_file():
+    for load, consumer in SM90A.splits:
+        assert 256 * consumer + 128 * load <= SM90A.registers
+    assert gemm_plan(tile=(128, 192)).registers == (24, 240)
+    assert gemm_plan(tile=(128, 160)).registers == (40, 232)
+    assert gemm_plan(tile=(128, 192), op="grouped-wgrad", dbias=True).registers == (40, 232)
+
+
+def test_shared_memory_arithmetic_is_told(monkeypatch):
+    monkeypatch.setitem(gemm.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, shared_bytes=102400))
+    (refusal,) = refusals(gemm_plan(tile=(128, 128)), "pingpong")
+    assert refusal.rule == (
+        "(128 + 128) x 64 x 2 = 32768 bytes a stage; 102400 - 2304 (bias, barriers) - 32768 (epilogue) = 67328 "
+        "bytes of shared memory hold 2 stages, at least 3 are needed; take a smaller tile"
+    )
+
+
+def test_operands_that_take_too_much_are_told(monkeypatch):
+    monkeypatch.setattr("fusekit.plan.operands.bias.Bias.regions", lambda self, plan: (Region("bias", 65536),))
+    (refusal,) = refusals(gemm_plan(tile=(128, 128), bias=True), "pingpong")
+    assert "bytes of shared memory, of which 2304 are kept for them" in refusal.rule
+
+
+def test_cluster_is_told():
+    (refusal,) = refusals(gemm_plan(tile=(128, 128), cluster=(3, 1)), "pingpong")
+    assert refusal.key == "cluster"
+    assert refusal.rule == "a cluster is one of [1, 1], [2, 1], [1, 2]"
+
+
+@given(
+    tile=st.tuples(st.sampled_from([32, 64, 128, 192, 256]), st.integers(1, 300)),
+    cluster=st.sampled_from(CLUSTERS),
+    mainloop=st.sampled_from(MAINLOOPS),
+    op=st.sampled_from(["grouped-gemm", "grouped-wgrad"]),
+    b_major=st.sampled_from(["k", "n"]),
+    glu_layout=st.sampled_from(["none", *GLU_LAYOUTS]),
+    backward=st.booleans(),
+    recompute=st.booleans(),
+    sums=st.booleans(),
+)
+def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layout, backward, recompute, sums):
+    keys = {"tile": tile, "cluster": cluster, "mainloop": mainloop, "op": op}
+    if op != "grouped-wgrad":
+        keys |= {"b_major": b_major, "glu_layout": glu_layout, "backward": backward}
+        if backward:
+            keys |= {"recompute": recompute, "row_scale": sums, "dprob": sums, "dbias": sums}
+        else:
+            keys |= {"bias": sums}
+    plan = gemm_plan(**keys)
+    if refusals(plan, mainloop):
+        return
+    assert MIN_STAGES <= plan.stages <= MAX_STAGES
+    rest = plan.shared.bytes - plan.stages * plan.stage_bytes - plan.warp_bytes * CONSUMER_WARPS
+    assert 0 < rest <= RESERVED_BYTES
+    assert plan.shared.bytes <= SM90A.shared_bytes
+    more = plan.shared.bytes - rest + RESERVED_BYTES + plan.stage_bytes
+    assert plan.stages == MAX_STAGES or more > SM90A.shared_bytes
+    assert plan.accumulators <= SM90A.accumulator_registers < SM90A.consumer_registers
+    if op == "grouped-wgrad":
+        assert tile[0] % 64 == tile[1] % 64 == 0
+        return
+    assert tile[1] % (32 if glu_layout != "none" else 16) == 0
+
+
+def test_regions_lie_one_behind_the_other():
+    shared = SharedMemory([Region("a", 100, 4), *pipeline("p", 2, 1, 8), Region("b", 16, 1024), barriers("q", 3)])
+    assert shared.offsets == {"a": 0, "p_full": 104, "p_empty": 120, "b": 1024, "q": 1040}
+    assert shared.bytes == 1048
+    expected = [("p_full", 0, 1), ("p_empty", 0, 8), ("p_full", 1, 1), ("p_empty", 1, 8), ("q", 0, 3)]
+    assert list(shared.barriers) == expected
