@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fusekit.errors import BuildError
 
@@ -173,7 +174,7 @@ def _is_for_people(node: ast.AST) -> bool:
     return bool(targets) and all(isinstance(each, ast.Name) and each.id in _FOR_PEOPLE for each in targets)
 
 
-def _blank(lines: list[str], node: ast.stmt, word: str) -> None:
+def _blank(lines: list[str], node: Any, word: str) -> None:
     """Puts `word` in the place of a statement; one that shares a line with others stays."""
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
     if lines[first][: node.col_offset].strip():

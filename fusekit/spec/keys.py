@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fusekit.plan.activations import kinds
-from fusekit.plan.keys import Key
+from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES

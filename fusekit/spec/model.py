@@ -229,7 +229,8 @@ def _json_value(value: Any) -> Any:
 
 def _members(value: Any) -> dict[str, Any]:
     # Not `asdict`: it copies deeply, which thousands of specs would feel.
-    return {name: _json_value(getattr(value, name)) for name in _names(type(value))}
+    kind: Any = type(value)
+    return {name: _json_value(getattr(value, name)) for name in _names(kind)}
 
 
 @cache
