@@ -33,7 +33,7 @@ how long the reduction is, it is 4096.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusekit.plan.activations import kinds
+from fusekit.plan.activations import is_backward
 from fusekit.plan.operations import OPERATIONS, Operation
 
 SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
@@ -111,8 +111,7 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    activation = kinds().get(spec.get("activation", {}).get("kind"))
-    return EPILOGUE + (BACKWARD if activation is not None and activation.backward else 0.0)
+    return EPILOGUE + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 
 def _reduction(problem: Mapping[str, int], operation: Operation) -> float:

@@ -20,18 +20,17 @@
 | `config_fields`, `hf_config` | the MLPs and the router of a model, from its Hugging Face config |
 | `model_kernels`, `new_spec` | the kernels of such a model, and the text of a spec file for them |
 
-What reads files is imported on first use: a launch needs the values alone.
+Each is imported on first use: a launch needs little of it.
 """
 
 from typing import TYPE_CHECKING, Any
-
-from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
 
 if TYPE_CHECKING:
     from fusekit.spec.catalog import find, packaged_files
     from fusekit.spec.extern import ExternSpec
     from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
+    from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
     from fusekit.spec.parse import parse_file, parse_text
     from fusekit.spec.permutation import PermutationSpec
     from fusekit.spec.router import RouterSpec
@@ -56,6 +55,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Activation", "KernelSpec", "Problem", "canonical_json"):
+        from fusekit.spec import model
+
+        return getattr(model, name)
     if name in ("find", "packaged_files"):
         from fusekit.spec import catalog
 

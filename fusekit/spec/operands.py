@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fusekit.plan.activations import kinds
+from fusekit.plan.activations import is_backward
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, words
 
 _LOGITS = "The router's logits of each token, x . Wr^T."
@@ -112,5 +112,5 @@ def operands(spec: Mapping[str, Any]) -> Mapping[str, str]:
         return {table.get("rename", name): table.get("doc", "") for name, table in told.items()}
     activation = spec.get("activation")
     kind = activation.get("kind", "") if isinstance(activation, Mapping) else ""
-    op = BACKWARD if kind in kinds() and kinds()[kind].backward else spec.get("op")
+    op = BACKWARD if is_backward(kind) else spec.get("op")
     return OPERANDS.get(op, {}) if isinstance(op, str) else {}

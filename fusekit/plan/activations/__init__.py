@@ -39,10 +39,19 @@ class Kind:
 
 
 @cache
+def _names() -> frozenset[str]:
+    return frozenset(path.stem for path in Path(__file__).parent.glob("*.py")) - {"__init__"}
+
+
+@cache
 def functions() -> tuple[str, ...]:
     """The names of the forward activations: plain ones first."""
-    names = (path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-    return tuple(sorted(names, key=lambda name: (_gated(name), name != "identity", name)))
+    return tuple(sorted(_names(), key=lambda name: (_gated(name), name != "identity", name)))
+
+
+def is_backward(name: Any) -> bool:
+    """Whether `name` is that of a backward activation. Imports none of them."""
+    return isinstance(name, str) and name not in _names() and name.removeprefix(DERIVATIVE) in _names()
 
 
 def kind(name: str) -> Kind:
