@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fusekit.spec.extern import ExternSpec
     from fusekit.spec.family import Spec
     from fusekit.spec.json_schema import schema
-    from fusekit.spec.model import Activation, KernelSpec, Problem, canonical_json
+    from fusekit.spec.model import Activation, KernelSpec, Problem
     from fusekit.spec.parse import parse_file, parse_text
     from fusekit.spec.permutation import PermutationSpec
     from fusekit.spec.router import RouterSpec
@@ -45,7 +45,6 @@ __all__ = [
     "RouterSpec",
     "Spec",
     "TokenProblem",
-    "canonical_json",
     "find",
     "packaged_files",
     "parse_file",
@@ -54,25 +53,16 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "Activation": "model", "ExternSpec": "extern", "KernelSpec": "model", "PermutationSpec": "permutation",
+    "Problem": "model", "RouterSpec": "router", "Spec": "family", "TokenProblem": "token", "find": "catalog",
+    "packaged_files": "catalog", "parse_file": "parse", "parse_text": "parse", "schema": "json_schema",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("Activation", "KernelSpec", "Problem", "canonical_json"):
-        from fusekit.spec import model
+    if name in _HOMES:
+        from importlib import import_module
 
-        return getattr(model, name)
-    if name in ("find", "packaged_files"):
-        from fusekit.spec import catalog
-
-        return getattr(catalog, name)
-    if name in ("parse_file", "parse_text"):
-        from fusekit.spec import parse
-
-        return getattr(parse, name)
-    if name in ("ExternSpec", "Spec", "RouterSpec", "PermutationSpec", "TokenProblem"):
-        from fusekit.spec import family
-
-        return getattr(family, name)
-    if name == "schema":
-        from fusekit.spec.json_schema import schema
-
-        return schema
+        return getattr(import_module(f"fusekit.spec.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'fusekit.spec' has no attribute '{name}'")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fusekit.errors import SpecError, UsageError
-from fusekit.spec.document import MAX_BYTES
+from fusekit.spec import document
 from fusekit.spec.family import Spec
 from fusekit.spec.parse import parse_file, parse_text
 from fusekit.spec.values import nearest
@@ -156,13 +156,10 @@ def _packaged(pattern: str, namespace: str | None) -> list[Found]:
 
 
 def _stdin() -> str:
-    data = sys.stdin.buffer.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise SpecError(f"stdin: more than {MAX_BYTES} bytes; a spec has at most that many; split it")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"stdin: byte {error.start} is not UTF-8, which TOML is written in; send it as UTF-8") from None
+    data = sys.stdin.buffer.read(document.MAX_BYTES + 1)
+    if len(data) > document.MAX_BYTES:
+        raise SpecError(f"stdin: more than {document.MAX_BYTES} bytes; a spec has at most that many; split it")
+    return document.decode(data, "stdin")
 
 
 def _nothing_in(pattern: str, kernels: str, found: list[Found]) -> list[Found]:

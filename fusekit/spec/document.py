@@ -49,11 +49,16 @@ def read(path: Path) -> str:
     except ValueError as error:  # a zero byte in the path
         raise SpecError(f"{str(path)!r}: cannot be a path: {error}; give the path of a spec file") from None
     _check_size(max(len(data), status.st_size), str(path))
+    return decode(data, str(path))
+
+
+def decode(data: bytes, source: str) -> str:
+    """The text of a spec file's bytes. Raises SpecError for what is not UTF-8."""
     try:
         return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"{path}: byte {error.start} is not UTF-8, which TOML is written in; save the file as UTF-8"
+            f"{source}: byte {error.start} is not UTF-8, which TOML is written in; save it as UTF-8"
         ) from None
 
 

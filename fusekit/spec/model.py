@@ -1,13 +1,10 @@
 """The frozen values a spec file turns into. Names are those of the file's keys."""
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import SpecError
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.gemm import GemmPlan
@@ -16,7 +13,7 @@ from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.tiles import default_mainloop
 
-__all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "canonical_json"]
+__all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem"]
 
 OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
 DTYPES = ("bf16", "fp16")
@@ -138,22 +135,6 @@ class _Kernel:
         """The whole spec in JSON types, keys sorted."""
         return _members(self)
 
-    @classmethod
-    def from_canonical(cls, data: Mapping[str, Any]) -> "KernelSpec":
-        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
-        expected = {field.name for field in fields(cls)}
-        if set(data) != expected:
-            odd = ", ".join(sorted(expected ^ set(data)))
-            raise SpecError(
-                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
-            )
-        values = dict(data)
-        values["activation"] = Activation(**values["activation"])
-        values["problem"] = None if values["problem"] is None else Problem(**values["problem"])
-        values["tile"] = tuple(values["tile"])
-        values["cluster"] = tuple(values["cluster"])
-        return KernelSpec(**values)
-
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key
         of an operand that the kernel does not have.
@@ -207,18 +188,6 @@ else:
         namespace={"__module__": __name__, "__doc__": _Kernel.__doc__},
         frozen=True,
     )
-
-
-class Canonical(Protocol):
-    """Any spec."""
-
-    def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted."""
-
-
-def canonical_json(spec: Canonical) -> str:
-    """One line of JSON, the same for equal specs on every machine."""
-    return json.dumps(spec.canonical(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _json_value(value: Any) -> Any:

@@ -1,10 +1,7 @@
 """What specs of kernels that work token by token share: names, canonical form."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Self
-
-from fusekit.errors import SpecError
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +40,6 @@ class TokenSpec:
         if is_dataclass(problem):
             values["problem"] = {field.name: getattr(problem, field.name) for field in fields(problem)}
         return dict(sorted(values.items()))
-
-    @classmethod
-    def from_canonical(cls, data: Mapping[str, Any]) -> Self:
-        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
-        expected = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        if set(data) != expected:
-            odd = ", ".join(sorted(expected ^ set(data)))
-            raise SpecError(
-                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
-            )
-        problem = data["problem"]
-        return cls(**{**data, "problem": None if problem is None else TokenProblem(**problem)})
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars or problem."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusekit.choice import cost, tuning
 from fusekit.choice.variants import choose
 from fusekit.errors import SpecError, SpecWarning
-from fusekit.spec import KernelSpec, canonical_json, find, packaged_files, parse_file, parse_text
+from fusekit.spec import KernelSpec, find, packaged_files, parse_file, parse_text
 from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CLUSTERS, COMMON, TILES
 from fusekit.store import NameRecord
@@ -44,7 +44,7 @@ def stripped(path: Path) -> tuple[KernelSpec, ...]:
 
 
 def canonical(spec: KernelSpec) -> dict:
-    return json.loads(canonical_json(spec))
+    return json.loads(json.dumps(spec.canonical()))
 
 
 def measured(spec: KernelSpec) -> dict[str, float]:
