@@ -90,18 +90,14 @@ class Tensors:
 
         Waits for the device before and after: streams that do not wait for the default one may be in use.
         """
-        self._wait()
+        device = self._devices.get(self.kernel.device)
+        self._devices.synchronize(device)
         for tensor in self.kernel.record.tensors:
             if tensor.role == "inout":
                 self._fill(tensor.name)
             elif tensor.written:
                 self.arrays[tensor.name].fill(0xFF)
-        self._wait()
-
-    def _wait(self) -> None:
-        driver = self._devices.driver
-        with self._devices.active(self._devices.get(self.kernel.device)):
-            driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
+        self._devices.synchronize(device)
 
     def _fill(self, name: str) -> None:
         array = self.arrays[name]

@@ -20,29 +20,21 @@ from fusekit.dtypes import DTYPES, FLOAT
 from fusekit.errors import UsageError
 from fusekit.reference import POISON
 from fusekit.reference.inputs import bits
-from fusekit.runtime import DeviceArray, Kernel, Library
+from fusekit.runtime import DeviceArray, Devices, Kernel, Library
 
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30
 NOTE = "not compared: a foreign kernel has no reference; looked at, with --check, are the bytes around its outputs"
 
 
-class Strided:
-    """A tensor with strides of its own in a flat `DeviceArray`, in the terms that launches read."""
+class Strided(DeviceArray):
+    """A tensor with strides of its own. What fills or reads it sees its memory, gaps included, as flat."""
 
-    def __init__(self, memory: DeviceArray, tensor: TensorArgument, shape: tuple[int, ...], strides: tuple[int, ...]):
-        self.memory, self.dtype, self.device = memory, tensor.dtype, memory.device
+    def __init__(self, devices: Devices, tensor: TensorArgument, dims: Mapping[str, int], device: int) -> None:
+        shape, strides = layout(tensor, dims)
+        size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+        super().__init__(devices, (size if all(shape) else 0,), tensor.dtype, device, offset=GUARD, tail=GUARD)
         self.shape, self._strides = shape, strides
-        self.nbytes = memory.nbytes
-
-    def data_ptr(self) -> int:
-        return self.memory.data_ptr()
-
-    def stride(self) -> tuple[int, ...]:
-        return self._strides
-
-    def free(self) -> None:
-        self.memory.free()
 
 
 class ForeignTrial(Trial):
@@ -55,9 +47,7 @@ class ForeignTrial(Trial):
     def __init__(
         self, library: Library, kernel: Kernel, rows: int | None, seed: int, sizes: Mapping[str, float] | None = None
     ) -> None:
-        self.kernel = kernel
-        self.devices = library.devices
-        self.device = self.devices.get(kernel.device)
+        self._open(library, kernel)
         given = dict(sizes or {}) if rows is None else {"M": rows, **(sizes or {})}
         record = kernel.record
         scalars = {scalar.name: scalar for scalar in record.scalars}
@@ -74,35 +64,20 @@ class ForeignTrial(Trial):
             if name in given or (scalar.default is None and name not in kernel.defaults)
         }
         self._seed = seed
-        self.arrays: dict[str, Any] = {}
         moved = sum(_bytes(tensor, self.problem) * (1 + (tensor.role == "inout")) for tensor in record.tensors)
         self.work = Work(flops=0, bytes=moved)
-        try:
-            for tensor in record.tensors:
-                self._place(tensor)
-        except BaseException:
-            self.close()
-            raise
+        self._place_all()
 
     def _place(self, tensor: TensorArgument) -> None:
-        shape, strides = layout(tensor, self.problem)
-        size = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-        memory = DeviceArray(
-            self.devices, (size if all(shape) else 0,), tensor.dtype, self.device.ordinal, offset=GUARD, tail=GUARD
-        )
-        self.arrays[tensor.name] = Strided(memory, tensor, shape, strides)
-        memory.fill(POISON & 0xFF)
+        array = self.arrays[tensor.name] = Strided(self.devices, tensor, self.problem, self.device.ordinal)
+        array.fill(POISON & 0xFF)
         if tensor.role != "output":
-            memory.upload_repeated(numbers(tensor.dtype, memory.nbytes, self._seed + sum(tensor.name.encode())))
+            array.upload_repeated(numbers(tensor.dtype, array.nbytes, self._seed + sum(tensor.name.encode())))
 
     def check(self) -> Verdict:
         """Looks at the bytes around what the kernel writes. There is no error to tell."""
-        problems = []
-        for tensor in self.kernel.record.tensors:
-            memory = self.arrays[tensor.name].memory
-            for where, start in (("before", -GUARD), ("after", memory.nbytes)):
-                if tensor.written and set(memory.download(start, GUARD)) != {POISON & 0xFF}:
-                    problems.append(f"{tensor.name}: the {GUARD} bytes {where} the buffer were written to")
+        written = (tensor.name for tensor in self.kernel.record.tensors if tensor.written)
+        problems = [problem for name in written for problem in self._around(name)]
         return Verdict(not problems, None, problems)
 
 

@@ -297,9 +297,8 @@ class GemmBench:
             self._torch.release()
 
     def _settle(self) -> None:
-        """Until all streams are empty: what was made in PyTorch's own is used in another that does not wait for it."""
-        driver = self.library.devices.driver
-        driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
+        """What was made in PyTorch's own stream is used in another that does not wait for it."""
+        self.library.devices.synchronize(self.device)
 
     def _wait(self, stream: int) -> None:
         driver = self.library.devices.driver

@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fusekit.bench.timing import own_stream
@@ -48,7 +49,6 @@ def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]
         rows = ROWS
     trial = open_trial(library, kernel, rows, 0, guarded=False)
     devices = trial.devices
-    api, check = devices.driver.api, devices.driver.check
     try:
         with devices.active(trial.device), own_stream(devices, trial.device) as stream:
             arguments = make(trial)
@@ -56,10 +56,7 @@ def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]
             fresh = Rotation(arguments[output], trial, output)
             bound = kernel.bind(**arguments)
             driver_calls = bare(bound, stream)
-
-            def wait() -> None:
-                check(api.cuCtxSynchronize(), "cuCtxSynchronize")
-
+            wait = partial(devices.synchronize, trial.device)
             ways: dict[str, Callable[[], Any]] = {
                 "bare cuLaunchKernelEx": driver_calls,
                 "bound": lambda: bound(stream),
@@ -140,9 +137,7 @@ def torch(trial: Trial) -> dict[str, Any]:
     """The same as PyTorch tensors."""
     from fusekit.interop.torch import copy_of
 
-    return {
-        name: copy_of(value) if isinstance(value, DeviceArray) else value for name, value in trial.arguments.items()
-    }
+    return {name: copy_of(value) if type(value) is DeviceArray else value for name, value in trial.arguments.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.roofline import Work
-from fusekit.bench.trial import GUARD, Trial, Verdict
+from fusekit.bench.trial import Trial, Verdict
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operations import OPERATIONS, ROUTER
 from fusekit.reference import (
-    POISON,
     Measurement,
     held,
     permutation_check,
@@ -84,9 +83,7 @@ class TokenTrial(Trial):
     ) -> None:
         spec = kernel.spec
         problem = spec.get("problem") or {"T": DEFAULT_TOKENS, "H": DEFAULT_HIDDEN}
-        self.kernel = kernel
-        self.devices = library.devices
-        self.device = self.devices.get(kernel.device)
+        self._open(library, kernel)
         self.tokens = int(problem["T"]) if rows is None else rows
         self.routes = OPERATIONS[spec["op"]].family == ROUTER
         if self.routes:
@@ -102,22 +99,15 @@ class TokenTrial(Trial):
             rows_there = int(np.count_nonzero(placed >= 0))
             self.work = permutation_work(spec, tokens=self.tokens, hidden=dims["H"], choices=rows_there)
             self.outputs = permutation_output_shapes(spec, **dims)
-        self.arrays = {}
-        try:
-            self._upload()
-        except BaseException:
-            self.close()
-            raise
+        self._place_all()
 
     def fetch(self) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
         """The outputs as they are on the device, and what was written around them."""
-        outputs, problems = {}, []
+        outputs: dict[str, np.ndarray[Any, Any]] = {}
+        problems: list[str] = []
         for name, (shape, dtype) in self.outputs.items():
-            array = self.arrays[name]
-            for where, start in (("before", -GUARD), ("after", array.nbytes)):
-                if np.frombuffer(array.download(start, GUARD), np.uint8).min() != POISON & 0xFF:
-                    problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
-            outputs[name] = np.frombuffer(array.download(), held(dtype)).reshape(shape)
+            problems += self._around(name)
+            outputs[name] = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
         return outputs, problems
 
     def check(self) -> Verdict:
@@ -142,9 +132,4 @@ class TokenTrial(Trial):
             more, wrong = router_check(self.kernel.spec, inputs, part)
             measured += more
             problems += [f"tokens from {start}: {line}" for line in wrong]
-        problems += [str(each) for each in measured if not each.ok]
-        error = {
-            "fro": max((each.fro for each in measured), default=0.0),
-            "max_scaled": max((each.max_scaled for each in measured), default=0.0),
-        }
-        return Verdict(not problems, error, problems)
+        return Verdict.of(measured, problems)

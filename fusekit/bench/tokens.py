@@ -221,9 +221,7 @@ class TokenBench:
         self._torch = torch_router
 
     def _wait(self) -> None:
-        driver = self.library.devices.driver
-        with self.library.devices.active(self.device):
-            driver.check(driver.api.cuCtxSynchronize(), "cuCtxSynchronize")
+        self.library.devices.synchronize(self.device)
 
 
 def _close(opened: Any) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fusekit.abi import TensorArgument
 from fusekit.bench.compare import compare
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
-from fusekit.reference import BY_GROUP, POISON, held, make_inputs, output_shapes, poisoned
+from fusekit.reference import BY_GROUP, POISON, Measurement, held, make_inputs, output_shapes, poisoned
 from fusekit.runtime import DeviceArray, Kernel, Library
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
@@ -31,6 +33,16 @@ class Verdict:
     error: dict[str, float] | None
     problems: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, measured: Sequence[Measurement], problems: Sequence[str]) -> Verdict:
+        """From what was compared and what else is wrong."""
+        wrong = [*problems, *(str(each) for each in measured if not each.ok)]
+        error = {
+            "fro": max((each.fro for each in measured), default=0.0),
+            "max_scaled": max((each.max_scaled for each in measured), default=0.0),
+        }
+        return cls(not wrong, error, wrong)
+
 
 class Trial:
     """Inputs on host and device, outputs poisoned, for `kernel` and `rows` (None: the spec's) rows.
@@ -41,9 +53,7 @@ class Trial:
     notes: tuple[str, ...] = ()  # on every result, in words
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
-        self.kernel = kernel
-        self.devices = library.devices
-        self.device = self.devices.get(kernel.device)
+        self._open(library, kernel)
         spec = kernel.spec
         self.problem = _problem(spec, rows)
         most = next(dim.maximum for dim in kernel.record.dims if dim.name == "M")
@@ -57,27 +67,35 @@ class Trial:
         self.owned = int(ends[-1])
         busy = int(np.count_nonzero(np.diff(ends, prepend=0)))
         self.work: Work = gemm_work(spec, rows=self.owned, groups=dims["E"], busy=busy, n=dims["N"], k=dims["K"])
-        self.arrays: dict[str, DeviceArray] = {}
         self.outputs = output_shapes(spec, **dims)
+        self._place_all()
+
+    def _open(self, library: Library, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.devices = library.devices
+        self.device = self.devices.get(kernel.device)
+        self.arrays: dict[str, DeviceArray] = {}
+
+    def _place_all(self) -> None:
         try:
-            self._upload()
+            for tensor in self.kernel.record.tensors:
+                self._place(tensor)
         except BaseException:
             self.close()
             raise
 
-    def _upload(self) -> None:
-        for tensor in self.kernel.record.tensors:
-            if tensor.name in self.outputs:
-                shape, dtype = self.outputs[tensor.name]
-                array = DeviceArray(self.devices, shape, dtype, self.device.ordinal, offset=GUARD, tail=GUARD)
-                self.arrays[tensor.name] = array
-                array.fill(POISON & 0xFF)
-                if tensor.name in self.inputs:
-                    array.upload(self.inputs[tensor.name])
-                continue
-            value = np.ascontiguousarray(self.inputs[tensor.name])
-            self.arrays[tensor.name] = DeviceArray(self.devices, value.shape, tensor.dtype, self.device.ordinal)
-            self.arrays[tensor.name].upload(value)
+    def _place(self, tensor: TensorArgument) -> None:
+        if tensor.name in self.outputs:
+            shape, dtype = self.outputs[tensor.name]
+            array = DeviceArray(self.devices, shape, dtype, self.device.ordinal, offset=GUARD, tail=GUARD)
+            self.arrays[tensor.name] = array
+            array.fill(POISON & 0xFF)
+            if tensor.name in self.inputs:
+                array.upload(self.inputs[tensor.name])
+            return
+        value = np.ascontiguousarray(self.inputs[tensor.name])
+        self.arrays[tensor.name] = DeviceArray(self.devices, value.shape, tensor.dtype, self.device.ordinal)
+        self.arrays[tensor.name].upload(value)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -89,10 +107,8 @@ class Trial:
 
     def launch(self, margin: int | None) -> None:
         """Launches once and waits."""
-        api, driver_check = self.devices.driver.api, self.devices.driver.check
         self.kernel(**self.arguments, cluster_margin=margin)
-        with self.devices.active(self.device):
-            driver_check(api.cuCtxSynchronize(), f"{self.kernel.name}: cuCtxSynchronize")
+        self.devices.synchronize(self.device, f"{self.kernel.name}: cuCtxSynchronize")
 
     def time(self, margin: int | None) -> Timing:
         """Times a bound launch on a stream of its own."""
@@ -105,21 +121,21 @@ class Trial:
         """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
         problems: list[str] = []
         outputs = {name: self._fetch(name, problems) for name in self.outputs}
-        measured = compare(self.kernel.spec, self.problem, self.inputs, outputs)
-        problems += [str(measurement) for measurement in measured if not measurement.ok]
-        error = {
-            "fro": max((measurement.fro for measurement in measured), default=0.0),
-            "max_scaled": max((measurement.max_scaled for measurement in measured), default=0.0),
-        }
-        return Verdict(not problems, error, problems)
+        return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
+
+    def _around(self, name: str) -> list[str]:
+        """What was written around the buffer `name`, in words."""
+        array = self.arrays[name]
+        return [
+            f"{name}: the {GUARD} bytes {where} the buffer were written to"
+            for where, start in (("before", -GUARD), ("after", array.nbytes))
+            if set(array.download(start, GUARD)) != {POISON & 0xFF}
+        ]
 
     def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[Any]]:
-        array = self.arrays[name]
-        for where, start in (("before", -GUARD), ("after", array.nbytes)):
-            if np.frombuffer(array.download(start, GUARD), np.uint16).min() != POISON:
-                problems.append(f"{name}: the {GUARD} bytes {where} the buffer were written to")
+        problems += self._around(name)
         shape, dtype = self.outputs[name]
-        values = np.frombuffer(array.download(), held(dtype)).reshape(shape)
+        values = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
         untouched = poisoned(values)
         if name not in BY_GROUP:
             written = ~untouched[self.owned :]

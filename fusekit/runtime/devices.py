@@ -156,6 +156,11 @@ class Devices:
         finally:
             check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
+    def synchronize(self, device: Device, what: str = "cuCtxSynchronize") -> None:
+        """Returns when every stream of `device` is empty. what: how an error begins."""
+        with self.active(device):
+            self.driver.check(self.driver.api.cuCtxSynchronize(), what)
+
     def close(self) -> None:
         """Gives the primary contexts back. Kernels of this library must not be used afterwards."""
         while self._devices:
