@@ -6,12 +6,12 @@ import click
 
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, one_arch
 
 
 @click.command("copy")
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
     """Copy kernels that a read-only layer holds into the writable store, verified; no argument: all of them.

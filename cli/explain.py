@@ -8,12 +8,12 @@ import click
 
 from fusekit.errors import ToolchainError
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, namespaced
+from fusekit_cli.options import Session, common, namespaced, one_arch
 
 
 @click.command("explain")
 @click.argument("patterns", metavar="TARGET...", nargs=-1, required=True, shell_complete=complete.packaged)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @namespaced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, namespace: str | None) -> None:

@@ -8,13 +8,13 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, signing
+from fusekit_cli.options import Session, common, one_arch, signing
 
 
 @click.command("export")
 @click.argument("file", metavar="FILE", type=click.Path())
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @click.option("--lang", type=click.Choice(["c"]), help="Source in this language, into the folder FILE; no bundle.")
 @click.option(
     "--prefix", default="fusekit", show_default=True, help="What every public name in the source begins with."

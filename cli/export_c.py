@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import BinaryIO
 
 import click
 
@@ -37,34 +36,27 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             if record.name in kernels and kernels[record.name].record != launch:
                 raise FusekitError(f"{record.name} is stored for several architectures; choose one with --arch")
             kernels[record.name] = Exported(record.name, launch, cubin, dict(record.defaults))
-    written = _write(out, generate(list(kernels.values()), prefix))
-    document = {"files": written, "kernels": sorted(kernels), "prefix": prefix}
-    output.answer(session, document, lambda: click.echo("\n".join(written)))
+    _answer(session, out, generate(list(kernels.values()), prefix), sorted(kernels), prefix)
 
 
 def run_loader(session: Session, out: Path, prefix: str) -> None:
     """Writes the loader of bundles and answers with the paths of its files."""
     from fusekit.cabi import generate_loader
 
-    written = _write(out, generate_loader(prefix))
-    document = {"files": written, "kernels": [], "prefix": prefix}
-    output.answer(session, document, lambda: click.echo("\n".join(written)))
+    _answer(session, out, generate_loader(prefix), [], prefix)
 
 
-def _put(data: bytes, file: BinaryIO) -> None:
-    file.write(data)
-
-
-def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
-    """Each file's text into the folder `out`, whole, over what is there; their paths."""
+def _answer(session: Session, out: Path, texts: Mapping[str, str], kernels: list[str], prefix: str) -> None:
+    """Write each file's text into the folder `out`, whole, over what is there."""
     from fusekit.store.publishing import replace_file
 
     written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            replace_file(out / file, partial(_put, text.encode()))
+            replace_file(out / file, methodcaller("write", text.encode()))
             written.append(str(out / file))
     except OSError as error:
         raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error
-    return written
+    document = {"files": written, "kernels": kernels, "prefix": prefix}
+    output.answer(session, document, lambda: click.echo("\n".join(written)))

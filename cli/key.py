@@ -8,7 +8,7 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common, signing
+from fusekit_cli.options import Session, common, one_arch, signing
 
 
 @click.group("key")
@@ -58,7 +58,7 @@ def show(session: Session, file: str) -> None:
 
 @command.command("sign")
 @click.argument("patterns", metavar="[NAME]...", nargs=-1, shell_complete=complete.stored)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @signing
 @common
 def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:

@@ -14,28 +14,35 @@ def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     `load` takes. UsageError where `load` takes none of them.
     """
     found = stored(store, pattern, arch)
-    if len(found) == 1 or is_glob(pattern) or "/" not in pattern:
-        return found
+    records = to_load(store, [listed.record for listed in found], pattern)
+    return [listed for record in records for listed in found if listed.record is record]
+
+
+def to_load(store: Store, records: Sequence[NameRecord], pattern: str) -> list[NameRecord]:
+    """`records`, or where `pattern` is a kernel (`file/kernel`) of each architecture the one that `load` takes, by the
+    tuning tables of `store`.
+    """
+    if len(records) < 2 or is_glob(pattern) or "/" not in pattern:
+        return list(records)
     from fusekit.choice import tuning
     from fusekit.choice.variants import choose
 
-    records = [choose(records, tuning=tuning.load(store, each)) for (_, each), records in _kernels(found).items()]
-    return [listed for record in records for listed in found if listed.record is record]
+    return [choose(each, tuning=tuning.load(store, arch)) for (_, arch), each in _kernels(records).items()]
 
 
 def check_alike(found: Sequence[NameListing]) -> None:
     """Raises UsageError where variants of one kernel among `found` do not compute the same."""
     from fusekit.choice import variants
 
-    for records in _kernels(found).values():
+    for records in _kernels([listed.record for listed in found]).values():
         variants.check_alike(records)
 
 
-def _kernels(found: Sequence[NameListing]) -> dict[tuple[str, str], list[NameRecord]]:
+def _kernels(records: Sequence[NameRecord]) -> dict[tuple[str, str], list[NameRecord]]:
     """The variants of each kernel, for each architecture."""
     kernels: dict[tuple[str, str], list[NameRecord]] = {}
-    for listed in found:
-        kernels.setdefault((listed.record.name.partition("@")[0], listed.record.arch), []).append(listed.record)
+    for record in records:
+        kernels.setdefault((record.name.partition("@")[0], record.arch), []).append(record)
     return kernels
 
 

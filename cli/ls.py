@@ -11,12 +11,12 @@ import click
 from fusekit.errors import NoStoreError, NotBuiltError
 from fusekit.store import NameRecord, Row
 from fusekit_cli import complete, output, sources
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, one_arch
 
 
 @click.command("ls")
 @click.argument("patterns", metavar="[GLOB]...", nargs=-1, shell_complete=complete.stored)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @sources.sourced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
@@ -31,16 +31,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
     if source is not None:
         roots = {Path(source): sources.shown(source)}
         for record, told in _elsewhere(session, source, patterns, arch, problems):
-            found[record.name, record.arch] = Row(
-                name=record.name,
-                arch=record.arch,
-                key=record.key,
-                cubin_sha256=told["cubin_sha256"],
-                bytes=told["bytes"],
-                registers=told["registers"],
-                spill_bytes=told["spill_bytes"],
-                layer=Path(source),
-            )
+            found[record.name, record.arch] = Row.of(record, told, Path(source))
         unlisted = bool(problems)
     else:
         for pattern in patterns or ("*",):
@@ -49,29 +40,21 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
             problems += overview.problems
             unlisted |= overview.unlisted
         roots = {layer.root: str(layer.root) for layer in store.layers}
-    rows = [
-        {
-            "name": row.name,
-            "arch": row.arch,
-            "key": row.key,
-            "cubin_sha256": row.cubin_sha256,
-            "bytes": row.bytes,
-            "registers": row.registers,
-            "spill_bytes": row.spill_bytes,
-            "layer": roots[row.layer],
-        }
-        for _, row in sorted(found.items())
-    ]
+    rows = [row._asdict() | {"layer": roots[row.layer]} for _, row in sorted(found.items())]
 
     def text() -> None:
         layers = len({row["layer"] for row in rows}) > 1
         headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *(["LAYER"] if layers else [])]
         cells = [
-            [
-                *(row[label] for label in ("name", "arch", "registers", "spill_bytes", "bytes")),
-                str(row["key"])[:12],
+            (
+                row["name"],
+                row["arch"],
+                row["registers"],
+                row["spill_bytes"],
+                row["bytes"],
+                row["key"][:12],
                 *([row["layer"]] if layers else []),
-            ]
+            )
             for row in rows
         ]
         if rows:

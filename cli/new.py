@@ -91,9 +91,7 @@ def command(
         stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name
     )
     made = new_spec(read, wanted)
-    written = _write(out, made, stem, force) if out is not None else None
-    document = {"name": stem, "model_type": read.model_type, "file": written, "spec": made}
-    output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
+    _answer(session, made, stem, out, force, model_type=read.model_type)
 
 
 def _foreign(
@@ -120,8 +118,13 @@ def _foreign(
     if not re.fullmatch(NAME_PATTERN, stem):
         raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
     made = new_extern(kernel, source, arch, given)
+    _answer(session, made, stem, out, force, source=source)
+
+
+def _answer(session: Session, made: str, stem: str, out: str | None, force: bool, **told: str) -> None:
+    """Write the file, or show it where none is named. told: what it was made of."""
     written = _write(out, made, stem, force) if out is not None else None
-    document = {"name": stem, "source": source, "file": written, "spec": made}
+    document = {"name": stem, **told, "file": written, "spec": made}
     output.answer(session, document, lambda: click.echo(made if written is None else written, nl=written is not None))
 
 

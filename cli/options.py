@@ -75,62 +75,6 @@ class Session:
             click.echo(message(text), err=True)
 
 
-def common(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb the options that all have; its function takes a `Session` as its first argument."""
-    decorators = (
-        click.option(
-            "--store",
-            metavar="DIR",
-            type=click.Path(),
-            expose_value=False,
-            callback=_set,
-            help="Writable store (default: FUSEKIT_STORE, else the user's cache folder).",
-        ),
-        click.option(
-            "--json", is_flag=True, expose_value=False, callback=_set, help="One JSON document on stdout, nothing else."
-        ),
-        click.option(
-            "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, help="Only errors on stderr, no progress."
-        ),
-        click.option(
-            "-v",
-            "--verbose",
-            is_flag=True,
-            expose_value=False,
-            callback=_set,
-            help="Each step on stderr, and why.",
-        ),
-        click.option(
-            "--debug", is_flag=True, expose_value=False, callback=_set, help="Show a traceback where an error is met."
-        ),
-    )
-    function = click.make_pass_decorator(Session, ensure=True)(function)
-    for decorator in reversed(decorators):
-        function = decorator(function)
-    return function
-
-
-def namespaced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb --namespace, which its function takes as an argument."""
-    return click.option(
-        "--namespace",
-        metavar="TEXT",
-        help="Begin every name with it, TEXT.FILE/KERNEL, in place of what the spec files say.",
-    )(function)
-
-
-def signing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb --sign, which its session's configuration takes in."""
-    return click.option(
-        "--sign",
-        metavar="KEY_FILE",
-        type=click.Path(),
-        expose_value=False,
-        callback=_set,
-        help="Private key that signs what this makes (default: FUSEKIT_SIGNING_KEY, else none).",
-    )(function)
-
-
 def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
     # Not given here: what was given before the verb stays.
     if value and option.name is not None:
@@ -141,3 +85,42 @@ def _set(ctx: click.Context, option: click.Parameter, value: Any) -> None:
                 setattr(session, other, False)
     elif value == "" and option.name in ("store", "sign"):
         raise click.BadParameter("it is empty; it names a path; give that or leave the option out", ctx, option)
+
+
+def _of_session(*names: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option that the session keeps; the verb's function does not see it."""
+    return click.option(*names, expose_value=False, callback=_set, **settings)
+
+
+_COMMON = (
+    _of_session(
+        "--store", metavar="DIR", type=click.Path(),
+        help="Writable store (default: FUSEKIT_STORE, else the user's cache folder).",
+    ),
+    _of_session("--json", is_flag=True, help="One JSON document on stdout, nothing else."),
+    _of_session("-q", "--quiet", is_flag=True, help="Only errors on stderr, no progress."),
+    _of_session("-v", "--verbose", is_flag=True, help="Each step on stderr, and why."),
+    _of_session("--debug", is_flag=True, help="Show a traceback where an error is met."),
+)  # fmt: skip
+
+signing = _of_session(
+    "--sign", metavar="KEY_FILE", type=click.Path(),
+    help="Private key that signs what this makes (default: FUSEKIT_SIGNING_KEY, else none).",
+)  # fmt: skip
+"""Gives a verb --sign, which its session's configuration takes in."""
+
+namespaced = click.option(
+    "--namespace", metavar="TEXT",
+    help="Begin every name with it, TEXT.FILE/KERNEL, in place of what the spec files say.",
+)  # fmt: skip
+"""Gives a verb --namespace, which its function takes as an argument."""
+
+one_arch = click.option("--arch", help="Only this architecture, such as sm_90a.")
+
+
+def common(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb the options that all have; its function takes a `Session` as its first argument."""
+    function = click.make_pass_decorator(Session, ensure=True)(function)
+    for option in reversed(_COMMON):
+        function = option(function)
+    return function

@@ -16,6 +16,7 @@ from fusekit_cli.terminal import inline
 
 if TYPE_CHECKING:
     from fusekit.store.selection import Step
+    from fusekit.store.transfer import Report
 
 
 def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
@@ -81,6 +82,19 @@ def dry_rows(session: Session, dry_run: bool, steps: Sequence[Step]) -> None:
     if dry_run and steps:
         rows = [(step.name, step.arch, size(step.bytes), step.key[:12]) for step in steps]
         table(session, ("NAME", "ARCH", "BYTES", "KEY"), rows, right=("BYTES",))
+
+
+def exchanged(session: Session, report: Report, done: str, dry_run: bool, **more: Any) -> None:
+    """Answer with what `push` or `pull` did; `done`: pushed, pulled. more: further members of the JSON document."""
+    document = {"entries": report.entries, "names": report.names, "bytes": report.bytes, "skipped": report.skipped}
+
+    def text() -> None:
+        dry_rows(session, dry_run, report.steps)
+        would = "would be " if dry_run else ""
+        moved = f"{plural(report.entries, 'entry')} and {plural(report.names, 'name')} {would}{done}"
+        click.echo(f"{moved} ({size(report.bytes)}), {report.skipped} there already")
+
+    answer(session, document | more | dry_document(dry_run, report.steps), text)
 
 
 def size(count: int) -> str:

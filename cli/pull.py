@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output, sources
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, one_arch
 from fusekit_cli.progress import progress, progress_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command("pull")
 @click.argument("url", metavar="URL", shell_complete=complete.files)
 @click.argument("patterns", metavar="[NAME]...", nargs=-1)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @sources.checked
 @click.option("--dry-run", is_flag=True, help="Only say what would come in.")
 @common
@@ -37,25 +37,9 @@ def command(
         patterns, arch = _listed(locked, patterns, arch), locked.arch
     store, remote = session.open_store(), Remote(url)
     with progress(session, "pulling", moves_bytes=True) as update:
-        notify = progress_of(update)
-        report = pull(store, remote, patterns, arch, notify, inspect=inspect, dry_run=dry_run)
-    document: dict[str, Any] = {
-        "entries": report.entries,
-        "names": report.names,
-        "bytes": report.bytes,
-        "skipped": report.skipped,
-        "failed": [{"name": name, "error": error} for name, error in report.failed],
-    }
-
-    document |= output.dry_document(dry_run, report.steps)
-
-    def text() -> None:
-        output.dry_rows(session, dry_run, report.steps)
-        would = "would be " if dry_run else ""
-        moved = f"{output.plural(report.entries, 'entry')} and {output.plural(report.names, 'name')} {would}pulled"
-        click.echo(f"{moved} ({output.size(report.bytes)}), {report.skipped} there already")
-
-    output.answer(session, document, text)
+        report = pull(store, remote, patterns, arch, progress_of(update), inspect=inspect, dry_run=dry_run)
+    failed = [{"name": name, "error": error} for name, error in report.failed]
+    output.exchanged(session, report, "pulled", dry_run, failed=failed)
     for name, error in report.failed:
         session.error(f"{name}: {error}")
     return 1 if report.failed else 0

@@ -9,12 +9,12 @@ import click
 from fusekit.errors import NotBuiltError
 from fusekit.store import DiscardReport, Store
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, one_arch
 
 
 @click.command("rm")
 @click.argument("patterns", metavar="NAME...", nargs=-1, required=True, shell_complete=complete.stored)
-@click.option("--arch", help="Only this architecture, such as sm_90a.")
+@one_arch
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> None:

@@ -10,7 +10,7 @@ import click
 from fusekit.errors import IntegrityError, NotBuiltError
 from fusekit.store import Entry, NameListing, NameRecord, Store
 from fusekit_cli import complete, output, sources
-from fusekit_cli.lookup import chosen
+from fusekit_cli.lookup import chosen, to_load
 from fusekit_cli.options import Session, common
 
 
@@ -51,7 +51,7 @@ def _elsewhere(session: Session, source: str, name: str, arch: str | None) -> li
         raise IntegrityError(held.failed[0][2])
     if not held.records:
         raise sources.absent(source, (name,), arch)
-    records = sources.one_variant(session, held.records, name)
+    records = to_load(session.open_store(), held.records, name)
     return [_describe(record, held.entries[record.key], sources.shown(source)) for record in records]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,30 +16,17 @@ from fusekit_cli.options import Session
 if TYPE_CHECKING:
     from fusekit.store.exchange import Survey
     from fusekit.store.manifest import Manifest
-    from fusekit.store.names import NameRecord
     from fusekit.store.verify import Inspect
 
 
-def sourced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb --from."""
-    return click.option(
-        "--from",
-        "source",
-        metavar="WHERE",
-        shell_complete=complete.files,
-        help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
-    )(function)
-
-
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb --check."""
-    return click.option(
-        "--check",
-        "manifest",
-        metavar="MANIFEST",
-        shell_complete=complete.files,
-        help="Take only what this cache manifest lists, by key and digest: nothing older, nothing else.",
-    )(function)
+sourced = click.option(
+    "--from", "source", metavar="WHERE", shell_complete=complete.files,
+    help="Not the store but a bundle (a file, a URL, or - for standard input) or a remote (a folder or a URL).",
+)  # fmt: skip
+checked = click.option(
+    "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
+    help="Take only what this cache manifest lists, by key and digest: nothing older, nothing else.",
+)  # fmt: skip
 
 
 def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifest | None]:
@@ -98,19 +85,3 @@ def absent(source: str, patterns: Sequence[str], arch: str | None) -> NotBuiltEr
         f"{shown(source)} does not hold {what}{f' for {arch}' if arch else ''}; `fusekit ls --from` lists what it does",
         name=what,
     )
-
-
-def one_variant(session: Session, records: Sequence[NameRecord], name: str) -> list[NameRecord]:
-    """`records`, or of a kernel (`file/kernel`) the variant for each architecture that loading it would take."""
-    from fusekit.store.names import is_glob
-
-    if len(records) < 2 or is_glob(name) or "/" not in name:
-        return list(records)
-    from fusekit.choice import tuning
-    from fusekit.choice.variants import choose
-
-    archs = sorted({record.arch for record in records})
-    return [
-        choose([record for record in records if record.arch == arch], tuning=tuning.load(session.open_store(), arch))
-        for arch in archs
-    ]

@@ -52,6 +52,12 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
     spill_bytes: int | None
     layer: Path
 
+    @classmethod
+    def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], layer: Path) -> Row:
+        """summary: of the entry that `record` stands for; see `Entry.summary`."""
+        told = (summary[label] for label in ("cubin_sha256", "bytes", "registers", "spill_bytes"))
+        return cls(record.name, record.arch, record.key, *told, layer)
+
 
 @dataclass(frozen=True, slots=True)
 class Overview:
@@ -104,17 +110,7 @@ def overview(layers: Sequence[Layer], pattern: str, arch: str | None) -> Overvie
         if told is None:
             problems.append(f"{brief.name} for {brief.arch} stands for entry {brief.key}, which no layer holds")
             continue
-        row = Row(
-            name=brief.name,
-            arch=brief.arch,
-            key=brief.key,
-            cubin_sha256=told["cubin_sha256"],
-            bytes=told["bytes"],
-            registers=told["registers"],
-            spill_bytes=told["spill_bytes"],
-            layer=layer.root,
-        )
-        rows.append(row)
+        rows.append(Row.of(brief, told, layer.root))
     return Overview(tuple(rows), tuple(problems), problems.unlisted)
 
 

@@ -291,7 +291,7 @@ def touch(name: str, at: int) -> bool:
     return True
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> int:
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> int:
     """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
     replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder.
     """
