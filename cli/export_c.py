@@ -47,7 +47,13 @@ def run_loader(session: Session, out: Path, prefix: str) -> None:
 
 
 def _answer(session: Session, out: Path, texts: Mapping[str, str], kernels: list[str], prefix: str) -> None:
-    """Write each file's text into the folder `out`, whole, over what is there."""
+    written = _write(out, texts)
+    document = {"files": written, "kernels": kernels, "prefix": prefix}
+    output.answer(session, document, lambda: click.echo("\n".join(written)))
+
+
+def _write(out: Path, texts: Mapping[str, str]) -> list[str]:
+    """Each file's text into the folder `out`, whole, over what is there; their paths."""
     from fusekit.store.publishing import replace_file
 
     written = []
@@ -58,5 +64,4 @@ def _answer(session: Session, out: Path, texts: Mapping[str, str], kernels: list
             written.append(str(out / file))
     except OSError as error:
         raise StoreError(f"{out}: {error.strerror}; choose a folder that can be written to") from error
-    document = {"files": written, "kernels": kernels, "prefix": prefix}
-    output.answer(session, document, lambda: click.echo("\n".join(written)))
+    return written

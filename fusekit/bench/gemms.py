@@ -22,6 +22,7 @@ from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.choice.tuning import Row, features
 from fusekit.choice.variants import check_alike
 from fusekit.runtime import Device, Kernel, Library
+from fusekit.store import NameRecord
 
 # Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.
 AGREES = 2e-2
@@ -148,14 +149,8 @@ class GemmBench:
             return None
         return torch_gemm
 
-    def _records(self, name: str) -> list[Any]:
-        store = self.library.store
-        if "@" not in name:
-            variants = list(store.variants(name, self.arch))
-            check_alike(variants)
-            return variants
-        record = store.find_name(name, self.arch)
-        return [] if record is None else [record]
+    def _records(self, name: str) -> list[NameRecord]:
+        return alike(self.library, name, self.arch)
 
     def _dense(self, records: Mapping[str, Any], problems: Mapping[str, Mapping[str, int]]) -> Line | None:
         if self._torch is None:
@@ -166,7 +161,7 @@ class GemmBench:
         try:
             work = self._torch.Dense(problem["M"], n, k, spec["dtype"], f"cuda:{self.device.ordinal}")
         except RuntimeError as error:
-            self.notes.append(f"no yardstick: {_first_line(error)}")
+            self.notes.append(f"no yardstick: {first_line(error)}")
             return None
         self._settle()
         size = 2 * (problem["M"] * (n + k) + n * k)
@@ -223,7 +218,7 @@ class GemmBench:
                 self._wait(stream)
                 line.run = module.on_stream(twin, self.device.ordinal)
             except Exception as error:  # a peer that cannot run this kernel is a result too
-                line.error = _first_line(error)
+                line.error = first_line(error)
                 continue
             if want is None:
                 # What an accumulating twin adds to is its own: later rounds would change it.
@@ -305,6 +300,13 @@ class GemmBench:
         driver.check(driver.api.cuStreamSynchronize(stream), "cuStreamSynchronize")
 
 
+def alike(library: Library, name: str, arch: str) -> list[NameRecord]:
+    """The stored variants of `name` ("file/kernel", or with "@variant"), which compute the same; else UsageError."""
+    records = library.variants(name, arch)
+    check_alike(records)
+    return records
+
+
 def roles(names: Sequence[str]) -> list[str]:
     """`names` in the order of a training step; the others after them, as they came."""
     order = [*ROLES]
@@ -328,5 +330,5 @@ def _sequence(runs: Sequence[Run | None]) -> Run:
     return run
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]

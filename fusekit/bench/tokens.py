@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.bench.gemms import Options
+from fusekit.bench.gemms import Options, alike, first_line
 from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.bench.token_trial import TokenTrial
 from fusekit.choice.tuning import Row, features
-from fusekit.choice.variants import check_alike
 from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import Device, DeviceArray, Kernel, Library
 
@@ -58,10 +57,7 @@ class TokenBench:
     def measure(self, name: str, tokens: int | None, hidden: int | None, stream: int) -> dict[str, Any]:
         """Times the kernel `name` ("file/kernel", or with "@variant"). tokens, hidden: None takes the spec's."""
         self._import_torch()
-        store = self.library.store
-        named = store.variants(name, self.arch) if "@" not in name else [store.find_name(name, self.arch)]
-        records = [record for record in named if record is not None]
-        check_alike(records)
+        records = alike(self.library, name, self.arch)
         if not self.options.every and len(records) > 1:
             moved = hidden if OPERATIONS[records[0].spec["op"]].wide else None
             asked = {dim: size for dim, size in (("T", tokens), ("H", moved)) if size is not None}
@@ -148,7 +144,7 @@ class TokenBench:
             self.notes += [] if note in self.notes else [note]
             return None
         except Exception as error:  # a peer that cannot run this is a result too
-            line.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            line.error = first_line(error)
         return line
 
     def _time(self, lines: Sequence[Line], stream: int) -> None:
@@ -180,29 +176,18 @@ class TokenBench:
             own = line.what in ("fusekit", "copy")
             documents.append(
                 {
-                    "what": line.what,
-                    "variant": line.variant,
-                    "us": us,
-                    "best_us": min(line.times, default=None),
-                    "rounds": len(line.times),
-                    "gbs": work.bytes / us * 1e-3 if us and own else None,
+                    "what": line.what, "variant": line.variant, "us": us, "best_us": min(line.times, default=None),
+                    "rounds": len(line.times), "gbs": work.bytes / us * 1e-3 if us and own else None,
                     "peak_share": work.share(us * 1e-3, peak) if us and own and peak is not None else None,
                     "of_copy": us / median(copy.times) if us and copy is not None else None,
                     "speedup": median(peer.times) / us if us and peer is not None else None,
-                    "check": next(checks) if line.what == "fusekit" else None,
-                    "error": line.error,
+                    "check": next(checks) if line.what == "fusekit" else None, "error": line.error,
                 }
-            )
+            )  # fmt: skip
         problem = {"T": trial.tokens, "H": int(trial.problem.get("H", 0))}
         timed = sorted((median(line.times), line.variant) for line in lines if line.what == "fusekit")
-        self.rows.append(
-            Row(
-                self.device.name,
-                features(trial.kernel.spec),
-                problem,
-                tuple((str(variant), round(us, 3)) for us, variant in timed),
-            )
-        )
+        variants = tuple((str(variant), round(us, 3)) for us, variant in timed)
+        self.rows.append(Row(self.device.name, features(trial.kernel.spec), problem, variants))
         return {
             "name": name.partition("@")[0], "problem": trial.problem, "bytes": work.bytes, "lines": documents,
             "ok": all(verdict is None or verdict["ok"] for verdict in verdicts),

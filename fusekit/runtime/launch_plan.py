@@ -313,28 +313,23 @@ class Block:
 def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: int | None = None) -> list[Any]:
     """The launch attributes of `record`: the cluster where the device has clusters, what the record switches on, and
     a priority where the launch has one of its own."""
-    kinds, attributes = api.CUlaunchAttributeID, []
+    attributes = []
+
+    def add(kind: str) -> Any:
+        attribute = api.CUlaunchAttribute()
+        attribute.id = getattr(api.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{kind}")
+        attributes.append(attribute)
+        return attribute.value
+
     if device.capability >= (9, 0):
-        cluster = api.CUlaunchAttribute()
-        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dims = cluster.value.clusterDim
+        dims = add("CLUSTER_DIMENSION").clusterDim
         dims.x, dims.y, dims.z = record.cluster
-        attributes.append(cluster)
     if record.attributes.get("cooperative"):
-        cooperative = api.CUlaunchAttribute()
-        cooperative.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
-        attributes.append(cooperative)
+        add("COOPERATIVE").cooperative = 1
     if record.attributes.get("programmatic_stream_serialization"):
-        serialization = api.CUlaunchAttribute()
-        serialization.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        serialization.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(serialization)
+        add("PROGRAMMATIC_STREAM_SERIALIZATION").programmaticStreamSerializationAllowed = 1
     if priority is not None:
-        own = api.CUlaunchAttribute()
-        own.id = kinds.CU_LAUNCH_ATTRIBUTE_PRIORITY
-        own.value.priority = priority
-        attributes.append(own)
+        add("PRIORITY").priority = priority
     return attributes
 
 

@@ -110,7 +110,7 @@ class Library:
         archs = {listing.record.arch for listing in self.store.names(name)}
         if len(archs) != 1 or arch not in (None, *archs):
             return None
-        variants = self._variants(name, *archs)
+        variants = self.variants(name, *archs)
         if not variants:
             return None
         found = self._choose(variants, problem, None)
@@ -159,7 +159,7 @@ class Library:
         target = devices.get(ordinal)
         wanted = (arch,) if arch is not None else archs_of(target.capability)
         for candidate in wanted:
-            variants = self._variants(name, candidate)
+            variants = self.variants(name, candidate)
             if variants:
                 return self._choose(variants, problem, target.name), ordinal
         if arch is not None:
@@ -180,7 +180,8 @@ class Library:
             self._tuning[arch] = tuning.load(self.store, arch)
         return choose(variants, problem, self._tuning[arch], device)
 
-    def _variants(self, name: str, arch: str) -> list[NameRecord]:
+    def variants(self, name: str, arch: str) -> list[NameRecord]:
+        """The records of `name` for `arch`: every variant of a kernel, or the one of a full name; empty when none."""
         if "@" in name:
             record = self.store.find_name(name, arch)
             return [] if record is None else [record]

@@ -48,6 +48,7 @@ BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 _MODE = 0o644
 _SHELL = Layer(Path())  # a store's layout, relative to its root
+_LABELS = {"blob": "blobs", "signature": "signatures", "entry": "entries", "name": "names", "loader": "loader"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Member:
     """One member behind the index: its kind (`blob`, `signature`, `entry`, `name` or `loader`), path in a store, size,
     digest.
 
-    subject: what it is for: a blob's digest, an entry's key, (name, architecture), (document's digest, key id).
+    subject: what it is for: a blob's digest, an entry's key, (name, architecture), (document's digest, key id). row:
+    its row of the index, which the functions below make it of.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class Member:
     bytes: int
     sha256: str
     subject: Any
+    row: tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +164,25 @@ def _members(selection: Selection) -> Iterator[Member]:
 
 
 def blob_of(digest: str, size: int) -> Member:
-    return Member("blob", _SHELL.blob_path(digest).as_posix(), size, digest, digest)
+    return Member("blob", _SHELL.blob_path(digest).as_posix(), size, digest, digest, (digest, size))
 
 
 def signature_of(of: str, key_id: str, digest: str) -> Member:
-    return Member("signature", _SHELL.signature_path(of, key_id).as_posix(), SIGNATURE_BYTES, digest, (of, key_id))
+    path = _SHELL.signature_path(of, key_id).as_posix()
+    return Member("signature", path, SIGNATURE_BYTES, digest, (of, key_id), (of, key_id, digest))
 
 
 def entry_of(key: str, size: int, digest: str) -> Member:
-    return Member("entry", _SHELL.entry_path(key).as_posix(), size, digest, key)
+    return Member("entry", _SHELL.entry_path(key).as_posix(), size, digest, key, (key, size, digest))
 
 
 def name_of(name: str, arch: str, size: int, digest: str) -> Member:
-    return Member("name", _SHELL.name_path(name, arch).as_posix(), size, digest, (name, arch))
+    path = _SHELL.name_path(name, arch).as_posix()
+    return Member("name", path, size, digest, (name, arch), (name, arch, size, digest))
 
 
 def loader_of(digest: str, size: int) -> Member:
-    return Member("loader", LOADER, size, digest, LOADER)
+    return Member("loader", LOADER, size, digest, LOADER, (digest, size))
 
 
 def _before(members: tuple[Member, ...]) -> dict[str, int]:
@@ -193,19 +198,7 @@ def _before(members: tuple[Member, ...]) -> dict[str, int]:
 
 
 def _index_bytes(members: tuple[Member, ...]) -> bytes:
-    rows: dict[str, list[list[Any]]] = {"blobs": [], "signatures": [], "entries": [], "names": []}
-    if members and members[-1].kind == "loader":
-        rows["loader"] = []
-    for member in members:
-        match member.kind:
-            case "blob":
-                rows["blobs"].append([member.sha256, member.bytes])
-            case "signature":
-                rows["signatures"].append([*member.subject, member.sha256])
-            case "entry":
-                rows["entries"].append([member.subject, member.bytes, member.sha256])
-            case "loader":
-                rows["loader"].append([member.sha256, member.bytes])
-            case _:
-                rows["names"].append([*member.subject, member.bytes, member.sha256])
+    rows = {label: [member.row for member in members if member.kind == kind] for kind, label in _LABELS.items()}
+    if not rows["loader"]:
+        del rows["loader"]
     return (canonical_json({"schema": SCHEMAS["loader" in rows], **rows}, "bundle index") + "\n").encode()

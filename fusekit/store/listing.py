@@ -127,41 +127,33 @@ def _search(
     file = None if names.is_glob(stem) else stem
     # A folder may hold thousands of names: what cannot be meant is not even taken apart.
     start = "" if names.is_glob(pattern) or not kernel else kernel + ("." if "@" in kernel else "@")
+
+    def look() -> list[tuple[T, Layer]]:
+        found: dict[tuple[str, str], tuple[T, Layer]] = {}
+        for layer in layers:
+            try:
+                for folder, filename in layer.name_files(file, start):
+                    try:
+                        where = names.of_path(folder, filename)
+                        wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
+                        if wanted and where not in found and (record := read(layer, *where)) is not None:
+                            found[where] = record, layer
+                    except OtherSchemaError:
+                        continue
+                    except (IntegrityError, StoreError) as error:
+                        problems.append(str(error))
+            except StoreError as error:
+                problems.append(str(error))
+                problems.unlisted = True
+        return [found[where] for where in sorted(found)]
+
     for pause in _PAUSES if start else ():
-        found = _pass(layers, pattern, arch, read, problems, file, start)
+        found = look()
         # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
         if found or problems or not any(layer.has_temporary_name(stem, start) for layer in layers):
             return found
         time.sleep(pause)
-    return _pass(layers, pattern, arch, read, problems, file, start)
-
-
-def _pass(
-    layers: Sequence[Layer],
-    pattern: str,
-    arch: str | None,
-    read: Callable[[Layer, str, str], T | None],
-    problems: _Problems,
-    file: str | None,
-    start: str,
-) -> list[tuple[T, Layer]]:
-    found: dict[tuple[str, str], tuple[T, Layer]] = {}
-    for layer in layers:
-        try:
-            for folder, filename in layer.name_files(file, start):
-                try:
-                    where = names.of_path(folder, filename)
-                    wanted = names.matches(pattern, where[0]) and arch in (None, where[1])
-                    if wanted and where not in found and (record := read(layer, *where)) is not None:
-                        found[where] = record, layer
-                except OtherSchemaError:
-                    continue
-                except (IntegrityError, StoreError) as error:
-                    problems.append(str(error))
-        except StoreError as error:
-            problems.append(str(error))
-            problems.unlisted = True
-    return [found[where] for where in sorted(found)]
+    return look()
 
 
 def _summary(layers: Sequence[Layer], brief: Brief) -> Mapping[str, Any] | None:

@@ -327,13 +327,11 @@ def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
         raise UsageError("the URL is empty; a remote is a folder or a URL such as s3://bucket/kernels; give one")
     check_url(url)
     try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise StoreError("remotes need the package fsspec; pip install 'fusekit[remote]'") from None
-    try:
         import tenacity  # noqa: F401 - asked for here, before anything has moved
-    except ImportError:
-        raise StoreError("remotes need the package tenacity; pip install 'fusekit[remote]'") from None
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise StoreError(f"remotes need the package {package}; pip install 'fusekit[remote]'") from None
     shown = hidden(url)
     try:
         # Some connect at once, and wait as long as their library likes.

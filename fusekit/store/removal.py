@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fusekit.store import locks
 from fusekit.store.files import store_error
@@ -20,6 +22,8 @@ from fusekit.store.scan import File, Item, Scan, State, mentioned_since, state_o
 
 # What there is to be done with a file that is gone, or has a link or a file in the place of its folder.
 _NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+T = TypeVar("T")
 
 Moved = dict[Path, Path]
 """Where a file was -> where it lies aside."""
@@ -98,13 +102,7 @@ class Remover:
 
     def remove(self, path: Path) -> None:
         """Remove one file if it is there."""
-        try:
-            with self.publisher.at(path.parent) as at:
-                self.publisher.disk.remove(path, at)
-        except OSError as error:
-            if error.errno in _NOTHING:
-                return
-            raise store_error(path, "remove", error) from error
+        self._in(path.parent, "remove", path, lambda at: self.publisher.disk.remove(path, at))
 
     def lock(self, path: Path, remove: bool) -> bool:
         """Remove the lock file `path` unless it is held; whether it was, or without `remove` would be, removed."""
@@ -112,15 +110,23 @@ class Remover:
             return locks.discard(path.name, at, remove)
         return False
 
-    def _state(self, path: Path) -> State | None:
-        """The state of `path` now; None where there is nothing."""
+    def _in(self, folder: Path, doing: str, path: Path, step: Callable[[int], T]) -> T | None:
+        """What `step` gives in the open `folder`; None where that, or what `step` looks for, is gone."""
         try:
-            with self.publisher.at(path.parent) as at:
-                return state_of(os.stat(path.name, dir_fd=at, follow_symlinks=False))
+            with self.publisher.at(folder) as at:
+                return step(at)
         except OSError as error:
             if error.errno in _NOTHING:
                 return None
-            raise store_error(path, "look at", error) from error
+            raise store_error(path, doing, error) from error
+
+    def _state(self, path: Path) -> State | None:
+        """The state of `path` now; None where there is nothing."""
+
+        def look(at: int) -> State:
+            return state_of(os.stat(path.name, dir_fd=at, follow_symlinks=False))
+
+        return self._in(path.parent, "look at", path, look)
 
     def _wanted(self, item: Item, moved: Moved, its_mark: Path | None) -> bool:
         """Whether somebody marked `item` or changed a file of it since it was looked at."""
@@ -137,21 +143,13 @@ class Remover:
     def _aside(self, path: Path) -> Path | None:
         """Move `path` to a temporary name beside it; None where it is gone."""
         aside = self.publisher.temporary(path)
-        try:
-            with self.publisher.at(path.parent) as at:
-                self.publisher.disk.replace(path, aside, at)
-        except OSError as error:
-            if error.errno in _NOTHING:
-                return None
-            raise store_error(path, "remove", error) from error
-        return aside
+
+        def move(at: int) -> Path:
+            self.publisher.disk.replace(path, aside, at)
+            return aside
+
+        return self._in(path.parent, "remove", path, move)
 
     def _sync(self, folders: Iterable[Path]) -> None:
         for folder in set(folders):
-            try:
-                with self.publisher.at(folder) as at:
-                    self.publisher.disk.sync(folder, at)
-            except OSError as error:
-                if error.errno in _NOTHING:
-                    continue
-                raise store_error(folder, "sync", error) from error
+            self._in(folder, "sync", folder, partial(self.publisher.disk.sync, folder))
