@@ -30,11 +30,9 @@ _TURNS = 2
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`ms`: median device time. `best_ms`: the least. `host_us`: median host time of queueing one launch."""
+    """`ms`: median device time. `host_us`: median host time of queueing one launch."""
 
     ms: float
-    best_ms: float
-    samples: int
     host_us: float
 
 
@@ -124,7 +122,7 @@ def time_launch(devices: Devices, device: Device, launch: Run, stream: int) -> T
     with Stopwatch(devices, device, stream) as watch:
         (times,) = watch.compare([launch])
         host_us = _host_us(launch, stream, watch.wait)
-    return Timing(median(times), min(times), len(times), host_us)
+    return Timing(median(times), host_us)
 
 
 def median(values: Sequence[float]) -> float:

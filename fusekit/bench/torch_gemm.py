@@ -21,7 +21,6 @@ from fusekit.interop.torch import DTYPES
 from fusekit.plan.activations import kinds
 from fusekit.runtime import DeviceArray
 
-HOWS = ("grouped", "loop", "compile")
 _CHUNK = 1 << 26  # elements that are widened at a time
 
 
