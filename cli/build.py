@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +111,7 @@ def command(
     output.answer(session, _document(session, report), lambda: _text(session, report))
     _moved(session, report.moved)
     _left(session, report.left, report.pruned, prune=prune)
-    _failures(session, report.failed)
+    failures(session, report.failed)
     return 0 if report.ok else 1
 
 
@@ -151,7 +150,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
         "cached": cached,
         "failed": _failed_document(wanted.failed),
         "warnings": session.warned,
-        "left_behind": _left_document(left),
+        "left_behind": left,
     }
 
     def text() -> None:
@@ -163,7 +162,7 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
 
     output.answer(session, document, text)
     _left(session, left, None, prune=False)
-    _failures(session, wanted.failed)
+    failures(session, wanted.failed)
     return 1 if wanted.failed else 0
 
 
@@ -191,7 +190,7 @@ def _check(
             allow_extern=allow_extern or session.config.allow_extern,
         )
     output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
-    _failures(session, checked.report.failed)
+    failures(session, checked.report.failed)
     return 0 if checked.ok else 1
 
 
@@ -237,18 +236,14 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
         "seconds": report.seconds,
         "warnings": session.warned,
         "untrusted": report.untrusted,
-        "moved": [dataclasses.asdict(each) for each in report.moved],
-        "left_behind": _left_document(report.left),
+        "moved": report.moved,
+        "left_behind": report.left,
         "pruned": [{"name": name, "arch": arch} for name, arch in report.pruned.names] if report.pruned else [],
     }
 
 
 def _failed_document(failures: Sequence[Failed]) -> list[dict[str, str]]:
     return [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in failures]
-
-
-def _left_document(left: list[Left]) -> list[dict[str, str]]:
-    return [{"name": each.name, "arch": each.arch, "layer": str(each.layer)} for each in left]
 
 
 def _text(session: Session, report: BuildReport) -> None:
@@ -330,7 +325,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _failures(session: Session, failures: Sequence[Failed]) -> None:
+def failures(session: Session, failures: Sequence[Failed]) -> None:
     for failed in failures:
         session.error(f"{failed.name} ({failed.arch}): {failed.error}")
         if session.debug and failed.detail:

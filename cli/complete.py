@@ -39,15 +39,11 @@ def packaged(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 def stored(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Names of the store that the command line means; no record is read."""
-    from fusekit.store.names import of_path
-
     found: dict[str, set[str]] = {}
     with contextlib.suppress(FusekitError, OSError):
-        for layer in ctx.ensure_object(Session).open_store().layers:
-            for folder, filename in layer.name_files(None, ""):
-                with contextlib.suppress(FusekitError):
-                    stem, _, name = of_path(folder, filename)[0].partition("/")
-                    found.setdefault(stem, set()).add(name)
+        for full_name, _ in ctx.ensure_object(Session).open_store().recorded():
+            stem, _, name = full_name.partition("/")
+            found.setdefault(stem, set()).add(name)
     return _staged(incomplete, found, lambda stem: found[stem])
 
 

@@ -70,7 +70,7 @@ def _driver() -> dict[str, Any]:
     try:
         from importlib import metadata
 
-        from fusekit.runtime.devices import archs_of
+        from fusekit.runtime.devices import archs_of, look_at
         from fusekit.runtime.driver import Driver, version_text
 
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -79,21 +79,11 @@ def _driver() -> dict[str, Any]:
         api, check = driver.api, driver.check
         answer.update(ok=True, cuda=version_text(driver.version))
         for index in range(check(api.cuDeviceGetCount(), "cuDeviceGetCount")):
-            device = check(api.cuDeviceGet(index), "cuDeviceGet")
-
-            def attribute(name: str, device: Any = device) -> int:
-                kind = getattr(api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-                return int(check(api.cuDeviceGetAttribute(kind, device), f"cuDeviceGetAttribute {name}"))
-
-            capability = (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR"))
+            handle, name, capability, sms = look_at(driver, index)
+            memory = int(check(api.cuDeviceTotalMem(handle), "cuDeviceTotalMem"))
+            arch = archs_of(capability)[0]
             answer["gpus"].append(
-                {
-                    "device": index,
-                    "name": check(api.cuDeviceGetName(128, device), "cuDeviceGetName").split(b"\0")[0].decode(),
-                    "arch": archs_of(capability)[0],
-                    "sm_count": attribute("MULTIPROCESSOR_COUNT"),
-                    "memory_bytes": int(check(api.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
-                }
+                {"device": index, "name": name, "arch": arch, "sm_count": sms, "memory_bytes": memory}
             )
     except Exception as error:
         answer["problem"] = _text(error)

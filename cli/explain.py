@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
 from fusekit.errors import ToolchainError
@@ -47,4 +45,4 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, names
                 ]
                 output.table(session, ("  FIELD", "STORED", "NOW"), rows)
 
-    output.answer(session, output.one_or_many([dataclasses.asdict(each) for each in found]), text)
+    output.answer(session, output.one_or_many(found), text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from decimal import Decimal
 
 import click
@@ -52,7 +51,6 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
 
     store = session.open_store()
     report = store.collect(max_bytes=max_size, max_age=max_age, dry_run=dry_run)
-    document = asdict(report)
 
     def text() -> None:
         would = "would be " if dry_run else ""
@@ -86,7 +84,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
             f"{output.size(report.kept_bytes)} kept"
         )
 
-    output.answer(session, document, text)
+    output.answer(session, report, text)
     if report.in_use:
         session.note(f"{output.plural(report.in_use, 'kernel')} would go as well, but a build or launch uses them now")
     for note in report.notes:

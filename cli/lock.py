@@ -9,7 +9,7 @@ import click
 
 from fusekit.errors import FusekitError, UsageError
 from fusekit_cli import complete, output
-from fusekit_cli.build import comparison_document, comparison_text
+from fusekit_cli.build import comparison_document, comparison_text, failures
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
 
@@ -114,8 +114,7 @@ def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespa
             namespace=namespace,
             progress=lambda step: update(step.done, step.total, step.name, 0),
         )
-    for failed in report.failed:
-        session.error(f"{failed.name} ({failed.arch}): {failed.error}")
+    failures(session, report.failed)
     if not report.ok:
         count = output.plural(len(report.failed), "kernel")
         raise FusekitError(f"{count} could not be built; a manifest is of a whole build; nothing was written; mend it")

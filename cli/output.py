@@ -6,7 +6,8 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,8 +29,8 @@ def answer(session: Session, document: Any, text: Callable[[], None]) -> None:
 
 
 def print_json(document: Any) -> None:
-    """`document` as strict JSON; an infinity, which JSON has not, as the string "inf"."""
-    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+    """`document`, in which dataclasses and paths may be, as strict JSON; an infinity as the string "inf"."""
+    click.echo(json.dumps(_json(document), indent=2, allow_nan=False))
 
 
 def one_or_many(documents: Sequence[Any]) -> Any:
@@ -74,7 +75,7 @@ def tree(document: Mapping[str, Any], indent: str = "") -> None:
 
 def dry_document(dry_run: bool, steps: Iterable[Step]) -> dict[str, Any]:
     """What --dry-run adds to the JSON document: the names that would move, or whose entries would."""
-    return {"dry_run": True, "would": [asdict(step) for step in steps]} if dry_run else {}
+    return {"dry_run": True, "would": list(steps)} if dry_run else {}
 
 
 def dry_rows(session: Session, dry_run: bool, steps: Sequence[Step]) -> None:
@@ -160,15 +161,20 @@ def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
     if isinstance(value, (list, tuple)):
-        return json.dumps(_finite(value))
+        return json.dumps(_json(value))
     return inline(str(value))
 
 
-def _finite(value: Any) -> Any:
+def _json(value: Any) -> Any:
+    """`value` in types that JSON has: of a dataclass its fields, of a path its text, of an infinity "inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value):
+        return {each.name: _json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: _json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_json(item) for item in value]
     return value

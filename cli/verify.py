@@ -31,10 +31,7 @@ def command(session: Session, full: bool, source: str | None) -> int:
     report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full)
     document = {
         "checked": report.checked,
-        "bad": [
-            {"key": bad.key, "problem": bad.problem, "path": str(bad.path), "layer": str(bad.layer)}
-            for bad in report.bad
-        ],
+        "bad": report.bad,
         "entries": report.entries,
         "names": report.names,
         "blobs": report.blobs,
@@ -42,7 +39,7 @@ def command(session: Session, full: bool, source: str | None) -> int:
         "orphans": report.orphans,
         "temporaries": report.temporaries,
         "strays": [said(path) for path in report.strays],
-        "absent": [str(root) for root in report.absent],
+        "absent": list(report.absent),
     }
 
     def text() -> None:

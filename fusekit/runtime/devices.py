@@ -32,6 +32,20 @@ class Device:
         return f"device {self.ordinal} ({self.name}, {self.arch})"
 
 
+def look_at(driver: Driver, ordinal: int) -> tuple[Any, str, tuple[int, int], int]:
+    """Handle, name, capability and multiprocessors of the device `ordinal`. Makes no context."""
+    api, check = driver.api, driver.check
+    handle = check(api.cuDeviceGet(ordinal), "cuDeviceGet")
+
+    def attribute(name: str) -> int:
+        kind = getattr(api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(api.cuDeviceGetAttribute(kind, handle), f"cuDeviceGetAttribute {name}"))
+
+    name = check(api.cuDeviceGetName(128, handle), "cuDeviceGetName").split(b"\0")[0].decode()
+    capability = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
+    return handle, name, capability, attribute("MULTIPROCESSOR_COUNT")
+
+
 def archs_of(capability: tuple[int, int]) -> tuple[str, ...]:
     """The targets that compile for this capability alone, the most specific first: ("sm_90a", "sm_90")."""
     base = f"sm_{capability[0]}{capability[1]}"
@@ -127,21 +141,9 @@ class Devices:
         if not 0 <= ordinal < self.count:
             raise DriverError(f"device {ordinal}; this process sees devices 0 to {self.count - 1}; choose one of them")
         api, check = self.driver.api, self.driver.check
-        handle = check(api.cuDeviceGet(ordinal), "cuDeviceGet")
-        kinds = api.CUdevice_attribute
-
-        def attribute(name: str) -> int:
-            kind = getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(check(api.cuDeviceGetAttribute(kind, handle), f"cuDeviceGetAttribute {name}"))
-
-        return Device(
-            ordinal=ordinal,
-            name=check(api.cuDeviceGetName(128, handle), "cuDeviceGetName").split(b"\0")[0].decode(),
-            capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
-            sm_count=attribute("MULTIPROCESSOR_COUNT"),
-            handle=handle,
-            context=check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain"),
-        )
+        handle, name, capability, sm_count = look_at(self.driver, ordinal)
+        context = check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
+        return Device(ordinal, name, capability, sm_count, handle, context)
 
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:
