@@ -57,18 +57,9 @@ NAMED = 5  # names that a note lists
 @signing
 @common
 def command(
-    session: Session,
-    targets: tuple[str, ...],
-    arch: str | None,
-    jobs: int | None,
-    dry_run: bool,
-    check: str | None,
-    executor: str | None,
-    executor_timeout: float | None,
-    prune: bool,
-    allow_extern: bool,
-    namespace: str | None,
-) -> int:
+    session: Session, targets: tuple[str, ...], arch: str | None, jobs: int | None, dry_run: bool, check: str | None,
+    executor: str | None, executor_timeout: float | None, prune: bool, allow_extern: bool, namespace: str | None,
+) -> int:  # fmt: skip
     """Compile, prove and publish what the store lacks; no argument: every packaged spec. Needs no GPU and no driver.
 
     A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
@@ -167,14 +158,9 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
 
 
 def _check(
-    session: Session,
-    manifest_path: str,
-    targets: tuple[str, ...],
-    jobs: int | None,
-    executor: Executor | None,
-    namespace: str | None,
-    allow_extern: bool,
-) -> int:
+    session: Session, manifest_path: str, targets: tuple[str, ...], jobs: int | None, executor: Executor | None,
+    namespace: str | None, allow_extern: bool,
+) -> int:  # fmt: skip
     from fusekit.compiler.build_check import check_build
     from fusekit.store.manifest import read_manifest
 

@@ -23,14 +23,9 @@ from fusekit_cli.options import Session, common, one_arch, signing
 @signing
 @common
 def command(
-    session: Session,
-    file: str,
-    patterns: tuple[str, ...],
-    arch: str | None,
-    lang: str | None,
-    prefix: str,
+    session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
     loader: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes.
 
     With --lang c FILE is a folder, which gets PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,

@@ -27,13 +27,9 @@ FOLDER = "cache_manifests"
 @signing
 @common
 def command(
-    session: Session,
-    targets: tuple[str, ...],
-    write: bool,
-    folder: str | None,
-    jobs: int | None,
+    session: Session, targets: tuple[str, ...], write: bool, folder: str | None, jobs: int | None,
     namespace: str | None,
-) -> int:
+) -> int:  # fmt: skip
     """Compare what the store holds with the cache manifests, one for each architecture and toolchain, or write them.
 
     A TARGET is what `fusekit build` takes; without one: every packaged spec, foreign kernels only where

@@ -44,20 +44,9 @@ from fusekit_cli.options import Session, common
 @click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
 @common
 def command(
-    session: Session,
-    model: str | None,
-    source: str | None,
-    params: str | None,
-    out: str | None,
-    force: bool,
-    name: str | None,
-    tokens: int,
-    ranks: int,
-    training: bool,
-    inference: bool,
-    arch: str,
-    family: str | None,
-) -> None:
+    session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
+    name: str | None, tokens: int, ranks: int, training: bool, inference: bool, arch: str, family: str | None,
+) -> None:  # fmt: skip
     """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
 
     The file has the kernels of one layer: the MLP of a dense model; router, permutation and experts of a

@@ -148,15 +148,11 @@ class Devices:
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:
         """`device`'s context is current inside; the one that was current is so again afterwards."""
-        api, check = self.driver.api, self.driver.check
-        if int(check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(device.context):
+        if self.driver.is_inside(device.context):
             yield
             return
-        check(api.cuCtxPushCurrent(device.context), "cuCtxPushCurrent")
-        try:
+        with self.driver.inside(device.context):
             yield
-        finally:
-            check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
     def synchronize(self, device: Device, what: str = "cuCtxSynchronize") -> None:
         """Returns when every stream of `device` is empty. what: how an error begins."""

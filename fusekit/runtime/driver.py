@@ -5,9 +5,10 @@ Tests pass another object with the same functions instead of ``cuda.bindings.dri
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from fusekit.errors import DriverError
@@ -79,6 +80,19 @@ class Driver:
         if len(result) <= 2:
             return result[1] if len(result) == 2 else None
         return result[1:]
+
+    @contextlib.contextmanager
+    def inside(self, context: Any) -> Iterator[None]:
+        """`context` is current inside; the one that was current is so again afterwards."""
+        self.check(self.api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            self.check(self.api.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    def is_inside(self, context: Any) -> bool:
+        """Whether `context` is this thread's current one."""
+        return int(self.check(self.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context)
 
     def error(self, status: Any, what: str) -> DriverError:
         """The DriverError for `status`, with CUDA's own name and text, said of `what`."""

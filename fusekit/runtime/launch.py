@@ -151,21 +151,18 @@ def launch(plan: Plan, block: Block, handle: int) -> None:
     if handle > PER_THREAD:  # a stream of its own knows its context
         status = plan.driver.api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
     else:
-        status = _launch_in_context(plan.driver.api, plan, block)
+        status = _launch_in_context(plan, block)
     if status:
         _relaunch(plan, block, status, handle)
 
 
-def _launch_in_context(api: Any, plan: Plan, block: Block) -> Any:
-    context = plan.loaded.device.context
-    current = plan.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")
-    if int(current) == int(context):
-        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-    plan.driver.check(api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
-    try:
-        return api.cuLaunchKernelEx(block.config, plan.loaded.function, block.parameters, 0)[0]
-    finally:
-        plan.driver.check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
+def _launch_in_context(plan: Plan, block: Block) -> Any:
+    driver, context = plan.driver, plan.loaded.device.context
+    call = driver.api.cuLaunchKernelEx
+    if int(driver.check(driver.api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == int(context):
+        return call(block.config, plan.loaded.function, block.parameters, 0)[0]
+    with driver.inside(context):
+        return call(block.config, plan.loaded.function, block.parameters, 0)[0]
 
 
 def _relaunch(plan: Plan, block: Block, status: Any, handle: int) -> None:
@@ -177,9 +174,9 @@ def _relaunch(plan: Plan, block: Block, status: Any, handle: int) -> None:
         status in (api.CUresult.CUDA_ERROR_INVALID_CONTEXT, api.CUresult.CUDA_ERROR_INVALID_HANDLE)
         and handle > PER_THREAD
         and plan.loaded.function is not None
-        and int(plan.driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) != int(context)
+        and not plan.driver.is_inside(context)
     ):
-        status = _launch_in_context(api, plan, block)
+        status = _launch_in_context(plan, block)
     if status:
         raise _failure(plan, status, handle)
 

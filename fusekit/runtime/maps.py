@@ -96,15 +96,11 @@ class MapSlot:
             self._call(self._driver.api.cuTensorMapReplaceAddress, tensor_map, address)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        api, check = self._driver.api, self._driver.check
         result = function(*arguments)
         # It takes a context, and one of a device that has tensor maps: another one may be current, or none.
-        if result[0] and int(check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) != int(self._context):
-            check(api.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
-            try:
+        if result[0] and not self._driver.is_inside(self._context):
+            with self._driver.inside(self._context):
                 result = function(*arguments)
-            finally:
-                check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
         if result[0]:
             error = self._driver.error(result[0], f"encoding {self._name}")
             raise ArgumentError(str(error), argument=self._argument)

@@ -152,11 +152,8 @@ def _ordinal_of_address(address: int, name: str, driver: Driver) -> int:
     if int(context) == 0:
         ordinal = api.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
         return int(check(ordinal, "cuPointerGetAttribute"))
-    check(api.cuCtxPushCurrent(context), "cuCtxPushCurrent")
-    try:
+    with driver.inside(context):
         return int(check(api.cuCtxGetDevice(), "cuCtxGetDevice"))
-    finally:
-        check(api.cuCtxPopCurrent(), "cuCtxPopCurrent")
 
 
 def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
