@@ -20,7 +20,7 @@ from fusekit.abi import LaunchRecord, TensorArgument
 from fusekit.errors import FusekitError
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.kernel import Kernel
-from fusekit.runtime.launch import Launch, launch
+from fusekit.runtime.launch import Launch, Launches
 from fusekit.runtime.launch_plan import Plan
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import compact_strides
@@ -209,22 +209,20 @@ class CheckedKernel(Kernel):
     ) -> None:
         """As `Kernel.__call__`."""
         handle = stream if type(stream) is int else stream_handle(stream)
-        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
-        if plan.skip:
-            return
-        block = plan.take(addresses)
-        plan.fill(block, addresses, scalars)
-        self.checks.launch(self.name, plan, addresses, handle)
-        launch(plan, block, handle)
-        plan.spare.append(block)
+        plan, addresses, _ = self._resolve(arguments, cluster_margin, priority)
+        if not plan.skip:
+            plan.place(addresses)  # what cannot be launched is not checked
+            self.checks.launch(self.name, plan, addresses, handle)
+            super().__call__(stream=handle, cluster_margin=cluster_margin, priority=priority, **arguments)
 
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """As `Kernel.bind`."""
-        return CheckedLaunch(self, arguments, (cluster_margin, priority))
+        kind = CheckedLaunches if self.record.then else CheckedLaunch
+        return kind(self, arguments, (cluster_margin, priority))
 
 
 class CheckedLaunch(Launch):
-    """A `Launch` of a `CheckedKernel`: two driver calls."""
+    """A `Launch` of a `CheckedKernel`, preceded by the check."""
 
     __slots__ = ()
     kernel: CheckedKernel
@@ -237,3 +235,9 @@ class CheckedLaunch(Launch):
         handle = stream if type(stream) is int else stream_handle(stream)
         self.kernel.checks.launch(self.kernel.name, self._plan, block.addresses, handle)
         super().__call__(handle)
+
+
+class CheckedLaunches(CheckedLaunch, Launches):
+    """As `CheckedLaunch`, of a record of several launches: one check for all."""
+
+    __slots__ = ()

@@ -18,6 +18,7 @@ from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
 from fusekit.reference.offsets import first_wrong
 from fusekit.runtime import DeviceArray, Kernel, Launch, Library
 from fusekit.runtime.driver import Driver
+from tests.abi.test_schema_2 import step
 from tests.cabi.launcher import complete
 from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import Torchlike, fake_for, publish, record
@@ -273,3 +274,22 @@ def test_it_is_not_run_by_itself(tmp_path: Path) -> None:
 )
 def test_the_reference(values: list[int], rows: int, found: tuple[int, int, int] | None) -> None:
     assert first_wrong(values, rows) == found
+
+
+def test_every_launch_of_a_record_of_several_follows_one_check(tmp_path: Path) -> None:
+    made = replace(record(), then=(step(grid=(2, 1, 1)),))
+    store = publish(tmp_path, made=made)
+    publish(tmp_path, "checks/offsets@w1", check(), op="moe-check", warps=1)
+    others = {"check": [(item.offset, item.size) for item in check().parameters], "second": [(0, 8)]}
+    fake = fake_for(made, others=others)
+    fake.on_launch = act(fake)
+    library = Library(store, Driver(fake), checked=True)
+    kernel = library.load(NAME)
+    given = arguments(library, FALLS)
+    kernel(**given, stream=7)
+    launch = kernel.bind(**given)
+    launch(7)
+    launch.update(y=Torchlike((96, 160), address=0x5000_0000))(7)
+    assert kernels(fake) == ["check", "kernel", "second"] * 3
+    assert fake.launches[-1].parameters == [(0x5000_0000).to_bytes(8, "little")]
+    assert [problem.times for problem in library.problems()] == [3]
