@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -114,8 +114,8 @@ def _bars(kernels: Sequence[Mapping[str, Any]], figure: str, label: str) -> str:
     if not whats:
         return ""
     height = 0.8 / len(whats)
-    with _drawing() as draw:
-        axes = draw.subplots(8, 0.7 + len(kernels) * (0.25 + 0.17 * len(whats)))
+
+    def draw(axes: Any) -> None:
         for place, what in enumerate(whats):
             there = [(index + place * height, each[what][figure]) for index, each in enumerate(best) if what in each]
             places, values = zip(*there, strict=True)
@@ -128,8 +128,8 @@ def _bars(kernels: Sequence[Mapping[str, Any]], figure: str, label: str) -> str:
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel(label)
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        return draw.svg()
+
+    return _drawn(0.7 + len(kernels) * (0.25 + 0.17 * len(whats)), draw)
 
 
 def _roofline(kernels: Sequence[Mapping[str, Any]], peak: Peak | None) -> str:
@@ -144,8 +144,7 @@ def _roofline(kernels: Sequence[Mapping[str, Any]], peak: Peak | None) -> str:
         return ""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    with _drawing() as draw:
-        axes = draw.subplots(8, 4.5)
+    def draw(axes: Any) -> None:
         for what in dict.fromkeys(point[1] for point in points):
             of = [point for point in points if point[1] == what]
             axes.scatter([x for *_, x, _ in of], [y for *_, y in of], label=what, color=_COLORS.get(what, _GREY), s=24)
@@ -165,37 +164,24 @@ def _roofline(kernels: Sequence[Mapping[str, Any]], peak: Peak | None) -> str:
         axes.set_xlabel("FLOP per byte that must cross the memory bus")
         axes.set_ylabel("TFLOP/s")
         axes.grid(True, which="both", linewidth=0.3)
+
+    return _drawn(4.5, draw)
+
+
+def _drawn(height: float, draw: Callable[[Any], None]) -> str:
+    """What `draw` puts on axes 8 inches wide, with a legend, as an element of a page: without pyplot and its global
+    state. Text stays text; no name is taken for a formula.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusekit", "text.parse_math": False}):
+        figure, text = Figure((8, height), layout="tight"), io.StringIO()
+        axes = figure.subplots()
+        draw(axes)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        return draw.svg()
-
-
-class _drawing:  # noqa: N801 - used as a context manager
-    """One figure, without pyplot and its global state. Text stays text; no name is taken for a formula."""
-
-    def __enter__(self) -> _drawing:
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        self._settings = matplotlib.rc_context(
-            {"svg.fonttype": "none", "svg.hashsalt": "fusekit", "text.parse_math": False}
-        )
-        self._settings.__enter__()
-        self._figure = Figure(layout="tight")
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._settings.__exit__(*raised)
-
-    def subplots(self, width: float, height: float) -> Any:
-        """Axes of so many inches."""
-        self._figure.set_size_inches(width, height)
-        return self._figure.subplots()
-
-    def svg(self) -> str:
-        """The figure as an element of a page."""
-        text = io.StringIO()
-        self._figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        return text.getvalue()[text.getvalue().index("<svg") :]
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -113,22 +113,14 @@ class _MlpKernels:
         """fc1 for training, for inference, and fc2."""
         first = "Gate and up projection" if self.mlp.gated else "First projection"
         z = f"{first}, z = x . w1^T{' + bias' if self.mlp.bias else ''}, and y = {self.act}(z)"
-        y = _of("y", self.rows, self.inter)
         bias = {"bias": True} if self.mlp.bias else {}
-        keys = {"op": self.op, **bias, **self._epilogue("")}
+        keys, problem = {"op": self.op, **bias, **self._epilogue("")}, self._problem(self.width, self.hidden)
+        tensors = f"{self._given(self.width, self.hidden)} -> {_of('y', self.rows, self.inter)}"
         if request.training:
-            yield self._kernel(
-                "fc1-fwd",
-                f"{z}; z is kept for the backward pass",
-                f"{self._given(self.width, self.hidden)} -> {y}, {_of('preactivation', self.rows, self.width)}",
-                {**keys, "save_preactivation": True, **self._problem(self.width, self.hidden)},
-                self.mlp.why,
-            )
+            saved = f"{z}; z is kept for the backward pass", f"{tensors}, {_of('preactivation', self.rows, self.width)}"
+            yield self._kernel("fc1-fwd", *saved, {**keys, "save_preactivation": True, **problem}, self.mlp.why)
         if request.inference:
-            tensors = f"{self._given(self.width, self.hidden)} -> {y}"
-            yield self._kernel(
-                "fc1-infer", z, tensors, {**keys, **self._problem(self.width, self.hidden)}, self.mlp.why
-            )
+            yield self._kernel("fc1-infer", z, tensors, {**keys, **problem}, self.mlp.why)
         yield self._kernel(
             "fc2-fwd",
             f"Second projection, y = x . w2^T{' + bias' if self.mlp.bias else ''}; x is what fc1 gave",

@@ -55,8 +55,8 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
     @classmethod
     def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], layer: Path) -> Row:
         """summary: of the entry that `record` stands for; see `Entry.summary`."""
-        told = (summary[label] for label in ("cubin_sha256", "bytes", "registers", "spill_bytes"))
-        return cls(record.name, record.arch, record.key, *told, layer)
+        resources = summary["registers"], summary["spill_bytes"]
+        return cls(record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"], *resources, layer)
 
 
 @dataclass(frozen=True, slots=True)
