@@ -29,15 +29,9 @@ def command(session: Session, full: bool, source: str | None) -> int:
 
     store = session.open_store()
     report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full)
+    told = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
     document = {
-        "checked": report.checked,
-        "bad": report.bad,
-        "entries": report.entries,
-        "names": report.names,
-        "blobs": report.blobs,
-        "full": report.full,
-        "orphans": report.orphans,
-        "temporaries": report.temporaries,
+        **{name: getattr(report, name) for name in told},
         "strays": [said(path) for path in report.strays],
         "absent": list(report.absent),
     }

@@ -23,6 +23,11 @@ _TYPE_NAMES = (
     (list, "an array"),
 )
 
+_EXPECTED = {
+    "pair": "a pair of integers [M, N]", "json": "a table of JSON values", "combinations": "a table of lists",
+    "strings": "a list of strings", "bool": "true or false", "int": "an integer", "float": "a number",
+}  # fmt: skip
+
 
 class Bad:
     """The value of a key whose problem has been reported."""
@@ -290,23 +295,9 @@ def _expected(key: Key) -> str:
     match key.type:
         case "choice":
             return f"a string, {one_of(key.choices)}"
-        case "pair":
-            return "a pair of integers [M, N]"
         case "tables":
             return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in key.keys[1:3]) + " }]"
         case "table":
             return "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
-        case "json":
-            return "a table of JSON values"
-        case "combinations":
-            return "a table of lists"
-        case "strings":
-            return "a list of strings"
-        case "bool":
-            return "true or false"
-        case "int":
-            return "an integer"
-        case "float":
-            return "a number"
         case _:
-            return "a string"
+            return _EXPECTED.get(key.type, "a string")
