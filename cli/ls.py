@@ -45,18 +45,8 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
     def text() -> None:
         layers = len({row["layer"] for row in rows}) > 1
         headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *(["LAYER"] if layers else [])]
-        cells = [
-            (
-                row["name"],
-                row["arch"],
-                row["registers"],
-                row["spill_bytes"],
-                row["bytes"],
-                row["key"][:12],
-                *([row["layer"]] if layers else []),
-            )
-            for row in rows
-        ]
+        told = ("name", "arch", "registers", "spill_bytes", "bytes")
+        cells = [(*(row[key] for key in told), row["key"][:12], *([row["layer"]] if layers else [])) for row in rows]
         if rows:
             output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"))
 

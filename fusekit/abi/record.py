@@ -6,34 +6,14 @@ raises RecordError with the field's path. The package docstring gives the overvi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from fusekit.abi.arguments import (
-    Argument,
-    Dim,
-    ScalarArgument,
-    TensorArgument,
-    argument_from_json,
-    bare_dims,
-    check_name,
-    shape_dims,
-)
+from fusekit.abi.arguments import Argument, Dim, ScalarArgument, TensorArgument, argument_from_json
+from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
 from fusekit.abi.codec import Reader, expression, integer, string
-from fusekit.abi.expr import (
-    SCHEMA_2_OPERATORS,
-    Expr,
-    RecordError,
-    evaluate,
-    freeze,
-    operators,
-    thaw,
-    validate,
-    variables,
-)
-from fusekit.abi.floats import validate_float
+from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, evaluate, freeze, operators, thaw, variables
 from fusekit.abi.parameters import (
     FloatParameter,
     IntegerParameter,
@@ -44,7 +24,7 @@ from fusekit.abi.parameters import (
     flat,
     parameter_from_json,
 )
-from fusekit.dtypes import DTYPES, INTEGERS
+from fusekit.dtypes import DTYPES
 
 __all__ = [
     "SCHEMAS", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "LaunchStep",
@@ -53,15 +33,6 @@ __all__ = [
 
 # A record is written in the first of them that can say it.
 SCHEMAS = (1, 2)
-# Each is an integer. What the names mean to the driver stands in launch-record.md beside this file.
-ATTRIBUTES = (
-    "cooperative",
-    "non_portable_cluster_size_allowed",
-    "preferred_shared_memory_carveout",
-    "programmatic_stream_serialization",
-)
-T = TypeVar("T")
-_ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +124,7 @@ class LaunchRecord:
         object.__setattr__(self, "workspace", freeze(self.workspace))
         object.__setattr__(self, "scratch", freeze(self.scratch))
         object.__setattr__(self, "attributes", dict(self.attributes))
-        _check(self)
+        check(self)
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
@@ -178,7 +149,7 @@ class LaunchRecord:
             return 2
         if any(parameter.is_schema_2() for parameter in self.parameters):
             return 2
-        host = _host(self)
+        host = host_variables(self)
         launch = host | {"sm_count", "cluster_margin"}
         reading = [(constraint.expr, host) for constraint in self.constraints]
         reading += [(expr, launch) for expr in (*self.grid, self.workspace, self.scratch)]
@@ -207,7 +178,7 @@ class LaunchRecord:
     def check_complete(self) -> None:
         """Raises RecordError unless symbol and parameter offsets are filled in, aligned and disjoint."""
         for index, launch in enumerate(self.launches):
-            _check_complete(launch, f"then[{index - 1}]." if index else "")
+            check_complete(launch, f"then[{index - 1}]." if index else "")
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only; `from_json` gives an equal record back."""
@@ -269,9 +240,9 @@ def _step(reader: Reader) -> dict[str, Any]:
     return {
         "symbol": reader.string("symbol"),
         "parameters": reader.array("parameters", parameter_from_json),
-        "grid": _triple(reader.array("grid", expression), reader.path("grid")),
-        "block": _triple(reader.array("block", integer), reader.path("block")),
-        "cluster": _triple(reader.array("cluster", integer), reader.path("cluster")),
+        "grid": triple(reader.array("grid", expression), reader.path("grid")),
+        "block": triple(reader.array("block", integer), reader.path("block")),
+        "cluster": triple(reader.array("cluster", integer), reader.path("cluster")),
         "dynamic_shared": reader.integer("dynamic_shared"),
         "attributes": reader.mapping("attributes", integer),
     }
@@ -297,147 +268,5 @@ def _value(value: Any, where: str) -> tuple[str, Expr]:
 
 
 def _values(pairs: tuple[tuple[str, Expr], ...]) -> dict[str, Expr]:
-    _unique([name for name, _ in pairs], "values")
+    unique([name for name, _ in pairs], "values")
     return dict(pairs)
-
-
-def _check_complete(record: LaunchRecord, prefix: str) -> None:
-    if not record.symbol:
-        raise RecordError(f"{prefix}symbol: empty; a record is complete only after compilation")
-    end = 0
-    for index, parameter in sorted(enumerate(record.parameters), key=lambda item: item[1].offset):
-        where = f"{prefix}parameters[{index}].offset"
-        if parameter.offset < 0:
-            raise RecordError(f"{where}: {parameter.offset}; a record is complete only after compilation")
-        if parameter.offset % parameter.alignment:
-            raise RecordError(
-                f"{where}: {parameter.offset}; {parameter.name} needs a multiple of {parameter.alignment}"
-            )
-        if parameter.offset < end:
-            raise RecordError(f"{where}: {parameter.offset}; {parameter.name} overlaps what ends at {end}")
-        end = parameter.offset + parameter.size
-
-
-def _triple(items: tuple[T, ...], where: str) -> tuple[T, T, T]:
-    if len(items) != 3:
-        raise RecordError(f"{where}: {len(items)} entries; it has 3 (x, y, z)")
-    return items[0], items[1], items[2]
-
-
-def _unique(names: list[str], where: str) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise RecordError(f"{where}[{index}].name: {name!r} stands twice; names are unique")
-
-
-def _host(record: LaunchRecord) -> frozenset[str]:
-    """What a call's shapes and strides tell."""
-    strides = {tensor.stride_variable(index) for tensor in record.tensors for index in range(tensor.rank)}
-    return frozenset(dim.name for dim in record.dims) | strides
-
-
-def _check(record: LaunchRecord) -> None:
-    if not _ARCH.fullmatch(record.arch):
-        raise RecordError(f"arch: {record.arch!r}; it looks like sm_90a")
-    _check_signature(record)
-    dims = frozenset(dim.name for dim in record.dims)
-    integers = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
-    known = _host(record) | integers | {"sm_count", "cluster_margin", "active_clusters"}
-    for name, expr in record.values.items():
-        check_name(name, f"values.{name}")
-        if name in known or name in {argument.name for argument in record.arguments}:
-            raise RecordError(f"values.{name}: the name is taken; give the value another one")
-        validate(expr, f"values.{name}", known)
-        known |= {name}
-    for index, constraint in enumerate(record.constraints):
-        validate(constraint.expr, f"constraints[{index}].expr", known)
-    _check_step(record, record, known, "")
-    for index, step in enumerate(record.then):
-        _check_step(record, step, known, f"then[{index}].")
-    validate(record.workspace, "workspace.bytes", frozenset({"sm_count"}))
-    validate(record.scratch, "scratch.bytes", dims | {"sm_count"})
-    for index, name in enumerate(record.skip_if_zero):
-        if name not in dims:
-            raise RecordError(f"skip_if_zero[{index}]: {name!r} is no dim; dims are {', '.join(sorted(dims))}")
-
-
-def _check_step(record: LaunchRecord, step: LaunchRecord | LaunchStep, known: frozenset[str], prefix: str) -> None:
-    _check_parameters(record, step.parameters, known, prefix)
-    _triple(step.grid, f"{prefix}grid")
-    for index, extent in enumerate(step.grid):
-        validate(extent, f"{prefix}grid[{index}]", known)
-    for name, extents, limit in (("block", step.block, 1024), ("cluster", step.cluster, 16)):
-        x, y, z = _triple(extents, f"{prefix}{name}")
-        if min(x, y, z) < 1 or x * y * z > limit:
-            raise RecordError(f"{prefix}{name}: {x}x{y}x{z}; each is at least 1 and their product at most {limit}")
-    if step.dynamic_shared < 0:
-        raise RecordError(f"{prefix}dynamic_shared: {step.dynamic_shared}; bytes are not negative")
-    for name, value in step.attributes.items():
-        if name not in ATTRIBUTES:
-            raise RecordError(f"{prefix}attributes.{name}: unknown; the attributes are {', '.join(ATTRIBUTES)}")
-        integer(value, f"{prefix}attributes.{name}")
-
-
-def _check_signature(record: LaunchRecord) -> None:
-    _unique([argument.name for argument in record.arguments], "arguments")
-    _unique([dim.name for dim in record.dims], "dims")
-    dims = frozenset(dim.name for dim in record.dims)
-    for index, dim in enumerate(record.dims):
-        dim.check(f"dims[{index}]")
-    for index, argument in enumerate(record.arguments):
-        if isinstance(argument, TensorArgument):
-            argument.check(f"arguments[{index}]", dims)
-        else:
-            argument.check(f"arguments[{index}]")
-    bare = bare_dims(record.arguments)
-    for index, dim in enumerate(record.dims):
-        if dim.name not in bare:
-            why = "only inside expressions" if dim.name in shape_dims(record.arguments) else "in no tensor's shape"
-            raise RecordError(f"dims[{index}].name: {dim.name!r} stands {why}; some shape must be its bare name")
-
-
-def _check_parameters(
-    record: LaunchRecord, parameters: tuple[Parameter, ...], values: frozenset[str], prefix: str
-) -> None:
-    _unique([parameter.name for parameter in parameters], f"{prefix}parameters")
-    tensors = frozenset(tensor.name for tensor in record.tensors)
-    for index, parameter in enumerate(parameters):
-        where = f"{prefix}parameters[{index}]"
-        check_name(parameter.name, f"{where}.name")
-        if isinstance(parameter, TensorMapParameter):
-            if parameter.argument not in tensors:
-                raise RecordError(f"{where}.argument: {_unknown(parameter.argument, tensors)}")
-            parameter.check(where, values, frozenset(f"{name}.address" for name in tensors))
-        elif isinstance(parameter, StructParameter):
-            parameter.check(where)
-            _unique([item.name for item in parameter.fields], f"{where}.fields")
-            for place, item in enumerate(parameter.fields):
-                _check_scalar(record, item, values, f"{where}.fields[{place}]")
-        else:
-            _check_scalar(record, parameter, values, where)
-
-
-def _check_scalar(
-    record: LaunchRecord, parameter: PointerParameter | IntegerParameter | FloatParameter, values: frozenset[str],
-    where: str,
-) -> None:  # fmt: skip
-    check_name(parameter.name, f"{where}.name")
-    if isinstance(parameter, IntegerParameter):
-        if parameter.dtype not in INTEGERS:
-            raise RecordError(f"{where}.dtype: {parameter.dtype!r}; it must be one of {', '.join(INTEGERS)}")
-        validate(parameter.value, f"{where}.value", values)
-    elif isinstance(parameter, FloatParameter):
-        floats = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "f32")
-        if parameter.argument and parameter.argument not in floats:
-            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, floats)}")
-        validate_float(parameter.value, f"{where}.value", floats)
-    else:
-        memory = {name for name in ("workspace", "scratch") if getattr(record, name) != 0}
-        allowed = frozenset(tensor.name for tensor in record.tensors) | memory
-        if parameter.argument not in allowed:
-            raise RecordError(f"{where}.argument: {_unknown(parameter.argument, allowed)}")
-        validate(parameter.shift, f"{where}.shift", values)
-
-
-def _unknown(name: str, allowed: frozenset[str]) -> str:
-    return f"{name!r}; this kind of parameter may name {', '.join(sorted(allowed)) or 'none'}"

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from fusekit.compiler.hostfunction import TracePlan
     from fusekit.compiler.pool import Compiler
 
+Targets = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Arches = str | Sequence[str] | None
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -136,8 +139,8 @@ class Progress:
 
 
 def build(
-    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    arch: str | Sequence[str] | None = None,
+    targets: Targets = (),
+    arch: Arches = None,
     jobs: int | None = None,
     config: Config | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -175,19 +178,13 @@ def build(
     return report
 
 
-def look_up(
-    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (), namespace: str | None = None
-) -> tuple[Found, ...]:
+def look_up(targets: Targets = (), namespace: str | None = None) -> tuple[Found, ...]:
     """What `targets` (one or several) mean, file by file."""
     several = [targets] if isinstance(targets, str | os.PathLike) else list(targets)
     return find_targets([os.fspath(target) for target in several], namespace)
 
 
-def select(
-    targets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    arch: str | Sequence[str] | None = None,
-    namespace: str | None = None,
-) -> tuple[Spec, ...]:
+def select(targets: Targets = (), arch: Arches = None, namespace: str | None = None) -> tuple[Spec, ...]:
     """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
     return of_arch(specs_of(look_up(targets, namespace)), arch)
 
@@ -218,7 +215,7 @@ def trust(specs: tuple[Spec, ...], allow_extern: bool, *, named: bool) -> Truste
     return Trusted(tuple(spec for spec in specs if not isinstance(spec, ExternSpec)), left)
 
 
-def of_arch(specs: tuple[Spec, ...], arch: str | Sequence[str] | None) -> tuple[Spec, ...]:
+def of_arch(specs: tuple[Spec, ...], arch: Arches) -> tuple[Spec, ...]:
     """Those of `specs` for the architectures `arch` (None: all); UsageError when one of these has none."""
     if arch is None:
         return specs
@@ -229,9 +226,7 @@ def of_arch(specs: tuple[Spec, ...], arch: str | Sequence[str] | None) -> tuple[
     return tuple(spec for spec in specs if spec.arch in wanted)
 
 
-def tidy(
-    report: BuildReport, store: Store, found: Sequence[Found], arch: str | Sequence[str] | None = None, *, prune: bool
-) -> None:
+def tidy(report: BuildReport, store: Store, found: Sequence[Found], arch: Arches = None, *, prune: bool) -> None:
     """Says in `report` which names are left behind, and removes them with `prune`, unless a kernel has failed."""
     report.left = left_behind(store, found, {arch} if isinstance(arch, str) else arch)
     if prune and report.ok:

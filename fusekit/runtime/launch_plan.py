@@ -82,7 +82,7 @@ class Plan:
         )
         self._near = tuple((pair.first, pair.second, -pair.second_span, pair.first_span) for pair in self.overlaps)
         self.names = tuple(tensor.name for tensor in record.tensors)
-        index = self.index = {name: position for position, name in enumerate(self.names)}
+        self.index = {name: position for position, name in enumerate(self.names)}
         self.skip = any(bound.env[name] == 0 for name in record.skip_if_zero)
         self.spare: list[Block] = []
         self.then: tuple[Plan, ...] = ()  # of the launches that follow
@@ -95,29 +95,7 @@ class Plan:
         self._check_constraints(env)
         self.grid = tuple(evaluate(expr, env) for expr in record.grid)
         self._check_grid(env)
-        scalars = {scalar.name: position for position, scalar in enumerate(record.scalars)}
-        self.size = max((parameter.offset + parameter.size for parameter in record.parameters), default=0)
-        self.template = bytearray(self.size)
-        self.maps: list[MapSlot] = []
-        self.pointers: list[tuple[int, int]] = []
-        self.shifted: list[tuple[int, int, int]] = []  # pointers into a tensor: offset, tensor, bytes from its begin
-        self.floats: list[tuple[int, int]] = []
-        self.computed: list[tuple[int, FloatParameter]] = []
-        self.workspace_at: list[tuple[int, int]] = []  # where the workspace's address stands, and what is added to it
-        self.scratch_at: list[tuple[int, int]] = []
-        self.scratch_bytes = evaluate(record.scratch, env)
-        for offset, parameter in flat(record.parameters):
-            if isinstance(parameter, TensorMapParameter):
-                self.maps.append(map_slot(driver, loaded.device.context, parameter, env, index[parameter.argument]))
-            elif isinstance(parameter, FloatParameter):
-                if parameter.argument:
-                    self.floats.append((offset, scalars[parameter.argument]))
-                else:
-                    self.computed.append((offset, parameter))
-            elif isinstance(parameter, IntegerParameter):
-                self._put_integer(parameter, offset, env)
-            else:
-                self._put_pointer(parameter, offset, env)
+        self._place(env)
         masks = dict(self._aligned)
         # For each tensor alone: where its address stands, the maps that read it, and what its address is checked for.
         self.users = tuple(
@@ -131,6 +109,35 @@ class Plan:
             )
             for position, name in enumerate(self.names)
         )
+
+    def _place(self, env: Mapping[str, int]) -> None:
+        """The parameters' bytes as far as `env` decides them, and where the others stand."""
+        driver, record, loaded = self.driver, self.record, self.loaded
+        scalars = {scalar.name: position for position, scalar in enumerate(record.scalars)}
+        self.size = max((parameter.offset + parameter.size for parameter in record.parameters), default=0)
+        self.template = bytearray(self.size)
+        self.maps: list[MapSlot] = []
+        self.pointers: list[tuple[int, int]] = []
+        self.shifted: list[tuple[int, int, int]] = []  # pointers into a tensor: offset, tensor, bytes from its begin
+        self.floats: list[tuple[int, int]] = []
+        self.computed: list[tuple[int, FloatParameter]] = []
+        self.workspace_at: list[tuple[int, int]] = []  # where the workspace's address stands, and what is added to it
+        self.scratch_at: list[tuple[int, int]] = []
+        self.scratch_bytes = evaluate(record.scratch, env)
+        for offset, parameter in flat(record.parameters):
+            if isinstance(parameter, TensorMapParameter):
+                self.maps.append(
+                    map_slot(driver, loaded.device.context, parameter, env, self.index[parameter.argument])
+                )
+            elif isinstance(parameter, FloatParameter):
+                if parameter.argument:
+                    self.floats.append((offset, scalars[parameter.argument]))
+                else:
+                    self.computed.append((offset, parameter))
+            elif isinstance(parameter, IntegerParameter):
+                self._put_integer(parameter, offset, env)
+            else:
+                self._put_pointer(parameter, offset, env)
 
     def _put_integer(self, parameter: IntegerParameter, offset: int, env: Mapping[str, int]) -> None:
         value = evaluate(parameter.value, env)

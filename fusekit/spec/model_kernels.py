@@ -244,17 +244,10 @@ def _permutation(router: Router, sizes: Sizes) -> Iterator[Kernel]:
 
     The weights multiply what leaves the experts, or what enters them.
     """
-    tokens, topk, hidden = sizes.tokens, sizes.topk, sizes.hidden
+    tokens, topk = sizes.tokens, sizes.topk
     scaled = router.scales_input
-    keys, problem = {"topk": topk}, {"problem": {"T": tokens, "H": hidden}}
+    keys, problem = {"topk": topk}, {"problem": {"T": tokens, "H": sizes.hidden}}
     inverse, weights = _of("inverse", tokens, topk), _of("weights", tokens, topk)
-
-    def by_token(name: str) -> str:
-        return _of(name, tokens, hidden)
-
-    def by_row(name: str) -> str:
-        return _of(name, sizes.rows, hidden)
-
     yield Kernel(
         "index",
         "The order of rows: all of the first expert, then of the second, and so on",
@@ -264,41 +257,54 @@ def _permutation(router: Router, sizes: Sizes) -> Iterator[Kernel]:
     yield Kernel(
         "permute",
         "Each token's row to its experts" + (", times its weight" if scaled else ""),
-        f"{by_token('x')}, {inverse}{', ' + weights if scaled else ''} -> {by_row('y')}",
+        f"{_by_token('x', sizes)}, {inverse}{', ' + weights if scaled else ''} -> {_by_row('y', sizes)}",
         {"op": "moe-permute", **keys, **({"scaled": True} if scaled else {}), **problem},
     )
     yield Kernel(
         "unpermute",
         f"The {'' if scaled else 'weighted '}sum of each token's rows",
-        f"{by_row('x')}, {inverse}{'' if scaled else ', ' + weights} -> {by_token('y')}",
+        f"{_by_row('x', sizes)}, {inverse}{'' if scaled else ', ' + weights} -> {_by_token('y', sizes)}",
         {"op": "moe-unpermute", **keys, **({} if scaled else {"weighted": True}), **problem},
     )
-    gradient = _of("grad_weights", tokens, topk)
+    yield from _permutation_backward(scaled, sizes, {**keys, **problem})
+
+
+def _permutation_backward(scaled: bool, sizes: Sizes, keys: Mapping[str, Any]) -> Iterator[Kernel]:
+    inverse, weights = (_of(name, sizes.tokens, sizes.topk) for name in ("inverse", "weights"))
+    gradient = _of("grad_weights", sizes.tokens, sizes.topk)
     if scaled:
         yield Kernel(
             "unpermute-bwd",
             "Gradient of each row: that of its token",
-            f"{by_token('x')} is dy, {inverse} -> {by_row('y')}",
-            {"op": "moe-permute", **keys, **problem},
+            f"{_by_token('x', sizes)} is dy, {inverse} -> {_by_row('y', sizes)}",
+            {"op": "moe-permute", **keys},
         )
         yield Kernel(
             "permute-bwd",
             "Gradients of the tokens and of the weights",
-            f"{by_token('x')} as permute read it, {by_row('grad_y')}, {inverse}, {weights} -> {by_token('grad_x')}, "
-            f"{gradient}",
-            {"op": "moe-permute-bwd", **keys, **problem},
+            f"{_by_token('x', sizes)} as permute read it, {_by_row('grad_y', sizes)}, {inverse}, {weights} -> "
+            f"{_by_token('grad_x', sizes)}, {gradient}",
+            {"op": "moe-permute-bwd", **keys},
         )
         return
     yield Kernel(
         "unpermute-bwd",
         "Gradients of the rows and of the weights",
-        f"{by_token('grad_y')}, {by_row('x')} as unpermute read it, {inverse}, {weights} -> {by_row('grad_x')}, "
-        f"{gradient}",
-        {"op": "moe-unpermute-bwd", **keys, **problem},
+        f"{_by_token('grad_y', sizes)}, {_by_row('x', sizes)} as unpermute read it, {inverse}, {weights} -> "
+        f"{_by_row('grad_x', sizes)}, {gradient}",
+        {"op": "moe-unpermute-bwd", **keys},
     )
     yield Kernel(
         "permute-bwd",
         "Gradient of each token: the sum of its rows'",
-        f"{by_row('x')}, {inverse} -> {by_token('y')}",
-        {"op": "moe-unpermute", **keys, **problem},
+        f"{_by_row('x', sizes)}, {inverse} -> {_by_token('y', sizes)}",
+        {"op": "moe-unpermute", **keys},
     )
+
+
+def _by_token(name: str, sizes: Sizes) -> str:
+    return _of(name, sizes.tokens, sizes.hidden)
+
+
+def _by_row(name: str, sizes: Sizes) -> str:
+    return _of(name, sizes.rows, sizes.hidden)

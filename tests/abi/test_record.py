@@ -24,8 +24,8 @@ from fusekit.abi import (
     TensorArgument,
     TensorMapParameter,
 )
+from fusekit.abi.checks import ATTRIBUTES
 from fusekit.abi.expr import OPERATORS
-from fusekit.abi.record import ATTRIBUTES
 from fusekit.dtypes import ARGUMENTS
 from tests.runtime.samples import record
 
