@@ -15,6 +15,7 @@ EXIT_CODES = {
     "StoreError": 1,
     "NoStoreError": 2,
     "IntegrityError": 1,
+    "OtherSchemaError": 1,
     "SignatureError": 1,
     "BuildError": 1,
     "ProofError": 1,

@@ -122,7 +122,7 @@ def gemm_gated(
         is_dynamic_persistent=False,
     )  # fmt: skip
     # QuACK plans from tensors, of which it takes types and layouts; none of these numbers stays.
-    size, element = 256, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    size, element = 256, getattr(torch, DTYPES[dtype].framework)
     a = torch.empty(size, size, dtype=element)
     b = torch.empty(2, size, size, dtype=element).mT if varlen_m else torch.empty(size, size, dtype=element).mT
     out = {"mAuxOut": torch.empty(size, size // 2, dtype=element)}

@@ -60,8 +60,9 @@ def test_a_dry_run_says_why(fusekit, tmp_path):
     fusekit("build", "own.toml")
     (tmp_path / "own.toml").write_text(spec + "bias = true\n")
     (row,) = fusekit("build", "own.toml", "--dry-run", "--json").json["would_build"]
-    assert row["reason"].endswith("what differs: spec.bias")
-    assert "what differs: spec.bias" in fusekit("build", "own.toml", "--dry-run").out
+    differs = "what differs: source.kernels/gemm/operands/bias.py, source.plan/operands/bias.py, spec.bias"
+    assert row["reason"].endswith(differs)
+    assert differs in fusekit("build", "own.toml", "--dry-run").out
     (tmp_path / "two.toml").write_text(spec)  # the same kernel under another name, and a new one
     table = fusekit("build", "own.toml", "two.toml").out.splitlines()
     assert [line.split()[:3] for line in table[1:3]] == [
