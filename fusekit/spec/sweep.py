@@ -4,8 +4,9 @@ A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fi
 fusekit.choice:
 
 - no tile: three. The best one of `TILES` and `CLUSTERS`, the same tile with the other cluster, and the best one with
-  another tile: of `COMMON`, if that is not much dearer, since for each of 30 kernels of five models that were measured
-  on an H200 one of those two tiles was within 2.5 % of the fastest.
+  another tile. Tiles of `COMMON` are preferred, where the model calls them hardly dearer than the best, or as the other
+  tile not much dearer: for each of 30 kernels of five models that were measured on an H200 one of those two tiles was
+  within 2.5 % of the fastest.
 - no tile, but clusters: for each of them the best tile and that other one.
 - a tile, but no cluster: for each tile the better of `CLUSTERS`.
 - no schedule: dynamic.
@@ -29,7 +30,7 @@ TILES = ((128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
 CLUSTERS = ((2, 1), (1, 2))
 CANDIDATES = {"tile": TILES, "cluster": CLUSTERS, "schedule": ("dynamic",)}
 COMMON = ((128, 192), (256, 192))
-MUCH_DEARER = 1.05
+HARDLY_DEARER, MUCH_DEARER = 1.02, 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
@@ -115,14 +116,18 @@ def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
     """Of variants that differ in the keys `free`, those to build."""
     problem = _problem(specs[0])
     ordered = sorted(specs, key=lambda spec: (*rank(spec.canonical(), problem), spec.variant))
-    first = ordered[0]
     if "tile" not in free:
-        return [first]
-    dearest = MUCH_DEARER * cost(first.canonical(), problem)
-    others = [spec for spec in ordered if spec.tile != first.tile]
-    common = [spec for spec in others if spec.tile in COMMON and cost(spec.canonical(), problem) <= dearest]
-    twins = [spec for spec in ordered[1:] if spec.tile == first.tile]
-    return [first, *twins[:1], *(common or others)[:1]]
+        return ordered[:1]
+    least = cost(ordered[0].canonical(), problem)
+
+    def common(within: float) -> list[Any]:
+        near = (spec for spec in ordered if cost(spec.canonical(), problem) <= within * least)
+        return [spec for spec in near if spec.tile in COMMON]
+
+    first, *_ = common(HARDLY_DEARER) or ordered
+    others = [spec for spec in (*common(MUCH_DEARER), *ordered) if spec.tile != first.tile]
+    twins = [spec for spec in ordered if spec.tile == first.tile and spec is not first]
+    return [first, *twins[:1], *others[:1]]
 
 
 def _problem(spec: KernelSpec) -> dict[str, int]:
