@@ -80,8 +80,8 @@ def expected(
             for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
         )
     limit = UNIT * (4 + int(steps.max(initial=0)))
-    told = {"columns": None if columns is None else across, "limit": limit if means.out_dtype == "f32" else None}
-    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, shape=shape, **told)}
+    told, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
+    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=shape, limit=bound)}
     if means.dbias:
         outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=shape[:2], limit=limit)
     return outputs
