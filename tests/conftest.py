@@ -1,5 +1,6 @@
 """Options of the whole suite."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
+    # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
