@@ -25,7 +25,7 @@ def refusal(text: str) -> str:
     start = time.process_time()
     with pytest.raises(SpecError) as caught:
         parse_text(text, "s")
-    assert time.process_time() - start < 2  # a second where nothing else runs
+    assert time.process_time() - start < 4  # one or two where nothing else runs; what is quadratic takes minutes
     message = str(caught.value)
     assert len(message) < 20_000
     assert all(line.isprintable() for line in message.splitlines())
@@ -150,7 +150,7 @@ def test_files_that_are_none(tmp_path):
     ):
         with pytest.raises(SpecError, match=said):
             parse_file(tmp_path / name)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10  # a device that is read never ends
     before = len(list(Path("/proc/self/fd").iterdir()))
     for name in ("fifo.toml", "zero.toml", "sparse.toml"):
         with pytest.raises(SpecError):
