@@ -31,6 +31,7 @@ how long the reduction is, it is 4096.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fusekit.plan.activations import is_backward
@@ -65,6 +66,12 @@ def tile_rows(sizes: Sequence[float], tile_m: int) -> tuple[float, float]:
     return tiles / max(len(sizes), 1), worked / max(tiles, 1)
 
 
+@lru_cache(maxsize=256)  # variants of one problem have few heights
+def _average(rows: int, groups: int | None, tile_m: int) -> tuple[float, float]:
+    """`tile_rows` of rows that lie in so many groups; None: of all rows together."""
+    return tile_rows([rows] if groups is None else group_sizes(rows, groups), tile_m)
+
+
 def waves(tiles: float) -> float:
     """How long `tiles` tiles take, in tiles."""
     return max(1.0, tiles / SMS + 0.5)
@@ -91,8 +98,7 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     if operation.reduces_groups:
         (full, padded), rows = _tiles(problem[down], tile_m), float(tile_m)
     else:
-        sizes: Sequence[float] = group_sizes(problem[down], groups) if operation.ragged else [problem[down]]
-        full, rows = tile_rows(sizes, tile_m)
+        full, rows = _average(problem[down], groups if operation.ragged else None, tile_m)
         padded = full
     full_across, padded_across = _tiles(problem[across], tile_n)
     full *= full_across * groups

@@ -4,13 +4,13 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusekit.errors import SpecError, SpecWarning
 from fusekit.spec import document
 from fusekit.spec.family import Family, Spec, families, family_of
 from fusekit.spec.keys import FILE_KEYS, KERNEL_ONLY, NAME_PATTERN, NAME_RULE
-from fusekit.spec.sweep import Expansion, combinations, expand
+from fusekit.spec.sweep import Expansion, Index, combinations, expand, indexed
 from fusekit.spec.values import BAD, MAX_PROBLEMS, Reader, TooManyError, bare, nearest, show, type_name
 
 SCHEMA_VERSION = 1
@@ -56,12 +56,37 @@ def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:
     return SpecError(f"{source}: {len(lines)} problems{more}\n{text}", problems=lines)
 
 
+class _Table(NamedTuple):
+    """A [[kernel]] table. own: its values by key; shared: those of [defaults]; values: both, and the keys' defaults."""
+
+    where: str
+    family: Family
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    values: dict[str, Any]
+
+
+def _complete(family: Family, own: dict[str, Any], shared: dict[str, Any], summary: Any) -> dict[str, Any] | None:
+    """The value of every key; None where a problem of one has been reported."""
+    values = {
+        key.name: (key.default,) if key.sweep else key.default for key in family.keys if key.name not in KERNEL_ONLY
+    }
+    values |= {"summary": summary} | shared | own
+    for name in (key.name for key in family.keys if key.type == "json"):
+        if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
+            values[name] = {**shared[name], **own[name]}
+    if any(values.get(key.name) in (None, (None,)) for key in family.keys if key.required):
+        return None
+    return None if any(value is BAD for value in values.values()) else values
+
+
 class _File:
     def __init__(self, reader: Reader, document: dict[str, Any], stem: str, namespace: str | None = None) -> None:
         self.reader, self.document, self.stem = reader, document, stem
         self.namespace = document.get("namespace") if namespace is None else namespace
         self.kernels = 0
         self.notices: list[str] = []
+        self.excluded: tuple[Any, Index] = ((), {})  # of the last table; many share the one of [defaults]
 
     def expand(self) -> tuple[Spec, ...]:
         self._check_top()
@@ -70,7 +95,7 @@ class _File:
         kernels = self._kernels()
         shared = self._shared(defaults, [self._family(table, defaults) for table in kernels])
         summary = self.document.get("summary", "")
-        specs: list[Spec] = []
+        read: list[_Table] = []  # all are counted before any is expanded, which takes longer
         seen: dict[str, int] = {}
         for number, table in enumerate(kernels, start=1):
             where = f"[[kernel]] {number}"
@@ -85,8 +110,10 @@ class _File:
             for key in family.keys:
                 if key.required and key.name not in own and key.name not in inherited:
                     self.reader.missing(where, key)
-            specs += self._variants(where, family, own, inherited, summary)
-        return tuple(specs)
+            if values := _complete(family, own, inherited, summary):
+                self._count(where, family, values)
+                read.append(_Table(where, family, own, inherited, values))
+        return tuple(spec for table in read for spec in self._variants(table))
 
     def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
         return family_of(table.get("op", defaults.get("op")))
@@ -160,28 +187,16 @@ class _File:
             return value
         return []
 
-    def _variants(
-        self, where: str, family: Family, own: dict[str, Any], shared: dict[str, Any], file_summary: str
-    ) -> list[Spec]:
-        values = {
-            key.name: (key.default,) if key.sweep else key.default for key in family.keys if key.name not in KERNEL_ONLY
-        }
-        values |= {"summary": file_summary} | shared | own
-        for name in (key.name for key in family.keys if key.type == "json"):
-            if isinstance(shared.get(name), dict) and isinstance(own.get(name), dict):
-                values[name] = {**shared[name], **own[name]}
-        required = [key.name for key in family.keys if key.required]
-        if any(values.get(name) in (None, (None,)) for name in required) or any(
-            value is BAD for value in values.values()
-        ):
-            return []  # reported already
-        self._count(where, family, values)
-        found = expand(family, self.stem, values)
+    def _variants(self, table: _Table) -> list[Spec]:
+        where, excluded = table.where, table.values.get("exclude") or ()
+        if excluded is not self.excluded[0]:
+            self.excluded = excluded, indexed(excluded)
+        found = expand(table.family, self.stem, table.values, self.excluded[1])
         for key, value, rule in found.broken:
             base = key.partition(".")[0]
-            origin = "from [defaults]: " if base in shared and base not in own else ""
+            origin = "from [defaults]: " if base in table.shared and base not in table.own else ""
             self.reader.report(f"{where}{origin}", key, value, rule)
-        self._notice(where, found, own)
+        self._notice(where, found, table.own)
         return found.specs
 
     def _count(self, where: str, family: Family, values: dict[str, Any]) -> None:

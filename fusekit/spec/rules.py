@@ -1,6 +1,9 @@
 """What no single key can say: combinations that cannot be built, with the arithmetic that refuses them."""
 
 from collections.abc import Iterable
+from dataclasses import fields
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from fusekit.plan.activations import Kind, kind, kinds
@@ -15,18 +18,39 @@ ALIGNED_ELEMENTS = 8
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
+_NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem"})  # which only rules of the problem read
+_values = attrgetter(*(field.name for field in fields(KernelSpec) if field.name not in _NAMING))
+
+
+class _Alike(tuple[Any, ...]):
+    """The values of a spec that rules read, and one of the specs that have them: kernels of a file are often alike."""
+
+    spec: KernelSpec
+
+
 def broken_rules(spec: KernelSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
+    alike = _Alike(_values(spec))
+    alike.spec = spec
+    found = _of_kernel(alike)
+    if any(key == "glu_layout" for key, _, _ in found):
+        return [*found]
+    return [*found, *_problem(spec)]
+
+
+@lru_cache(maxsize=1024)
+def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
+    spec = alike.spec
     found = [*_activation(spec), *_types(spec)]
     for operand in operands():
         if operand.asked(spec):
             found += operand.rules(spec)
     if any(key == "glu_layout" for key, _, _ in found):  # the tile's rules depend on it
-        return found
+        return tuple(found)
     values = {"tile": spec.tile, "cluster": spec.cluster}
     for refusal in refusals(spec.plan, spec.mainloop):
         found.append((refusal.key, values[refusal.key], refusal.rule))
-    return found + _problem(spec)
+    return tuple(found)
 
 
 def _activation(spec: KernelSpec) -> list[Broken]:

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fusekit.choice import cost, rank
+from fusekit.choice import rank
+from fusekit.spec.keys import SWEEP_KEYS
 from fusekit.spec.model import KernelSpec, Problem
 from fusekit.spec.values import show
 
@@ -34,7 +35,7 @@ HARDLY_DEARER, MUCH_DEARER = 1.02, 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
-_Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # keys, their values, numbers of `exclude` tables
+Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # keys, their values, numbers of `exclude` tables
 
 
 @dataclass(slots=True)
@@ -57,12 +58,14 @@ def combinations(family: "Family", values: Mapping[str, Any]) -> int:
     return count * (3 if values.get("tile") == (None,) else 1)
 
 
-def expand(family: "Family", stem: str, values: Mapping[str, Any]) -> Expansion:
-    """The specs of one kernel table; values: by key, complete, a tuple for each key that may be swept."""
+def expand(family: "Family", stem: str, values: Mapping[str, Any], index: Index) -> Expansion:
+    """The specs of one kernel table.
+
+    values: by key, complete, a tuple for each key that may be swept. index: `indexed` of the value of `exclude`.
+    """
     free = {key: family.candidates[key] for key in family.candidates if values[key] == (None,)}
     given = {key: values[key] for key in family.sweep_keys if key not in free}
     excluded: Sequence[Mapping[str, Any]] = values.get("exclude") or ()
-    index = _index(excluded)
     found = Expansion(unused=set(range(1, len(excluded) + 1)))
     fatal = False
     for choice in _product(given):
@@ -98,15 +101,16 @@ def _product(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(values, choice, strict=True))
 
 
-def _index(tables: Sequence[Mapping[str, Any]]) -> _Index:
-    index: _Index = {}
+def indexed(tables: Sequence[Mapping[str, Any]]) -> Index:
+    """The tables of `exclude`, to be found by the values of a spec."""
+    index: Index = {}
     for number, table in enumerate(tables, start=1):
         keys = tuple(sorted(table))
         index.setdefault(keys, {}).setdefault(tuple(table[key] for key in keys), set()).add(number)
     return index
 
 
-def _matching(spec: Any, index: _Index) -> set[int]:
+def _matching(spec: Any, index: Index) -> set[int]:
     """Numbers of the tables all of whose values the spec has."""
     found = (tables.get(tuple(getattr(spec, key) for key in keys)) for keys, tables in index.items())
     return set().union(*filter(None, found))
@@ -115,14 +119,16 @@ def _matching(spec: Any, index: _Index) -> set[int]:
 def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
     """Of variants that differ in the keys `free`, those to build."""
     problem = _problem(specs[0])
-    ordered = sorted(specs, key=lambda spec: (*rank(spec.canonical(), problem), spec.variant))
+    alike = specs[0].canonical()
+    ranked = [(rank(alike | {key: getattr(spec, key) for key in SWEEP_KEYS}, problem), spec) for spec in specs]
+    ranked.sort(key=lambda each: (*each[0], each[1].variant))
+    ordered = [spec for _, spec in ranked]
     if "tile" not in free:
         return ordered[:1]
-    least = cost(ordered[0].canonical(), problem)
+    (least, *_), _ = ranked[0]
 
     def common(within: float) -> list[Any]:
-        near = (spec for spec in ordered if cost(spec.canonical(), problem) <= within * least)
-        return [spec for spec in near if spec.tile in COMMON]
+        return [spec for (cost, *_), spec in ranked if cost <= within * least and spec.tile in COMMON]
 
     first, *_ = common(HARDLY_DEARER) or ordered
     others = [spec for spec in (*common(MUCH_DEARER), *ordered) if spec.tile != first.tile]
