@@ -7,6 +7,7 @@ not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import signal
 import sys
@@ -113,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, `sys.argv`'s without `arguments`; returns the exit code. Errors are one message on
     stderr.
     """
+    gc.set_threshold(100_000)  # a command is short: modules and syntax trees stay to its end
     session = Session()
     try:
         with _stoppable(), answering(), warnings.catch_warnings():

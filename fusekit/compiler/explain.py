@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusekit.abi import LaunchRecord, RecordError
 from fusekit.errors import BuildError, IntegrityError, OtherSchemaError
 from fusekit.store import Entry, Store, key_of
 
@@ -40,6 +39,8 @@ class Explanation:
 
 def check_usable(entry: Entry) -> None:
     """Raises IntegrityError for an entry whose launch record no launcher could use: to a builder it is missing."""
+    from fusekit.abi import LaunchRecord, RecordError
+
     try:
         LaunchRecord.from_json(dict(entry.launch))
     except RecordError as error:

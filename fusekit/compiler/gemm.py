@@ -19,7 +19,7 @@ from fusekit.compiler.hostfunction import (
 )
 from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import GemmPlan
-from fusekit.spec import KernelSpec
+from fusekit.spec.model import KernelSpec
 
 MEMORY = ("workspace", "scratch")
 SM_COUNT = 132  # while tracing

@@ -3,9 +3,8 @@
 Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.abi`, from the family module, from the
 modules that the kernel's plan names (its operands, its activation, its epilogue), and from what compiles it
 (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of `fusekit.spec`,
-the file itself counts, and its own imports are not followed. The values of a spec, with what it derives from them
-(`fusekit.spec.model`), always take part. The DSL reaches a key by its version. The proof of a launch record changes
-nothing in it: its modules are left out.
+the module itself counts, and neither its imports nor its package. The DSL reaches a key by its version. The proof of a
+launch record changes nothing in it: its modules are left out.
 
 Of a file all counts but what is for people: comments, blank lines, docstrings, what a `raise` says; and of an operand
 its key, words and rules, since what comes of them stands in the spec. The package of an operation that is not fusekit's
@@ -27,7 +26,7 @@ from typing import Any
 from fusekit.errors import BuildError
 
 _FOLLOWED = ("kernels", "compiler", "plan", "abi")
-_ALWAYS = ("fusekit.compiler.trace", "fusekit.spec.model")
+_ALWAYS = ("fusekit.compiler.trace",)
 _APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder"})
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
@@ -62,6 +61,7 @@ class Sources:
 
     package: Path = field(default_factory=lambda: Path(__file__).parents[1])
     _files: dict[str, _File] = field(default_factory=dict)
+    _paths: dict[str, str] = field(default_factory=dict)
 
     def closure(self, roots: Iterable[str]) -> dict[str, str]:
         """Path relative to the package, with '/' -> digest, for every source file behind the modules `roots`.
@@ -81,12 +81,13 @@ class Sources:
                     digests[name] = self._files.setdefault(name, file).digest
                     pending += file.imports
                 continue
-            for path in _paths(module, self.package):
-                name = path.relative_to(self.package).as_posix()
-                if name not in digests:
-                    file = self._read(name, path)
-                    digests[name] = file.digest
-                    pending += file.imports
+            around, name = module.rpartition(".")[0], self._file(module)
+            if _followed(name) and "." in around:
+                pending.append(around)
+            if name and name not in digests:
+                file = self._read(name, self.package / name)
+                digests[name] = file.digest
+                pending += file.imports
         return dict(sorted(digests.items()))
 
     def changed(self, digests: Mapping[str, str]) -> list[str]:
@@ -102,6 +103,18 @@ class Sources:
             if file is None or file.digest != digests[name] or file.raw != _raw(file.path)
         ]
 
+    def _file(self, module: str) -> str:
+        """The path of the module's own file, below the package; "" for what is no module, but a name in one."""
+        if module not in self._paths:
+            around, _, last = module.rpartition(".")
+            inside = self._file(around) if "." in around else "__init__.py"
+            if not inside:
+                raise BuildError(f"source of {around} not found in {self.package}; reinstall fusekit")
+            here = inside.removesuffix("__init__.py")  # of a package: a module that is a file holds names alone
+            paths = (f"{here}{last}/__init__.py", f"{here}{last}.py") if last and here != inside else ()
+            self._paths[module] = next((path for path in paths if (self.package / path).is_file()), "")
+        return self._paths[module]
+
     def _read(self, name: str, path: Path) -> _File:
         if name not in self._files:
             data = path.read_bytes()
@@ -109,9 +122,9 @@ class Sources:
                 tree = ast.parse(data, str(path))
             except SyntaxError as error:
                 raise BuildError(f"{path}: {error}; mend it") from error
-            followed = name.startswith(tuple(f"{room}/" for room in _FOLLOWED))
-            imports = _imports(tree, data, path, self.package) if followed else []
-            what = _sha(_what_counts(tree, data.decode(), name).encode())
+            statements = list(_statements(tree))
+            imports = _imports(statements, tree, data, name) if _followed(name) else []
+            what = _sha(_what_counts(statements, data.decode(), name).encode())
             self._files[name] = _File(path, _sha(data), what, tuple(imports))
         return self._files[name]
 
@@ -140,6 +153,10 @@ def _whole_package(module: str) -> dict[str, _File]:
     return files
 
 
+def _followed(name: str) -> bool:
+    return name.partition("/")[0] in _FOLLOWED
+
+
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -151,15 +168,15 @@ def _raw(path: Path) -> str | None:
         return None
 
 
-def _what_counts(tree: ast.AST, text: str, name: str) -> str:
+def _what_counts(statements: Iterable[ast.AST], text: str, name: str) -> str:
     """The lines of a file without what is for people."""
     lines = text.splitlines()
-    for node in _statements(tree):
+    for node in statements:
         if _is_text(node) or (name.startswith(_OPERANDS) and _is_for_people(node)):
             _blank(lines, node, "pass")
         elif isinstance(node, ast.Raise):
             _blank(lines, node, "raise")
-    kept = _COMMENT.sub(lambda found: found["kept"] or "", "\n".join(lines))
+    kept = _COMMENT.sub(r"\g<kept>", "\n".join(lines))
     return "\n".join(line.rstrip() for line in kept.splitlines() if line.strip())
 
 
@@ -184,36 +201,19 @@ def _blank(lines: list[str], node: Any, word: str) -> None:
         lines[number] = ""
 
 
-def _paths(module: str, package: Path) -> list[Path]:
-    """The files that an import of `module` runs: its packages' own below fusekit, and its own."""
-    parts = module.split(".")[1:]
-    files = []
-    for count in range(1, len(parts) + 1):
-        at = package.joinpath(*parts[:count])
-        if (at / "__init__.py").is_file():
-            files.append(at / "__init__.py")
-        elif at.with_suffix(".py").is_file():
-            files.append(at.with_suffix(".py"))
-        elif count < len(parts):
-            raise BuildError(f"source of {module} not found at {at}; reinstall fusekit")
-    return files
-
-
-def _imports(tree: ast.AST, data: bytes, path: Path, package: Path) -> list[str]:
+def _imports(statements: list[ast.AST], tree: ast.AST, data: bytes, name: str) -> list[str]:
     """The modules to follow from one file; a name imported from a package may be a module of it, so both are given."""
-    here = ["fusekit", *path.relative_to(package).with_suffix("").parts]
     # Names stand anywhere, import statements only among statements, of which there are few.
-    nodes = list(ast.walk(tree) if b"__import__" in data or not data.isascii() else _statements(tree))
+    nodes = list(ast.walk(tree)) if b"__import__" in data or not data.isascii() else statements
     if any(isinstance(node, ast.Name) and node.id == "__import__" for node in nodes):
-        raise _unidentified(path, "__import__")
-    found = list(stated(nodes, here))
-    by_name = path.relative_to(package).as_posix() in _BY_NAME
+        raise _unidentified(name, "__import__")
+    found = list(stated(nodes, ["fusekit", *name.removesuffix(".py").split("/")]))
     for module in found:
         top = module.partition(".")[0]
-        if by_name and top == "importlib":
+        if name in _BY_NAME and top == "importlib":
             continue
         if top not in _KNOWN or top in _DYNAMIC:
-            raise _unidentified(path, module)
+            raise _unidentified(name, module)
     own = [module for module in found if module.startswith("fusekit.")]
     return [module for module in own if not {module, module.rpartition(".")[0]} & _APART]
 
@@ -247,8 +247,8 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def _unidentified(path: Path, what: str) -> BuildError:
+def _unidentified(name: str, what: str) -> BuildError:
     return BuildError(
-        f"{path.name} imports {what}, whose source no key can name; a kernel imports fusekit, cutlass and the standard"
-        " library, by plain import statements; take it out"
+        f"{name.rpartition('/')[2]} imports {what}, whose source no key can name; a kernel imports fusekit, cutlass and"
+        " the standard library, by plain import statements; take it out"
     )

@@ -13,7 +13,7 @@ from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import OPERATIONS
 from fusekit.plan.tiles import default_mainloop
 
-__all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem"]
+__all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "names"]
 
 OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
 DTYPES = ("bf16", "fp16")
@@ -68,7 +68,6 @@ class Problem:
     K: int
 
 
-@dataclass(frozen=True)
 class _Kernel:
     """What every kernel of the GEMM family has; an operand's key is a field of KernelSpec as well."""
 
@@ -129,7 +128,8 @@ class _Kernel:
         return GemmPlan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        kind: Any = type(self)
+        return {name: getattr(self, name) for name in names(kind)}
 
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted."""
@@ -183,7 +183,7 @@ if TYPE_CHECKING:
 else:
     KernelSpec = make_dataclass(
         "KernelSpec",
-        [(key.name, bool if key.type == "bool" else str) for key in operand_keys()],
+        [*_Kernel.__annotations__.items(), *(key.name for key in operand_keys())],
         bases=(_Kernel,),
         namespace={"__module__": __name__, "__doc__": _Kernel.__doc__},
         frozen=True,
@@ -199,9 +199,10 @@ def _json_value(value: Any) -> Any:
 def _members(value: Any) -> dict[str, Any]:
     # Not `asdict`: it copies deeply, which thousands of specs would feel.
     kind: Any = type(value)
-    return {name: _json_value(getattr(value, name)) for name in _names(kind)}
+    return {name: _json_value(getattr(value, name)) for name in names(kind)}
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
+def names(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass, sorted."""
     return tuple(sorted(field.name for field in fields(kind)))

@@ -1,7 +1,6 @@
 """What no single key can say: combinations that cannot be built, with the arithmetic that refuses them."""
 
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
 from fusekit.plan.tiles import refusals
-from fusekit.spec.model import KernelSpec
+from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
 
 # A TMA dimension's stride is a multiple of 16 bytes: 8 elements of 16 bits.
@@ -19,7 +18,7 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 _NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem"})  # which only rules of the problem read
-_values = attrgetter(*(field.name for field in fields(KernelSpec) if field.name not in _NAMING))
+_values = attrgetter(*(name for name in names(KernelSpec) if name not in _NAMING))
 
 
 class _Alike(tuple[Any, ...]):

@@ -15,7 +15,6 @@ from fusekit.store import marker, marks
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
 from fusekit.store.files import read_file
-from fusekit.store.gc import collect, discard
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE, HeldError, acquire
 from fusekit.store.lookup import Lookup, quietly
@@ -213,12 +212,16 @@ class Store(Lookup):
         """Shrink the writable store to `max_bytes`, remove what was not used for `max_age` seconds, and clear away
         what nobody needs: see fusekit.store.gc.
         """
+        from fusekit.store.gc import collect
+
         return collect(self.layers[0], self._publisher.disk, max_bytes=max_bytes, max_age=max_age, dry_run=dry_run)
 
     def discard(self, unwanted: Collection[tuple[str, str]], *, dry_run: bool = False) -> DiscardReport:
         """Remove names (full name, architecture) from the writable store, with the entries and cubins that nothing else
         there needs. Lower layers are left alone.
         """
+        from fusekit.store.gc import discard
+
         return discard(self.layers[0], self._publisher.disk, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:

@@ -77,6 +77,7 @@ def test_a_hit_imports_no_compiler(fusekit):
     code = (
         "import sys; from fusekit_cli.main import main; code = main(['build', 'quickstart/moe-fc2']);"
         "assert not {'cutlass', 'llvmlite', 'numpy', 'cuda', 'rich', 'multiprocessing'} & set(sys.modules);"
+        "assert not {'fusekit.abi', 'fusekit.store.gc', 'fusekit.compiler.pool'} & set(sys.modules);"  # of milliseconds
         "sys.exit(code)"
     )
     done = subprocess.run(

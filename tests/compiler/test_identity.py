@@ -23,8 +23,8 @@ def package(tmp_path):
     files = {
         "__init__.py": "",
         "compiler/__init__.py": "",
-        "compiler/gemm.py": "from fusekit.compiler.hostfunction import TracePlan\nfrom fusekit.spec import KernelSpec\n"
-        "def plan(spec):\n    from fusekit.kernels.gemm import Gemm\n",
+        "compiler/gemm.py": "from fusekit.compiler.hostfunction import TracePlan\n"
+        "from fusekit.spec.model import KernelSpec\ndef plan(spec):\n    from fusekit.kernels.gemm import Gemm\n",
         "compiler/hostfunction.py": "import json\n",
         "compiler/other.py": "import fusekit.compiler.hostfunction\n",
         "kernels/__init__.py": "",
@@ -52,7 +52,6 @@ def test_the_closure_is_what_the_family_imports(package):
         "kernels/gemm.py",
         "kernels/ptx.py",
         "kernels/scheduler.py",
-        "spec/__init__.py",
         "spec/model.py",
     ]
 
@@ -64,6 +63,7 @@ def test_the_closure_is_what_the_family_imports(package):
         ("kernels/__init__.py", True),
         ("spec/model.py", True),
         ("kernels/unused.py", False),
+        ("spec/__init__.py", False),
         ("spec/parse.py", False),
         ("compiler/other.py", False),
     ],
@@ -106,6 +106,15 @@ def test_the_real_closure_holds_the_kernel_and_no_more():
     assert "plan/activations/gelu.py" in names
     assert not {"plan/activations/swiglu.py", "plan/operands/dprob.py", "plan/tiles.py"} & set(names)
     assert not {"compiler/build.py", "compiler/prove.py", "store/store.py", "errors.py"} & set(names)
+
+
+def test_of_the_specs_only_what_a_family_reads_is_in_its_closure():
+    def of_specs(root, modules=()):
+        return {name for name in closure(root, modules=modules) if name.startswith("spec/")}
+
+    assert of_specs("fusekit.compiler.router") == {"spec/router.py"}
+    assert of_specs("fusekit.compiler.permutation") == {"spec/permutation.py"}
+    assert of_specs("fusekit.compiler.gemm", SPEC.plan.modules) == {"spec/model.py"}
 
 
 def test_every_distribution_of_the_dsl_is_named():

@@ -209,6 +209,7 @@ def copy(tmp_path_factory):
 # What a compile process loads of fusekit and no key holds, with the reason.
 NO_SOURCE = {
     "fusekit": "the package's list of names",
+    "fusekit.spec": "the package's list of names",
     "fusekit.errors": "messages",
     "fusekit.compiler.families": "says which module builds an operation: a key holds that module",
     "fusekit.compiler.prove": "compares a launch record with the host code, and changes neither",
@@ -235,8 +236,10 @@ json.dump({name: file for name, file in files.items() if name.partition(".")[0] 
 """
 
 
-# Every operand and activation is loaded with the table of them; a key holds those that the kernel has. Of GEMMs alone.
+# Every operand and activation is loaded with the table of them; a key holds those that the kernel has. Of GEMMs alone,
+# as are the values of their specs.
 TABLES = ("fusekit.plan.operands.", "fusekit.plan.activations.")
+OF_GEMMS = ("fusekit.plan", "fusekit.spec.model")
 
 
 @EACH
@@ -251,7 +254,7 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
     loaded = {name: Path(file).relative_to(PACKAGE).as_posix() for name, file in json.loads(run.stdout).items() if file}
     assert {"fusekit.compiler.trace", *roots_of(spec), "fusekit.abi.record"} <= loaded.keys()
     others = {name for name, file in loaded.items() if file not in covered} - NO_SOURCE.keys()
-    others = {name for name in others if not name.startswith(TABLES if own_modules(spec) else "fusekit.plan")}
+    others = {name for name in others if not name.startswith(TABLES if own_modules(spec) else OF_GEMMS)}
     assert not others, "these take part in a compile and are in no key"
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument, ScalarArgument
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import BACKWARD, FORWARD, Operand
+from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Operand, scalar
 
 SCALARS = ("act_alpha", "act_limit", "act_up_offset")
 
@@ -23,7 +22,7 @@ class Activation(Operand):
         return plan.kind.gated
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return tuple(ScalarArgument(name, "f32") for name in SCALARS)
+        return tuple(scalar(name) for name in SCALARS)
 
 
 OPERANDS = (Activation(),)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.abi import Argument, ScalarArgument
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand, vector
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Operand, scalar, vector
 
 
 class Alpha(Operand):
@@ -29,7 +28,7 @@ class Alpha(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         if plan.spec.alpha == "group":
             return (vector("alpha", "input", "f32", "E"),)
-        return (ScalarArgument("alpha", "f32"),)
+        return (scalar("alpha"),)
 
 
 OPERANDS = (Alpha(),)

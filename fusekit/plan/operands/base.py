@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fusekit.abi import Argument, Expr, TensorArgument
 from fusekit.plan.keys import Key
 from fusekit.plan.shared import Region
 
+# A spec is read and looked up without `fusekit.abi`.
 if TYPE_CHECKING:
+    from fusekit.abi import Argument as Argument
+    from fusekit.abi import Expr as Expr
     from fusekit.plan.gemm import GemmPlan
+else:
+    Argument = Expr = Any
 
 FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"  # the epilogues
 VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
@@ -93,17 +97,34 @@ class Operand:
         return (own, self.device) if self.on_device else (own,)
 
 
-def rows(name: str, role: str, dtype: str, columns: Expr) -> TensorArgument:
+def scalar(name: str) -> Argument:
+    """A float32 number."""
+    from fusekit.abi import ScalarArgument
+
+    return ScalarArgument(name, "f32")
+
+
+def tensor(
+    name: str, role: str, dtype: str, shape: tuple[Expr, ...], strides: tuple[Expr, ...], divisor: int = 1,
+    alignment: int = 16,
+) -> Argument:  # fmt: skip
+    """A tensor, as `fusekit.abi.TensorArgument` has it."""
+    from fusekit.abi import TensorArgument
+
+    return TensorArgument(name, role, dtype, shape, strides, divisor, alignment)
+
+
+def rows(name: str, role: str, dtype: str, columns: Expr) -> Argument:
     """A row-major tensor with a row for each token."""
-    return TensorArgument(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
+    return tensor(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
 
 
-def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> TensorArgument:
+def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> Argument:
     """A contiguous vector of elements of `size` bytes."""
-    return TensorArgument(name, role, dtype, (extent,), (1,), alignment=size)
+    return tensor(name, role, dtype, (extent,), (1,), alignment=size)
 
 
-def by_group(name: str, role: str, dtype: str, plan: GemmPlan, columns: Expr, size: int = 4) -> TensorArgument:
+def by_group(name: str, role: str, dtype: str, plan: GemmPlan, columns: Expr, size: int = 4) -> Argument:
     """Contiguous rows, one for each group; a dense GEMM has one group, and no dim for it."""
     strides: tuple[Expr, ...] = (columns, 1) if plan.grouped else (1,)
-    return TensorArgument(name, role, dtype, (*plan.leading, columns), strides, alignment=size)
+    return tensor(name, role, dtype, (*plan.leading, columns), strides, alignment=size)

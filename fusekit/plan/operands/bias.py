@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument
 from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Operand, by_group
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, by_group
 from fusekit.plan.shared import Region
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import WGRAD, Operand, by_group
+from fusekit.plan.operands.base import WGRAD, Argument, Operand, by_group
 from fusekit.plan.operands.dbias import KEY
 
 

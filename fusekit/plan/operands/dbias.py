@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument, Expr
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import FORWARD, by_group
+from fusekit.plan.operands.base import FORWARD, Argument, Expr, by_group
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
 from fusekit.plan.operands.sums import Summed, groups, pieces, tiles
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.abi import Argument, Expr
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, vector
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, vector
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
 from fusekit.plan.operands.sums import Summed, groups, pieces, tiles
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument, Expr, TensorArgument
 from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import WGRAD, Operand, rows
+from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, rows, tensor
 
 
 class TokenRows(Operand):
@@ -32,7 +31,7 @@ class Dw(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         strides: tuple[Expr, ...] = ("dw.stride0", "dw.stride1", 1)
         vector = 16 // DTYPES[plan.out_dtype].bytes
-        return (TensorArgument("dw", plan.added_to, plan.out_dtype, ("E", "N", "K"), strides, vector),)
+        return (tensor("dw", plan.added_to, plan.out_dtype, ("E", "N", "K"), strides, vector),)
 
 
 OPERANDS = (TokenRows(), Dw())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument, Expr, TensorArgument
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import BACKWARD, FORWARD, VECTOR, WGRAD, Operand, rows, vector
+from fusekit.plan.operands.base import BACKWARD, FORWARD, VECTOR, WGRAD, Argument, Expr, Operand, rows, tensor, vector
 
 
 class X(Operand):
@@ -32,7 +31,7 @@ class W(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         shape: tuple[Expr, ...] = (plan.n, "K") if plan.b_major == "k" else ("K", plan.n)
         strides = tuple(f"w.stride{index}" for index in range(len(plan.leading) + 1))
-        return (TensorArgument("w", "input", plan.dtype, (*plan.leading, *shape), (*strides, 1), VECTOR),)
+        return (tensor("w", "input", plan.dtype, (*plan.leading, *shape), (*strides, 1), VECTOR),)
 
 
 class Y(Operand):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Operand, rows
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, rows
 
 ONLY_BACKWARD = 'only a backward activation such as "dswiglu" has it, not {kind}; leave it out'
 

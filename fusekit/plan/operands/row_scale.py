@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.abi import Argument
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand, vector
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Operand, vector
 
 
 class RowScale(Operand):

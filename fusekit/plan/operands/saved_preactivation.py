@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fusekit.abi import Argument
 from fusekit.plan.gemm import CONSUMER_WARPS, Z_BOXES, GemmPlan
-from fusekit.plan.operands.base import BACKWARD, Operand, rows
+from fusekit.plan.operands.base import BACKWARD, Argument, Operand, rows
 
 
 class SavedPreactivation(Operand):

@@ -6,9 +6,8 @@ Consumer warps leave what they added up in a box, of which each warpgroup has on
 
 from __future__ import annotations
 
-from fusekit.abi import Expr
 from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
-from fusekit.plan.operands.base import BACKWARD, Operand
+from fusekit.plan.operands.base import BACKWARD, Expr, Operand
 from fusekit.plan.shared import Region
 
 NOTE_WORDS = 4  # first row of the warpgroup, end row of the group, tile along N, group
