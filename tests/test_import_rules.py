@@ -11,8 +11,9 @@
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
-| runtime | errors, config, abi, store, choice, cuda.bindings |
-| interop | errors, abi, runtime; each framework in the module of its name alone |
+| runtime | errors, config, abi, store, choice, cuda.bindings; layers, for `library.layer` |
+| layers | errors, plan, runtime |
+| interop | errors, abi, runtime, layers; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
@@ -56,8 +57,10 @@ MAY = {
     },
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
+        "fusekit.layers",
     },
-    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime"},
+    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
+    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {

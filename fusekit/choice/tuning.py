@@ -51,7 +51,7 @@ REACH = 1.0
 # Keys of a canonical spec that say what a kernel is called, where it runs and how it computes, but not what.
 _APART = frozenset(
     {"file", "kernel", "summary", "problem", "arch", "tile", "cluster", "mainloop", "schedule", "cluster_margin",
-     "warps", "scaling_factor", "coefficient"}
+     "warps", "scaling_factor", "coefficient", "layer"}
 )  # fmt: skip
 _NEAR = frozenset({"E", "M", "T"})  # dims of which a neighbour will do
 

@@ -87,6 +87,8 @@ def _fits(label: str, value: Any) -> bool:
         return _is_count(value)
     if label in _PAIRS:
         return isinstance(value, list) and len(value) == 2 and all(_is_count(item) and item > 0 for item in value)
+    if label == "layer":
+        return isinstance(value, Mapping)
     if label == "problem":
         return value is None or (isinstance(value, Mapping) and all(map(_is_count, value.values())))
     if label == "activation":

@@ -15,6 +15,7 @@ from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
+    from fusekit.layers import Layer
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
     from fusekit.store import NameRecord, Store
@@ -75,6 +76,15 @@ class Library:
         finally:
             if waking is not None:
                 waking.wait()
+
+    def layer(self, name: str, arch: str | None = None, device: int | None = None) -> Layer:
+        """The layer `name`, as `file/layer`; arch and device as for `load`. Loads no kernel yet.
+
+        Raises NotBuiltError where the stores have no kernel of it.
+        """
+        from fusekit.layers import Layer
+
+        return Layer(self, name, arch, device)
 
     def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
         from fusekit.runtime.kernel import Kernel

@@ -36,7 +36,8 @@ class Family:
     planner: dotted name of the module that builds them, with `plan(spec) -> TracePlan`, where it is not fusekit's; it
     is imported where a kernel is compiled. make: (file stem, values by key, one value of each sweep key) -> a spec.
     broken: the rules that a spec breaks, as (key, value, rule). own: keys that [defaults] does not give it. candidates:
-    what a sweep key that is left out is chosen from (see fusekit.spec.sweep).
+    what a sweep key that is left out is chosen from (see fusekit.spec.sweep). expand: stands for `sweep.expand`, for
+    tables that make several kernels.
     """
 
     ops: tuple[str, ...]
@@ -47,6 +48,7 @@ class Family:
     own: tuple[str, ...] = KERNEL_ONLY
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     planner: str = ""
+    expand: Callable[[str, Mapping[str, Any]], Any] | None = None
 
     @property
     def defaults_keys(self) -> tuple[Key, ...]:

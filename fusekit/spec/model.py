@@ -69,7 +69,10 @@ class Problem:
 
 
 class _Kernel:
-    """What every kernel of the GEMM family has; an operand's key is a field of KernelSpec as well."""
+    """What every kernel of the GEMM family has; an operand's key is a field of KernelSpec as well.
+
+    layer: the options of the layer that it is a part of.
+    """
 
     file: str
     kernel: str
@@ -88,6 +91,8 @@ class _Kernel:
     cluster_margin: int
     problem: Problem | None
     summary: str
+    if TYPE_CHECKING:
+        layer: Any
 
     @property
     def name(self) -> str:
@@ -132,8 +137,11 @@ class _Kernel:
         return {name: getattr(self, name) for name in names(kind)}
 
     def canonical(self) -> dict[str, Any]:
-        """The whole spec in JSON types, keys sorted."""
-        return _members(self)
+        """The whole spec in JSON types, keys sorted; `layer` only of a layer's kernel."""
+        found = _members(self)
+        if self.layer is None:
+            del found["layer"]
+        return found
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names, scalars, margin or problem, and no key
@@ -183,7 +191,7 @@ if TYPE_CHECKING:
 else:
     KernelSpec = make_dataclass(
         "KernelSpec",
-        [*_Kernel.__annotations__.items(), *(key.name for key in operand_keys())],
+        [*_Kernel.__annotations__.items(), *(key.name for key in operand_keys()), ("layer", object, None)],
         bases=(_Kernel,),
         namespace={"__module__": __name__, "__doc__": _Kernel.__doc__},
         frozen=True,
@@ -193,6 +201,8 @@ else:
 def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if hasattr(value, "canonical"):
+        return value.canonical()
     return _members(value) if isinstance(value, (Activation, Problem)) else value
 
 

@@ -116,6 +116,10 @@ class _File:
         return tuple(spec for table in read for spec in self._variants(table))
 
     def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
+        if "kind" in table:
+            from fusekit.spec.layer import LAYER
+
+            return LAYER
         return family_of(table.get("op", defaults.get("op")))
 
     def _shared(self, defaults: dict[str, Any], used: list[Family]) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -191,7 +195,10 @@ class _File:
         where, excluded = table.where, table.values.get("exclude") or ()
         if excluded is not self.excluded[0]:
             self.excluded = excluded, indexed(excluded)
-        found = expand(table.family, self.stem, table.values, self.excluded[1])
+        if table.family.expand:
+            found = table.family.expand(self.stem, table.values)
+        else:
+            found = expand(table.family, self.stem, table.values, self.excluded[1])
         for key, value, rule in found.broken:
             base = key.partition(".")[0]
             origin = "from [defaults]: " if base in table.shared and base not in table.own else ""

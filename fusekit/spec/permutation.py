@@ -82,6 +82,7 @@ class PermutationSpec(TokenSpec):
     warps: int
     problem: TokenProblem | None
     summary: str
+    layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""

@@ -93,6 +93,7 @@ class RouterSpec(TokenSpec):
     warps: int
     problem: TokenProblem | None
     summary: str
+    layer: Any = None
 
     APART = (*TokenSpec.APART, "scaling_factor", "coefficient")
 

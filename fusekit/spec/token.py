@@ -13,10 +13,16 @@ class TokenProblem:
 
 
 class TokenSpec:
-    """Names and forms of a frozen dataclass with the fields file, kernel, arch, warps, problem and summary."""
+    """Names and forms of a frozen dataclass with the fields file, kernel, arch, warps, problem, summary and layer."""
 
     __slots__ = ()
-    APART: ClassVar[tuple[str, ...]] = ("file", "kernel", "problem", "summary")  # fields that no cubin depends on
+    APART: ClassVar[tuple[str, ...]] = (
+        "file",
+        "kernel",
+        "problem",
+        "summary",
+        "layer",
+    )  # fields that no cubin depends on
 
     @property
     def name(self) -> str:
@@ -39,6 +45,9 @@ class TokenSpec:
         problem = values["problem"]
         if is_dataclass(problem):
             values["problem"] = {field.name: getattr(problem, field.name) for field in fields(problem)}
+        layer = values.pop("layer", None)
+        if layer is not None:
+            values["layer"] = layer.canonical()
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:

@@ -1,0 +1,271 @@
+"""A layer ready on a device: what its passes take, how much memory they need, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusekit.errors import ArgumentError, IntegrityError, NotBuiltError
+from fusekit.layers.memory import Slice, whole
+from fusekit.plan.layer import Buffer, Options, Program, program
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime.streams import stream_handle
+from fusekit.runtime.tensors import describe, read
+
+if TYPE_CHECKING:
+    from fusekit.runtime import Kernel, Launch, Library
+
+_PLANS_KEPT = 64  # token counts differ from step to step
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass."""
+
+    kept: int
+    forward: int
+    inference: int
+    backward: int
+
+    @property
+    def scratch(self) -> int:
+        """Of whichever pass needs most: the passes of a stream may share it."""
+        return max(self.forward, self.inference, self.backward)
+
+
+class Pass:
+    """A pass bound to its arguments: `forward(stream)` queues its launches, and may be captured in a CUDA graph.
+
+    It belongs to one thread at a time, and keeps its arguments alive.
+    """
+
+    __slots__ = ("_arguments", "launches")
+
+    def __init__(self, launches: list[Launch], arguments: Mapping[str, Any]) -> None:
+        self.launches = tuple(launches)
+        self._arguments = dict(arguments)
+
+    def __call__(self, stream: Any = None) -> None:
+        """Queues the launches on `stream`, as a kernel's."""
+        handle = stream if type(stream) is int else stream_handle(stream)
+        for launch in self.launches:
+            launch(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A pass for one count of tokens and one set of outputs: kernels, and where each of their buffers lies."""
+
+    steps: tuple[tuple[Kernel, Mapping[str, Buffer]], ...]
+    kept: Mapping[str, int]
+    kept_bytes: int
+    scratch: Mapping[str, int]
+    scratch_bytes: int
+    dims: Mapping[str, int]
+
+
+class Layer:
+    """A layer of the store `library`, for one architecture.
+
+    `options` say what it is. `inputs(pass)` and `outputs(pass)` are what the caller gives: shapes with the dims "T",
+    tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for.
+    """
+
+    def __init__(self, library: Library, name: str, arch: str | None = None, device: int | None = None) -> None:
+        self.name, self._library, self._arch, self._device = name, library, arch, device
+        self.options = _options(library, name)
+        self.program: Program = program(self.options)
+        self._kernels: dict[str, Kernel] = {}
+        self._plans: dict[Any, _Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
+
+    def inputs(self, which: str) -> dict[str, Buffer]:
+        """The inputs of "forward", "inference" or "backward" by name."""
+        return self.program.arguments(which)[0]
+
+    def outputs(self, which: str) -> dict[str, Buffer]:
+        """The outputs by name."""
+        return self.program.arguments(which)[1]
+
+    def sizes(self, tokens: int, gradients: Collection[str] | None = None) -> Sizes:
+        """The memory for so many tokens. gradients: the outputs of the backward pass that will be asked for; None: all.
+
+        Loads nothing, and needs no GPU.
+        """
+        dims = self.program.dims(_count(tokens))
+        given = {which: set(self.outputs(which)) for which in (FORWARD, INFERENCE, BACKWARD)}
+        if gradients is not None:
+            given[BACKWARD] = self._known(BACKWARD, gradients)
+        found = {which: self.program.scratch(which, asked, dims)[1] for which, asked in given.items()}
+        return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD])
+
+    def bind_forward(self, *, kept: Any = None, scratch: Any = None, **arguments: Any) -> Pass:
+        """The forward pass on the caller's memory.
+
+        arguments: `inputs` and `outputs` by name; an output may be left out. kept, scratch: device tensors of any type
+        with the bytes of `sizes`, aligned to 256; without `kept`, the pass is one of inference, which keeps nothing.
+        Raises ArgumentError naming the argument, and what loading a kernel raises.
+        """
+        return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments)
+
+    def bind_backward(self, *, kept: Any, scratch: Any = None, **arguments: Any) -> Pass:
+        """The backward pass, after a forward pass with the same `kept`, on the caller's memory, as `bind_forward`.
+
+        An output that is left out is not computed. Outputs that are added to hold what is there before.
+        """
+        return self._bind(BACKWARD, kept, scratch, arguments)
+
+    def forward(self, *, stream: Any = None, kept: Any = None, scratch: Any = None, **arguments: Any) -> None:
+        """Queues a forward pass without binding it first; arguments and errors are those of `bind_forward`."""
+        self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream)
+
+    def backward(self, *, stream: Any = None, kept: Any, scratch: Any = None, **arguments: Any) -> None:
+        """Queues a backward pass without binding it first; arguments and errors are those of `bind_backward`."""
+        self._call(BACKWARD, kept, scratch, arguments, stream)
+
+    def load(self, tokens: int | None = None) -> None:
+        """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
+        for which in (FORWARD, INFERENCE, BACKWARD):
+            self._plan(which, self.options.tokens if tokens is None else _count(tokens), set(self.outputs(which)))
+
+    # -- launches -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]) -> Pass:
+        launches = [kernel.bind(**given) for kernel, given in self._resolve(which, kept, scratch, arguments)]
+        return Pass(launches, {**arguments, "kept": kept, "scratch": scratch})
+
+    def _call(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any) -> None:
+        handle = stream if type(stream) is int else stream_handle(stream)
+        for kernel, given in self._resolve(which, kept, scratch, arguments):
+            kernel(stream=handle, **given)
+
+    def _resolve(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]
+    ) -> list[tuple[Kernel, dict[str, Any]]]:
+        """Each kernel of a pass with its tensors."""
+        given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
+        asked = self._known(which, given)
+        tokens, device = self._check(which, given)
+        plan = self._plan(which, tokens, asked)
+        driver = self._library.devices.driver
+        memory = {
+            "kept": whole(kept, "kept", plan.kept_bytes if which != INFERENCE else 0, device, driver),
+            "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
+        }
+        made: dict[str, Any] = {}
+
+        def tensor(buffer: Buffer) -> Any:
+            name = buffer.name
+            if name in given and (name in asked or name in self.inputs(which)):
+                return given[name]
+            if name not in made:
+                base, places = ("scratch", plan.scratch) if name in plan.scratch else ("kept", plan.kept)
+                address = memory[base] + places[name]
+                made[name] = Slice(address, buffer.extents(plan.dims), buffer.dtype, device)
+            return made[name]
+
+        return [
+            (kernel, {argument: tensor(buffer) for argument, buffer in buffers.items()})
+            for kernel, buffers in plan.steps
+        ]
+
+    def _known(self, which: str, given: Collection[str]) -> set[str]:
+        """The outputs among `given`, of which every one must be an argument."""
+        inputs, outputs = self.program.arguments(which)
+        unknown = sorted(set(given) - inputs.keys() - outputs.keys())
+        if unknown:
+            raise ArgumentError(
+                f"{self.name}: the {which} pass has no {', '.join(unknown)}; its inputs are {', '.join(inputs)}, its"
+                f" outputs {', '.join(outputs)}",
+                argument=unknown[0],
+            )
+        return set(given) & outputs.keys()
+
+    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int]:
+        """(tokens, device) of what is given, after a look at every shape and dtype."""
+        inputs, outputs = self.program.arguments(which)
+        driver = self._library.devices.driver
+        lead = "dy" if which == BACKWARD else "x"
+        if lead not in given:
+            raise ArgumentError(f"{self.name}: {lead} is missing, whose rows are the tokens", argument=lead)
+        seen = {name: describe(read(tensor, name, driver)[1], name) for name, tensor in given.items()}
+        tokens = seen[lead].shape[0] if seen[lead].shape else 0
+        dims = self.program.dims(tokens)
+        for name, view in seen.items():
+            buffer = inputs.get(name) or outputs[name]
+            if view.shape != buffer.extents(dims) or view.dtype != buffer.dtype:
+                raise ArgumentError(
+                    f"{self.name}: {name} is {view.dtype} {list(view.shape)}; for {tokens} tokens it must be"
+                    f" {buffer.dtype} {list(buffer.extents(dims))}",
+                    argument=name,
+                )
+        needed = {
+            name for step in self.program.needed(which, set(given) & outputs.keys()) for name in step.reads.values()
+        }
+        missing = [name for name in inputs if name in needed and name not in given]
+        if missing:
+            raise ArgumentError(
+                f"{self.name}: the {which} pass needs {', '.join(missing)}, too; give"
+                f" {', '.join(f'{name} {list(inputs[name].extents(dims))}' for name in missing)}",
+                argument=missing[0],
+            )
+        return tokens, seen[lead].device
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, which: str, tokens: int, asked: set[str]) -> _Plan:
+        key = which, tokens, frozenset(asked)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            plan = self._plans[key] = self._planned(which, tokens, asked)
+        return plan
+
+    def _planned(self, which: str, tokens: int, asked: set[str]) -> _Plan:
+        dims = self.program.dims(tokens)
+        buffers = self.program.buffers
+        steps = []
+        for step in self.program.needed(which, asked):
+            names = {**step.reads, **step.writes}
+            steps.append((self._kernel(step.part, dims), {each: buffers[name] for each, name in names.items()}))
+        scratch, scratch_bytes = self.program.scratch(which, asked, dims)
+        kept, kept_bytes = self.program.kept(dims)
+        return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
+
+    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
+        """The variant of a part for so many tokens, loaded once."""
+        keys = self.program.parts[part]
+        operation = OPERATIONS[keys["op"]]
+        problem = {"T": dims["T"]}
+        if operation.family == GEMM:
+            problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
+        record = self._library.find(f"{self.name}.{part}", self._arch, self._device, problem)
+        if record.name not in self._kernels:
+            self._kernels[record.name] = self._library.load(record.name, self._arch, self._device)
+        return self._kernels[record.name]
+
+
+def _options(library: Library, name: str) -> Options:
+    """What the kernels of a layer say of it. Raises NotBuiltError where there are none."""
+    for listing in library.store.names(f"{name}.*"):
+        said = listing.record.spec.get("layer")
+        if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" == name:
+            try:
+                return Options(**said)
+            except TypeError as error:
+                raise IntegrityError(
+                    f"{listing.record.name}: the layer that it is of has other keys than this version of fusekit knows:"
+                    f" {error}; build {name} again"
+                ) from error
+    raise NotBuiltError.of(name, None, "it is no layer there", library.store.absent())
+
+
+def _count(tokens: int) -> int:
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ArgumentError(f"tokens = {tokens!r}; it must be a whole number, 0 or more", argument="tokens")
+    return tokens

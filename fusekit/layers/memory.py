@@ -1,0 +1,50 @@
+"""Parts of the caller's memory, in the terms that launches read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.dtypes import DTYPES
+from fusekit.errors import ArgumentError
+from fusekit.plan.layer.program import ALIGNMENT
+from fusekit.runtime.driver import Driver
+from fusekit.runtime.tensors import compact_strides, describe, read
+
+
+class Slice:
+    """A row-major tensor somewhere in memory that is the caller's."""
+
+    __slots__ = ("_address", "_strides", "device", "dtype", "shape")
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, device: int) -> None:
+        self._address, self.shape, self.dtype, self.device = address, shape, dtype, device
+        self._strides = compact_strides(shape)
+
+    def data_ptr(self) -> int:
+        """The device address of the first element."""
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._strides
+
+
+def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> int:
+    """The address of a caller's memory of `needed` bytes at least. Raises ArgumentError."""
+    if needed == 0:
+        return 0
+    if tensor is None:
+        raise ArgumentError(f"{name} is missing; give {needed} bytes on device {device}", argument=name)
+    address, meta = read(tensor, name, driver)
+    view = describe(meta, name)
+    size = DTYPES[view.dtype].bytes
+    for extent in view.shape:
+        size *= extent
+    if view.strides != compact_strides(view.shape) or size < needed or address % ALIGNMENT or view.device != device:
+        raise ArgumentError(
+            f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"
+            f" device {view.device}; it must be {needed} contiguous bytes at a multiple of {ALIGNMENT} on device"
+            f" {device}",
+            argument=name,
+        )
+    return address

@@ -1,0 +1,161 @@
+"""What can be said of a layer in a spec file: its keys, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fusekit.plan.activations import kind as kind_of
+from fusekit.plan.arch import ARCHES
+from fusekit.plan.keys import Key
+from fusekit.plan.tiles import GLU_LAYOUTS
+
+MOE, MLP = "moe", "mlp"
+KINDS = (MOE, MLP)
+X, LOGITS, CHOICES = "x", "logits", "choices"
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+TOKENS = 8192  # of a layer without a problem
+
+ROUTER_KEYS = (
+    Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
+        '"logits" [T, X] as well; or "choices": indices and weights [T, K].', choices=(X, LOGITS, CHOICES), default=X),
+    Key("bias", "bool", "The logits have a bias: the parameter router_bias [X].", default=False),
+    Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
+    Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False),
+    Key("expert_bias", "bool", "Chooses by score + expert_bias [X]; sigmoid and sqrtsoftplus only.", default=False),
+    Key("num_groups", "int", "Groups of neighbouring experts; 0: no groups.", default=0),
+    Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
+    Key("scaling_factor", "float", "Factor of the weights.", default=1.0),
+    Key("scale", "choice", "What the weights multiply: the experts' output, or their input.",
+        choices=("output", "input"), default="output"),
+    Key("aux_loss", "bool", "The forward pass gives the load-balancing loss, and the backward pass takes its gradient.",
+        default=False),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A layer. Members are those of `LAYER_KEYS`, complete; of an mlp experts and topk are 0."""
+
+    file: str
+    name: str
+    kind: str
+    dtype: str
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+    router: Mapping[str, Any]
+    activation: Mapping[str, Any]
+    glu_layout: str
+    bias: bool
+    b_major: str
+    shared: int
+    keep: str
+    grad_dtype: str
+    accumulate: bool
+    tokens: int
+
+    @property
+    def gated(self) -> bool:
+        """Whether two columns of z make one of the activation's."""
+        return kind_of(self.activation["kind"]).gated
+
+    @property
+    def sides(self) -> int:
+        """Columns of z for each of the activation's."""
+        return 2 if self.gated else 1
+
+    def canonical(self) -> dict[str, Any]:
+        """In JSON types."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Key, ...]:
+    """The keys of a layer's table. activation: those of an activation."""
+    return (
+        Key("name", "string", "The layer's name in this file; its kernels are name.part.", required=True),
+        Key("summary", "string", "One line about the layer; default: the file's."),
+        Key("kind", "choice", 'A layer: "moe", or "mlp", the dense MLP.', choices=KINDS, required=True),
+        Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+        Key("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16"),
+        Key("hidden", "int", "H, elements of a token.", minimum=1, required=True),
+        Key("intermediate", "int", "I, the columns between both projections.", minimum=1, required=True),
+        Key("experts", "int", "X, the experts.", default=0),
+        Key("topk", "int", "K, the experts of a token.", default=0),
+        Key("router", "table", "How experts are chosen.", keys=ROUTER_KEYS),
+        Key("activation", "table", 'Between the projections; default: { kind = "swiglu" }.', keys=activation),
+        Key("glu_layout", "choice", 'How gate and up lie in w1; default: "concat" for a gated activation.',
+            choices=("none", *GLU_LAYOUTS)),
+        Key("bias", "bool", "Both projections have biases: b1 [X, N], b2 [X, H].", default=False),
+        Key("b_major", "choice", '"k": w1 [X, N, H], w2 [X, H, I]; "n": w1 [X, H, N], w2 [X, I, H].',
+            choices=("k", "n"), default="k"),
+        Key("shared", "int", "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
+        Key("keep", "choice", 'What stays for the backward pass beside x and the choices: "z", the first projection\'s '
+            'result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
+        Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
+        Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("problem", "table", "The tokens that variants are chosen for.",
+            keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
+    )  # fmt: skip
+
+
+def make(file: str, values: Mapping[str, Any]) -> Options:
+    """The options of one table; values: by key, complete."""
+    activation = dict(values["activation"] or {"kind": "swiglu"})
+    gated = kind_of(activation["kind"]).gated
+    router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
+    return Options(
+        file=file,
+        name=values["name"],
+        kind=values["kind"],
+        dtype=values["dtype"],
+        hidden=values["hidden"],
+        intermediate=values["intermediate"],
+        experts=values["experts"],
+        topk=values["topk"],
+        router=router if values["kind"] == MOE else {},
+        activation=activation,
+        glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
+        bias=values["bias"],
+        b_major=values["b_major"],
+        shared=values["shared"],
+        keep=values["keep"],
+        grad_dtype=values["grad_dtype"] or values["dtype"],
+        accumulate=values["accumulate"],
+        tokens=(values["problem"] or {}).get("T", TOKENS),
+    )
+
+
+def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
+    """The rules that a layer breaks, beside those of its kernels: (key, its value, rule)."""
+    if options.kind == MOE:
+        for key in ("experts", "topk"):
+            if getattr(options, key) < 1:
+                yield key, getattr(options, key), f"a layer of experts needs it; say {key}, 1 at least"
+        if options.topk > options.experts:
+            yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
+        if options.router["scale"] == "input" and options.bias:
+            yield (
+                "bias",
+                True,
+                'the weights multiply the experts\' input (scale = "input"), and b2 has no row to '
+                "belong to; leave one of the two out",
+            )
+        if options.router["input"] == CHOICES:
+            for key in ("bias", "expert_bias", "aux_loss"):
+                if options.router[key]:
+                    yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
+    else:
+        for key in ("experts", "topk", "shared"):
+            if getattr(options, key):
+                yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
+    if kind_of(options.activation["kind"]).backward:
+        yield "activation.kind", options.activation["kind"], "name the forward activation; the layer knows the other"
+    for key in ("hidden", "intermediate", "shared"):
+        if getattr(options, key) % 8:
+            yield key, getattr(options, key), "a row must be a multiple of 16 bytes; say a multiple of 8"
+    if options.accumulate and options.grad_dtype != "f32":
+        yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'

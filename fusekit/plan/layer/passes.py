@@ -1,0 +1,375 @@
+"""The passes of a layer, launch by launch; the formulas stand in fusekit.reference.layer.
+
+Backward, dx comes before the gradients of weights, so that whoever waits for it can start. What a step makes that no
+output needs is not launched (`Program.needed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
+from fusekit.plan.layer.program import (
+    ARGUMENT,
+    BACKWARD,
+    FORWARD,
+    INFERENCE,
+    KEPT,
+    SCRATCH,
+    Buffer,
+    Program,
+    Step,
+)  # fmt: skip
+
+AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
+BOTH = (FORWARD, INFERENCE)
+ROUTER = ("score_function", "pre_softmax", "scaling_factor")
+CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
+Names = Mapping[str, str]
+
+
+def program(options: Options) -> Program:
+    """The kernels, buffers and launches of a layer."""
+    passes = _Passes(options)
+    if options.kind == MLP:
+        passes.buffer("x", "T", options.hidden, place=ARGUMENT)
+        passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
+        passes.mlp("", options.intermediate, "y", "dx")
+    else:
+        _Experts(passes).write()
+    backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
+    steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
+    return Program(passes.parts, passes.buffers, steps, options.topk)
+
+
+class _Passes:
+    """A program in the making."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.parts: dict[str, Mapping[str, Any]] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.steps: dict[str, list[Step]] = {which: [] for which in (*BOTH, AGAIN, THROUGH, WEIGHTS)}
+
+    def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
+        """A buffer, of the layer's dtype unless told otherwise; its name."""
+        self.buffers[name] = Buffer(name, dtype or self.options.dtype, shape, place)
+        return name
+
+    def step(
+        self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names
+    ) -> None:
+        """A launch of `part`, whose table has `keys`, in the passes `which`."""
+        self.parts[part] = dict(keys)
+        for each in (which,) if isinstance(which, str) else which:
+            self.steps[each].append(Step(part, dict(reads), dict(writes)))
+
+    def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
+        """The table of a GEMM of N by K."""
+        o = self.options
+        dense = op.startswith("dense")
+        problem = {"E": 1 if dense else o.experts, "M": o.tokens * (1 if dense else o.topk), "N": n, "K": k}
+        return {"op": op, "dtype": o.dtype, **keys, "problem": problem}
+
+    def activation(self, before: str = "") -> dict[str, Any]:
+        """The keys of the activation, or of its derivative."""
+        o = self.options
+        keys: dict[str, Any] = {"activation": {**o.activation, "kind": before + o.activation["kind"]}}
+        return keys | ({"glu_layout": o.glu_layout} if o.gated else {})
+
+    def gradient(self) -> dict[str, Any]:
+        """The keys of a weight gradient."""
+        return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
+
+    def parameter(self, name: str, *shape: int, grad: str = "") -> tuple[str, str]:
+        """A parameter and its gradient."""
+        own = self.buffer(name, *shape, place=ARGUMENT)
+        return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
+
+    def mlp(self, prefix: str, width: int, y: str, dx: str) -> None:
+        """A dense MLP of x: y, and from dy dx; both are arguments where the MLP is the layer."""
+        o, place = self.options, SCRATCH if prefix else ARGUMENT
+        major = "k" if prefix else o.b_major
+        bias = o.bias and not prefix
+        h, n = o.hidden, o.sides * width
+        part, name = prefix.replace("_", "-"), prefix
+        w1, dw1 = self.parameter(f"{name}w1", *((n, h) if major == "k" else (h, n)))
+        w2, dw2 = self.parameter(f"{name}w2", *((h, width) if major == "k" else (width, h)))
+        b1 = {"bias": self.parameter("b1", n, grad="f32")[0]} if bias else {}
+        b2 = {"bias": self.parameter("b2", h, grad="f32")[0]} if bias else {}
+        z = self.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
+        a = self.buffer(f"{name}a", "T", width)
+        self.buffer(y, "T", h, place=place)
+        self.buffer(dx, "T", h, place=place)
+        dz = self.buffer(f"d{name}z", "T", n)
+        first = {**self.gemm("dense-gemm", n, h, b_major=major, bias=bias), **self.activation()}
+        self.first(f"{part}fc1", first, {"x": "x", "w": w1, **b1}, a, z)
+        second = self.gemm("dense-gemm", h, width, b_major=major, bias=bias)
+        self.step(BOTH, f"{part}fc2", second, {"x": a, "w": w2, **b2}, {"y": y})
+        other = "n" if major == "k" else "k"
+        back = {**self.gemm("dense-gemm", width, h, b_major=other, recompute=True, dbias=bias), **self.activation("d")}
+        made = {"dz": dz, "y": a, **({"dbias": "db1"} if bias else {})}
+        self.step(THROUGH, f"{part}fc2-dgrad", back, {"x": "dy", "w": w2, "preactivation": z}, made)
+        keys = self.gemm("dense-gemm", h, n, b_major=other)
+        self.step(THROUGH, f"{part}fc1-dgrad", keys, {"x": dz, "w": w1}, {"y": dx})
+        sums = {"dbias": "db2"} if bias else {}
+        self.wgrad(f"{part}fc2-wgrad", "dense-wgrad", ("dy", h), (a, width), major, {"dw": dw2, **sums})
+        self.wgrad(f"{part}fc1-wgrad", "dense-wgrad", (dz, n), ("x", h), major, {"dw": dw1})
+
+    def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: str, z: str) -> None:
+        """The first projection of both passes; z is kept, or made again before the backward pass reads it."""
+        if self.buffers[z].place == KEPT:
+            self.step(FORWARD, f"{part}-fwd", {**keys, "save_preactivation": True}, reads, {"y": a, "preactivation": z})
+            self.step(INFERENCE, f"{part}-infer", keys, reads, {"y": a})
+            return
+        self.step(BOTH, f"{part}-infer", keys, reads, {"y": a})
+        plain = {name: value for name, value in keys.items() if name not in ("activation", "glu_layout")}
+        self.step(AGAIN, f"{part}-again", plain, reads, {"y": z})
+
+    def wgrad(
+        self, part: str, op: str, rows: tuple[str, int], columns: tuple[str, int], major: str, writes: Names,
+        also: Names | None = None, token: str = "",
+    ) -> None:  # fmt: skip
+        """A weight gradient: [rows, columns] where N lies before K in the weights, else the other way about.
+
+        token: the one of both whose rows are chosen by `also`'s index.
+        """
+        (dy, n), (x, k) = (rows, columns) if major == "k" else (columns, rows)
+        keys = {**self.gemm(op, n, k), **self.gradient(), **({"dbias": True} if "dbias" in writes else {})}
+        if token:
+            keys["gather"] = "dy" if token == dy else "x"
+        self.step(WEIGHTS, part, keys, {"dy": dy, "x": x, **(also or {})}, writes)
+
+
+class _Experts:
+    """The passes of a layer of experts."""
+
+    def __init__(self, passes: _Passes) -> None:
+        self.passes, self.o = passes, passes.options
+        self.router = self.o.router
+        self.by_input = self.router["scale"] == "input"
+        self.given = self.router["input"] == CHOICES
+        self.n = self.o.sides * self.o.intermediate
+        self.other = "n" if self.o.b_major == "k" else "k"  # how a gradient through a projection reads its weights
+
+    def write(self) -> None:
+        """Everything, forward before backward."""
+        p, o = self.passes, self.o
+        for name in ("x", "dy", "y", "dx"):
+            p.buffer(name, "T", o.hidden, place=ARGUMENT)
+        self.choose()
+        if self.router["aux_loss"]:
+            self.loss()
+        if o.shared:
+            p.mlp("shared_", o.shared, "shared_y", "shared_dx")
+        self.parameters()
+        self.forward()
+        self.through()
+        self.choices_backward()
+        self.sum_dx()
+        self.weights()
+
+    # -- tables
+
+    def token(self, op: str, **keys: Any) -> dict[str, Any]:
+        """The table of an operation that works token by token."""
+        return {"op": op, "topk": self.o.topk, **keys, "problem": {"T": self.o.tokens}}
+
+    def router_op(self, op: str, **keys: Any) -> dict[str, Any]:
+        """The table of one that knows the experts."""
+        return self.token(op, experts=self.o.experts, **keys)
+
+    def rows(self, op: str, **keys: Any) -> dict[str, Any]:
+        """The table of one that moves rows."""
+        o = self.o
+        return self.token(op, dtype=o.dtype, **keys) | {"problem": {"T": o.tokens, "H": o.hidden}}
+
+    # -- routing
+
+    def choose(self) -> None:
+        """Logits, choices, and the rows of the choices."""
+        p, o, r = self.passes, self.o, self.router
+        place = ARGUMENT if self.given else KEPT
+        p.buffer("indices", "T", o.topk, dtype="i32", place=place)
+        p.buffer("weights", "T", o.topk, dtype="f32", place=place)
+        if r["input"] == X:
+            p.buffer("logits", "T", o.experts, dtype="f32", place=KEPT)
+            reads = {"x": "x", "w": p.parameter("router", o.experts, o.hidden)[0]}
+            if r["bias"]:
+                reads["bias"] = p.parameter("router_bias", o.experts, grad="f32")[0]
+            keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32", bias=r["bias"])
+            p.step(BOTH, "router", keys, reads, {"y": "logits"})
+        elif r["input"] == LOGITS:
+            p.buffer("logits", "T", o.experts, dtype="f32", place=ARGUMENT)
+        if not self.given:
+            reads = {"logits": "logits"}
+            if r["expert_bias"]:
+                reads["expert_bias"] = p.buffer("expert_bias", o.experts, dtype="f32", place=ARGUMENT)
+            keys = self.router_op("router-topk", outputs="compact", **{name: r[name] for name in CHOICE})
+            p.step(BOTH, "router-topk", keys, reads, {"indices": "indices", "weights": "weights"})
+        self.index()
+
+    def index(self) -> None:
+        """The rows of the choices, sorted by expert."""
+        p, o = self.passes, self.o
+        keys, reads = self.router_op("moe-index", token=True), {"indices": "indices"}
+        made = {
+            "offsets": p.buffer("offsets", o.experts, dtype="i32", place=KEPT),
+            "order": p.buffer("order", "M", dtype="i32"),
+            "inverse": p.buffer("inverse", "T", o.topk, dtype="i32", place=KEPT),
+            "token": p.buffer("token", "M", dtype="i32", place=KEPT),
+        }
+        if not self.by_input:
+            keys["weighted"] = True
+            reads["weights"] = "weights"
+            made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
+        if self.router["aux_loss"]:
+            keys["counts"] = True
+            made["counts"] = p.buffer("counts", o.experts, dtype="i32", place=KEPT)
+        p.step(BOTH, "index", keys, reads, made)
+
+    def loss(self) -> None:
+        """The load-balancing loss; the backward pass makes the scores again."""
+        p, o = self.passes, self.o
+        made = {
+            "scores": p.buffer("scores", "T", o.experts, dtype="f32"),
+            "routing_map": p.buffer("routing_map", "T", o.experts, dtype="u8"),
+        }
+        sums = {}
+        if self.router["score_function"] != "softmax":
+            sums = {"score_sum": p.buffer("score_sum", "T", dtype="f32")}
+        function = {"score_function": self.router["score_function"]}
+        keys = self.router_op("router-aux-score", **function)
+        p.step((*BOTH, AGAIN), "aux-score", keys, {"logits": "logits"}, made | sums)
+        factors = {
+            "total_tokens": p.buffer("total_tokens", 1, dtype="i32", place=ARGUMENT),
+            "coefficient": p.buffer("aux_coefficient", 1, dtype="f32", place=ARGUMENT),
+            "counts": "counts",
+        }
+        keys = self.router_op("moe-aux-loss", scalars="device")
+        loss = p.buffer("loss", 1, dtype="f32", place=ARGUMENT)
+        p.step(BOTH, "aux-loss", keys, {"scores": "scores", **factors}, {"loss": loss})
+        reads = {"grad_loss": p.buffer("dloss", 1, dtype="f32", place=ARGUMENT), **factors}
+        made = {"grad_scores": p.buffer("dscores", "T", o.experts, dtype="f32")}
+        keys = self.router_op("moe-aux-loss-bwd", scalars="device")
+        p.step(THROUGH, "aux-loss-bwd", keys, reads, made)
+        reads = {"scores": "scores", **sums, **made}
+        made = {"grad_logits": p.buffer("aux_dlogits", "T", o.experts, dtype="f32")}
+        p.step(THROUGH, "aux-score-bwd", self.router_op("router-aux-score-bwd", **function), reads, made)
+
+    # -- experts
+
+    def parameters(self) -> None:
+        """The experts' weights, and the rows between the projections."""
+        p, o = self.passes, self.o
+        n, h, i = self.n, o.hidden, o.intermediate
+        first, second = ((n, h), (h, i)) if o.b_major == "k" else ((h, n), (i, h))
+        p.parameter("w1", o.experts, *first)
+        p.parameter("w2", o.experts, *second)
+        if o.bias:
+            p.parameter("b1", o.experts, n, grad="f32")
+            p.parameter("b2", o.experts, h, grad="f32")
+        p.buffer("z", "M", n, place=KEPT if o.keep == "z" else SCRATCH)
+        for name, columns in (("a", i), ("o", h), ("dz", n), ("drows", h)):
+            p.buffer(name, "M", columns)
+
+    def forward(self) -> None:
+        """Rows of tokens through both projections, and back to their tokens."""
+        p, o = self.passes, self.o
+        keys: dict[str, Any] = {"gather": "x"}
+        reads = {"x": "x", "index": "token", "w": "w1", "offsets": "offsets"}
+        if self.by_input:  # rows times their weights, which no GEMM can take by index
+            keys = {}
+            reads = {"x": p.buffer("rows", "M", o.hidden), "w": "w1", "offsets": "offsets"}
+            permuted = {"x": "x", "inverse": "inverse", "weights": "weights"}
+            p.step((*BOTH, AGAIN), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
+        reads |= {"bias": "b1"} if o.bias else {}
+        keys |= p.gemm("grouped-gemm", self.n, o.hidden, b_major=o.b_major, bias=o.bias)
+        p.first("fc1", {**keys, **p.activation()}, reads, "a", "z")
+        reads = {"x": "a", "w": "w2", "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
+        keys = p.gemm("grouped-gemm", o.hidden, o.intermediate, b_major=o.b_major, bias=o.bias)
+        p.step(BOTH, "fc2", keys, reads, {"y": "o"})
+        self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
+
+    def unpermute(
+        self, which: str | tuple[str, ...], part: str, x: str, y: str, more: list[str], weighted: bool
+    ) -> None:
+        """The sum of each token's rows, and of `more`."""
+        keys = self.rows("moe-unpermute", weighted=weighted, addends=len(more))
+        reads = {"x": x, "inverse": "inverse", **({"weights": "weights"} if weighted else {})}
+        reads |= {f"addend{number}": name for number, name in enumerate(more)}
+        self.passes.step(which, part, keys, reads, {"y": y})
+
+    def through(self) -> None:
+        """From dy to the gradients of the rows of x, and of each row's weight."""
+        p, o = self.passes, self.o
+        keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden, b_major=self.other), **p.activation("d")}
+        keys |= {"gather": "x", "recompute": True, "dbias": o.bias}
+        reads = {"x": "dy", "index": "token", "w": "w2", "preactivation": "z", "offsets": "offsets"}
+        made = {"dz": "dz", "y": "a", **({"dbias": "db1"} if o.bias else {})}
+        if not self.by_input:
+            keys |= {"row_scale": True, "dprob": True}
+            reads["row_scale"] = "row_scale"
+            made["dprob"] = p.buffer("dprob", "M", dtype="f32")
+        p.step(THROUGH, "fc2-dgrad", keys, reads, made)
+        keys = p.gemm("grouped-gemm", o.hidden, self.n, b_major=self.other)
+        p.step(THROUGH, "fc1-dgrad", keys, {"x": "dz", "w": "w1", "offsets": "offsets"}, {"y": "drows"})
+
+    def choices_backward(self) -> None:
+        """The gradients of the weights, of the logits, and through the router."""
+        p, o, r = self.passes, self.o, self.router
+        p.buffer("dweights", "T", o.topk, dtype="f32", place=ARGUMENT if self.given else SCRATCH)
+        if self.by_input:
+            p.buffer("rows_dx", "T", o.hidden)
+            reads = {"x": "x", "grad_y": "drows", "inverse": "inverse", "weights": "weights"}
+            made = {"grad_x": "rows_dx", "grad_weights": "dweights"}
+            p.step(THROUGH, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
+        else:
+            reads = {"dprob": "dprob", "inverse": "inverse"}
+            if o.bias:  # y = r (a . w2 + b2): what dprob lacks is dy . b2
+                p.buffer("dy_b2", "T", o.experts, dtype="f32")
+                keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32")
+                p.step(THROUGH, "dy-b2", keys, {"x": "dy", "w": "b2"}, {"y": "dy_b2"})
+                reads |= {"indices": "indices", "addend": "dy_b2"}
+            keys = self.token("moe-weights-bwd", addend=o.bias) | ({"experts": o.experts} if o.bias else {})
+            p.step(THROUGH, "weights-bwd", keys, reads, {"grad_weights": "dweights"})
+        if self.given:
+            return
+        own = r["input"] == X
+        kind = o.dtype if own else "f32"
+        p.buffer("dlogits", "T", o.experts, dtype=kind, place=SCRATCH if own else ARGUMENT)
+        reads = {"logits": "logits", "indices": "indices", "grad_weights": "dweights"}
+        reads |= {"addend": "aux_dlogits"} if r["aux_loss"] else {}
+        keys = {"outputs": "compact", "grad_dtype": kind, "addend": r["aux_loss"], **{name: r[name] for name in ROUTER}}
+        p.step(THROUGH, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
+        if own:
+            p.buffer("router_dx", "T", o.hidden)
+            keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")
+            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": "router"}, {"y": "router_dx"})
+
+    def sum_dx(self) -> None:
+        """dx, of all that came through."""
+        more = [name for name in ("router_dx", "shared_dx") if name in self.passes.buffers]
+        self.unpermute(THROUGH, "unpermute-dx", "drows", "dx", more, self.by_input)
+
+    def weights(self) -> None:
+        """The gradients of the parameters."""
+        p, o = self.passes, self.o
+        index = {"offsets": "offsets", "index": "token"}
+        h, i = o.hidden, o.intermediate
+        p.wgrad("fc2-wgrad", "grouped-wgrad", ("dy", h), ("a", i), o.b_major, {"dw": "dw2"}, index, "dy")
+        if o.bias:  # the sum of r dy over an expert's rows
+            probs = p.buffer("probs", "T", o.experts, place=SCRATCH)
+            keys = self.router_op("moe-probs", out_dtype=o.dtype)
+            p.step(WEIGHTS, "probs", keys, {"indices": "indices", "weights": "weights"}, {"probs": probs})
+            p.wgrad("b2-grad", "dense-wgrad", (probs, o.experts), ("dy", h), "k", {"dw": "db2"})
+            p.parts["b2-grad"] |= {"out_dtype": "f32", "accumulate": False}
+        if self.by_input:
+            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("rows", h), o.b_major, {"dw": "dw1"},
+                    {"offsets": "offsets"})  # fmt: skip
+        else:
+            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("x", h), o.b_major, {"dw": "dw1"}, index, "x")
+        if self.router["input"] == X:
+            writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
+            p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)

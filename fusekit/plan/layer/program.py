@@ -1,0 +1,122 @@
+"""What a layer's passes are made of: buffers, steps, and what of them a call needs.
+
+A buffer is an argument, which the caller gives; or lies in `kept`, which the forward pass fills and the backward pass
+reads; or in `scratch`, for one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.dtypes import DTYPES
+
+ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
+FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
+ALIGNMENT = 256  # of a buffer within kept or scratch memory
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """shape: numbers, and the names of dims: "T" tokens, "M" rows. place: as in the module's docstring."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    place: str
+
+    def extents(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape in numbers."""
+        return tuple(dims[extent] if isinstance(extent, str) else extent for extent in self.shape)
+
+    def bytes(self, dims: Mapping[str, int]) -> int:
+        """Its size; at least one element, so that it has an address."""
+        size = DTYPES[self.dtype].bytes
+        for extent in self.extents(dims):
+            size *= max(extent, 1)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes."""
+
+    part: str
+    reads: Mapping[str, str]
+    writes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token."""
+
+    parts: Mapping[str, Mapping[str, Any]]
+    buffers: Mapping[str, Buffer]
+    steps: Mapping[str, tuple[Step, ...]]
+    topk: int
+
+    def dims(self, tokens: int) -> dict[str, int]:
+        """The dims of shapes for so many tokens."""
+        return {"T": tokens, "M": tokens * self.topk}
+
+    def arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+        """What the caller gives to a pass: (inputs, outputs)."""
+        inputs, outputs = {}, {}
+        for step in self.steps[which]:
+            for name in step.reads.values():
+                if self.buffers[name].place == ARGUMENT and name not in outputs:
+                    inputs[name] = self.buffers[name]
+            outputs |= {name: self.buffers[name] for name in step.writes.values()}
+        return inputs, {name: buffer for name, buffer in outputs.items() if buffer.place == ARGUMENT}
+
+    def needed(self, which: str, given: Collection[str]) -> tuple[Step, ...]:
+        """The steps of a pass that make the outputs `given`, and what of kept memory the pass fills."""
+        wanted = set(given)
+        if which == FORWARD:
+            wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
+        found: list[Step] = []
+        for step in reversed(self.steps[which]):
+            if wanted & set(step.writes.values()):
+                found.append(step)
+                wanted |= set(step.reads.values())
+        return tuple(reversed(found))
+
+    def kept(self, dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each kept buffer begins, and the bytes of all."""
+        return _one_after_another([each for each in self.buffers.values() if each.place == KEPT], dims)
+
+    def scratch(self, which: str, given: Collection[str], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each buffer of a pass's scratch memory begins, and the bytes of all; those that are not needed at the
+        same time share memory. given: the caller's outputs; any other that a step writes lies here, too.
+        """
+        life: dict[str, tuple[int, int]] = {}
+        elsewhere = set(given) | self.arguments(which)[0].keys()
+        elsewhere |= {name for name, each in self.buffers.items() if each.place == KEPT and which != INFERENCE}
+        for index, step in enumerate(self.needed(which, given)):
+            for name in {*step.reads.values(), *step.writes.values()} - elsewhere:
+                life[name] = (life.get(name, (index, index))[0], index)
+        places: dict[str, int] = {}
+        taken: list[tuple[int, int, tuple[int, int]]] = []
+        # The largest first, each at the lowest place that is free while it lives.
+        for name in sorted(life, key=lambda name: (-self.buffers[name].bytes(dims), name)):
+            size, (first, last) = _padded(self.buffers[name].bytes(dims)), life[name]
+            begin = 0
+            for low, high, (start, end) in sorted(taken):
+                if start <= last and first <= end and low < begin + size:
+                    begin = max(begin, high)
+            places[name] = begin
+            taken.append((begin, begin + size, life[name]))
+        return places, max((high for _, high, _ in taken), default=0)
+
+
+def _one_after_another(buffers: Iterable[Buffer], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    places, end = {}, 0
+    for each in buffers:
+        places[each.name] = end
+        end += _padded(each.bytes(dims))
+    return places, end
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,175 @@
+"""A layer's program, run formula by formula, against the definition; its memory; what a call leaves out."""
+
+import numpy as np
+import pytest
+
+from fusekit.plan.layer import program
+from fusekit.plan.layer.options import ROUTER_KEYS, Options
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
+from fusekit.reference import layer as definition
+from fusekit.spec import Activation
+
+from . import layer_meaning
+
+H, I, J, X, K, T = 24, 8, 16, 8, 3, 7  # noqa: E741 - the field's own names
+CASES = {
+    "plain": {"activation": {"kind": "silu"}},
+    "gpt-oss": {"bias": True, "activation": {"kind": "swiglu", "alpha": 1.702, "limit": 0.9, "up_offset": 1.0},
+                "glu_layout": "interleaved", "router": {"bias": True}},
+    "gpt-oss-as-stored": {"bias": True, "b_major": "n", "glu_layout": "interleaved", "router": {"bias": True}},
+    "deepseek": {"shared": J, "router": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4,
+                                         "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
+    "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
+    "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
+    "recompute": {"keep": "x", "bias": True, "shared": J},
+    "recompute-scaled-input": {"keep": "x", "router": {"scale": "input", "pre_softmax": True}},
+    "logits": {"router": {"input": "logits", "aux_loss": True}},
+    "choices": {"bias": True, "router": {"input": "choices"}},
+    "mlp": {"kind": "mlp", "bias": True},
+    "mlp-as-stored": {"kind": "mlp", "b_major": "n", "activation": {"kind": "gelu"}, "keep": "x"},
+}  # fmt: skip
+
+
+def options(**said):
+    """The options of a layer; said: what differs from the plainest one."""
+    activation = said.get("activation", {"kind": "swiglu"})
+    gated = activation["kind"].endswith("glu")
+    values = {
+        "file": "layers", "name": "moe", "kind": "moe", "dtype": "bf16", "hidden": H, "intermediate": I, "experts": X,
+        "topk": K, "bias": False, "b_major": "k", "shared": 0, "keep": "z", "grad_dtype": "f32", "accumulate": False,
+        "tokens": T, "glu_layout": "concat" if gated else "none", **said, "activation": activation,
+    }  # fmt: skip
+    if values["kind"] == "mlp":
+        return Options(**values | {"experts": 0, "topk": 0, "router": {}})
+    router = {key.name: key.default for key in ROUTER_KEYS} | said.get("router", {})
+    return Options(**values | {"router": router})
+
+
+def tensors_of(made, rng):
+    """Every parameter, as the layer's buffers have them."""
+    names = {name[1:] for name in made.arguments(BACKWARD)[1] if name not in ("dx", "dlogits", "dweights")}
+    found = {name: rng.standard_normal(made.buffers[name].shape) for name in sorted(names)}
+    if "expert_bias" in made.buffers:
+        found["expert_bias"] = rng.standard_normal(X)
+    return found
+
+
+def defined(o, tensors):
+    """The layer and its tensors in the terms of the definition; an mlp is a layer of one expert."""
+    tensors = dict(tensors)
+    if o.kind == "mlp":
+        tensors = {name: tensor[None] for name, tensor in tensors.items()} | {"router": np.zeros((1, H))}
+    if o.b_major == "n":
+        tensors |= {name: tensors[name].transpose(0, 2, 1) for name in ("w1", "w2")}
+    keys = {"op": "router-topk", "experts": max(o.experts, 1), "topk": max(o.topk, 1), "score_function": "softmax"}
+    keys |= {
+        "dtype": "f32",
+        "out_dtype": "f32",
+        "outputs": "compact",
+        "routing_map": "none",
+        "pre_softmax": False,
+        "expert_bias": False,
+        "num_groups": 0,
+        "group_topk": 0,
+        "scaling_factor": 1.0,
+    }
+    keys |= {name: o.router[name] for name in keys if name in o.router}
+    aux = 0.25 if o.router.get("aux_loss") else None
+    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), aux)
+    return made, tensors
+
+
+def forward(name, which=FORWARD):
+    """Both sides of a forward pass: program, its buffers, the definition's results, and what its backward needs."""
+    o = options(**CASES[name])
+    made, rng = program(o), np.random.default_rng(len(name))
+    tensors, x = tensors_of(made, rng), rng.standard_normal((T, H))
+    router = rng.standard_normal((X, H))
+    layer, theirs = defined(o, {"router": router} | tensors if o.kind == "moe" else tensors)
+    y, loss, kept = definition.forward(layer, x, theirs)
+    given = {**tensors, "x": x, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
+    given |= {"total_tokens": np.array([T]), "aux_coefficient": np.array([0.25])}
+    given = {each: value for each, value in given.items() if each in made.arguments(which)[0]}
+    return made, given, layer_meaning.run(made, which, given, T), (layer, theirs, y, loss, kept)
+
+
+@pytest.mark.parametrize("which", [FORWARD, INFERENCE])
+@pytest.mark.parametrize("name", CASES)
+def test_a_forward_pass_is_the_definition(name, which):
+    _, _, found, (layer, _, y, loss, _) = forward(name, which)
+    np.testing.assert_allclose(found["y"], y, rtol=1e-9, atol=1e-9)
+    if layer.aux is not None:
+        np.testing.assert_allclose(found["loss"][0], loss, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_pass_is_the_definition(name):
+    made, given, found, (layer, theirs, _, _, kept) = forward(name)
+    dy = np.random.default_rng(1).standard_normal((T, H))
+    stays = {each: found[each] for each, buffer in made.buffers.items() if buffer.place == KEPT}
+    given = given | stays | {"dy": dy, "dloss": np.array([0.4])}
+    back = layer_meaning.run(made, BACKWARD, given, T)
+    want = definition.backward(layer, theirs, kept, dy, grad_loss=0.4 if layer.aux is not None else 0.0)
+    want["weights"] = back.get("dweights")  # the definition gives what comes after it
+    outputs = made.arguments(BACKWARD)[1]
+    assert {"dx", "dw1", "dw2"} <= set(outputs)
+    for each in outputs:
+        expected = want[each.removeprefix("d")]
+        if each == "dx" and "router" not in made.buffers and made.parts.get("index"):
+            expected = expected - want["logits"] @ theirs["router"]  # what reaches x through logits is the caller's
+        if made.buffers[each].shape != expected.shape and expected.shape[:1] == (1,):
+            expected = expected[0]
+        if each in ("dw1", "dw2") and back[each].shape != expected.shape:
+            expected = expected.swapaxes(-1, -2)
+        np.testing.assert_allclose(back[each], expected, rtol=1e-9, atol=1e-9, err_msg=each)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("which", [FORWARD, INFERENCE, BACKWARD])
+def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which):
+    made = program(options(**CASES[name]))
+    given, dims = made.arguments(which)[1], made.dims(100)
+    places, total = made.scratch(which, given, dims)
+    live = {}
+    for index, step in enumerate(made.needed(which, given)):
+        for each in {*step.reads.values(), *step.writes.values()} & places.keys():
+            live[each] = (live.get(each, (index,))[0], index)
+    for first in places:
+        assert places[first] % 256 == 0 and places[first] + made.buffers[first].bytes(dims) <= total
+        for second in places:
+            at_once = live[first][0] <= live[second][1] and live[second][0] <= live[first][1]
+            apart = (
+                places[first] + made.buffers[first].bytes(dims) <= places[second]
+                or places[second] + made.buffers[second].bytes(dims) <= places[first]
+            )
+            assert apart or not at_once or first == second
+
+
+def test_what_no_output_needs_is_not_launched():
+    made = program(options(bias=True))
+    every = made.arguments(BACKWARD)[1]
+    assert {step.part for step in made.needed(BACKWARD, every)} == {step.part for step in made.steps[BACKWARD]}
+    parts = [step.part for step in made.needed(BACKWARD, ["dx"])]
+    assert not any(part.endswith("-wgrad") for part in parts) and parts[-1] == "unpermute-dx"
+    frozen = made.needed(BACKWARD, ["dw2"])
+    assert [step.part for step in frozen] == ["fc2-dgrad", "fc2-wgrad"]
+    dims = made.dims(100)
+    assert made.scratch(BACKWARD, ["dx"], dims)[1] > made.scratch(BACKWARD, ["dw2"], dims)[1]
+
+
+def test_z_and_the_routing_are_all_that_is_kept():
+    made = program(options(bias=True, hidden=2048, intermediate=768, experts=128, topk=8, tokens=24576))
+    kept = {name: each for name, each in made.buffers.items() if each.place == KEPT}
+    assert set(kept) == {"z", "logits", "indices", "weights", "offsets", "inverse", "token", "row_scale"}
+    rest = made.kept(made.dims(24576))[1] - kept["z"].bytes(made.dims(24576))
+    assert rest < 0.03 * kept["z"].bytes(made.dims(24576))
+    assert "z" not in {n for n, each in program(options(keep="x")).buffers.items() if each.place == KEPT}
+    assert program(options(keep="x")).buffers["z"].place == SCRATCH
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_tokens_have_places_too(tokens):
+    made = program(options(**CASES["deepseek"]))
+    dims = made.dims(tokens)
+    places, total = made.kept(dims)
+    assert total >= 256 * len(places)
