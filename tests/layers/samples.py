@@ -1,0 +1,66 @@
+"""A store with a layer whose kernels only take pointers: what a launch was given can be read back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
+from fusekit.config import Config
+from fusekit.plan.layer import Options, program
+from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime import Driver, Library
+from fusekit.store import Entry, NameRecord, Store, key_of
+from tests.runtime.fake import FakeDriver
+from tests.runtime.samples import CUBIN
+
+
+def records(options: Options) -> dict[str, LaunchRecord]:
+    """For each part a kernel `part` that takes the addresses of its arguments, in the order of their names."""
+    made = program(options)
+    found = {}
+    for steps in made.steps.values():
+        for step in steps:
+            names = {**step.reads, **step.writes}
+            arguments, dims, seen = [], [], set()
+            for name, buffer in sorted(names.items()):
+                each = made.buffers[buffer]
+                shape = []
+                for index, _ in enumerate(each.shape):
+                    dim = f"{name}{index}"
+                    dims.append(Dim(dim))
+                    seen.add(dim)
+                    shape.append(dim)
+                strides = (*(f"{name}.stride{index}" for index in range(len(shape) - 1)), 1)
+                role = "output" if name in step.writes else "input"
+                arguments.append(TensorArgument(name, role, each.dtype, tuple(shape), strides))
+            parameters = [PointerParameter(each.name, each.name, 8 * index) for index, each in enumerate(arguments)]
+            found[step.part] = LaunchRecord(
+                symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments), dims=tuple(dims),
+                constraints=(), parameters=tuple(parameters), grid=(1, 1, 1), block=(128, 1, 1), cluster=(1, 1, 1),
+                dynamic_shared=0, skip_if_zero=(),
+            )  # fmt: skip
+    return found
+
+
+def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
+    """A library whose store at `root` holds the layer, on a fake driver."""
+    store = Store.open(Config(store=root))
+    made = records(options)
+    for part, record in made.items():
+        fields = {"arch": record.arch, "spec": part}
+        entry = Entry(
+            key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(CUBIN).hexdigest(), cubin_bytes=len(CUBIN),
+            launch=record.to_json(), resources={}, proof={}, toolchain={}, seconds=1.0,
+        )  # fmt: skip
+        store.publish(entry, CUBIN)
+        op = program(options).parts[part]["op"]
+        spec: dict[str, Any] = {"op": op, "layer": options.canonical()}
+        gemm = OPERATIONS[op].family == GEMM if op in OPERATIONS else False
+        spec |= {"tile": [128, 128], "cluster": [1, 1]} if gemm else {"warps": 8}
+        name = f"{options.file}/{options.name}.{part}@{'128x128-c1x1' if gemm else 'w8'}"
+        store.publish_name(NameRecord(name, record.arch, entry.key, spec, {}))
+    kernels = {record.symbol: [(each.offset, each.size) for each in record.parameters] for record in made.values()}
+    fake = FakeDriver(symbol="", others=kernels)
+    return Library(store, Driver(fake)), fake

@@ -1,0 +1,130 @@
+"""A layer on a fake driver: which kernels are launched on which memory, and what is refused."""
+
+import pytest
+
+from fusekit.errors import ArgumentError, NotBuiltError
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from tests.layers.samples import library
+from tests.plan.test_layer_program import CASES, options
+from tests.runtime.samples import Torchlike
+
+T = 40
+TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32"}
+KEPT, SCRATCH = 0x7000_0000, 0x8000_0000
+
+
+def opened(tmp_path, name="gpt-oss"):
+    made, fake = library(tmp_path / "store", options(**CASES[name]))
+    return made.layer("layers/moe"), fake
+
+
+def tensors(layer, which, tokens=T):
+    """What a pass is given, each tensor at an address of its own."""
+    inputs, outputs = layer.program.arguments(which)
+    dims = layer.program.dims(tokens)
+    return {
+        name: Torchlike(buffer.extents(dims), TYPES[buffer.dtype], 0x100_0000 * (number + 1))
+        for number, (name, buffer) in enumerate((inputs | outputs).items())
+    }
+
+
+def memory(layer, tokens=T):
+    sizes = layer.sizes(tokens)
+    kept = Torchlike((sizes.kept,), "torch.uint8", KEPT)
+    return {"kept": kept, "scratch": Torchlike((sizes.scratch,), "torch.uint8", SCRATCH)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("bound", [True, False])
+def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound):
+    layer, fake = opened(tmp_path, name)
+    given, told = tensors(layer, FORWARD), tensors(layer, BACKWARD)
+    kept = memory(layer)
+    if bound:
+        forward, backward = layer.bind_forward(**given, **kept), layer.bind_backward(**told, **kept)
+        fake.launches.clear()
+        forward(0)
+        backward(0)
+    else:
+        layer.forward(**given, **kept, stream=0)
+        layer.backward(**told, **kept, stream=0)
+    steps = [(FORWARD, step) for step in layer.program.steps[FORWARD]]
+    steps += [(BACKWARD, step) for step in layer.program.steps[BACKWARD]]
+    assert len(fake.launches) == len(steps)
+    dims = layer.program.dims(T)
+    places = layer.program.kept(dims)[0]
+    for launch, (which, step) in zip(fake.launches, steps, strict=True):
+        mine = given if which == FORWARD else told
+        scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims)
+        names = {**step.reads, **step.writes}
+        found = [int.from_bytes(each, "little") for each in launch.parameters]
+        for address, argument in zip(found, sorted(names), strict=True):
+            buffer = names[argument]
+            if buffer in places:
+                assert address == KEPT + places[buffer]
+            elif buffer in scratch:
+                assert address == SCRATCH + scratch[buffer] < SCRATCH + total
+            else:
+                assert address == mine[buffer].address
+
+
+def test_without_kept_memory_nothing_is_kept(tmp_path):
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, INFERENCE)
+    layer.bind_forward(**given, scratch=memory(layer)["scratch"])(0)
+    assert all(KEPT not in [int.from_bytes(each, "little") for each in launch.parameters] for launch in fake.launches)
+    assert len(fake.launches) == len(layer.program.steps[INFERENCE])
+
+
+def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, BACKWARD)
+    wanted = {name: tensor for name, tensor in given.items() if name in layer.inputs(BACKWARD) or name == "dx"}
+    layer.bind_backward(**wanted, **memory(layer))(0)
+    assert len(fake.launches) == len(layer.program.needed(BACKWARD, ["dx"])) < len(layer.program.steps[BACKWARD])
+    assert layer.sizes(T, gradients=["dx"]).backward <= layer.sizes(T).backward
+
+
+def test_kernels_are_loaded_once(tmp_path):
+    layer, fake = opened(tmp_path)
+    layer.load(T)
+    loaded = fake.loaded
+    assert loaded == len(layer.program.parts)
+    layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))
+    layer.bind_forward(**tensors(layer, FORWARD, 7), **memory(layer))
+    assert fake.loaded == loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"bias": Torchlike((1,))}, "has no bias; its inputs are x, router"),
+        ({"w1": Torchlike((8, 16, 23))}, r"w1 is bf16 \[8, 16, 23\]; for 40 tokens it must be bf16 \[8, 16, 24\]"),
+        ({"x": Torchlike((T, 24), "torch.float32")}, r"x is f32 \[40, 24\]; for 40 tokens it must be bf16"),
+        ({"w2": None}, r"the forward pass needs w2, too; give w2 \[8, 24, 8\]"),
+        ({"x": None}, "x is missing, whose rows are the tokens"),
+        ({"kept": Torchlike((10,), "torch.uint8", KEPT)}, "kept is 10 bytes .*it must be [0-9]+ contiguous bytes"),
+        ({"scratch": Torchlike((1 << 20,), "torch.uint8", SCRATCH + 16)}, "at a multiple of 256"),
+        ({"scratch": None}, "scratch is missing; give [0-9]+ bytes on device 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(tmp_path, change, text):
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, FORWARD) | memory(layer) | change
+    with pytest.raises(ArgumentError, match=text):
+        layer.bind_forward(**given)
+    assert not fake.launches
+
+
+def test_a_layer_that_is_not_there(tmp_path):
+    made, _ = library(tmp_path / "store", options())
+    with pytest.raises(NotBuiltError, match="layers/other"):
+        made.layer("layers/other")
+
+
+def test_sizes_load_nothing_and_grow_with_tokens(tmp_path):
+    layer, fake = opened(tmp_path)
+    small, large = layer.sizes(1), layer.sizes(1000)
+    assert small.kept < large.kept and small.scratch < large.scratch and not fake.loaded
+    with pytest.raises(ArgumentError, match="tokens = -1"):
+        layer.sizes(-1)
