@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusekit.abi import Argument, Expr, TensorArgument
+from fusekit.dtypes import DTYPES
 from fusekit.plan.keys import Key
 from fusekit.plan.shared import Region
 
@@ -95,7 +96,7 @@ class Operand:
 
 def rows(name: str, role: str, dtype: str, columns: Expr) -> TensorArgument:
     """A row-major tensor with a row for each token."""
-    return TensorArgument(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
+    return TensorArgument(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes)
 
 
 def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> TensorArgument:
