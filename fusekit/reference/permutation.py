@@ -14,6 +14,7 @@ import numpy as np
 from fusekit.reference.formats import Array, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.tokens import canonical
 
 if TYPE_CHECKING:
     from fusekit.spec import PermutationSpec
@@ -70,10 +71,6 @@ def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[
     return products.sum(axis=-1), np.abs(products).sum(axis=-1)
 
 
-def _canonical(spec: PermutationSpec | Mapping[str, Any]) -> Mapping[str, Any]:
-    return spec if isinstance(spec, Mapping) else spec.canonical()
-
-
 def permutation_inputs(
     spec: PermutationSpec | Mapping[str, Any],
     *,
@@ -83,7 +80,7 @@ def permutation_inputs(
     indices: Array | None = None,
 ) -> dict[str, Any]:
     """Every input of a permutation operation by its argument name. indices: in place of uneven random ones."""
-    keys = _canonical(spec)
+    keys = canonical(spec)
     rng = np.random.default_rng(seed)
     topk = keys["topk"]
     experts = keys["experts"] or MADE_UP_EXPERTS
@@ -110,37 +107,11 @@ def permutation_inputs(
     return inputs
 
 
-def permutation_output_shapes(
-    spec: PermutationSpec | Mapping[str, Any],
-    *,
-    T: int,  # noqa: N803
-    H: int,  # noqa: N803
-) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Each output's shape and dtype; there is a row for every choice."""
-    keys = _canonical(spec)
-    topk, dtype = keys["topk"], keys["dtype"]
-    match keys["op"]:
-        case "moe-index":
-            return {
-                "offsets": ((keys["experts"],), "i32"),
-                "order": ((T * topk,), "i32"),
-                "inverse": ((T, topk), "i32"),
-            }
-        case "moe-permute":
-            rows: dict[str, tuple[tuple[int, ...], str]] = {"y": ((T * topk, H), dtype)}
-            return rows | ({"row_scale": ((T * topk,), "f32")} if keys["weighted"] else {})
-        case "moe-unpermute":
-            return {"y": ((T, H), dtype)}
-        case op:
-            rows_of_x = T if op == "moe-permute-bwd" else T * topk
-            return {"grad_x": ((rows_of_x, H), dtype), "grad_weights": ((T, topk), "f32")}
-
-
 def permutation_check(
     spec: PermutationSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
 ) -> tuple[list[Measurement], list[str]]:
     """Measures sums, compares what is moved bit for bit, and looks for writes to rows that no choice has."""
-    keys = _canonical(spec)
+    keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
     inverse = inputs["inverse"]

@@ -64,34 +64,6 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
     return inputs
 
 
-def router_output_shapes(spec: RouterSpec | Mapping[str, Any], *, T: int) -> dict[str, tuple[tuple[int, ...], str]]:  # noqa: N803
-    """Each output's shape and dtype."""
-    keys = ref.keys_of(spec)
-    experts, topk = keys["experts"], keys["topk"]
-    bits = keys["routing_map"] == "bits"
-    mapped = (
-        (((T, -(-experts // 32)), "i32") if bits else ((T, experts), "u8")) if keys["routing_map"] != "none" else None
-    )
-    match keys["op"]:
-        case "router-topk" if keys["outputs"] == "compact":
-            return {"indices": ((T, topk), "i32"), "weights": ((T, topk), "f32")}
-        case "router-topk":
-            assert mapped is not None
-            return {"probs": ((T, experts), keys["out_dtype"]), "routing_map": mapped}
-        case "router-aux-score":
-            assert mapped is not None
-            made: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((T, experts), keys["out_dtype"])}
-            if keys["score_function"] != "softmax":
-                made["score_sum"] = ((T,), "f32")
-            return made | {"routing_map": mapped}
-        case "moe-aux-loss":
-            return {"loss": ((1,), "f32")}
-        case "moe-aux-loss-bwd":
-            return {"grad_scores": ((T, experts), keys["out_dtype"])}
-        case _:
-            return {"grad_logits": ((T, experts), keys["dtype"])}
-
-
 def router_check(
     spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
 ) -> tuple[list[Measurement], list[str]]:

@@ -59,6 +59,8 @@ PERMUTATION_KEYS = {
     ),
 }
 
+NEUTRAL = {"dtype": "none", "experts": 0, "topk": 0, "weighted": False, "scaled": False}
+
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
@@ -90,16 +92,14 @@ class PermutationSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    op = values["op"]
+    made = {"weighted": op in BACKWARDS, "scaled": op == PERMUTE_BACKWARD}
     return PermutationSpec(
         file=file,
         kernel=values["name"],
-        op=values["op"],
+        op=op,
         arch=choice["arch"],
-        dtype=values.get("dtype", "none"),
-        experts=values.get("experts", 0),
-        topk=values.get("topk", 0),
-        weighted=values.get("weighted", values["op"] in BACKWARDS),
-        scaled=values.get("scaled", values["op"] == PERMUTE_BACKWARD),
+        **{key: values.get(key, neutral) for key, neutral in (NEUTRAL | made).items()},
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],

@@ -9,7 +9,7 @@ from fusekit.reference import (
     permutation,
     permutation_check,
     permutation_inputs,
-    permutation_output_shapes,
+    token_output_shapes,
 )
 from fusekit.spec import parse_text
 
@@ -79,7 +79,7 @@ def test_poison_is_wrong(op, keys):
         name: np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize, TYPES[dtype]).reshape(
             shape
         )
-        for name, (shape, dtype) in permutation_output_shapes(spec, T=11, H=8).items()
+        for name, (shape, dtype) in token_output_shapes(spec, T=11, H=8).items()
     }
     measured, problems = permutation_check(spec, inputs, outputs)
     assert problems or not all(each.ok for each in measured)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusekit.reference import encode, route, router_check, router_inputs, router_output_shapes
+from fusekit.reference import encode, route, router_check, router_inputs, token_output_shapes
 from fusekit.reference.router import order_of, pack_map, unpack_map
 from fusekit.spec import RouterSpec, parse_text
 from tests.gpu.test_router import FINITE, ODD, with_logits
@@ -23,7 +23,7 @@ def spec_of(op: str = "router-topk", **keys) -> RouterSpec:
 
 def rounded(spec: RouterSpec, outputs: dict, tokens: int) -> dict:
     """The outputs as a kernel stores them."""
-    shapes = router_output_shapes(spec, T=tokens)
+    shapes = token_output_shapes(spec, T=tokens)
     return {
         name: encode(value, "bf16") if shapes[name][1] == "bf16" else value.astype(NUMPY[shapes[name][1]])
         for name, value in outputs.items()

@@ -38,6 +38,11 @@ class MoeIndex:
         self.belows = self.below + WARPS * 4
         self.shared_bytes = self.belows + CLUSTER * 4
 
+    @classmethod
+    def of(cls, spec) -> "MoeIndex":
+        """That of a spec."""
+        return cls(spec.experts, spec.topk)
+
     @cute.jit
     def __call__(
         self, indices: cute.Tensor, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, stream: CUstream

@@ -26,10 +26,19 @@ from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
 
 LINE = WARP * 16  # bytes of a warp's access
+SUMMED = 16  # elements that a lane of the backward of permute holds of each row, and sums
 
 
 class Permutation:
     """What the kernels share. lines: accesses of a warp that make a piece; scaled: permute multiplies by weights."""
+
+    LINES = 4  # what a lane holds of a piece is in registers, K times
+
+    @classmethod
+    def of(cls, spec):
+        """That of a spec."""
+        lines = SUMMED * DTYPES[spec.dtype].bytes // 16 if spec.op == "moe-permute-bwd" else cls.LINES
+        return cls(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.warps, lines)
 
     def __init__(self, topk: int, dtype: str, weighted: bool, scaled: bool, warps: int, lines: int) -> None:
         self.topk, self.dtype, self.weighted, self.scaled = topk, dtype, weighted, scaled
@@ -93,6 +102,8 @@ class Permutation:
 
 class MoePermute(Permutation):
     """The kernel of moe-permute; calling it traces host function and kernel."""
+
+    LINES = 8
 
     @cute.jit
     def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, row_scale, stream: CUstream):

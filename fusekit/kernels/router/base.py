@@ -1,5 +1,7 @@
 """What the router kernels share: a warp a token, the grid, element access."""
 
+from dataclasses import fields
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
@@ -25,6 +27,11 @@ class RouterKernel:
 
     row_lanes: lanes, of one or more warps, that share a token; rows: how many of its rows they hold at a time.
     """
+
+    @classmethod
+    def of(cls, spec):
+        """That of a spec."""
+        return cls(RouterConfig(**{key.name: getattr(spec, key.name) for key in fields(RouterConfig)}))
 
     def __init__(self, config: RouterConfig, row_lanes: int = WARP, rows: int = 1) -> None:
         self.config = config
