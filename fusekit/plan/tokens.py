@@ -260,6 +260,19 @@ _ROWS = (
         ),
     ),
     TokenOperation(
+        "moe-weights-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.weights:MoeWeightsBackward",
+        (
+            Operand("dprob", INPUT, "f32", "M", "The gradient of each row's weight."),
+            _INVERSE,
+            replace(_INDICES, when=lambda keys: keys["addend"]),
+            Operand("addend", INPUT, "f32", "T X", "Added for the chosen experts, such as dO . b2^T for a bias of fc2.",
+                    lambda keys: keys["addend"], sparse=True),
+            _GRAD_WEIGHTS,
+        ),
+    ),
+    TokenOperation(
         "moe-check",
         CHECK,
         "fusekit.kernels.check.offsets:MoeCheck",

@@ -71,6 +71,18 @@ def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[
     return products.sum(axis=-1), np.abs(products).sum(axis=-1)
 
 
+def by_choice(inputs: Mapping[str, Any]) -> Array:
+    """[T, K]: dprob [M] of each choice's row, and addend [T, X] of its expert if there is one; 0 without a row."""
+    there = inputs["inverse"] >= 0
+    made = inputs["dprob"][np.where(there, inputs["inverse"], 0)] if inputs["dprob"].size else np.zeros(there.shape)
+    if "addend" in inputs:
+        experts = inputs["addend"].shape[1]
+        known = there & (inputs["indices"] >= 0) & (inputs["indices"] < experts)
+        more = np.take_along_axis(inputs["addend"], np.where(known, inputs["indices"], 0).astype(np.int64), axis=1)
+        made = made + np.where(known, more, 0)
+    return np.where(there, made, 0)
+
+
 def permutation_inputs(
     spec: PermutationSpec | Mapping[str, Any],
     *,
@@ -82,6 +94,7 @@ def permutation_inputs(
     """Every input of a permutation operation by its argument name. indices: in place of uneven random ones."""
     keys = canonical(spec)
     rng = np.random.default_rng(seed)
+    inputs: dict[str, Any]
     topk = keys["topk"]
     experts = keys["experts"] or MADE_UP_EXPERTS
     if indices is None:
@@ -90,13 +103,18 @@ def permutation_inputs(
         indices[rng.random((T, topk)) < DROPPED] = -1
     if keys["op"] == "moe-index":
         return {"indices": indices}
+    if keys["op"] == "moe-weights-bwd":
+        inputs = {"inverse": index(indices, experts)["inverse"], "dprob": rng.standard_normal(T * topk, np.float32)}
+        if keys["addend"]:
+            inputs |= {"indices": indices, "addend": rng.standard_normal((T, experts), np.float32)}
+        return inputs
 
     def matrix(rows: int, number: int) -> Array:
         if keys["dtype"] == "bf16":
             return bits((rows, H), "bf16", seed + number)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
-    inputs: dict[str, Any] = {}
+    inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
     if keys["op"] in BY_EXPERT:
@@ -114,6 +132,8 @@ def permutation_check(
     keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
+    if keys["op"] == "moe-weights-bwd":
+        return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
     inverse = inputs["inverse"]
     measured: list[Measurement] = []
     by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())
@@ -154,6 +174,12 @@ def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[s
     if (outputs["order"][rows:] != -1).any():
         problems.append("order: rows that no choice has were written to")
     return problems
+
+
+def _differ(name: str, got: Array, want: Array) -> list[str]:
+    """What is not equal, where a NaN is equal to any other."""
+    wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)))
+    return [f"{name}: {int(wrong.sum())} of {want.size} elements are wrong"] if wrong.any() else []
 
 
 def _strays(inverse: Array, outputs: Mapping[str, Array]) -> list[str]:

@@ -13,7 +13,7 @@ from fusekit.spec.token import TokenProblem, TokenSpec
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, *BACKWARDS, CHECK)
+WEIGHTS_BACKWARD = "moe-weights-bwd"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 
@@ -23,6 +23,9 @@ _ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=T
 _TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
 _TOKENS = Key("T", "int", "Tokens.", required=True)
 _HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
+_EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
+_WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
+_PROBLEM = Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,))
 _ROWS = (
     _NAME,
     _SUMMARY,
@@ -30,7 +33,7 @@ _ROWS = (
     _TOPK,
     Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
         default="bf16"),
-    Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True),
+    _WARPS,
     Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS, _HIDDEN)),
 )  # fmt: skip
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
@@ -45,21 +48,31 @@ PERMUTATION_KEYS = {
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
-        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+        _PROBLEM,
     ),
     PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
     UNPERMUTE: (*_ROWS, _WEIGHTED),
     **dict.fromkeys(BACKWARDS, _ROWS),
+    WEIGHTS_BACKWARD: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _TOPK,
+        _EXPERTS,
+        Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False),
+        _WARPS,
+        _PROBLEM,
+    ),
     CHECK: (
         _NAME,
         _SUMMARY,
         _ARCH,
         Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True),
-        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+        _PROBLEM,
     ),
 }
-
-NEUTRAL = {"dtype": "none", "experts": 0, "topk": 0, "weighted": False, "scaled": False}
+PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
+NEUTRAL = {"dtype": "none", "experts": 0, "topk": 0, "weighted": False, "scaled": False, "addend": False}
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
@@ -68,7 +81,7 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its neutral value: experts and topk 0, dtype "none". Backward operations are
+    A key that the operation lacks has its value in `NEUTRAL`. Backward operations are
     weighted, moe-permute-bwd is scaled.
     """
 
@@ -81,6 +94,7 @@ class PermutationSpec(TokenSpec):
     topk: int
     weighted: bool
     scaled: bool
+    addend: bool
     warps: int
     problem: TokenProblem | None
     summary: str
@@ -119,7 +133,7 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
-    if spec.problem and spec.op not in (INDEX, CHECK):
+    if spec.problem and spec.problem.H:
         row = spec.problem.H * DTYPES[spec.dtype].bytes
         if row % VECTOR_BYTES:
             found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))

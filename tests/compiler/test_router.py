@@ -66,6 +66,11 @@ KERNELS = {
         "grad_y x inverse weights grad_x grad_weights",
         0,
     ),
+    "weights-backward": (
+        'op = "moe-weights-bwd"\nexperts = 61\ntopk = 3\naddend = true',
+        "dprob inverse indices addend grad_weights",
+        0,
+    ),
     "aux-backward": (
         'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
         "scores score_sum grad_scores grad_logits",

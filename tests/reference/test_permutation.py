@@ -68,7 +68,8 @@ def test_the_backward_of_unpermute_is_the_derivative():
     ("op", "keys"),
     [
         ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
-        ("moe-unpermute", {}), ("moe-unpermute-bwd", {}),
+        ("moe-unpermute", {}), ("moe-unpermute-bwd", {}), ("moe-weights-bwd", {"experts": 5}),
+        ("moe-weights-bwd", {"experts": 5, "addend": True}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -137,3 +138,28 @@ def test_a_write_to_a_free_row_is_seen():
     assert permutation_check(spec, inputs, {"y": y}) == ([], [])
     y[5, 3] = 0
     assert permutation_check(spec, inputs, {"y": y})[1] == ["y: rows that no choice has were written to"]
+
+
+def test_the_gradient_of_a_weight_is_that_of_its_row():
+    """By hand; a choice without a row has gradient 0, whatever its addend; a NaN reaches its own choice."""
+    spec = spec_of("moe-weights-bwd", experts=3, addend=True)
+    inputs = {
+        "dprob": np.array([1, 2, np.nan, 8], np.float32),
+        "inverse": np.array([[2, 0], [-1, 1], [3, -1]], np.int32),
+        "indices": np.array([[1, 0], [-1, 2], [2, 0]], np.int32),
+        "addend": np.array([[10, 20, 30], [np.nan, 50, 60], [np.nan, 80, 90]], np.float32),
+    }
+    want = np.array([[np.nan, 11], [0, 62], [98, 0]], np.float32)
+    assert np.array_equal(permutation.by_choice(inputs), want, equal_nan=True)
+    assert permutation_check(spec, inputs, {"grad_weights": want}) == ([], [])
+    wrong = permutation_check(spec, inputs, {"grad_weights": np.nan_to_num(want)})[1]
+    assert wrong == ["grad_weights: 1 of 6 elements are wrong"]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127])
+@pytest.mark.parametrize(("op", "keys"), [("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True})])
+def test_what_is_exact_passes(op, keys, tokens):
+    spec = spec_of(op, **keys)
+    inputs = permutation_inputs(spec, T=tokens, H=0, seed=2)
+    outputs = {"grad_weights": permutation.by_choice(inputs)}
+    assert permutation_check(spec, inputs, outputs) == ([], [])
