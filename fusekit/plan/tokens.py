@@ -273,6 +273,17 @@ _ROWS = (
         ),
     ),
     TokenOperation(
+        "moe-probs",
+        PERMUTATION,
+        "fusekit.kernels.permutation.probs:MoeProbs",
+        (
+            _INDICES,
+            replace(_WEIGHTS, when=bool),
+            Operand("probs", OUTPUT, "out_dtype", "T X",
+                    "The weight of each expert for each token; 0 where it was not chosen."),
+        ),
+    ),
+    TokenOperation(
         "moe-check",
         CHECK,
         "fusekit.kernels.check.offsets:MoeCheck",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusekit.reference.formats import Array, poisoned, values
+from fusekit.reference.formats import Array, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.tokens import canonical
@@ -83,6 +83,15 @@ def by_choice(inputs: Mapping[str, Any]) -> Array:
     return np.where(there, made, 0)
 
 
+def by_expert(indices: Array, weights: Array, experts: int) -> Array:
+    """float32 [T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
+    made = np.zeros((len(indices), experts), np.float32)
+    for k in range(indices.shape[1]):
+        token = np.flatnonzero((indices[:, k] >= 0) & (indices[:, k] < experts))
+        made[token, indices[token, k]] = weights[token, k]
+    return made
+
+
 def permutation_inputs(
     spec: PermutationSpec | Mapping[str, Any],
     *,
@@ -108,6 +117,8 @@ def permutation_inputs(
         if keys["addend"]:
             inputs |= {"indices": indices, "addend": rng.standard_normal((T, experts), np.float32)}
         return inputs
+    if keys["op"] == "moe-probs":
+        return {"indices": indices, "weights": rng.standard_normal((T, topk), np.float32)}
 
     def matrix(rows: int, number: int) -> Array:
         if keys["dtype"] == "bf16":
@@ -134,6 +145,9 @@ def permutation_check(
         return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
     if keys["op"] == "moe-weights-bwd":
         return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
+    if keys["op"] == "moe-probs":
+        dtype, want = keys["out_dtype"], by_expert(inputs["indices"], inputs["weights"], keys["experts"])
+        return [], _differ("probs", values(outputs["probs"], dtype), values(encode(want, dtype), dtype))
     inverse = inputs["inverse"]
     measured: list[Measurement] = []
     by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())

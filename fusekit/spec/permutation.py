@@ -13,7 +13,7 @@ from fusekit.spec.token import TokenProblem, TokenSpec
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-WEIGHTS_BACKWARD = "moe-weights-bwd"
+WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 
@@ -63,6 +63,16 @@ PERMUTATION_KEYS = {
         _WARPS,
         _PROBLEM,
     ),
+    PROBS: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _TOPK,
+        _EXPERTS,
+        Key("out_dtype", "choice", "Type of probs.", choices=("f32", "bf16", "fp16"), default="f32"),
+        _WARPS,
+        _PROBLEM,
+    ),
     CHECK: (
         _NAME,
         _SUMMARY,
@@ -72,7 +82,15 @@ PERMUTATION_KEYS = {
     ),
 }
 PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
-NEUTRAL = {"dtype": "none", "experts": 0, "topk": 0, "weighted": False, "scaled": False, "addend": False}
+NEUTRAL = {
+    "dtype": "none",
+    "out_dtype": "none",
+    "experts": 0,
+    "topk": 0,
+    "weighted": False,
+    "scaled": False,
+    "addend": False,
+}
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
@@ -90,6 +108,7 @@ class PermutationSpec(TokenSpec):
     op: str
     arch: str
     dtype: str
+    out_dtype: str
     experts: int
     topk: int
     weighted: bool

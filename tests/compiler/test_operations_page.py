@@ -41,6 +41,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute": ["topk = 2\nweighted = true\n"],
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
+    "moe-probs": ["experts = 16\ntopk = 2\n"],
     "moe-check": [""],
 }
 

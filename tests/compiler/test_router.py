@@ -71,6 +71,8 @@ KERNELS = {
         "dprob inverse indices addend grad_weights",
         0,
     ),
+    "probs": ('op = "moe-probs"\nexperts = 256\ntopk = 33\nout_dtype = "fp16"', "indices weights probs", 8 * 256 * 4),
+    "probs-odd": ('op = "moe-probs"\nexperts = 61\ntopk = 1\nwarps = 2', "indices weights probs", 2 * 64 * 4),
     "aux-backward": (
         'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
         "scores score_sum grad_scores grad_logits",

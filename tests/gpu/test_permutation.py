@@ -105,6 +105,7 @@ def test_choices(trial, name):
     assert trial(name, 127, harm=nan_everywhere) == []
     assert trial(name, 2, indices=np.full((2, SPECS[name].topk), -1, np.int32)) == []
     beyond = np.array([SPECS[name].experts, np.iinfo(np.int32).max, np.iinfo(np.int32).min], np.int32)
+    assert trial(name, 5, indices=np.full((5, SPECS[name].topk), SPECS[name].experts - 1, np.int32)) == []  # the last
     assert trial(name, 9, indices=np.resize(beyond, (9, SPECS[name].topk))) == []
 
 

@@ -69,7 +69,7 @@ def test_the_backward_of_unpermute_is_the_derivative():
     [
         ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
         ("moe-unpermute", {}), ("moe-unpermute-bwd", {}), ("moe-weights-bwd", {"experts": 5}),
-        ("moe-weights-bwd", {"experts": 5, "addend": True}),
+        ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -156,10 +156,33 @@ def test_the_gradient_of_a_weight_is_that_of_its_row():
     assert wrong == ["grad_weights: 1 of 6 elements are wrong"]
 
 
+def test_probs_by_hand():
+    """The last of two weights of one expert counts; an index of no expert gives nothing."""
+    indices = np.array([[2, 0, 2], [-1, 4, 1], [3, -7, 2**31 - 1]], np.int32)
+    weights = np.array([[1, 2, 3], [4, 5, np.nan], [7, 8, 9]], np.float32)
+    want = np.array([[2, 0, 3, 0], [0, np.nan, 0, 0], [0, 0, 0, 7]], np.float32)
+    assert np.array_equal(permutation.by_expert(indices, weights, 4), want, equal_nan=True)
+    inputs = {"indices": indices, "weights": weights}
+    spec = spec_of("moe-probs", experts=4, topk=3)
+    assert permutation_check(spec, inputs, {"probs": want}) == ([], [])
+    moved = np.roll(want, 1, axis=1)
+    assert permutation_check(spec, inputs, {"probs": moved})[1] == ["probs: 8 of 12 elements are wrong"]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 127])
-@pytest.mark.parametrize(("op", "keys"), [("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True})])
+@pytest.mark.parametrize(
+    ("op", "keys"),
+    [
+        ("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True}), ("moe-probs", {"experts": 5, "topk": 1}),
+        ("moe-probs", {"experts": 61, "topk": 8, "out_dtype": "fp16"}),
+    ],
+)  # fmt: skip
 def test_what_is_exact_passes(op, keys, tokens):
     spec = spec_of(op, **keys)
     inputs = permutation_inputs(spec, T=tokens, H=0, seed=2)
-    outputs = {"grad_weights": permutation.by_choice(inputs)}
+    if op == "moe-probs":
+        made = permutation.by_expert(inputs["indices"], inputs["weights"], spec.experts)
+        outputs = {"probs": encode(made, spec.out_dtype)}
+    else:
+        outputs = {"grad_weights": permutation.by_choice(inputs)}
     assert permutation_check(spec, inputs, outputs) == ([], [])
