@@ -205,6 +205,7 @@ _ROWS = (
                     " rows from the last end on are spare."),
             Operand("order", OUTPUT, "i32", "TK", "Which choice t K + k each row is."),
             Operand("inverse", OUTPUT, "i32", "T K", _ROW),
+            Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
         ),
     ),
     TokenOperation(
@@ -243,6 +244,9 @@ _ROWS = (
             Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
             _INVERSE,
             _WEIGHTS,
+            Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
+                    lambda keys: keys["addends"] > 0),
+            Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
             Operand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
         ),
     ),

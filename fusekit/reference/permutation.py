@@ -130,6 +130,8 @@ def permutation_inputs(
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
     if keys["op"] in BY_EXPERT:
         inputs[BY_EXPERT[keys["op"]]] = matrix(T * topk, 2)
+    for number in range(keys["addends"]):
+        inputs[f"addend{number}"] = matrix(T, 3 + number)
     inputs["inverse"] = index(indices, experts)["inverse"]
     if keys["weighted"] or keys["scaled"]:
         inputs["weights"] = rng.standard_normal((T, topk), dtype=np.float32)
@@ -177,10 +179,11 @@ def _measure(name: str, got: Array, dtype: str, want: Array, size: Array) -> Mea
 
 
 def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[str]:
+    want = want | {"counts": np.diff(want["offsets"], prepend=0)}
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse")
-        if not np.array_equal(outputs[name], want[name])
+        for name in ("offsets", "inverse", "counts")
+        if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size
     if not np.array_equal(outputs["order"][:rows], want["order"]):
@@ -231,7 +234,11 @@ def _check_tokens(
         local = np.where(there, np.arange(inverse.size).reshape(inverse.shape), -1)
         by_expert = _wide(keys, inputs[BY_EXPERT[op]][np.where(there, inverse, 0).reshape(-1)])
     if op in ("moe-unpermute", "moe-permute-bwd"):
-        measured = [_measure(name, outputs[name][tokens], dtype, *unpermute(by_expert, local, weights))]
+        want, size = unpermute(by_expert, local, weights)
+        for number in range(keys["addends"]):
+            more = _wide(keys, inputs[f"addend{number}"][tokens])
+            want, size = want + more, size + np.abs(more)
+        measured = [_measure(name, outputs[name][tokens], dtype, want, size)]
     else:
         assert weights is not None
         want = spread(by_token, weights)[there]

@@ -16,6 +16,7 @@ BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
+MOST_ADDENDS = 2
 
 _NAME = Key("name", "string", "The kernel's name in this file.", required=True)
 _SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
@@ -47,11 +48,21 @@ PERMUTATION_KEYS = {
         _ARCH,
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+        Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         _PROBLEM,
     ),
     PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
-    UNPERMUTE: (*_ROWS, _WEIGHTED),
+    UNPERMUTE: (
+        *_ROWS,
+        _WEIGHTED,
+        Key(
+            "addends",
+            "int",
+            f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+            default=0,
+        ),
+    ),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (
         _NAME,
@@ -90,6 +101,8 @@ NEUTRAL = {
     "weighted": False,
     "scaled": False,
     "addend": False,
+    "counts": False,
+    "addends": 0,
 }
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
@@ -114,6 +127,8 @@ class PermutationSpec(TokenSpec):
     weighted: bool
     scaled: bool
     addend: bool
+    counts: bool
+    addends: int
     warps: int
     problem: TokenProblem | None
     summary: str
@@ -149,6 +164,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         found.append(("scaled", True, rule))
+    if not 0 <= spec.addends <= MOST_ADDENDS:
+        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))

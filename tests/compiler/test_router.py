@@ -52,6 +52,11 @@ KERNELS = {
     "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
     "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
+    "index-counts": (
+        'op = "moe-index"\nexperts = 61\ntopk = 3\ncounts = true',
+        "indices offsets order inverse counts",
+        4 * (4 * 41 + 32 + 8),
+    ),
     "check": ('op = "moe-check"', "offsets report", 0),
     "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
     "permute-scaled": ('op = "moe-permute"\ntopk = 64\nscaled = true', "x inverse weights y", 0),
@@ -61,6 +66,11 @@ KERNELS = {
         0,
     ),
     "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
+    "unpermute-addends": (
+        'op = "moe-unpermute"\ntopk = 4\nweighted = true\naddends = 2',
+        "x inverse weights addend0 addend1 y",
+        0,
+    ),
     "unpermute-backward": (
         'op = "moe-unpermute-bwd"\ntopk = 4',
         "grad_y x inverse weights grad_x grad_weights",

@@ -68,7 +68,8 @@ def test_the_backward_of_unpermute_is_the_derivative():
     ("op", "keys"),
     [
         ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
-        ("moe-unpermute", {}), ("moe-unpermute-bwd", {}), ("moe-weights-bwd", {"experts": 5}),
+        ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
+        ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
     ],
 )  # fmt: skip
@@ -186,3 +187,25 @@ def test_what_is_exact_passes(op, keys, tokens):
     else:
         outputs = {"grad_weights": permutation.by_choice(inputs)}
     assert permutation_check(spec, inputs, outputs) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_addends_count_and_are_not_rounded_on_the_way(dtype):
+    spec = spec_of("moe-unpermute", dtype=dtype, weighted=True, addends=2)
+    inputs = permutation_inputs(spec, T=7, H=16, seed=4)
+    wide = {name: formats.values(inputs[name], dtype).astype(np.float64) for name in ("x", "addend0", "addend1")}
+    total, _ = permutation.unpermute(wide["x"], inputs["inverse"], inputs["weights"])
+    right = total + wide["addend0"] + wide["addend1"]
+    for y, well in ((right, True), (total, False), (total + wide["addend0"], False)):
+        measured, problems = permutation_check(spec, inputs, {"y": encode(y, dtype)})
+        assert not problems and all(each.ok for each in measured) is well
+
+
+def test_wrong_counts_are_seen():
+    spec = spec_of("moe-index", experts=3, counts=True)
+    inputs = {"indices": np.array([[2, 0], [-1, 2]], np.int32)}
+    made = permutation.index(inputs["indices"], 3)
+    outputs = made | {"order": np.array([*made["order"], -1], np.int32), "counts": np.array([1, 0, 2], np.int32)}
+    assert permutation_check(spec, inputs, outputs) == ([], [])
+    wrong = outputs | {"counts": made["offsets"]}
+    assert permutation_check(spec, inputs, wrong)[1] == ["counts: 2 of 3 elements are wrong"]

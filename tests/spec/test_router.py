@@ -168,6 +168,12 @@ topk = 8
             "scaled = true: rows that are scaled have their weights",
         ),
         ('op = "moe-index"', "experts is missing"),
+        ('op = "moe-unpermute"\naddends = 3', "addends = 3: must be from 0 to 2; add the others up before"),
+        ('op = "moe-unpermute"\naddends = -1', "addends = -1"),
+        ('op = "moe-permute"\naddends = 1', "there is no such key"),
+        ('op = "moe-weights-bwd"', "experts is missing"),
+        ('op = "moe-probs"\nexperts = 8\nout_dtype = "i32"', 'must be "f32", "bf16" or "fp16"'),
+        ('op = "moe-probs"\nexperts = 8\nproblem = { T = 1, H = 8 }', "there is no such key"),
     ],
 )
 def test_refusals_between_router_and_gemm(lines, rule):
