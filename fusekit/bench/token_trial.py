@@ -27,7 +27,6 @@ from fusekit.runtime import Kernel, Library
 DEFAULT_TOKENS, DEFAULT_HIDDEN = 4096, 2880  # where a spec has no problem
 # The reference needs several float64 copies of what it looks at: so many elements of a row-by-row matrix at a time.
 CHUNK = 4 * 10**6
-ROWLESS = ("expert_bias", "counts", "grad_loss")  # inputs that all tokens share
 
 
 def token_work(spec: Mapping[str, Any], *, tokens: int, hidden: int = 0, choices: int | None = None) -> Work:
@@ -90,15 +89,14 @@ class TokenTrial(Trial):
         if not self.routes:
             measured, wrong = permutation_check(self.kernel.spec, self.inputs, outputs)
             problems += wrong
+        operands = TOKENS[self.kernel.spec["op"]].operands
+        by_token = {each.name for each in operands if each.shape.split()[:1] == ["T"]}
         step = max(1, CHUNK // self.problem.get("X", 1))
         if self.kernel.spec["op"] == "moe-aux-loss":  # one number for all tokens
             step = max(1, self.tokens)
         for start in range(0, max(1, self.tokens) if self.routes else 0, step):
             rows = slice(start, start + step)
-            inputs = {
-                name: each if name in ROWLESS or np.ndim(each) == 0 else each[rows]
-                for name, each in self.inputs.items()
-            }
+            inputs = {name: each[rows] if name in by_token else each for name, each in self.inputs.items()}
             if "tokens" in inputs:
                 inputs["tokens"] = min(step, self.tokens - start)
             part = {name: each[rows] for name, each in outputs.items()}

@@ -96,7 +96,6 @@ _INDICES = Operand("indices", INPUT, "i32", "T K", _CHOSEN)
 _COUNTS = Operand("counts", INPUT, "i32", "X", "How many tokens chose each expert.")
 _SCORES = Operand("scores", INPUT, "out_dtype", "T X", "As router-aux-score stored them.")
 _SUM = "Sum of each token's scores before they were divided by it."
-_TOTAL = Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.")
 _ROW = "The row of each choice in expert order; -1: it has none."
 _INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
 _WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
@@ -109,6 +108,16 @@ def _map(role: str) -> tuple[Operand, ...]:
         Operand("routing_map", role, "u8", "T X", words, _bytes),
         Operand("routing_map", role, "i32", "T W", words, _bits),
     )
+
+
+def _loss_scalars(coefficient: str) -> tuple[Operand, ...]:
+    both = (
+        Operand("coefficient", SCALAR, "f32", "", coefficient, lambda keys: keys["scalars"] == "launch"),
+        Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.",
+                lambda keys: keys["scalars"] == "launch"),
+    )  # fmt: skip
+    there = [replace(each, role=INPUT, shape="1", when=lambda keys: keys["scalars"] == "device") for each in both]
+    return (*both, *there)
 
 
 _ROWS = (
@@ -141,7 +150,9 @@ _ROWS = (
             Operand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _dense, sparse=True),
             Operand("indices", INPUT, "i32", "T K", _CHOSEN, _compact),
             Operand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _compact),
-            _GRAD_LOGITS,
+            Operand("addend", INPUT, "f32", "T X", "Added to the gradient, before it is rounded.",
+                    lambda keys: keys["addend"]),
+            replace(_GRAD_LOGITS, dtype="grad_dtype"),
             Operand("scaling_factor", SCALAR, "f32", "", "That of the forward pass; left out: the spec's."),
         ),
         1024,
@@ -179,8 +190,7 @@ _ROWS = (
             _SCORES,
             _COUNTS,
             Operand("loss", OUTPUT, "f32", "1", "The load-balancing loss."),
-            Operand("coefficient", SCALAR, "f32", "", "Factor of the loss; left out: the spec's."),
-            _TOTAL,
+            *_loss_scalars("Factor of the loss; left out: the spec's."),
         ),
     ),
     TokenOperation(
@@ -191,8 +201,7 @@ _ROWS = (
             _COUNTS,
             Operand("grad_loss", INPUT, "f32", "1", "The gradient of the loss."),
             Operand("grad_scores", OUTPUT, "out_dtype", "T X", "The gradient of scores."),
-            Operand("coefficient", SCALAR, "f32", "", "That of the forward pass; left out: the spec's."),
-            _TOTAL,
+            *_loss_scalars("That of the forward pass; left out: the spec's."),
         ),
     ),
     TokenOperation(

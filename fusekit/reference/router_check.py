@@ -39,6 +39,9 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
     if op in ("moe-aux-loss", "moe-aux-loss-bwd"):
         counts = rng.integers(0, 2 * T * keys["topk"] // keys["experts"] + 2, keys["experts"], dtype=np.int32)
         inputs = {"counts": counts, "total_tokens": max(1, T), "tokens": T}
+        if keys.get("scalars") == "device":
+            inputs["total_tokens"] = np.array([T], np.int32)
+            inputs["coefficient"] = np.array([0.0625], np.float32)
         if op == "moe-aux-loss":
             return inputs | {"scores": encode(rng.random(shape, dtype=np.float32), keys["out_dtype"])}
         return inputs | {"grad_loss": np.array([0.75], np.float32)}
@@ -54,6 +57,8 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
         else:
             inputs["routing_map"] = ref.pack_map(keys, chosen.astype(np.int64))
             inputs["grad_probs"] = matrix(keys["out_dtype"])
+        if keys.get("addend"):
+            inputs["addend"] = matrix("f32", 0.1)
     if op == "router-aux-score-bwd":
         forward = {**keys, "op": "router-aux-score"}
         scores, total = ref.aux_scores(forward, {"logits": rng.standard_normal(shape) * 2.0} | {"dtype": "f32"})
@@ -81,7 +86,8 @@ def router_check(
                 size = size * (
                     1 + PER_UNIT * ref.spread(ref.logits_of(keys, inputs)).max(axis=1, keepdims=True, initial=0)
                 )
-            return [_measure("grad_logits", outputs, keys["dtype"], result, size)], []
+            more, dtype = ref.addend(keys, inputs), keys.get("grad_dtype", keys["dtype"])
+            return [_measure("grad_logits", outputs, dtype, result + more, size + np.abs(more))], []
         chosen, problems = _choices(keys, inputs, outputs)
         if keys["op"] == "router-aux-score":
             scores, total = ref.aux_scores(keys, inputs)

@@ -50,6 +50,22 @@ KERNELS = {
         8 * 32 * 8,
     ),
     "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
+    "backward-addend": (
+        'op = "router-topk-bwd"\nexperts = 2304\ntopk = 36\npre_softmax = true\noutputs = "compact"\naddend = true\n'
+        'grad_dtype = "bf16"',
+        "logits indices grad_weights addend grad_logits",
+        0,
+    ),
+    "loss-device": (
+        'op = "moe-aux-loss"\nexperts = 256\ntopk = 8\nscalars = "device"',
+        "scores counts loss coefficient total_tokens",
+        256 * 4 + 40 * 8,
+    ),
+    "loss-backward-device": (
+        'op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8\nscalars = "device"',
+        "counts grad_loss grad_scores coefficient total_tokens",
+        0,
+    ),
     "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
     "index-counts": (
@@ -164,7 +180,7 @@ def test_other_architectures_compile(arch, tmp_path):
     """Nothing here is Hopper's own; two kernels are one cluster of blocks each, which came with it."""
     from cutlass import cute
 
-    clusters = {"loss", "index"} if arch == "sm_80" else set()
+    clusters = {"loss", "loss-device", "index", "index-counts"} if arch == "sm_80" else set()
     for lines, _, _ in (KERNELS[name] for name in KERNELS if name not in clusters):
         (spec,) = parse_text(HEAD + lines, "s")
         traced = plan(spec)

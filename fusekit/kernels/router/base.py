@@ -37,7 +37,7 @@ class RouterKernel:
         self.config = config
         self.threads = config.warps * WARP
         self.row_lanes = row_lanes
-        widest = max(DTYPES[config.dtype].bytes, DTYPES[config.out_dtype].bytes)
+        widest = max(DTYPES[each].bytes for each in (config.dtype, config.out_dtype, config.grad_dtype))
         self.row = Row(config.experts, vector_elements(config.experts, widest), row_lanes)
         self.tokens_per_block = self.threads // row_lanes
         # Left alone, the compiler spends registers on computing ahead what a long row needs; warps are worth more.
