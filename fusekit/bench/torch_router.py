@@ -64,7 +64,8 @@ def eager(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], defaults: Mapp
             factor = (t["weights"] if spec["weighted"] else torch.ones_like(rows, dtype=torch.float32)).masked_fill(
                 dropped, 0.0
             )
-            return lambda: (t["x"][rows] * factor[..., None]).sum(dim=1).to(t["x"].dtype)
+            added = [t[f"addend{number}"] for number in range(spec.get("addends", 0))]
+            return lambda: sum(added, (t["x"][rows] * factor[..., None]).sum(dim=1)).to(t["x"].dtype)
         case _:
             return None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusekit.errors import BuildError
 from fusekit.plan.operations import OPERATIONS
+from fusekit.spec import KernelSpec
 
 if TYPE_CHECKING:
     from fusekit.compiler.hostfunction import TracePlan
@@ -23,6 +24,14 @@ def family(spec: Spec) -> str:
     if found is None:
         raise BuildError(f"op {spec.op!r} has no kernels; it must be one of {', '.join(sorted(OPERATIONS))}")
     return found.planner
+
+
+def modules(spec: Spec) -> tuple[str, ...]:
+    """What else a key follows: the modules of a GEMM's plan, or of the operation's kernel and of the spec."""
+    if isinstance(spec, KernelSpec):
+        return spec.plan.modules
+    kernel = OPERATIONS[spec.op].kernel if spec.op in OPERATIONS else ""
+    return (kernel.partition(":")[0], type(spec).__module__) if kernel else ()
 
 
 def plan(spec: Spec) -> TracePlan:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusekit.compiler.families import family
+from fusekit.compiler.families import family, modules
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
-from fusekit.spec import ExternSpec, KernelSpec
+from fusekit.spec import ExternSpec
 from fusekit.store.keys import common_fields, with_spec
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Identity:
 
     def key_fields(self, spec: Spec) -> dict[str, str]:
         """The labelled key fields of `spec`."""
-        roots = family(spec), *(spec.plan.modules if isinstance(spec, KernelSpec) else ())
+        roots = family(spec), *modules(spec)
         if (spec.arch, *roots) not in self._common:
             self._common[spec.arch, *roots] = common_fields(
                 arch=spec.arch,

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
+from fusekit.plan.tokens import CHECK, PERMUTATION, ROUTER, TOKENS
 
 GROUP = "fusekit.operations"
 
-GEMM, ROUTER, PERMUTATION, CHECK, EXTERN = "gemm", "router", "permutation", "check", "extern"
+GEMM, EXTERN = "gemm", "extern"
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation. planner: the module of the compiler that builds it.
+    """One operation. planner: the module of the compiler that builds it; kernel: MODULE:CLASS, "" where it plans that.
 
     Of a GEMM: tiles: the dims along which a tile's M and N lie; reduction: the dim that is summed over; ragged: the dim
     of which each of E groups has a part, "" where there are none.
@@ -31,6 +32,7 @@ class Operation:
     name: str
     family: str
     planner: str
+    kernel: str = ""
     tiles: tuple[str, str] | None = None
     reduction: str = ""
     ragged: str = ""
@@ -51,25 +53,18 @@ class Operation:
 OPERATIONS = {
     row.name: row
     for row in (
-        Operation("dense-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K"),
-        Operation("grouped-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K", "M"),
-        Operation("dense-wgrad", GEMM, "fusekit.compiler.gemm", ("N", "K"), "M"),
-        Operation("grouped-wgrad", GEMM, "fusekit.compiler.gemm", ("N", "K"), "M", "M"),
-        Operation("router-topk", ROUTER, "fusekit.compiler.router", long_row=1024),
-        Operation("router-topk-bwd", ROUTER, "fusekit.compiler.router", long_row=1024),
-        Operation("router-aux-score", ROUTER, "fusekit.compiler.router", long_row=1024),
-        Operation("router-aux-score-bwd", ROUTER, "fusekit.compiler.router", long_row=1024),
-        Operation("moe-aux-loss", ROUTER, "fusekit.compiler.router"),
-        Operation("moe-aux-loss-bwd", ROUTER, "fusekit.compiler.router"),
-        Operation("moe-index", PERMUTATION, "fusekit.compiler.permutation"),
-        Operation("moe-permute", PERMUTATION, "fusekit.compiler.permutation", wide=True),
-        Operation("moe-permute-bwd", PERMUTATION, "fusekit.compiler.permutation", wide=True),
-        Operation("moe-unpermute", PERMUTATION, "fusekit.compiler.permutation", wide=True),
-        Operation("moe-unpermute-bwd", PERMUTATION, "fusekit.compiler.permutation", wide=True),
-        Operation("moe-check", CHECK, "fusekit.compiler.check"),
+        Operation("dense-gemm", GEMM, "fusekit.compiler.gemm", "", ("M", "N"), "K"),
+        Operation("grouped-gemm", GEMM, "fusekit.compiler.gemm", "", ("M", "N"), "K", "M"),
+        Operation("dense-wgrad", GEMM, "fusekit.compiler.gemm", "", ("N", "K"), "M"),
+        Operation("grouped-wgrad", GEMM, "fusekit.compiler.gemm", "", ("N", "K"), "M", "M"),
+        *(
+            Operation(each.name, each.family, "fusekit.compiler.tokens", each.kernel, wide=each.wide,
+                      long_row=each.long_row)
+            for each in TOKENS.values()
+        ),
         Operation("extern", EXTERN, "fusekit.compiler.extern"),
     )
-}
+}  # fmt: skip
 
 
 def provided(name: str) -> Any:

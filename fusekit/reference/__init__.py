@@ -7,10 +7,11 @@ from fusekit.reference.formats import POISON, decode, encode, held, poisoned
 from fusekit.reference.gemm import check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
-from fusekit.reference.permutation import permutation_check, permutation_inputs, permutation_output_shapes
+from fusekit.reference.permutation import permutation_check, permutation_inputs
 from fusekit.reference.router import route
-from fusekit.reference.router_check import router_check, router_inputs, router_output_shapes
+from fusekit.reference.router_check import router_check, router_inputs
 from fusekit.reference.sampling import sample_rows, sample_weights
+from fusekit.reference.tokens import token_output_shapes
 
 __all__ = [
     "BY_GROUP",
@@ -30,12 +31,11 @@ __all__ = [
     "output_shapes",
     "permutation_check",
     "permutation_inputs",
-    "permutation_output_shapes",
     "poisoned",
     "route",
     "router_check",
     "router_inputs",
-    "router_output_shapes",
     "sample_rows",
     "sample_weights",
+    "token_output_shapes",
 ]

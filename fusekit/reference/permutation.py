@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusekit.reference.formats import Array, poisoned, values
+from fusekit.reference.formats import Array, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.tokens import canonical
 
 if TYPE_CHECKING:
     from fusekit.spec import PermutationSpec
@@ -70,8 +71,25 @@ def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[
     return products.sum(axis=-1), np.abs(products).sum(axis=-1)
 
 
-def _canonical(spec: PermutationSpec | Mapping[str, Any]) -> Mapping[str, Any]:
-    return spec if isinstance(spec, Mapping) else spec.canonical()
+def by_choice(inputs: Mapping[str, Any]) -> Array:
+    """[T, K]: dprob [M] of each choice's row, and addend [T, X] of its expert if there is one; 0 without a row."""
+    there = inputs["inverse"] >= 0
+    made = inputs["dprob"][np.where(there, inputs["inverse"], 0)] if inputs["dprob"].size else np.zeros(there.shape)
+    if "addend" in inputs:
+        experts = inputs["addend"].shape[1]
+        known = there & (inputs["indices"] >= 0) & (inputs["indices"] < experts)
+        more = np.take_along_axis(inputs["addend"], np.where(known, inputs["indices"], 0).astype(np.int64), axis=1)
+        made = made + np.where(known, more, 0)
+    return np.where(there, made, 0)
+
+
+def by_expert(indices: Array, weights: Array, experts: int) -> Array:
+    """float32 [T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
+    made = np.zeros((len(indices), experts), np.float32)
+    for k in range(indices.shape[1]):
+        token = np.flatnonzero((indices[:, k] >= 0) & (indices[:, k] < experts))
+        made[token, indices[token, k]] = weights[token, k]
+    return made
 
 
 def permutation_inputs(
@@ -83,8 +101,9 @@ def permutation_inputs(
     indices: Array | None = None,
 ) -> dict[str, Any]:
     """Every input of a permutation operation by its argument name. indices: in place of uneven random ones."""
-    keys = _canonical(spec)
+    keys = canonical(spec)
     rng = np.random.default_rng(seed)
+    inputs: dict[str, Any]
     topk = keys["topk"]
     experts = keys["experts"] or MADE_UP_EXPERTS
     if indices is None:
@@ -93,56 +112,44 @@ def permutation_inputs(
         indices[rng.random((T, topk)) < DROPPED] = -1
     if keys["op"] == "moe-index":
         return {"indices": indices}
+    if keys["op"] == "moe-weights-bwd":
+        inputs = {"inverse": index(indices, experts)["inverse"], "dprob": rng.standard_normal(T * topk, np.float32)}
+        if keys["addend"]:
+            inputs |= {"indices": indices, "addend": rng.standard_normal((T, experts), np.float32)}
+        return inputs
+    if keys["op"] == "moe-probs":
+        return {"indices": indices, "weights": rng.standard_normal((T, topk), np.float32)}
 
     def matrix(rows: int, number: int) -> Array:
         if keys["dtype"] == "bf16":
             return bits((rows, H), "bf16", seed + number)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
-    inputs: dict[str, Any] = {}
+    inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
     if keys["op"] in BY_EXPERT:
         inputs[BY_EXPERT[keys["op"]]] = matrix(T * topk, 2)
+    for number in range(keys["addends"]):
+        inputs[f"addend{number}"] = matrix(T, 3 + number)
     inputs["inverse"] = index(indices, experts)["inverse"]
     if keys["weighted"] or keys["scaled"]:
         inputs["weights"] = rng.standard_normal((T, topk), dtype=np.float32)
     return inputs
 
 
-def permutation_output_shapes(
-    spec: PermutationSpec | Mapping[str, Any],
-    *,
-    T: int,  # noqa: N803
-    H: int,  # noqa: N803
-) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Each output's shape and dtype; there is a row for every choice."""
-    keys = _canonical(spec)
-    topk, dtype = keys["topk"], keys["dtype"]
-    match keys["op"]:
-        case "moe-index":
-            return {
-                "offsets": ((keys["experts"],), "i32"),
-                "order": ((T * topk,), "i32"),
-                "inverse": ((T, topk), "i32"),
-            }
-        case "moe-permute":
-            rows: dict[str, tuple[tuple[int, ...], str]] = {"y": ((T * topk, H), dtype)}
-            return rows | ({"row_scale": ((T * topk,), "f32")} if keys["weighted"] else {})
-        case "moe-unpermute":
-            return {"y": ((T, H), dtype)}
-        case op:
-            rows_of_x = T if op == "moe-permute-bwd" else T * topk
-            return {"grad_x": ((rows_of_x, H), dtype), "grad_weights": ((T, topk), "f32")}
-
-
 def permutation_check(
     spec: PermutationSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
 ) -> tuple[list[Measurement], list[str]]:
     """Measures sums, compares what is moved bit for bit, and looks for writes to rows that no choice has."""
-    keys = _canonical(spec)
+    keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
+    if keys["op"] == "moe-weights-bwd":
+        return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
+    if keys["op"] == "moe-probs":
+        dtype, want = keys["out_dtype"], by_expert(inputs["indices"], inputs["weights"], keys["experts"])
+        return [], _differ("probs", values(outputs["probs"], dtype), values(encode(want, dtype), dtype))
     inverse = inputs["inverse"]
     measured: list[Measurement] = []
     by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())
@@ -172,10 +179,11 @@ def _measure(name: str, got: Array, dtype: str, want: Array, size: Array) -> Mea
 
 
 def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[str]:
+    want = want | {"counts": np.diff(want["offsets"], prepend=0)}
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse")
-        if not np.array_equal(outputs[name], want[name])
+        for name in ("offsets", "inverse", "counts")
+        if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size
     if not np.array_equal(outputs["order"][:rows], want["order"]):
@@ -183,6 +191,12 @@ def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[s
     if (outputs["order"][rows:] != -1).any():
         problems.append("order: rows that no choice has were written to")
     return problems
+
+
+def _differ(name: str, got: Array, want: Array) -> list[str]:
+    """What is not equal, where a NaN is equal to any other."""
+    wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)))
+    return [f"{name}: {int(wrong.sum())} of {want.size} elements are wrong"] if wrong.any() else []
 
 
 def _strays(inverse: Array, outputs: Mapping[str, Array]) -> list[str]:
@@ -220,7 +234,11 @@ def _check_tokens(
         local = np.where(there, np.arange(inverse.size).reshape(inverse.shape), -1)
         by_expert = _wide(keys, inputs[BY_EXPERT[op]][np.where(there, inverse, 0).reshape(-1)])
     if op in ("moe-unpermute", "moe-permute-bwd"):
-        measured = [_measure(name, outputs[name][tokens], dtype, *unpermute(by_expert, local, weights))]
+        want, size = unpermute(by_expert, local, weights)
+        for number in range(keys["addends"]):
+            more = _wide(keys, inputs[f"addend{number}"][tokens])
+            want, size = want + more, size + np.abs(more)
+        measured = [_measure(name, outputs[name][tokens], dtype, want, size)]
     else:
         assert weights is not None
         want = spread(by_token, weights)[there]

@@ -38,8 +38,9 @@ def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> di
     """The outputs of a router operation, unrounded float64 except `routing_map` and `indices`.
 
     ``inputs`` by argument name: logits, scores, probs' and scores' gradients [T, X] as float32 or uint16 bf16 bits;
-    expert_bias, score_sum, grad_weights, grad_loss [1] float32; counts int32 [X]; total_tokens and, for
-    moe-aux-loss-bwd, tokens (T) are numbers; routing_map uint8 [T, X] or int32 [T, ceil(X / 32)]; indices int32.
+    expert_bias, score_sum, grad_weights, addend, grad_loss [1] float32; counts int32 [X]; coefficient, total_tokens
+    and, for moe-aux-loss-bwd, tokens (T) are numbers, the first two arrays of one from the device; routing_map
+    uint8 [T, X] or int32 [T, ceil(X / 32)]; indices int32.
     """
     keys = keys_of(spec)
     with np.errstate(all="ignore"):  # NaN and infinity are carried through, not reported
@@ -54,7 +55,7 @@ def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> di
                     outputs["score_sum"] = total[:, 0]
                 return outputs | {"routing_map": pack_map(keys, select(keys, inputs))}
             case "router-topk-bwd":
-                return {"grad_logits": topk_gradient(keys, inputs)[0]}
+                return {"grad_logits": topk_gradient(keys, inputs)[0] + addend(keys, inputs)}
             case "router-aux-score-bwd":
                 return {"grad_logits": aux_gradient(keys, inputs)[0]}
             case "moe-aux-loss":
@@ -239,15 +240,18 @@ def aux_scores(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floa
 
 
 def topk_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floats, Floats]:
-    """float64[T, X]: the gradient of the logits, and the sum of the magnitudes that it is a difference of."""
+    """float64[T, X]: the gradient of the logits, and the sum of the magnitudes that it is a difference of.
+
+    An addend is not part of it.
+    """
     x = logits_of(keys, inputs)
     if keys["outputs"] == "compact":
         chosen = np.zeros(x.shape, dtype=bool)
         gradient = np.zeros(x.shape)
-        np.put_along_axis(chosen, np.asarray(inputs["indices"], dtype=np.int64), True, axis=1)
-        np.put_along_axis(
-            gradient, np.asarray(inputs["indices"], dtype=np.int64), inputs["grad_weights"].astype(np.float64), axis=1
-        )
+        indices = np.asarray(inputs["indices"], dtype=np.int64)
+        token, choice = np.nonzero((indices >= 0) & (indices < keys["experts"]))
+        expert = indices[token, choice]
+        chosen[token, expert], gradient[token, expert] = True, inputs["grad_weights"][token, choice]
     else:
         chosen = unpack_map(keys, inputs["routing_map"])
         gradient = np.where(chosen, values(inputs["grad_probs"], keys["out_dtype"]).astype(np.float64), 0.0)
@@ -259,6 +263,11 @@ def topk_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[F
     slopes = np.where(chosen, slope(keys["score_function"], x), 0.0)
     total = made.sum(axis=1, keepdims=True) + EPSILON if normalised(keys) else None
     return _score_gradient(made, slopes, gradient, total, chosen)
+
+
+def addend(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> Array:
+    """What router-topk-bwd adds to the gradient: [T, X], or 0."""
+    return np.asarray(inputs["addend"] if keys.get("addend") else 0.0, dtype=np.float64)
 
 
 def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Floats, Floats]:
@@ -283,9 +292,15 @@ def aux_gradient(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Fl
 
 
 def loss_factor(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> float:
-    """What the sum of counts and scores is multiplied by: coefficient * experts / (topk * total_tokens^2)."""
-    coefficient = float(np.float32(inputs.get("coefficient", keys["coefficient"])))
-    return coefficient * float(keys["experts"]) / float(keys["topk"]) / float(inputs["total_tokens"]) ** 2
+    """What the sum of counts and scores is multiplied by: coefficient * experts / (topk * total_tokens^2).
+
+    From the device, less than 1 token counts as 1.
+    """
+    coefficient = np.asarray(inputs.get("coefficient", keys["coefficient"]), np.float32).item()
+    total = np.asarray(inputs["total_tokens"]).item()
+    if keys.get("scalars") == "device":
+        total = max(total, 1)
+    return coefficient * float(keys["experts"]) / float(keys["topk"]) / float(total) ** 2
 
 
 def _softmax_gradient(made: Floats, gradient: Floats) -> tuple[Floats, Floats]:

@@ -39,6 +39,9 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
     if op in ("moe-aux-loss", "moe-aux-loss-bwd"):
         counts = rng.integers(0, 2 * T * keys["topk"] // keys["experts"] + 2, keys["experts"], dtype=np.int32)
         inputs = {"counts": counts, "total_tokens": max(1, T), "tokens": T}
+        if keys.get("scalars") == "device":
+            inputs["total_tokens"] = np.array([T], np.int32)
+            inputs["coefficient"] = np.array([0.0625], np.float32)
         if op == "moe-aux-loss":
             return inputs | {"scores": encode(rng.random(shape, dtype=np.float32), keys["out_dtype"])}
         return inputs | {"grad_loss": np.array([0.75], np.float32)}
@@ -54,6 +57,8 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
         else:
             inputs["routing_map"] = ref.pack_map(keys, chosen.astype(np.int64))
             inputs["grad_probs"] = matrix(keys["out_dtype"])
+        if keys.get("addend"):
+            inputs["addend"] = matrix("f32", 0.1)
     if op == "router-aux-score-bwd":
         forward = {**keys, "op": "router-aux-score"}
         scores, total = ref.aux_scores(forward, {"logits": rng.standard_normal(shape) * 2.0} | {"dtype": "f32"})
@@ -62,34 +67,6 @@ def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0
             inputs["score_sum"] = total[:, 0].astype(np.float32)
         inputs["grad_scores"] = matrix(keys["out_dtype"])
     return inputs
-
-
-def router_output_shapes(spec: RouterSpec | Mapping[str, Any], *, T: int) -> dict[str, tuple[tuple[int, ...], str]]:  # noqa: N803
-    """Each output's shape and dtype."""
-    keys = ref.keys_of(spec)
-    experts, topk = keys["experts"], keys["topk"]
-    bits = keys["routing_map"] == "bits"
-    mapped = (
-        (((T, -(-experts // 32)), "i32") if bits else ((T, experts), "u8")) if keys["routing_map"] != "none" else None
-    )
-    match keys["op"]:
-        case "router-topk" if keys["outputs"] == "compact":
-            return {"indices": ((T, topk), "i32"), "weights": ((T, topk), "f32")}
-        case "router-topk":
-            assert mapped is not None
-            return {"probs": ((T, experts), keys["out_dtype"]), "routing_map": mapped}
-        case "router-aux-score":
-            assert mapped is not None
-            made: dict[str, tuple[tuple[int, ...], str]] = {"scores": ((T, experts), keys["out_dtype"])}
-            if keys["score_function"] != "softmax":
-                made["score_sum"] = ((T,), "f32")
-            return made | {"routing_map": mapped}
-        case "moe-aux-loss":
-            return {"loss": ((1,), "f32")}
-        case "moe-aux-loss-bwd":
-            return {"grad_scores": ((T, experts), keys["out_dtype"])}
-        case _:
-            return {"grad_logits": ((T, experts), keys["dtype"])}
 
 
 def router_check(
@@ -109,7 +86,8 @@ def router_check(
                 size = size * (
                     1 + PER_UNIT * ref.spread(ref.logits_of(keys, inputs)).max(axis=1, keepdims=True, initial=0)
                 )
-            return [_measure("grad_logits", outputs, keys["dtype"], result, size)], []
+            more, dtype = ref.addend(keys, inputs), keys.get("grad_dtype", keys["dtype"])
+            return [_measure("grad_logits", outputs, dtype, result + more, size + np.abs(more))], []
         chosen, problems = _choices(keys, inputs, outputs)
         if keys["op"] == "router-aux-score":
             scores, total = ref.aux_scores(keys, inputs)

@@ -13,9 +13,10 @@ from fusekit.spec.token import TokenProblem, TokenSpec
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-PERMUTATION_OPS = (INDEX, PERMUTE, UNPERMUTE, *BACKWARDS, CHECK)
+WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
+MOST_ADDENDS = 2
 
 _NAME = Key("name", "string", "The kernel's name in this file.", required=True)
 _SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
@@ -23,6 +24,9 @@ _ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=T
 _TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
 _TOKENS = Key("T", "int", "Tokens.", required=True)
 _HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
+_EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
+_WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
+_PROBLEM = Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,))
 _ROWS = (
     _NAME,
     _SUMMARY,
@@ -30,7 +34,7 @@ _ROWS = (
     _TOPK,
     Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
         default="bf16"),
-    Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True),
+    _WARPS,
     Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS, _HIDDEN)),
 )  # fmt: skip
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
@@ -44,19 +48,61 @@ PERMUTATION_KEYS = {
         _ARCH,
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+        Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
-        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+        _PROBLEM,
     ),
     PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
-    UNPERMUTE: (*_ROWS, _WEIGHTED),
+    UNPERMUTE: (
+        *_ROWS,
+        _WEIGHTED,
+        Key(
+            "addends",
+            "int",
+            f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+            default=0,
+        ),
+    ),
     **dict.fromkeys(BACKWARDS, _ROWS),
+    WEIGHTS_BACKWARD: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _TOPK,
+        _EXPERTS,
+        Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False),
+        _WARPS,
+        _PROBLEM,
+    ),
+    PROBS: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _TOPK,
+        _EXPERTS,
+        Key("out_dtype", "choice", "Type of probs.", choices=("f32", "bf16", "fp16"), default="f32"),
+        _WARPS,
+        _PROBLEM,
+    ),
     CHECK: (
         _NAME,
         _SUMMARY,
         _ARCH,
         Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True),
-        Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
+        _PROBLEM,
     ),
+}
+PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
+NEUTRAL = {
+    "dtype": "none",
+    "out_dtype": "none",
+    "experts": 0,
+    "topk": 0,
+    "weighted": False,
+    "scaled": False,
+    "addend": False,
+    "counts": False,
+    "addends": 0,
 }
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
@@ -66,7 +112,7 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its neutral value: experts and topk 0, dtype "none". Backward operations are
+    A key that the operation lacks has its value in `NEUTRAL`. Backward operations are
     weighted, moe-permute-bwd is scaled.
     """
 
@@ -75,10 +121,14 @@ class PermutationSpec(TokenSpec):
     op: str
     arch: str
     dtype: str
+    out_dtype: str
     experts: int
     topk: int
     weighted: bool
     scaled: bool
+    addend: bool
+    counts: bool
+    addends: int
     warps: int
     problem: TokenProblem | None
     summary: str
@@ -91,16 +141,14 @@ class PermutationSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    op = values["op"]
+    made = {"weighted": op in BACKWARDS, "scaled": op == PERMUTE_BACKWARD}
     return PermutationSpec(
         file=file,
         kernel=values["name"],
-        op=values["op"],
+        op=op,
         arch=choice["arch"],
-        dtype=values.get("dtype", "none"),
-        experts=values.get("experts", 0),
-        topk=values.get("topk", 0),
-        weighted=values.get("weighted", values["op"] in BACKWARDS),
-        scaled=values.get("scaled", values["op"] == PERMUTE_BACKWARD),
+        **{key: values.get(key, neutral) for key, neutral in (NEUTRAL | made).items()},
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
@@ -117,10 +165,12 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         found.append(("scaled", True, rule))
+    if not 0 <= spec.addends <= MOST_ADDENDS:
+        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
-    if spec.problem and spec.op not in (INDEX, CHECK):
+    if spec.problem and spec.problem.H:
         row = spec.problem.H * DTYPES[spec.dtype].bytes
         if row % VECTOR_BYTES:
             found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))

@@ -44,18 +44,29 @@ _LIMITS = (
     Key("group_topk", "int", "Groups that a token's experts may come from; 0: no groups.", default=0),
 )
 
+_GRADIENT = (
+    Key("grad_dtype", "choice", "Type of grad_logits; default: dtype.", choices=ROUTER_DTYPES),
+    Key("addend", "bool", "Adds addend[T, X], f32, such as the gradient of the load-balancing loss.", default=False),
+)
 _LOSS = (
     _NAME,
     _SUMMARY,
     *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
     Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
     Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
+    Key(
+        "scalars",
+        "choice",
+        '"launch": coefficient and total_tokens are arguments by value; "device": tensors [1].',
+        choices=("launch", "device"),
+        default="launch",
+    ),
 )
 
 # What each operation can be told.
 ROUTER_KEYS = {
     FORWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
-    BACKWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE),
+    BACKWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE, *_GRADIENT),
     AUX: (_NAME, _SUMMARY, *_COMMON, _MAP),
     AUX_BACKWARD: (_NAME, _SUMMARY, *_COMMON),
     AUX_LOSS: _LOSS,
@@ -79,6 +90,7 @@ class RouterSpec(TokenSpec):
     arch: str
     dtype: str
     out_dtype: str
+    grad_dtype: str
     experts: int
     topk: int
     score_function: str
@@ -90,6 +102,8 @@ class RouterSpec(TokenSpec):
     routing_map: str
     scaling_factor: float
     coefficient: float
+    addend: bool
+    scalars: str
     warps: int
     problem: TokenProblem | None
     summary: str
@@ -105,7 +119,7 @@ class RouterSpec(TokenSpec):
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out."""
         if self.op in (AUX_LOSS, AUX_LOSS_BACKWARD):
-            return {"coefficient": self.coefficient}
+            return {"coefficient": self.coefficient} if self.scalars == "launch" else {}
         return {"scaling_factor": self.scaling_factor} if self.scaled else {}
 
 
@@ -122,6 +136,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
         arch=choice["arch"],
         dtype=values["dtype"],
         out_dtype=values.get("out_dtype") or ("f32" if compact else values["dtype"]),
+        grad_dtype=values.get("grad_dtype") or values["dtype"],
         experts=values["experts"],
         topk=values["topk"],
         score_function=values.get("score_function", "softmax"),
@@ -133,6 +148,8 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Rou
         routing_map=values.get("routing_map") or ("bytes" if mapped else "none"),
         scaling_factor=values.get("scaling_factor", 1.0),
         coefficient=values.get("coefficient", 1.0),
+        addend=values.get("addend", False),
+        scalars=values.get("scalars", "launch"),
         warps=choice["warps"] or (4 if values["experts"] >= LONG_ROW else 8),
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
@@ -157,6 +174,8 @@ def broken_router_rules(spec: RouterSpec) -> list[Broken]:
         found.append(("routing_map", spec.routing_map, 'outputs = "compact" has no map; leave it out'))
     if spec.outputs == "compact" and spec.out_dtype != "f32":
         found.append(("out_dtype", spec.out_dtype, "weights are float32, as a GEMM's row_scale; leave it out"))
+    if spec.scalars == "device" and spec.coefficient != 1.0:
+        found.append(("coefficient", spec.coefficient, 'scalars = "device" reads it from a tensor; leave it out'))
     return found + _groups(spec)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import fusekit
 from fusekit.compiler import identity, toolchain
-from fusekit.compiler.families import family
+from fusekit.compiler.families import family, modules
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.sources import Sources, closure
 from fusekit.errors import ToolchainError
@@ -58,8 +58,8 @@ INPUT = {
 
 
 def own_modules(spec):
-    """What the spec's plan names."""
-    return spec.plan.modules if isinstance(spec, KernelSpec) else ()
+    """What the spec's plan names, or the operation's row."""
+    return modules(spec)
 
 
 def roots_of(spec):
@@ -217,6 +217,7 @@ NO_SOURCE = {
     "fusekit.compiler.hostcall": "for the proof",
     "fusekit.compiler.samples": "for the proof",
     "fusekit.abi.tensormap": "for the proof",
+    "fusekit.plan.tokens": "facts of operations that work token by token, whose keys hold it",
     "fusekit.spec.keys": "how a file is read: what comes of it stands in the spec",
     "fusekit.plan.tiles": "which specs are refused",
     "fusekit.plan.operations": "facts of all operations: what reaches a kernel stands in its spec",
@@ -254,7 +255,8 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
     loaded = {name: Path(file).relative_to(PACKAGE).as_posix() for name, file in json.loads(run.stdout).items() if file}
     assert {"fusekit.compiler.trace", *roots_of(spec), "fusekit.abi.record"} <= loaded.keys()
     others = {name for name, file in loaded.items() if file not in covered} - NO_SOURCE.keys()
-    others = {name for name in others if not name.startswith(TABLES if own_modules(spec) else OF_GEMMS)}
+    tables = TABLES if isinstance(spec, KernelSpec) else OF_GEMMS
+    others = {name for name in others if not name.startswith(tables)}
     assert not others, "these take part in a compile and are in no key"
 
 
@@ -264,8 +266,10 @@ def test_what_calls_the_compiler_is_an_input_of_every_kernel():
             root
         ).keys()
         assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= closure(root).keys()
-    assert "spec/permutation.py" in closure(OPERATIONS["moe-permute"].planner)
-    assert "spec/router.py" in closure(OPERATIONS["router-topk"].planner)
+    for file in ("permutation", "router"):
+        for spec in find([file]):
+            followed = Sources().closure(roots_of(spec))
+            assert f"spec/{file}.py" in followed and sum(name.startswith(f"kernels/{file}/") for name in followed) > 1
 
 
 @EACH

@@ -50,8 +50,29 @@ KERNELS = {
         8 * 32 * 8,
     ),
     "loss": ('op = "moe-aux-loss"\nexperts = 256\ntopk = 8', "scores counts loss", 256 * 4 + 40 * 8),
+    "backward-addend": (
+        'op = "router-topk-bwd"\nexperts = 2304\ntopk = 36\npre_softmax = true\noutputs = "compact"\naddend = true\n'
+        'grad_dtype = "bf16"',
+        "logits indices grad_weights addend grad_logits",
+        0,
+    ),
+    "loss-device": (
+        'op = "moe-aux-loss"\nexperts = 256\ntopk = 8\nscalars = "device"',
+        "scores counts loss coefficient total_tokens",
+        256 * 4 + 40 * 8,
+    ),
+    "loss-backward-device": (
+        'op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8\nscalars = "device"',
+        "counts grad_loss grad_scores coefficient total_tokens",
+        0,
+    ),
     "loss-backward": ('op = "moe-aux-loss-bwd"\nexperts = 61\ntopk = 8', "counts grad_loss grad_scores", 0),
     "index": ('op = "moe-index"\nexperts = 61\ntopk = 3', "indices offsets order inverse", 4 * (4 * 41 + 32 + 8)),
+    "index-counts": (
+        'op = "moe-index"\nexperts = 61\ntopk = 3\ncounts = true',
+        "indices offsets order inverse counts",
+        4 * (4 * 41 + 32 + 8),
+    ),
     "check": ('op = "moe-check"', "offsets report", 0),
     "permute": ('op = "moe-permute"\ntopk = 33\nweighted = true', "x inverse weights y row_scale", 0),
     "permute-scaled": ('op = "moe-permute"\ntopk = 64\nscaled = true', "x inverse weights y", 0),
@@ -61,11 +82,23 @@ KERNELS = {
         0,
     ),
     "unpermute": ('op = "moe-unpermute"\ntopk = 8\ndtype = "f32"', "x inverse y", 0),
+    "unpermute-addends": (
+        'op = "moe-unpermute"\ntopk = 4\nweighted = true\naddends = 2',
+        "x inverse weights addend0 addend1 y",
+        0,
+    ),
     "unpermute-backward": (
         'op = "moe-unpermute-bwd"\ntopk = 4',
         "grad_y x inverse weights grad_x grad_weights",
         0,
     ),
+    "weights-backward": (
+        'op = "moe-weights-bwd"\nexperts = 61\ntopk = 3\naddend = true',
+        "dprob inverse indices addend grad_weights",
+        0,
+    ),
+    "probs": ('op = "moe-probs"\nexperts = 256\ntopk = 33\nout_dtype = "fp16"', "indices weights probs", 8 * 256 * 4),
+    "probs-odd": ('op = "moe-probs"\nexperts = 61\ntopk = 1\nwarps = 2', "indices weights probs", 2 * 64 * 4),
     "aux-backward": (
         'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
         "scores score_sum grad_scores grad_logits",
@@ -147,7 +180,7 @@ def test_other_architectures_compile(arch, tmp_path):
     """Nothing here is Hopper's own; two kernels are one cluster of blocks each, which came with it."""
     from cutlass import cute
 
-    clusters = {"loss", "index"} if arch == "sm_80" else set()
+    clusters = {"loss", "loss-device", "index", "index-counts"} if arch == "sm_80" else set()
     for lines, _, _ in (KERNELS[name] for name in KERNELS if name not in clusters):
         (spec,) = parse_text(HEAD + lines, "s")
         traced = plan(spec)

@@ -14,7 +14,8 @@ from fusekit.spec import parse_file
 
 SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("permutation-matrix.toml"))}
 INDEX = [name for name, spec in SPECS.items() if spec.op == "moe-index"]
-ROWS = [name for name in SPECS if name not in INDEX]
+CHOICES = [name for name, spec in SPECS.items() if spec.op in ("moe-weights-bwd", "moe-probs")]
+ROWS = [name for name in SPECS if name not in INDEX and name not in CHOICES]
 HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; float32 takes half of it
 
 
@@ -28,9 +29,10 @@ def trial(opened):
             f"no permutation kernels in {opened}; build tests/gpu/permutation-matrix.toml there and name the store"
         )
 
-    def run(name, tokens, hidden=8, **made):
+    def run(name, tokens, hidden=8, harm=lambda inputs: None, **made):
         spec = SPECS[name]
         inputs = permutation_inputs(spec, T=tokens, H=hidden, **made)
+        harm(inputs)
         kernel = opened.load(spec.full_name)
         kernel.spec["problem"] = {"T": tokens, "H": hidden}
         one = TokenTrial(opened, kernel, tokens, 0, inputs)
@@ -87,6 +89,24 @@ def test_rows(trial, name):
     for hidden in HIDDEN:
         for tokens in (0, 1, 131):
             assert trial(name, tokens, hidden if SPECS[name].dtype == "bf16" else hidden // 2) == [], (hidden, tokens)
+
+
+def nan_everywhere(inputs):
+    """In one row's, one token's, one expert's place of each float32 tensor."""
+    for tensor in inputs.values():
+        if tensor.dtype == np.float32:
+            tensor.reshape(-1)[::7] = np.nan
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(trial, name):
+    for tokens in (0, 1, 127, 3001):
+        assert trial(name, tokens) == [], tokens
+    assert trial(name, 127, harm=nan_everywhere) == []
+    assert trial(name, 2, indices=np.full((2, SPECS[name].topk), -1, np.int32)) == []
+    beyond = np.array([SPECS[name].experts, np.iinfo(np.int32).max, np.iinfo(np.int32).min], np.int32)
+    assert trial(name, 5, indices=np.full((5, SPECS[name].topk), SPECS[name].experts - 1, np.int32)) == []  # the last
+    assert trial(name, 9, indices=np.resize(beyond, (9, SPECS[name].topk))) == []
 
 
 @pytest.mark.parametrize("name", ROWS)

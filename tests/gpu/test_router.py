@@ -177,6 +177,20 @@ def test_backward_of_a_map_with_fewer_choices(trial):
         assert trial(name, 50, inputs) == []
 
 
+@pytest.mark.parametrize("name", [name for name in BACKWARD if name.startswith("bwd-addend")])
+def test_a_second_gradient(trial, name):
+    """A NaN in it reaches its own element; the rows of tokens that chose none are the second gradient alone."""
+    for tokens in (1, 127):
+        inputs = router_inputs(SPECS[name], T=tokens, seed=tokens)
+        inputs["addend"].reshape(-1)[::97] = np.nan
+        if "indices" in inputs:
+            inputs["indices"][0] = -1
+            inputs["indices"][1::3, 0] = SPECS[name].experts
+        else:
+            inputs["routing_map"][0] = 0
+        assert trial(name, tokens, inputs) == []
+
+
 @pytest.mark.parametrize(
     "name", ["topk-8x2", "bwd-softmax-1", "aux-softmax-1", "aux-bwd-softmax-1", "aux-loss-8", "aux-loss-bwd-8"]
 )

@@ -15,6 +15,7 @@ SHOWN = (
     "fusekit/reference/activations/reglu.py",
     "fusekit/plan/operands/saved_preactivation.py",
     "fusekit/kernels/gemm/operands/row_scale.py",
+    "fusekit/plan/tokens.py",
 )
 PAGES = (ROOT / "README.md", *sorted((ROOT / "fusekit").glob("**/*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

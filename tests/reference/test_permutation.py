@@ -9,7 +9,7 @@ from fusekit.reference import (
     permutation,
     permutation_check,
     permutation_inputs,
-    permutation_output_shapes,
+    token_output_shapes,
 )
 from fusekit.spec import parse_text
 
@@ -68,7 +68,9 @@ def test_the_backward_of_unpermute_is_the_derivative():
     ("op", "keys"),
     [
         ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
-        ("moe-unpermute", {}), ("moe-unpermute-bwd", {}),
+        ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
+        ("moe-weights-bwd", {"experts": 5}),
+        ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -79,7 +81,7 @@ def test_poison_is_wrong(op, keys):
         name: np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[dtype]).itemsize, TYPES[dtype]).reshape(
             shape
         )
-        for name, (shape, dtype) in permutation_output_shapes(spec, T=11, H=8).items()
+        for name, (shape, dtype) in token_output_shapes(spec, T=11, H=8).items()
     }
     measured, problems = permutation_check(spec, inputs, outputs)
     assert problems or not all(each.ok for each in measured)
@@ -137,3 +139,73 @@ def test_a_write_to_a_free_row_is_seen():
     assert permutation_check(spec, inputs, {"y": y}) == ([], [])
     y[5, 3] = 0
     assert permutation_check(spec, inputs, {"y": y})[1] == ["y: rows that no choice has were written to"]
+
+
+def test_the_gradient_of_a_weight_is_that_of_its_row():
+    """By hand; a choice without a row has gradient 0, whatever its addend; a NaN reaches its own choice."""
+    spec = spec_of("moe-weights-bwd", experts=3, addend=True)
+    inputs = {
+        "dprob": np.array([1, 2, np.nan, 8], np.float32),
+        "inverse": np.array([[2, 0], [-1, 1], [3, -1]], np.int32),
+        "indices": np.array([[1, 0], [-1, 2], [2, 0]], np.int32),
+        "addend": np.array([[10, 20, 30], [np.nan, 50, 60], [np.nan, 80, 90]], np.float32),
+    }
+    want = np.array([[np.nan, 11], [0, 62], [98, 0]], np.float32)
+    assert np.array_equal(permutation.by_choice(inputs), want, equal_nan=True)
+    assert permutation_check(spec, inputs, {"grad_weights": want}) == ([], [])
+    wrong = permutation_check(spec, inputs, {"grad_weights": np.nan_to_num(want)})[1]
+    assert wrong == ["grad_weights: 1 of 6 elements are wrong"]
+
+
+def test_probs_by_hand():
+    """The last of two weights of one expert counts; an index of no expert gives nothing."""
+    indices = np.array([[2, 0, 2], [-1, 4, 1], [3, -7, 2**31 - 1]], np.int32)
+    weights = np.array([[1, 2, 3], [4, 5, np.nan], [7, 8, 9]], np.float32)
+    want = np.array([[2, 0, 3, 0], [0, np.nan, 0, 0], [0, 0, 0, 7]], np.float32)
+    assert np.array_equal(permutation.by_expert(indices, weights, 4), want, equal_nan=True)
+    inputs = {"indices": indices, "weights": weights}
+    spec = spec_of("moe-probs", experts=4, topk=3)
+    assert permutation_check(spec, inputs, {"probs": want}) == ([], [])
+    moved = np.roll(want, 1, axis=1)
+    assert permutation_check(spec, inputs, {"probs": moved})[1] == ["probs: 8 of 12 elements are wrong"]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127])
+@pytest.mark.parametrize(
+    ("op", "keys"),
+    [
+        ("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True}), ("moe-probs", {"experts": 5, "topk": 1}),
+        ("moe-probs", {"experts": 61, "topk": 8, "out_dtype": "fp16"}),
+    ],
+)  # fmt: skip
+def test_what_is_exact_passes(op, keys, tokens):
+    spec = spec_of(op, **keys)
+    inputs = permutation_inputs(spec, T=tokens, H=0, seed=2)
+    if op == "moe-probs":
+        made = permutation.by_expert(inputs["indices"], inputs["weights"], spec.experts)
+        outputs = {"probs": encode(made, spec.out_dtype)}
+    else:
+        outputs = {"grad_weights": permutation.by_choice(inputs)}
+    assert permutation_check(spec, inputs, outputs) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_addends_count_and_are_not_rounded_on_the_way(dtype):
+    spec = spec_of("moe-unpermute", dtype=dtype, weighted=True, addends=2)
+    inputs = permutation_inputs(spec, T=7, H=16, seed=4)
+    wide = {name: formats.values(inputs[name], dtype).astype(np.float64) for name in ("x", "addend0", "addend1")}
+    total, _ = permutation.unpermute(wide["x"], inputs["inverse"], inputs["weights"])
+    right = total + wide["addend0"] + wide["addend1"]
+    for y, well in ((right, True), (total, False), (total + wide["addend0"], False)):
+        measured, problems = permutation_check(spec, inputs, {"y": encode(y, dtype)})
+        assert not problems and all(each.ok for each in measured) is well
+
+
+def test_wrong_counts_are_seen():
+    spec = spec_of("moe-index", experts=3, counts=True)
+    inputs = {"indices": np.array([[2, 0], [-1, 2]], np.int32)}
+    made = permutation.index(inputs["indices"], 3)
+    outputs = made | {"order": np.array([*made["order"], -1], np.int32), "counts": np.array([1, 0, 2], np.int32)}
+    assert permutation_check(spec, inputs, outputs) == ([], [])
+    wrong = outputs | {"counts": made["offsets"]}
+    assert permutation_check(spec, inputs, wrong)[1] == ["counts: 2 of 3 elements are wrong"]

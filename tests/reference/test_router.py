@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusekit.reference import encode, route, router_check, router_inputs, router_output_shapes
+from fusekit.reference import encode, route, router_check, router_inputs, token_output_shapes
 from fusekit.reference.router import order_of, pack_map, unpack_map
 from fusekit.spec import RouterSpec, parse_text
 from tests.gpu.test_router import FINITE, ODD, with_logits
@@ -23,7 +23,7 @@ def spec_of(op: str = "router-topk", **keys) -> RouterSpec:
 
 def rounded(spec: RouterSpec, outputs: dict, tokens: int) -> dict:
     """The outputs as a kernel stores them."""
-    shapes = router_output_shapes(spec, T=tokens)
+    shapes = token_output_shapes(spec, T=tokens)
     return {
         name: encode(value, "bf16") if shapes[name][1] == "bf16" else value.astype(NUMPY[shapes[name][1]])
         for name, value in outputs.items()
@@ -188,6 +188,36 @@ def test_the_loss_backward_is_the_derivative(experts):
     assert np.allclose(got, want, rtol=1e-5, atol=1e-9)
 
 
+def test_scalars_of_the_device_are_those_of_a_launch():
+    scores, counts = np.array([[0.25, 0.75]], np.float32), np.array([3, 1], np.int32)
+    launch, device = (spec_of("moe-aux-loss", experts=2, topk=1, scalars=each) for each in ("launch", "device"))
+    assert (launch.defaults(), device.defaults()) == ({"coefficient": 1.0}, {})
+
+    def loss(spec, total, coefficient):
+        return route(
+            spec, {"scores": scores, "counts": counts, "total_tokens": total, "coefficient": coefficient, "tokens": 1}
+        )["loss"].tolist()
+
+    there = np.array([0.5], np.float32)
+    assert loss(device, np.array([4], np.int32), there) == loss(launch, 4, 0.5)
+    assert loss(device, np.array([0], np.int32), there) == loss(launch, 1, 0.5)
+
+
+def test_two_gradients_of_logits_in_two_launches():
+    """router-aux-score-bwd's float32 gradient is added before bf16 rounds; no expert outside [0, X) takes part."""
+    keys = {"outputs": "compact", "score_function": "sigmoid"}
+    spec = spec_of("router-topk-bwd", addend=True, grad_dtype="bf16", **keys)
+    inputs = router_inputs(spec, T=9, seed=1)
+    inputs["indices"][3], inputs["indices"][4, 1] = -1, 12
+    alone = route(spec_of("router-topk-bwd", **keys), inputs)["grad_logits"]
+    assert (alone[3] == 0).all() and np.count_nonzero(alone[4]) == 2
+    outputs = rounded(spec, route(spec, inputs), 9)
+    measured, problems = router_check(spec, inputs, outputs)
+    assert not problems and all(each.ok for each in measured)
+    late = {"grad_logits": encode(alone, "bf16")}
+    assert not all(each.ok for each in router_check(spec, inputs, late)[0])
+
+
 CHECKED = [
     spec_of(),
     spec_of(outputs="compact", dtype="bf16"),
@@ -195,6 +225,9 @@ CHECKED = [
     spec_of("router-aux-score", score_function="sqrtsoftplus", dtype="bf16"),
     spec_of("router-topk-bwd"),
     spec_of("router-aux-score-bwd", score_function="sigmoid"),
+    spec_of("router-topk-bwd", addend=True, outputs="compact", grad_dtype="bf16"),
+    spec_of("moe-aux-loss", scalars="device"),
+    spec_of("moe-aux-loss-bwd", scalars="device"),
 ]
 
 

@@ -13,11 +13,12 @@ import pytest
 
 from fusekit.abi import IntegerParameter, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench.trials import open_trial
-from fusekit.compiler.check import signature
+from fusekit.compiler.tokens import signature
 from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
 from fusekit.reference.offsets import first_wrong
 from fusekit.runtime import DeviceArray, Kernel, Launch, Library
 from fusekit.runtime.driver import Driver
+from fusekit.spec import parse_text
 from tests.abi.test_schema_2 import step
 from tests.cabi.launcher import complete
 from tests.runtime.fake import CUresult, FakeDriver
@@ -28,7 +29,8 @@ GOOD, FALLS, BEYOND, NEGATIVE = [10, 20, 20, 96], [10, 30, 20, 96], [10, 20, 90,
 
 
 def check() -> LaunchRecord:
-    made = signature("sm_90a")
+    (spec,) = parse_text('schema = 1\n[[kernel]]\nname = "k"\nop = "moe-check"\narch = "sm_90a"\n', "s")
+    made = signature(spec)
     parameters = (
         PointerParameter("offsets_pointer", "offsets"), PointerParameter("report_pointer", "report"),
         IntegerParameter("groups", "i32", "E"), IntegerParameter("rows", "i32", "rows"),

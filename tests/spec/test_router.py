@@ -137,6 +137,10 @@ def test_warps_are_swept():
         ('op = "router-aux-score-bwd"\nrouting_map = "bits"', "there is no such key"),
         ('op = "router-topk"\nproblem = { T = -4 }', "must be from 0"),
         ('op = "moe-aux-loss"\nscore_function = "sigmoid"', "there is no such key"),
+        ('op = "moe-aux-loss"\nscalars = "device"\ncoefficient = 0.5', "reads it from a tensor; leave it out"),
+        ('op = "moe-aux-loss"\nscalars = "host"', 'must be "launch" or "device"'),
+        ('op = "router-topk-bwd"\ngrad_dtype = "fp16"', 'must be "f32" or "bf16"'),
+        ('op = "router-topk"\naddend = true', "there is no such key"),
         ('op = "moe-index"\nwarps = 8', "warps = 8: must be 32"),
         ('op = "moe-index"\nexperts = 5000', "at most 4096 experts are ordered"),
     ],
@@ -168,6 +172,12 @@ topk = 8
             "scaled = true: rows that are scaled have their weights",
         ),
         ('op = "moe-index"', "experts is missing"),
+        ('op = "moe-unpermute"\naddends = 3', "addends = 3: must be from 0 to 2; add the others up before"),
+        ('op = "moe-unpermute"\naddends = -1', "addends = -1"),
+        ('op = "moe-permute"\naddends = 1', "there is no such key"),
+        ('op = "moe-weights-bwd"', "experts is missing"),
+        ('op = "moe-probs"\nexperts = 8\nout_dtype = "i32"', 'must be "f32", "bf16" or "fp16"'),
+        ('op = "moe-probs"\nexperts = 8\nproblem = { T = 1, H = 8 }', "there is no such key"),
     ],
 )
 def test_refusals_between_router_and_gemm(lines, rule):

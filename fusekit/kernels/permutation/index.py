@@ -38,21 +38,42 @@ class MoeIndex:
         self.belows = self.below + WARPS * 4
         self.shared_bytes = self.belows + CLUSTER * 4
 
+    @classmethod
+    def of(cls, spec) -> "MoeIndex":
+        """That of a spec."""
+        return cls(spec.experts, spec.topk)
+
     @cute.jit
     def __call__(
-        self, indices: cute.Tensor, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, stream: CUstream
-    ):
-        """Launch."""
+        self, indices: cute.Tensor, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, counts,
+        stream: CUstream,
+    ):  # fmt: skip
+        """Launch; counts may be None."""
         choices = indices.shape[0] * self.topk
-        self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices).launch(
-            grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
+        given = (indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices)
+        queued = (
+            self.counting(*given, counts.iterator) if cutlass.const_expr(counts is not None) else self.kernel(*given)
         )
+        queued.launch(grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
         self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32
-    ):
+    ):  # fmt: skip
         """See the module's docstring."""
+        self.sort(indices, offsets, None, order, inverse, choices)
+
+    @cute.kernel
+    def counting(
+        self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32,
+        counts: cute.Pointer,
+    ):  # fmt: skip
+        """With counts as well."""
+        self.sort(indices, offsets, counts, order, inverse, choices)
+
+    @cute.jit
+    def sort(self, indices, offsets, counts, order, inverse, choices: Int32):
+        """Both."""
         allocator = cutlass.memory.SmemAllocator()
         shared = allocator.allocate(self.shared_bytes, 16).toint()
         block, _, _ = cute.arch.block_idx()
@@ -77,7 +98,7 @@ class MoeIndex:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp == 0:
-            self.first_rows(offsets.toint(), first, shared, lane, rank)
+            self.first_rows(offsets.toint(), counts, first, shared, lane, rank)
         cute.arch.sync_threads()
         for expert in cutlass.range(warp, self.owned, WARPS):
             address = shared + (expert * WARPS + lane) * 4
@@ -128,8 +149,8 @@ class MoeIndex:
             lanes.cluster_store_u32(shared + self.belows + rank * 4, total, lane, lane < CLUSTER)
 
     @cute.jit
-    def first_rows(self, offsets: Int64, first: Int32, shared: Int32, lane: Int32, rank: Int32):
-        """The block's first row of each owned expert; the cluster's first block writes the offsets. One warp."""
+    def first_rows(self, offsets: Int64, counts, first: Int32, shared: Int32, lane: Int32, rank: Int32):
+        """The block's first row of each owned expert; the cluster's first block writes offsets and counts. One warp."""
         row = Int32(0)  # where the experts of this round begin
         for index in cutlass.range_constexpr(CLUSTER):
             row += Int32(lanes.shared_load_u32(shared + self.belows + index * 4))
@@ -146,6 +167,8 @@ class MoeIndex:
             lanes.shared_store_u32_if(shared + self.firsts + expert * 4, Uint32(begin + mine), owned)
             exists = owned & (first + expert < self.experts) & (rank == 0)
             lanes.store(offsets + Int64(first + expert) * 4, [Uint32(begin + whole)], 4, exists)
+            if cutlass.const_expr(counts is not None):
+                lanes.store(counts.toint() + Int64(first + expert) * 4, [Uint32(whole)], 4, exists)
             row += Int32(lanes.redux(Uint32(whole), "add"))
 
     @cute.jit

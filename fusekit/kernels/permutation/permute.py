@@ -4,7 +4,8 @@
     permute, scaled  y[inverse[t, k]] = weights[t, k] x[t]
     permute-bwd      grad_x[t] = sum over k of weights[t, k] grad_y[inverse[t, k]], in float32, in the order of k;
                      grad_weights[t, k] = x[t] . grad_y[inverse[t, k]]
-    unpermute        y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k
+    unpermute        y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k,
+                     + addend0[t] + addend1[t], rounded once
     unpermute-bwd    grad_x[inverse[t, k]] = weights[t, k] grad_y[t]; grad_weights[t, k] = grad_y[t] . x[inverse[t, k]]
 
 Without weights they are 1, permute is the backward of unpermute and the other way round. A choice with inverse -1 has
@@ -26,13 +27,24 @@ from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
 
 LINE = WARP * 16  # bytes of a warp's access
+SUMMED = 16  # elements that a lane of the backward of permute holds of each row, and sums
 
 
 class Permutation:
     """What the kernels share. lines: accesses of a warp that make a piece; scaled: permute multiplies by weights."""
 
-    def __init__(self, topk: int, dtype: str, weighted: bool, scaled: bool, warps: int, lines: int) -> None:
-        self.topk, self.dtype, self.weighted, self.scaled = topk, dtype, weighted, scaled
+    LINES = 4  # what a lane holds of a piece is in registers, K times
+
+    @classmethod
+    def of(cls, spec):
+        """That of a spec."""
+        lines = SUMMED * DTYPES[spec.dtype].bytes // 16 if spec.op == "moe-permute-bwd" else cls.LINES
+        return cls(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.addends, spec.warps, lines)
+
+    def __init__(
+        self, topk: int, dtype: str, weighted: bool, scaled: bool, addends: int, warps: int, lines: int
+    ) -> None:
+        self.topk, self.dtype, self.weighted, self.scaled, self.addends = topk, dtype, weighted, scaled, addends
         self.size = DTYPES[dtype].bytes
         self.warps, self.threads = warps, warps * WARP
         self.lines, self.piece = lines, lines * LINE
@@ -94,6 +106,8 @@ class Permutation:
 class MoePermute(Permutation):
     """The kernel of moe-permute; calling it traces host function and kernel."""
 
+    LINES = 8
+
     @cute.jit
     def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, row_scale, stream: CUstream):
         """Launch; weights may be None, row_scale is None unless it is to be written."""
@@ -139,12 +153,18 @@ class MoeUnpermute(Permutation):
     """The kernel of moe-unpermute; calling it traces host function and kernel."""
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, stream: CUstream):
-        """Launch; weights may be None."""
+    def __call__(
+        self, x: cute.Tensor, inverse: cute.Tensor, weights, addend0, addend1, y: cute.Tensor, stream: CUstream
+    ):
+        """Launch; weights and the addends may be None."""
+        factors = weights.iterator if cutlass.const_expr(self.weighted) else None
+        if cutlass.const_expr(self.addends > 0):
+            given = (addend0, addend1)[: self.addends]
+            factors = (factors, [(each.iterator, Int64(each.stride[0]) * self.size) for each in given])
         self.kernel(
             x.iterator,
             inverse.iterator,
-            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            factors,
             y.iterator,
             y.shape[0],
             y.shape[1] * self.size,
@@ -157,7 +177,8 @@ class MoeUnpermute(Permutation):
         self, x: cute.Pointer, inverse: cute.Pointer, weights, y: cute.Pointer, tokens: Int32, row_bytes: Int32,
         x_stride: Int64, y_stride: Int64,
     ):  # fmt: skip
-        """See the module's docstring."""
+        """See the module's docstring. weights: None, theirs, or (either, the addends and their strides)."""
+        weights, addends = weights if cutlass.const_expr(self.addends > 0) else (weights, ())
         token, lane, first = self.place(row_bytes)
         if token < tokens:
             rows = self.per_choice(inverse.toint(), token, lane, -1)
@@ -174,6 +195,9 @@ class MoeUnpermute(Permutation):
                     sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
                 else:
                     sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+            for addend, stride in addends:
+                words = self.load_piece(self.row_of(addend.toint(), token, stride), first, row_bytes)
+                sums = [total + value for value, total in zip(self.floats(words), sums, strict=True)]
             result = lanes.pack(sums, self.dtype)
             self.store_piece(self.row_of(y.toint(), token, y_stride), first, row_bytes, result, token < tokens)
 

@@ -25,8 +25,11 @@ WARPS = 32
 TOKENS = 8  # of a warp in the backward
 
 
-def factor(config: RouterConfig, coefficient: Float32, total_tokens: Int32) -> Float64:
-    """c above."""
+def factor(config: RouterConfig, coefficient, total_tokens) -> Float64:
+    """c above. On the device both are pointers; there less than 1 token counts as 1, as in a launch without tokens."""
+    if config.on_device:
+        coefficient = lanes.float_of(lanes.load(coefficient.toint(), 4)[0])
+        total_tokens = cutlass.max(Int32(lanes.load(total_tokens.toint(), 4)[0]), 1)
     total = Float64(total_tokens)
     return Float64(coefficient) * Float64(float(config.experts) / config.topk) / (total * total)
 
@@ -43,19 +46,19 @@ class MoeAuxLoss(RouterKernel):
 
     @cute.jit
     def __call__(
-        self, scores: cute.Tensor, counts: cute.Tensor, loss: cute.Tensor, coefficient: Float32, total_tokens: Int32,
-        stream: CUstream,
-    ):  # fmt: skip
-        """Launch."""
+        self, scores: cute.Tensor, counts: cute.Tensor, loss: cute.Tensor, coefficient, total_tokens, stream: CUstream
+    ):
+        """Launch; the scalars are numbers or tensors."""
+        if cutlass.const_expr(self.config.on_device):
+            coefficient, total_tokens = coefficient.iterator, total_tokens.iterator
         self.kernel(scores.iterator, counts.iterator, loss.iterator, coefficient, total_tokens, scores.shape[0]).launch(
             grid=[BLOCKS, 1, 1], block=[self.threads, 1, 1], cluster=[BLOCKS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, scores: cute.Pointer, counts: cute.Pointer, loss: cute.Pointer, coefficient: Float32,
-        total_tokens: Int32, tokens: Int32,
-    ):  # fmt: skip
+        self, scores: cute.Pointer, counts: cute.Pointer, loss: cute.Pointer, coefficient, total_tokens, tokens: Int32
+    ):
         """See the module's docstring."""
         config = self.config
         allocator = cutlass.memory.SmemAllocator()
@@ -120,10 +123,12 @@ class MoeAuxLossBackward(RouterKernel):
 
     @cute.jit
     def __call__(
-        self, counts: cute.Tensor, grad_loss: cute.Tensor, grad_scores: cute.Tensor, coefficient: Float32,
-        total_tokens: Int32, stream: CUstream,
+        self, counts: cute.Tensor, grad_loss: cute.Tensor, grad_scores: cute.Tensor, coefficient, total_tokens,
+        stream: CUstream,
     ):  # fmt: skip
-        """Launch."""
+        """Launch; the scalars are numbers or tensors."""
+        if cutlass.const_expr(self.config.on_device):
+            coefficient, total_tokens = coefficient.iterator, total_tokens.iterator
         tokens = grad_scores.shape[0]
         self.kernel(
             counts.iterator, grad_loss.iterator, grad_scores.iterator, coefficient, total_tokens, tokens
@@ -131,8 +136,8 @@ class MoeAuxLossBackward(RouterKernel):
 
     @cute.kernel
     def kernel(
-        self, counts: cute.Pointer, grad_loss: cute.Pointer, grad_scores: cute.Pointer, coefficient: Float32,
-        total_tokens: Int32, tokens: Int32,
+        self, counts: cute.Pointer, grad_loss: cute.Pointer, grad_scores: cute.Pointer, coefficient, total_tokens,
+        tokens: Int32,
     ):  # fmt: skip
         """See the module's docstring."""
         config = self.config

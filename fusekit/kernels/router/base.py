@@ -1,5 +1,7 @@
 """What the router kernels share: a warp a token, the grid, element access."""
 
+from dataclasses import fields
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
@@ -26,11 +28,16 @@ class RouterKernel:
     row_lanes: lanes, of one or more warps, that share a token; rows: how many of its rows they hold at a time.
     """
 
+    @classmethod
+    def of(cls, spec):
+        """That of a spec."""
+        return cls(RouterConfig(**{key.name: getattr(spec, key.name) for key in fields(RouterConfig)}))
+
     def __init__(self, config: RouterConfig, row_lanes: int = WARP, rows: int = 1) -> None:
         self.config = config
         self.threads = config.warps * WARP
         self.row_lanes = row_lanes
-        widest = max(DTYPES[config.dtype].bytes, DTYPES[config.out_dtype].bytes)
+        widest = max(DTYPES[each].bytes for each in (config.dtype, config.out_dtype, config.grad_dtype))
         self.row = Row(config.experts, vector_elements(config.experts, widest), row_lanes)
         self.tokens_per_block = self.threads // row_lanes
         # Left alone, the compiler spends registers on computing ahead what a long row needs; warps are worth more.

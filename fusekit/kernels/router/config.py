@@ -13,6 +13,7 @@ class RouterConfig:
     topk: int
     dtype: str
     out_dtype: str
+    grad_dtype: str
     score_function: str
     pre_softmax: bool
     expert_bias: bool
@@ -20,6 +21,8 @@ class RouterConfig:
     group_topk: int
     outputs: str
     routing_map: str
+    addend: bool
+    scalars: str
     warps: int
 
     @property
@@ -31,6 +34,11 @@ class RouterConfig:
     def dense(self) -> bool:
         """Whether choices are a [T, experts] map and probabilities, not [T, topk] indices and weights."""
         return self.outputs == "dense"
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the loss takes its scalars from device memory."""
+        return self.scalars == "device"
 
     @property
     def map_words(self) -> int:

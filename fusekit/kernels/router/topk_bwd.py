@@ -5,9 +5,10 @@
     sigmoid, sqrtsoftplus          dx_j = (c g_j - sum c g_i s_i / S) s'(x_j) / S, j chosen, S = sum s_i + 1e-20
                                    dx_j = c g_j s'(x_j) for K = 1
 
-Sums run over the chosen i; c is the scaling factor. Nothing but the logits is kept from the forward pass. Only with
-`pre_softmax` is their whole row read: all else needs the chosen experts' logits and gradients alone, which lane j loads
-for choice j and j + 32, and stores over a row of zeros.
+An addend [T, X] is added in float32, before the one rounding. Sums run over the chosen i; c is the scaling factor.
+Nothing but the logits is kept from the forward pass. Only with `pre_softmax` is their whole row read: all else needs
+the chosen experts' logits and gradients alone, which lane j loads for choice j and j + 32, and stores over a row of
+zeros, or of the addend.
 """
 
 import cutlass
@@ -30,7 +31,7 @@ class RouterTopKBackward(RouterKernel):
     """One configuration of the kernel; calling it (through cute.compile) traces host function and kernel."""
 
     def __init__(self, config: RouterConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, rows=1 + (config.addend and config.pre_softmax))
         self.choices = Choices(config.experts, config.topk, config.routing_map == "bits") if config.dense else None
         self.warp_bytes = self.choices.shared_bytes if config.dense else 0
         self.shared_bytes = config.warps * self.warp_bytes
@@ -44,6 +45,7 @@ class RouterTopKBackward(RouterKernel):
         grad_probs,
         indices,
         grad_weights,
+        addend,
         grad_logits: cute.Tensor,
         scaling_factor: Float32,
         stream: CUstream,
@@ -56,7 +58,7 @@ class RouterTopKBackward(RouterKernel):
             routing_map.iterator if cutlass.const_expr(dense) else None,
             grad_probs.iterator if cutlass.const_expr(dense) else None,
             indices.iterator if cutlass.const_expr(not dense) else None,
-            grad_weights.iterator if cutlass.const_expr(not dense) else None,
+            self.with_addend(grad_weights.iterator if cutlass.const_expr(not dense) else None, addend),
             grad_logits.iterator,
             scaling_factor,
             tokens,
@@ -80,7 +82,8 @@ class RouterTopKBackward(RouterKernel):
         scaling: Float32,
         tokens: Int32,
     ):
-        """See the module's docstring."""
+        """See the module's docstring. grad_weights: None, theirs, or (either, the addend)."""
+        grad_weights, addend = grad_weights if cutlass.const_expr(self.config.addend) else (grad_weights, None)
         shared = Int32(0)
         if cutlass.const_expr(self.config.dense):
             allocator = cutlass.memory.SmemAllocator()
@@ -88,17 +91,30 @@ class RouterTopKBackward(RouterKernel):
         token, lane, place = self.token()
         if token < tokens:
             gradients = (routing_map, grad_probs, indices, grad_weights)
-            self.differentiate(logits, gradients, grad_logits, scaling, token, lane, shared + place * self.warp_bytes)
+            own = shared + place * self.warp_bytes
+            self.differentiate(logits, gradients, grad_logits, addend, scaling, token, lane, own)
+
+    def with_addend(self, grad_weights, addend):
+        """One parameter for both: a kernel without an addend has the parameters that it had before there were any."""
+        return (grad_weights, addend.iterator) if self.config.addend else grad_weights
 
     @cute.jit
-    def differentiate(self, logits, gradients, grad_logits, scaling: Float32, token: Int32, lane: Int32, shared: Int32):
+    def differentiate(
+        self, logits, gradients, grad_logits, addend, scaling: Float32, token: Int32, lane: Int32, shared: Int32
+    ):
         """One token."""
         config = self.config
-        size = DTYPES[config.dtype].bytes
-        logits_row = self.address(logits, token, config.experts, size)
+        size = DTYPES[config.grad_dtype].bytes
+        logits_row = self.address(logits, token, config.experts, DTYPES[config.dtype].bytes)
         result_row = self.address(grad_logits, token, config.experts, size)
+        if cutlass.const_expr(config.addend):
+            addend_row = self.address(addend, token, config.experts, 4)
+            added = lanes.load_row(addend_row, self.row, lane, "f32")
         if cutlass.const_expr(not config.pre_softmax):
-            lanes.clear(result_row, config.experts * size, lane)
+            if cutlass.const_expr(config.addend):
+                lanes.store_row(result_row, self.row, lane, added, config.grad_dtype)
+            else:
+                lanes.clear(result_row, config.experts * size, lane)
         else:
             values = lanes.load_row(logits_row, self.row, lane, config.dtype, negative_infinity(config.dtype))
 
@@ -115,7 +131,9 @@ class RouterTopKBackward(RouterKernel):
             made = [exp_nonpositive(value - largest) * inverse for value in x]
             dot = self.dot(made, scaled, valid)
             row = [power * inverse * (dot * Float32(-1.0)) for power in powers]
-            lanes.store_row(result_row, self.row, lane, row, config.dtype)
+            if cutlass.const_expr(config.addend):
+                row = [value + more for value, more in zip(row, added, strict=True)]
+            lanes.store_row(result_row, self.row, lane, row, config.grad_dtype)
             result = [p * (g - dot) for p, g in zip(made, scaled, strict=True)]
         elif cutlass.const_expr(config.score_function == "softmax"):
             largest = self.maximum_of(self.where(valid, x, -float("inf")))
@@ -135,9 +153,14 @@ class RouterTopKBackward(RouterKernel):
             else:
                 slopes = [sqrtsoftplus_slope(s) for s in made]
             result = [g * slope for g, slope in zip(scaled, slopes, strict=True)]
+        if cutlass.const_expr(config.addend):
+            result = [
+                value + self.element(addend_row, e, "f32", use)
+                for value, e, use in zip(result, experts, valid, strict=True)
+            ]
         cute.arch.sync_warp()  # the row's other stores come first
         for slot in cutlass.range_constexpr(self.slots):
-            self.put_element(result_row, experts[slot], result[slot], config.dtype, valid[slot])
+            self.put_element(result_row, experts[slot], result[slot], config.grad_dtype, valid[slot])
 
     def where(self, valid: list, values: list, otherwise: float) -> list:
         """The values of the choices that there are."""

@@ -1,0 +1,311 @@
+"""The operations that work token by token: a kernel's class, and what a launch passes for it.
+
+From an operand's row come its words, its place in the launch record, the outputs of a trial, and the bytes that a
+launch moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Keys = Mapping[str, Any]
+Extent = int | str | list[Any]
+ROUTER, PERMUTATION, CHECK = "router", "permutation", "check"
+INPUT, OUTPUT, INOUT, SCALAR = "input", "output", "inout", "scalar"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor, or a scalar, which has no shape.
+
+    dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
+    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, W words of a routing map
+    and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
+    experts' elements of [T, X] are read.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: str
+    words: str
+    when: Callable[[Keys], Any] = bool
+    sparse: bool = False
+
+    def extents(self, keys: Keys) -> tuple[Extent, ...]:
+        """The shape: numbers, names of dims, and an expression for TK."""
+        experts, topk = keys["experts"], keys["topk"]
+        known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
+        return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
+
+    def dtype_of(self, keys: Keys) -> str:
+        """Its type in a kernel with these keys."""
+        return str(keys.get(self.dtype, self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOperation:
+    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`."""
+
+    name: str
+    family: str
+    kernel: str
+    operands: tuple[Operand, ...]
+    long_row: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether rows have H elements."""
+        return any("H" in operand.shape.split() for operand in self.operands)
+
+    def of(self, keys: Keys) -> tuple[Operand, ...]:
+        """The operands of a kernel with these keys, in the order of its host function, scalars last."""
+        return tuple(operand for operand in self.operands if operand.when(keys))
+
+
+def _compact(keys: Keys) -> bool:
+    return bool(keys["outputs"] == "compact")
+
+
+def _dense(keys: Keys) -> bool:
+    return not _compact(keys)
+
+
+def _bytes(keys: Keys) -> bool:
+    return bool(keys["routing_map"] == "bytes")
+
+
+def _bits(keys: Keys) -> bool:
+    return bool(keys["routing_map"] == "bits")
+
+
+def _summed(keys: Keys) -> bool:
+    return bool(keys["score_function"] != "softmax")
+
+
+def _weighted(keys: Keys) -> bool:
+    return bool(keys["weighted"] or keys["scaled"])
+
+
+_LOGITS = Operand("logits", INPUT, "dtype", "T X", "The router's logits of each token, x . Wr^T.")
+_GRAD_LOGITS = Operand("grad_logits", OUTPUT, "dtype", "T X", "The gradient of logits.")
+_CHOSEN = "The experts of each token, best first; outside [0, X): no expert."
+_INDICES = Operand("indices", INPUT, "i32", "T K", _CHOSEN)
+_COUNTS = Operand("counts", INPUT, "i32", "X", "How many tokens chose each expert.")
+_SCORES = Operand("scores", INPUT, "out_dtype", "T X", "As router-aux-score stored them.")
+_SUM = "Sum of each token's scores before they were divided by it."
+_ROW = "The row of each choice in expert order; -1: it has none."
+_INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
+_WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
+_GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
+
+
+def _map(role: str) -> tuple[Operand, ...]:
+    words = "Which experts each token chose: a byte an expert, or a bit in i32 words, the lowest expert lowest."
+    return (
+        Operand("routing_map", role, "u8", "T X", words, _bytes),
+        Operand("routing_map", role, "i32", "T W", words, _bits),
+    )
+
+
+def _loss_scalars(coefficient: str) -> tuple[Operand, ...]:
+    both = (
+        Operand("coefficient", SCALAR, "f32", "", coefficient, lambda keys: keys["scalars"] == "launch"),
+        Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.",
+                lambda keys: keys["scalars"] == "launch"),
+    )  # fmt: skip
+    there = [replace(each, role=INPUT, shape="1", when=lambda keys: keys["scalars"] == "device") for each in both]
+    return (*both, *there)
+
+
+_ROWS = (
+    TokenOperation(
+        "router-topk",
+        ROUTER,
+        "fusekit.kernels.router.topk:RouterTopK",
+        (
+            _LOGITS,
+            Operand("expert_bias", INPUT, "f32", "X", "Added to the scores for the selection alone.",
+                    lambda keys: keys["expert_bias"]),
+            Operand("probs", OUTPUT, "out_dtype", "T X",
+                    "The weight of each expert for each token; 0 where it was not chosen.", _dense),
+            *_map(OUTPUT),
+            Operand("indices", OUTPUT, "i32", "T K", _CHOSEN, _compact),
+            Operand("weights", OUTPUT, "f32", "T K", "The weights of the chosen experts, in the order of indices.",
+                    _compact),
+            Operand("scaling_factor", SCALAR, "f32", "", "Factor of the weights; left out: the spec's."),
+        ),
+        1024,
+    ),
+    TokenOperation(
+        "router-topk-bwd",
+        ROUTER,
+        "fusekit.kernels.router.topk_bwd:RouterTopKBackward",
+        (
+            replace(_LOGITS, when=lambda keys: keys["pre_softmax"]),
+            replace(_LOGITS, when=lambda keys: not keys["pre_softmax"], sparse=True),
+            *_map(INPUT),
+            Operand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _dense, sparse=True),
+            Operand("indices", INPUT, "i32", "T K", _CHOSEN, _compact),
+            Operand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _compact),
+            Operand("addend", INPUT, "f32", "T X", "Added to the gradient, before it is rounded.",
+                    lambda keys: keys["addend"]),
+            replace(_GRAD_LOGITS, dtype="grad_dtype"),
+            Operand("scaling_factor", SCALAR, "f32", "", "That of the forward pass; left out: the spec's."),
+        ),
+        1024,
+    ),
+    TokenOperation(
+        "router-aux-score",
+        ROUTER,
+        "fusekit.kernels.router.aux_score:RouterAuxScore",
+        (
+            _LOGITS,
+            Operand("scores", OUTPUT, "out_dtype", "T X",
+                    "The scores of all experts, which add up to 1 for each token."),
+            Operand("score_sum", OUTPUT, "f32", "T", _SUM, _summed),
+            *_map(OUTPUT),
+        ),
+        1024,
+    ),
+    TokenOperation(
+        "router-aux-score-bwd",
+        ROUTER,
+        "fusekit.kernels.router.aux_score:RouterAuxScoreBackward",
+        (
+            _SCORES,
+            Operand("score_sum", INPUT, "f32", "T", _SUM, _summed),
+            Operand("grad_scores", INPUT, "out_dtype", "T X", "The gradient of scores."),
+            _GRAD_LOGITS,
+        ),
+        1024,
+    ),
+    TokenOperation(
+        "moe-aux-loss",
+        ROUTER,
+        "fusekit.kernels.router.aux_loss:MoeAuxLoss",
+        (
+            _SCORES,
+            _COUNTS,
+            Operand("loss", OUTPUT, "f32", "1", "The load-balancing loss."),
+            *_loss_scalars("Factor of the loss; left out: the spec's."),
+        ),
+    ),
+    TokenOperation(
+        "moe-aux-loss-bwd",
+        ROUTER,
+        "fusekit.kernels.router.aux_loss:MoeAuxLossBackward",
+        (
+            _COUNTS,
+            Operand("grad_loss", INPUT, "f32", "1", "The gradient of the loss."),
+            Operand("grad_scores", OUTPUT, "out_dtype", "T X", "The gradient of scores."),
+            *_loss_scalars("That of the forward pass; left out: the spec's."),
+        ),
+    ),
+    TokenOperation(
+        "moe-index",
+        PERMUTATION,
+        "fusekit.kernels.permutation.index:MoeIndex",
+        (
+            _INDICES,
+            Operand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
+                    " rows from the last end on are spare."),
+            Operand("order", OUTPUT, "i32", "TK", "Which choice t K + k each row is."),
+            Operand("inverse", OUTPUT, "i32", "T K", _ROW),
+            Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
+        ),
+    ),
+    TokenOperation(
+        "moe-permute",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoePermute",
+        (
+            Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            _INVERSE,
+            _WEIGHTS,
+            Operand("y", OUTPUT, "dtype", "M H",
+                    "The rows in expert order, scaled times their weights; one that no choice has is left as it was."),
+            Operand("row_scale", OUTPUT, "f32", "M",
+                    "The weight of each row, which the second projection takes as row_scale.",
+                    lambda keys: keys["weighted"]),
+        ),
+    ),
+    TokenOperation(
+        "moe-permute-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoeUnpermuteBackward",
+        (
+            Operand("x", INPUT, "dtype", "T H", "The rows of tokens that a scaled moe-permute read."),
+            Operand("grad_y", INPUT, "dtype", "M H", "The gradient of what it gave."),
+            _INVERSE,
+            _WEIGHTS,
+            Operand("grad_x", OUTPUT, "dtype", "T H", "The gradient of x."),
+            _GRAD_WEIGHTS,
+        ),
+    ),
+    TokenOperation(
+        "moe-unpermute",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoeUnpermute",
+        (
+            Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
+            _INVERSE,
+            _WEIGHTS,
+            Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
+                    lambda keys: keys["addends"] > 0),
+            Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+            Operand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
+        ),
+    ),
+    TokenOperation(
+        "moe-unpermute-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoeUnpermuteBackward",
+        (
+            Operand("grad_y", INPUT, "dtype", "T H", "The gradient of what moe-unpermute gave."),
+            Operand("x", INPUT, "dtype", "M H", "The rows that moe-unpermute read."),
+            _INVERSE,
+            _WEIGHTS,
+            Operand("grad_x", OUTPUT, "dtype", "M H", "The gradient of x."),
+            _GRAD_WEIGHTS,
+        ),
+    ),
+    TokenOperation(
+        "moe-weights-bwd",
+        PERMUTATION,
+        "fusekit.kernels.permutation.weights:MoeWeightsBackward",
+        (
+            Operand("dprob", INPUT, "f32", "M", "The gradient of each row's weight."),
+            _INVERSE,
+            replace(_INDICES, when=lambda keys: keys["addend"]),
+            Operand("addend", INPUT, "f32", "T X", "Added for the chosen experts, such as dO . b2^T for a bias of fc2.",
+                    lambda keys: keys["addend"], sparse=True),
+            _GRAD_WEIGHTS,
+        ),
+    ),
+    TokenOperation(
+        "moe-probs",
+        PERMUTATION,
+        "fusekit.kernels.permutation.probs:MoeProbs",
+        (
+            _INDICES,
+            replace(_WEIGHTS, when=bool),
+            Operand("probs", OUTPUT, "out_dtype", "T X",
+                    "The weight of each expert for each token; 0 where it was not chosen."),
+        ),
+    ),
+    TokenOperation(
+        "moe-check",
+        CHECK,
+        "fusekit.kernels.check.offsets:MoeCheck",
+        (
+            Operand("offsets", INPUT, "i32", "E", "The group ends to look at."),
+            Operand("report", INOUT, "i32", "8",
+                    "Told of a wrong group: launches that told, group, begin, end, rows, launches that began to."),
+            Operand("rows", SCALAR, "i32", "", "How many rows there are."),
+        ),
+    ),
+)  # fmt: skip
+TOKENS = {row.name: row for row in _ROWS}

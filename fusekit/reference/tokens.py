@@ -1,0 +1,39 @@
+"""The tensors of an operation that works token by token, for numbers of tokens and of elements in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fusekit.plan.tokens import INPUT, SCALAR, TOKENS, Operand
+
+if TYPE_CHECKING:
+    from fusekit.spec import PermutationSpec, RouterSpec
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+
+def canonical(spec: RouterSpec | PermutationSpec | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A spec in canonical form."""
+    return spec if isinstance(spec, Mapping) else spec.canonical()
+
+
+def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tuple[Operand, tuple[int, ...], str]]:  # noqa: N803 - the dims' own names
+    """Each tensor of a launch, its shape and its dtype; there is a row for every choice. keys: of the spec."""
+    sizes = {"T": T, "M": T * keys["topk"], "H": H}
+    for operand in TOKENS[keys["op"]].of(keys):
+        if operand.role != SCALAR:
+            extents = (T * each[1] if isinstance(each, list) else each for each in operand.extents(keys))
+            shape = tuple(sizes[each] if isinstance(each, str) else each for each in extents)
+            yield operand, shape, operand.dtype_of(keys)
+
+
+def token_output_shapes(
+    spec: RouterSpec | PermutationSpec | Mapping[str, Any],
+    *,
+    T: int,  # noqa: N803
+    H: int = 0,  # noqa: N803
+) -> Shapes:
+    """The shape and dtype of each tensor that is written."""
+    tensors = token_tensors(canonical(spec), T=T, H=H)
+    return {operand.name: (shape, dtype) for operand, shape, dtype in tensors if operand.role != INPUT}
