@@ -137,6 +137,8 @@ class _Passes:
         """
         (dy, n), (x, k) = (rows, columns) if major == "k" else (columns, rows)
         keys = {**self.gemm(op, n, k), **self.gradient(), **({"dbias": True} if "dbias" in writes else {})}
+        if op == "dense-wgrad" and parts(keys["problem"]) > 1:
+            keys["split"] = True
         if token:
             keys["gather"] = "dy" if token == dy else "x"
         self.step(WEIGHTS, part, keys, {"dy": dy, "x": x, **(also or {})}, writes)
@@ -213,7 +215,7 @@ class _Experts:
     def index(self) -> None:
         """The rows of the choices, sorted by expert."""
         p, o = self.passes, self.o
-        keys, reads = self.router_op("moe-index", token=True), {"indices": "indices"}
+        keys, reads = self.router_op("moe-index", tokens=True), {"indices": "indices"}
         made = {
             "offsets": p.buffer("offsets", o.experts, dtype="i32", place=KEPT),
             "order": p.buffer("order", "M", dtype="i32"),
@@ -332,7 +334,7 @@ class _Experts:
                 keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32")
                 p.step(THROUGH, "dy-b2", keys, {"x": "dy", "w": "b2"}, {"y": "dy_b2"})
                 reads |= {"indices": "indices", "addend": "dy_b2"}
-            keys = self.token("moe-weights-bwd", addend=o.bias) | ({"experts": o.experts} if o.bias else {})
+            keys = self.router_op("moe-weights-bwd", addend=o.bias)
             p.step(THROUGH, "weights-bwd", keys, reads, {"grad_weights": "dweights"})
         if self.given:
             return
