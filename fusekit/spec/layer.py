@@ -11,7 +11,7 @@ from fusekit.plan.layer.options import make
 from fusekit.spec.family import Family, family_of
 from fusekit.spec.keys import ACTIVATION_KEYS
 from fusekit.spec.model import DTYPES
-from fusekit.spec.sweep import Expansion, expand
+from fusekit.spec.sweep import Expansion, expand, indexed
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
@@ -22,7 +22,7 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
         return found
     for part, keys in program(options).parts.items():
         family = family_of(keys["op"])
-        made = expand(family, stem, _table(family, options, part, keys, values))
+        made = expand(family, stem, _table(family, options, part, keys, values), indexed(()))
         found.specs += [replace(spec, layer=options) for spec in made.specs]
         found.broken += [(f"{part}: {key}", value, rule) for key, value, rule in made.broken]
         found.dropped += made.dropped

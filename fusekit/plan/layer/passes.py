@@ -21,6 +21,7 @@ from fusekit.plan.layer.program import (
     Program,
     Step,
 )  # fmt: skip
+from fusekit.plan.operands.split import parts
 
 AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
 BOTH = (FORWARD, INFERENCE)
