@@ -99,6 +99,7 @@ _SUM = "Sum of each token's scores before they were divided by it."
 _ROW = "The row of each choice in expert order; -1: it has none."
 _INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
 _WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
+_ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
 
@@ -210,11 +211,15 @@ _ROWS = (
         "fusekit.kernels.permutation.index:MoeIndex",
         (
             _INDICES,
+            _WEIGHTS,
             Operand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
                     " rows from the last end on are spare."),
             Operand("order", OUTPUT, "i32", "TK", "Which choice t K + k each row is."),
             Operand("inverse", OUTPUT, "i32", "T K", _ROW),
             Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
+            Operand("token", OUTPUT, "i32", "TK", "Which token each row is of, for a GEMM that gathers; -1: no row.",
+                    lambda keys: keys["tokens"]),
+            Operand("row_scale", OUTPUT, "f32", "TK", _ROW_SCALE, lambda keys: keys["weighted"]),
         ),
     ),
     TokenOperation(
@@ -227,9 +232,7 @@ _ROWS = (
             _WEIGHTS,
             Operand("y", OUTPUT, "dtype", "M H",
                     "The rows in expert order, scaled times their weights; one that no choice has is left as it was."),
-            Operand("row_scale", OUTPUT, "f32", "M",
-                    "The weight of each row, which the second projection takes as row_scale.",
-                    lambda keys: keys["weighted"]),
+            Operand("row_scale", OUTPUT, "f32", "M", _ROW_SCALE, lambda keys: keys["weighted"]),
         ),
     ),
     TokenOperation(

@@ -32,17 +32,20 @@ BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-b
 
 
 def index(indices: Array, experts: int) -> dict[str, Array]:
-    """offsets int32[experts], order int32[rows], inverse int32[T, K] of the choices indices [T, K]."""
+    """Of the choices [T, K]: offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K]."""
     flat = np.asarray(indices).reshape(-1).astype(np.int64)
     owned = (flat >= 0) & (flat < experts)
     order = np.argsort(np.where(owned, flat, experts), kind="stable")[: int(owned.sum())]
     inverse = np.full(flat.size, -1, dtype=np.int32)
     inverse[order] = np.arange(order.size, dtype=np.int32)
+    token = np.full(flat.size, -1, dtype=np.int32)
+    token[: order.size] = order // max(np.shape(indices)[1], 1)
     offsets = np.cumsum(np.bincount(flat[owned], minlength=experts)[:experts])
     return {
         "offsets": offsets.astype(np.int32),
         "order": order.astype(np.int32),
         "inverse": inverse.reshape(np.shape(indices)),
+        "token": token,
     }
 
 
@@ -111,7 +114,8 @@ def permutation_inputs(
         indices = rng.choice(experts, (T, topk), p=weights / weights.sum()).astype(np.int32)
         indices[rng.random((T, topk)) < DROPPED] = -1
     if keys["op"] == "moe-index":
-        return {"indices": indices}
+        weights = rng.standard_normal((T, topk), np.float32)
+        return {"indices": indices, **({"weights": weights} if keys["weighted"] else {})}
     if keys["op"] == "moe-weights-bwd":
         inputs = {"inverse": index(indices, experts)["inverse"], "dprob": rng.standard_normal(T * topk, np.float32)}
         if keys["addend"]:
@@ -144,7 +148,7 @@ def permutation_check(
     """Measures sums, compares what is moved bit for bit, and looks for writes to rows that no choice has."""
     keys = canonical(spec)
     if keys["op"] == "moe-index":
-        return [], _check_index(index(inputs["indices"], keys["experts"]), outputs)
+        return [], _check_index(index(inputs["indices"], keys["experts"]), inputs, outputs)
     if keys["op"] == "moe-weights-bwd":
         return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
     if keys["op"] == "moe-probs":
@@ -178,11 +182,11 @@ def _measure(name: str, got: Array, dtype: str, want: Array, size: Array) -> Mea
     return measure(name, got, Expected(dtype, np.arange(len(got)), want, size * ARITHMETIC, limit=limit))
 
 
-def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[str]:
+def _check_index(want: dict[str, Array], inputs: Mapping[str, Any], outputs: Mapping[str, Array]) -> list[str]:
     want = want | {"counts": np.diff(want["offsets"], prepend=0)}
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse", "counts")
+        for name in ("offsets", "inverse", "counts", "token")
         if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size
@@ -190,6 +194,10 @@ def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[s
         problems.append(f"order: {int((outputs['order'][:rows] != want['order']).sum())} of {rows} rows are wrong")
     if (outputs["order"][rows:] != -1).any():
         problems.append("order: rows that no choice has were written to")
+    if "row_scale" in outputs:
+        scales = inputs["weights"].reshape(-1)[want["order"]]
+        problems += _differ("row_scale", outputs["row_scale"][:rows], scales)
+        problems += _strays(want["inverse"], {"row_scale": outputs["row_scale"]})
     return problems
 
 

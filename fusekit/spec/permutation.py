@@ -49,6 +49,8 @@ PERMUTATION_KEYS = {
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
         Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
+        Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
+        Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         _PROBLEM,
     ),
@@ -102,6 +104,7 @@ NEUTRAL = {
     "scaled": False,
     "addend": False,
     "counts": False,
+    "tokens": False,
     "addends": 0,
 }
 
@@ -128,6 +131,7 @@ class PermutationSpec(TokenSpec):
     scaled: bool
     addend: bool
     counts: bool
+    tokens: bool
     addends: int
     warps: int
     problem: TokenProblem | None

@@ -88,12 +88,11 @@ def index(keys, given, dims):
     made = permutation.index(given["indices"], keys["experts"])
     order = np.full(dims["M"], -1)
     order[: len(made["order"])] = made["order"]
-    token = np.where(order < 0, -1, order // keys["topk"])
     scale = np.full(dims["M"], np.nan)
     if keys.get("weighted"):
         scale[order >= 0] = given["weights"].reshape(-1)[order[order >= 0]]
     counts = np.diff(made["offsets"], prepend=0)
-    return {**made, "order": order, "token": token, "row_scale": scale, "counts": counts}
+    return {**made, "order": order, "row_scale": scale, "counts": counts}
 
 
 def permute(keys, given, dims):

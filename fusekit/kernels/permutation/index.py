@@ -9,6 +9,8 @@ another one, and no order of execution shows in the result.
 A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.memory
 from cuda.bindings.driver import CUstream
@@ -23,57 +25,60 @@ BATCH = 8  # choices that a lane has in flight
 MOST_CLUSTERS = 16  # so many are resident at a time: a block has 1024 threads
 
 
-class MoeIndex:
-    """The kernel for a number of experts and choices a token; calling it traces host function and kernel."""
+class More(NamedTuple):
+    """What a kernel may be asked for beside the order: addresses of counts, of rows' tokens, and of rows' weights with
+    the router's; None for what it is not.
+    """
 
-    def __init__(self, experts: int, topk: int) -> None:
-        self.experts, self.topk = experts, topk
+    counts: object = None
+    token: object = None
+    weights: object = None
+    row_scale: object = None
+
+
+class MoeIndex:
+    """The kernel for a number of experts and choices a token; calling it traces host function and kernel.
+
+    tokens: whether it says each row's token.
+    """
+
+    def __init__(self, experts: int, topk: int, tokens: bool = False) -> None:
+        self.experts, self.topk, self.tokens = experts, topk, tokens
         self.owned = -(-experts // MOST_CLUSTERS)  # experts of a cluster
         self.blocks = -(-experts // self.owned) * CLUSTER
         self.threads = WARPS * WARP
-        # Words: counts[owned][warps], totals[owned][blocks], first rows [owned], below[warps], below[blocks].
+        # Words: counts[owned][warps], totals[owned][blocks], first rows [owned], below[warps], below[blocks], and for
+        # tokens the end of the last row.
         self.totals = self.owned * WARPS * 4
         self.firsts = self.totals + self.owned * CLUSTER * 4
         self.below = self.firsts + self.owned * 4
         self.belows = self.below + WARPS * 4
-        self.shared_bytes = self.belows + CLUSTER * 4
+        self.last = self.belows + CLUSTER * 4
+        self.shared_bytes = self.last + 4 * tokens
 
     @classmethod
     def of(cls, spec) -> "MoeIndex":
         """That of a spec."""
-        return cls(spec.experts, spec.topk)
+        return cls(spec.experts, spec.topk, spec.tokens)
 
     @cute.jit
     def __call__(
-        self, indices: cute.Tensor, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, counts,
-        stream: CUstream,
+        self, indices: cute.Tensor, weights, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, counts,
+        token, row_scale, stream: CUstream,
     ):  # fmt: skip
-        """Launch; counts may be None."""
+        """Launch; weights, counts, token and row_scale may be None."""
         choices = indices.shape[0] * self.topk
-        given = (indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices)
-        queued = (
-            self.counting(*given, counts.iterator) if cutlass.const_expr(counts is not None) else self.kernel(*given)
+        more = More(*(None if each is None else each.iterator for each in (counts, token, weights, row_scale)))
+        self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices, more).launch(
+            grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
         )
-        queued.launch(grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
-        self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32
+        self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32,
+        more: More,
     ):  # fmt: skip
         """See the module's docstring."""
-        self.sort(indices, offsets, None, order, inverse, choices)
-
-    @cute.kernel
-    def counting(
-        self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32,
-        counts: cute.Pointer,
-    ):  # fmt: skip
-        """With counts as well."""
-        self.sort(indices, offsets, counts, order, inverse, choices)
-
-    @cute.jit
-    def sort(self, indices, offsets, counts, order, inverse, choices: Int32):
-        """Both."""
         allocator = cutlass.memory.SmemAllocator()
         shared = allocator.allocate(self.shared_bytes, 16).toint()
         block, _, _ = cute.arch.block_idx()
@@ -98,15 +103,21 @@ class MoeIndex:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp == 0:
-            self.first_rows(offsets.toint(), counts, first, shared, lane, rank)
+            self.first_rows(offsets.toint(), more.counts, first, shared, lane, rank)
         cute.arch.sync_threads()
         for expert in cutlass.range(warp, self.owned, WARPS):
             address = shared + (expert * WARPS + lane) * 4
             row = lanes.shared_load_u32(shared + self.firsts + expert * 4)
             lanes.shared_store_u32(address, lanes.shared_load_u32(address) + row)
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.tokens):  # noqa: SIM102 - rows that are not there have no token
+            if first + self.owned >= self.experts:
+                row = Int32(lanes.shared_load_u32(shared + self.last)) + rank * self.threads + thread
+                while row < choices:
+                    lanes.store(more.token.toint() + Int64(row) * 4, [Uint32(0xFFFFFFFF)], 4, row < choices)
+                    row += CLUSTER * self.threads
         pointers = (indices.toint(), order.toint(), inverse.toint())
-        self.number(pointers, (begin, end, lane, warp), first, shared)
+        self.number(pointers, more, (begin, end, lane, warp), first, shared)
 
     def mine(self, place: Uint32, first: Int32):
         """Whether an expert, counted from the cluster's first, exists and is the cluster's."""
@@ -170,9 +181,11 @@ class MoeIndex:
             if cutlass.const_expr(counts is not None):
                 lanes.store(counts.toint() + Int64(first + expert) * 4, [Uint32(whole)], 4, exists)
             row += Int32(lanes.redux(Uint32(whole), "add"))
+        if cutlass.const_expr(self.tokens):
+            lanes.shared_store_u32_if(shared + self.last, Uint32(row), lane == 0)
 
     @cute.jit
-    def number(self, pointers, stretch, first: Int32, shared: Int32):
+    def number(self, pointers, more: More, stretch, first: Int32, shared: Int32):
         """Gives the warp's choices of owned experts their rows, in order; the first cluster marks nobody's choices."""
         indices, order, inverse = pointers
         begin, end, lane, warp = stretch
@@ -193,5 +206,11 @@ class MoeIndex:
                     cute.arch.sync_warp()
                     lanes.store(order + Int64(row + before) * 4, [Uint32(choice)], 4, mine)
                     lanes.store(inverse + Int64(choice) * 4, [Uint32(row + before)], 4, mine)
+                    if cutlass.const_expr(self.tokens):
+                        token = Uint32(choice) // Uint32(self.topk)
+                        lanes.store(more.token.toint() + Int64(row + before) * 4, [token], 4, mine)
+                    if cutlass.const_expr(more.weights is not None):
+                        weight = lanes.load(more.weights.toint() + Int64(choice) * 4, 4, mine, 0)
+                        lanes.store(more.row_scale.toint() + Int64(row + before) * 4, weight, 4, mine)
                 outside = (experts[index] >= Uint32(self.experts)) & (choice < end) & (first == 0)
                 lanes.store(inverse + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4, outside)
