@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
-from fusekit.plan.operations import CHECK, EXTERN, OPERATIONS
+from fusekit.plan.operations import EXTERN, OPERATIONS
+from fusekit.plan.tokens import CHECK
 from fusekit.runtime import Kernel, Library
 
 

@@ -15,7 +15,6 @@ SHOWN = (
     "fusekit/reference/activations/reglu.py",
     "fusekit/plan/operands/saved_preactivation.py",
     "fusekit/kernels/gemm/operands/row_scale.py",
-    "fusekit/plan/tokens.py",
 )
 PAGES = (ROOT / "README.md", *sorted((ROOT / "fusekit").glob("**/*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
