@@ -11,7 +11,8 @@ A table is one JSON document for an architecture:
 
 A row is one measurement: `variants` lists what was timed, fastest first, with median microseconds (null: only
 its place is kept). `features` is everything in a spec that decides what is computed, and nothing of how: kernels of two
-models that compute the same share their rows, and a kernel that gains a key no longer has any.
+models that compute the same share their rows. What a spec does not ask for (false, "none") is left out, so that a new
+key leaves the rows of kernels without it as they are.
 
 A row speaks for a problem when the features are equal, N and K (the width H of kernels that move rows) are equal, and
 the rest is near. Measured points stand for their neighbourhood; nobody has to make up ranges. The distance is
@@ -53,12 +54,13 @@ _APART = frozenset(
     {"file", "kernel", "summary", "problem", "arch", "tile", "cluster", "mainloop", "schedule", "cluster_margin",
      "warps", "scaling_factor", "coefficient"}
 )  # fmt: skip
+_OFF = (None, False, "none")
 _NEAR = frozenset({"E", "M", "T"})  # dims of which a neighbour will do
 
 
 def features(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What the spec (canonical form) computes, in JSON types: no names, shapes, tiles, or run-time scalars."""
-    found = {key: value for key, value in sorted(spec.items()) if key not in _APART}
+    found = {key: value for key, value in sorted(spec.items()) if key not in _APART and value not in _OFF}
     activation = found.get("activation")
     if isinstance(activation, Mapping):  # its other members are run-time scalars
         found["activation"] = {key: activation[key] for key in ("approximate", "kind") if key in activation}
@@ -209,7 +211,7 @@ def _row(document: Any) -> Row:
         variants.append((variant, None if us is None else float(us)))
     if not variants:
         raise ValueError("a row without variants")
-    return Row(document["device"], document["features"], dict(problem), tuple(variants))
+    return Row(document["device"], features(document["features"]), dict(problem), tuple(variants))
 
 
 def _dims(problem: Mapping[str, int]) -> bool:

@@ -44,6 +44,7 @@ def test_features_say_what_is_computed() -> None:
     for changed in ("bias", "save_preactivation", "glu_layout", "dtype", "b_major", "op"):
         assert features(large | {changed: "another"}) != features(large)
     assert features(large | {"new_key": 1}) != features(large)
+    assert features(large | {"new_key": "none", "another": False}) == features(large)  # which it does without
     assert json.loads(json.dumps(features(large))) == features(large)
 
 
@@ -108,7 +109,7 @@ rows = st.builds(
         st.fixed_dictionaries({"E": numbers, "M": numbers, "N": numbers, "K": numbers}),
         st.fixed_dictionaries({"T": numbers, "H": numbers}),
     ),
-    bias=st.booleans(),
+    bias=st.sampled_from([True, "row"]),
 )
 
 
