@@ -39,16 +39,16 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
     """Traces, compiles, reads and proves `plan` for its architecture. The DSL leaves files in `scratch`, a
     folder, which is the current one meanwhile.
 
-    resources are those of the last kernel that is launched. Not thread-safe, as the DSL is not. Raises BuildError when
-    the DSL refuses the kernel or no record can say what its host code does, ProofError when the record is wrong,
-    ToolchainError when the DSL is missing.
+    resources are those of one of the kernels that are launched: the one that spills most, or takes most registers. Not
+    thread-safe, as the DSL is not. Raises BuildError when the DSL refuses the kernel or no record can say what its host
+    code does, ProofError when the record is wrong, ToolchainError when the DSL is missing.
     """
     traced, record, proof = _proved(plan, scratch)
     if plan.lifted is not None:
         record, proof = _lifted(plan.lifted, traced.cubin, record, proof, scratch)
-    last = record.launches[-1]
-    resources = cubins.read(traced.cubin, last.symbol).resources(last.dynamic_shared)
-    return Compiled(traced.cubin, record.to_json(), resources, proof)
+    taken = [cubins.read(traced.cubin, each.symbol).resources(each.dynamic_shared) for each in record.launches]
+    most = max(taken, key=lambda resources: (resources["spill_bytes"], resources["registers"]))
+    return Compiled(traced.cubin, record.to_json(), most, proof)
 
 
 def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
