@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fusekit.abi import evaluate
 from fusekit.errors import UsageError
 from fusekit.plan.activations import kinds
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import group_sizes, offsets_of
 from fusekit.reference.inputs import RMS, bits
 from fusekit.runtime import DeviceArray, Devices, Kernel
@@ -124,6 +125,6 @@ def _count(array: DeviceArray) -> int:
 
 def _exponents(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """Powers of two by which inputs are scaled so that products have a spread of about 1."""
-    wgrad = spec["op"] == "grouped-wgrad"
+    wgrad = OPERATIONS[spec["op"]].reduces_rows
     depth = problem["M"] / problem["E"] if wgrad else problem["K"]
     return {"dy" if wgrad else "w": -round(0.5 * float(np.log2(max(depth, 1) * RMS**4))), "bias": -1}

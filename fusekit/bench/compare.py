@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import Measurement, check, sample_rows, sample_weights
 
 # Up to so many multiply-adds the reference is computed whole, in about a second; beyond it, rows are sampled.
@@ -28,7 +29,7 @@ def compare(
     """
     ends = inputs.get("offsets")
     ends = np.array([problem["M"]]) if ends is None else ends.astype(np.int64)
-    wgrad = spec["op"] == "grouped-wgrad"
+    wgrad = OPERATIONS[spec["op"]].reduces_rows
     elements = problem["E"] * problem["N"] * problem["K"]
     if int(ends[-1]) * problem["N"] * problem["K"] <= WHOLE and not (wgrad and elements > WHOLE_ELEMENTS):
         return list(check(spec, inputs, outputs).values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.operands import WGRAD
 from fusekit.reference.meaning import meaning
 
 
@@ -58,10 +59,10 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     """The work of a GEMM of `spec` (canonical form).
 
     rows: those that groups own. groups: all of them; `busy` have rows, and only their weights are read. n: columns of w
-    (gate and up), of dy for grouped-wgrad. k: columns of x.
+    (gate and up), of dy for a weight gradient. k: columns of x.
     """
     means, flops = meaning(spec), 2 * rows * n * k
-    if means.op == "grouped-wgrad":
+    if means.epilogue == WGRAD:
         # An empty group's zeros are written, but nothing is added to it.
         weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
         sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
@@ -74,7 +75,11 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         moved += 2 * rows * width + (rows * n if means.recompute else 0)
         single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
         return Work(flops, bytes=2 * moved + 4 * single)
-    moved += rows * (n // 2 if gated else n)
+    y = rows * (n // 2 if gated else n)
+    if means.out_dtype == "f32":
+        single += y
+    else:
+        moved += y
     if means.save_preactivation:
         moved += rows * n
     if means.bias:

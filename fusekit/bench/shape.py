@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import UsageError
+from fusekit.plan.operations import OPERATIONS
 
 # Kernels of a model file by what they are called -> what their N and K are: H the hidden size, I the intermediate one,
 # W the columns of z: 2 I where the activation is gated.
@@ -52,7 +53,7 @@ class Shape:
             **({"E": self.E} if self.E is not None else {}),
             **({"M": self.M} if self.M is not None else {}),
         }
-        if spec["op"] == "dense-gemm":
+        if not OPERATIONS[spec["op"]].ragged:
             found["E"] = 1
         for dim, meaning in zip(("N", "K"), role or (), strict=False):
             size = self.I if meaning in ("I", "W") else self.H

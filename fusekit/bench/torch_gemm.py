@@ -19,6 +19,7 @@ from torch.nn import functional
 from fusekit.dtypes import DTYPES as ROWS
 from fusekit.interop.torch import DTYPES
 from fusekit.plan.activations import kinds
+from fusekit.plan.operations import OPERATIONS
 from fusekit.runtime import DeviceArray
 
 _CHUNK = 1 << 26  # elements that are widened at a time
@@ -89,9 +90,11 @@ class Unfused:
             torch.compile(activation, dynamic=False) if compiled and backward else activation
         )
         first = next(iter(tensors.values()))
-        grouped = spec["op"] == "grouped-gemm" or (spec["op"] == "grouped-wgrad" and spec["dbias"])
+        operation = OPERATIONS[spec["op"]]
+        self._grouped, self._wgrad = bool(operation.ragged), operation.reduces_rows
+        by_row = self._grouped and (not self._wgrad or spec["dbias"])
         self._group_of_row = (
-            torch.repeat_interleave(torch.tensor([int(size) for size in sizes])).to(first.device) if grouped else None
+            torch.repeat_interleave(torch.tensor([int(size) for size in sizes])).to(first.device) if by_row else None
         )
         if spec["accumulate"]:
             self._main = {name: self._t[name].clone() for name in ("dw", "dbias") if name in self._t}
@@ -99,14 +102,14 @@ class Unfused:
         self._rest = torch.compile(rest, dynamic=False) if compiled and not backward else rest
 
     def __call__(self) -> dict[str, Tensor]:
-        if self.spec["op"] == "grouped-wgrad":
+        if self._wgrad:
             return {"dw": self._weight_gradient()} | ({"dbias": self._bias_gradient()} if self.spec["dbias"] else {})
         return self._rest(self._product())
 
     def _product(self) -> Tensor:
         x, w = self._t["x"], self._t["w"]
         w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
-        if self.spec["op"] == "dense-gemm":
+        if not self._grouped:
             return torch.mm(x, w)
         if self.how != "loop":
             return torch._grouped_mm(x, w, offs=self._t["offsets"])
@@ -118,7 +121,9 @@ class Unfused:
 
     def _weight_gradient(self) -> Tensor:
         dy, x = self._t["dy"], self._t["x"]
-        if self.how != "loop":
+        if not self._grouped:
+            dw = torch.mm(dy.T, x)
+        elif self.how != "loop":
             dw = torch._grouped_mm(dy.T, x, offs=self._t["offsets"])
         else:
             dw = torch.zeros(len(self._ends) - 1, dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
@@ -130,7 +135,8 @@ class Unfused:
         return dw.to(DTYPES[self.spec["out_dtype"]])
 
     def _bias_gradient(self) -> Tensor:
-        sums = self._sums_of_groups(self._t["dy"].float())
+        dy = self._t["dy"].float()
+        sums = self._sums_of_groups(dy) if self._grouped else dy.sum(dim=0)
         return self._main["dbias"].add_(sums) if self.spec["accumulate"] else sums
 
     def _sums_of_groups(self, rows: Tensor) -> Tensor:

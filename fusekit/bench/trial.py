@@ -14,6 +14,7 @@ from fusekit.bench.compare import compare
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import BY_GROUP, POISON, Measurement, held, make_inputs, output_shapes, poisoned
 from fusekit.runtime import DeviceArray, Kernel, Library
 
@@ -60,7 +61,7 @@ class Trial:
         if self.problem["M"] > most:
             raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem
-        spare = min(SPARE, dims["M"] // 2) if guarded and spec["op"] != "dense-gemm" else 0
+        spare = min(SPARE, dims["M"] // 2) if guarded and OPERATIONS[spec["op"]].ragged else 0
         self.inputs = make_inputs(spec, E=dims["E"], M=dims["M"], N=dims["N"], K=dims["K"], seed=seed, spare=spare)
         offsets = self.inputs.get("offsets")
         ends = np.array([dims["M"]]) if offsets is None else offsets
@@ -160,10 +161,11 @@ def _problem(spec: dict[str, Any], rows: int | None) -> dict[str, int]:
     problem = spec.get("problem")
     if problem is None:
         tile_m, tile_n = spec["tile"]
-        if spec["op"] == "grouped-wgrad":
-            problem = {"E": 4, "M": 2048, "N": 2 * tile_m, "K": 2 * tile_n}
+        operation = OPERATIONS[spec["op"]]
+        groups = 4 if operation.ragged else 1
+        if operation.reduces_rows:
+            problem = {"E": groups, "M": 2048, "N": 2 * tile_m, "K": 2 * tile_n}
         else:
-            groups = 1 if spec["op"] == "dense-gemm" else 4
             problem = {"E": groups, "M": 8 * tile_m, "N": 2 * math.lcm(tile_n, 64), "K": 512}
     problem = {name: int(problem[name]) for name in ("E", "M", "N", "K")}
     if rows is not None:

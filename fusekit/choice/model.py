@@ -1,7 +1,7 @@
 """A model of the time of a GEMM variant, from its spec alone: which of several is taken where nothing was measured.
 
 The least time wins. One tile of a GEMM, as a CTA works on it, costs, for each element of the reduction (K; of
-grouped-wgrad a group's rows),
+a weight gradient a group's rows),
 
     rows * tile_n * (1 + epilogue / reduction) + 5 * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
 
@@ -20,8 +20,8 @@ find each other's operands in L2.
 The host never learns the sizes of groups. The model takes them as spread evenly from half to one and a half times the
 mean, which is what padding depends on: a large tile leaves much of a short group's last one empty. Columns are padded
 to tile_n: 4096 columns take 22 tiles of 192, and 32 of 128. What is padded there are zeros, which take cycles but
-little power: in `tiles` they count a quarter. A tile of grouped-wgrad lies on a group's N x K weights, where both sides
-are padded so, and no group has half-empty ones.
+little power: in `tiles` they count a quarter. A tile of a weight gradient lies on a group's N x K weights, where both
+sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the groups.
 
 Of 35 kernels of five models on an H200, each with 8 to 12 variants (clusters 1x2 and 2x1, tiles from 128x128 to
 256x192) that were timed one by one at the clock that their power leaves, the model takes one within 1 % of the fastest
@@ -90,12 +90,12 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     assert operation.tiles is not None
     down, across = operation.tiles
     fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-    dearer = 1 + _epilogue(spec) / max(_reduction(problem, operation), BLOCK)
+    dearer = 1 + _epilogue(spec) / max(_reduction(spec, problem, operation), BLOCK)
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
     if not {"E", *operation.tiles} <= problem.keys():
         return (dearer + fetched / (tile_m * tile_n)) * static
-    groups = problem["E"] if operation.ragged else 1
-    if operation.reduces_groups:
+    groups = _groups(spec, problem, operation)
+    if operation.reduces_rows:
         (full, padded), rows = _tiles(problem[down], tile_m), float(tile_m)
     else:
         full, rows = _average(problem[down], groups if operation.ragged else None, tile_m)
@@ -120,10 +120,19 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     return EPILOGUE + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 
-def _reduction(problem: Mapping[str, int], operation: Operation) -> float:
-    if not {"E" if operation.reduces_groups else operation.reduction, operation.reduction} <= problem.keys():
+def _groups(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Operation) -> int:
+    """Groups that have tiles of their own; parts of rows, where a weight gradient is split, are such groups."""
+    if spec.get("split") and "M" in problem:
+        from fusekit.plan.operands.split import parts
+
+        return parts(problem)
+    return problem["E"] if operation.ragged else 1
+
+
+def _reduction(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Operation) -> float:
+    if not {"E" if operation.reduces_rows else operation.reduction, operation.reduction} <= problem.keys():
         return DEPTH
-    return problem[operation.reduction] / (max(problem["E"], 1) if operation.reduces_groups else 1)
+    return problem[operation.reduction] / (max(_groups(spec, problem, operation), 1) if operation.reduces_rows else 1)
 
 
 def _tiles(size: int, tile: int) -> tuple[float, float]:

@@ -31,7 +31,7 @@ WARP_ROWS = 16  # of a 64-row block, that one warp finishes
 OUTPUT_BOXES, Z_BOXES = 2, 3
 # Columns of da whose gate and up a backward epilogue works on at a time.
 GATED_UNIT = 32
-# Columns of a box of an operand whose rows lie along the reduction: w with b_major = "n", both of grouped-wgrad.
+# Columns of a box of an operand whose rows lie along the reduction: w with b_major = "n", both of a weight gradient.
 BOX = 64
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
@@ -67,7 +67,7 @@ class GemmPlan:
 
     @property
     def wgrad(self) -> bool:
-        """Whether the reduction runs over the rows of groups."""
+        """Whether the reduction runs over rows."""
         return self.epilogue == "wgrad"
 
     @property
@@ -303,6 +303,11 @@ class GemmPlan:
     def added_to(self) -> str:
         """Role of a weight gradient's outputs."""
         return "inout" if self.has("accumulate") else "output"
+
+    @property
+    def adds(self) -> bool:
+        """Whether a tile is added to what dw holds; where the rows are split, the sum of the parts is."""
+        return self.has("accumulate") and not self.has("split")
 
     @property
     def arguments(self) -> tuple[Argument, ...]:

@@ -43,9 +43,9 @@ class Operation:
         return self.family in (ROUTER, PERMUTATION, CHECK)
 
     @property
-    def reduces_groups(self) -> bool:
-        """Whether the sum is over a group's rows, as in a weight gradient."""
-        return bool(self.ragged) and self.ragged == self.reduction
+    def reduces_rows(self) -> bool:
+        """Whether the sum is over rows, as in a weight gradient."""
+        return self.reduction == "M"
 
 
 OPERATIONS = {
@@ -53,6 +53,7 @@ OPERATIONS = {
     for row in (
         Operation("dense-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K"),
         Operation("grouped-gemm", GEMM, "fusekit.compiler.gemm", ("M", "N"), "K", "M"),
+        Operation("dense-wgrad", GEMM, "fusekit.compiler.gemm", ("N", "K"), "M"),
         Operation("grouped-wgrad", GEMM, "fusekit.compiler.gemm", ("N", "K"), "M", "M"),
         Operation("router-topk", ROUTER, "fusekit.compiler.router", long_row=1024),
         Operation("router-topk-bwd", ROUTER, "fusekit.compiler.router", long_row=1024),

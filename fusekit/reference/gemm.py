@@ -3,7 +3,7 @@
 This module has ``dense-gemm`` and ``grouped-gemm`` with the forward epilogue. Stages in order, each optional:
 accumulate, ``alpha``, ``bias``, ``save_preactivation``, ``activation``, ``row_scale``. Nothing is rounded here. The
 activation sees the value that is stored as pre-activation before it is rounded for the store, so that storing it
-changes nothing in y. A backward activation is in ``backward``, ``grouped-wgrad`` in ``wgrad``.
+changes nothing in y. A backward activation is in ``backward``, a weight gradient in ``wgrad``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.operands import WGRAD
 from fusekit.reference import activations, backward, layouts, wgrad
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning, group_ends, meaning, need, row_groups
@@ -34,9 +35,9 @@ def gemm(
     ``inputs`` holds the kernel's arguments by name; bf16 and fp16 tensors as uint16 bits, or any floating-point array.
     x [M, K]; w [E, N, K] (``b_major`` "k") or [E, K, N] ("n"), without E for dense-gemm; offsets int32[E], the end row
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
-    ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For grouped-wgrad: dy
-    [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
-    dbias float32[E, N].
+    ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For a weight gradient:
+    dy [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
+    dbias float32[E, N]. A dense-wgrad has no offsets, and its outputs have no E.
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
     are NaN: the kernel leaves them alone. dw is [E, N, K], and dbias [E, N] where the spec has it.
@@ -82,7 +83,7 @@ def expected(
 ) -> dict[str, Expected]:
     """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
     means = meaning(spec)
-    if means.op == "grouped-wgrad":
+    if means.epilogue == WGRAD:
         return wgrad.expected(means, inputs, rows, columns)
     ends = group_ends(inputs, need(inputs, "x", 2).shape[0], means)
     owner = row_groups(ends)
@@ -115,7 +116,10 @@ def _forward(
         if hasattr(twin, "output"):
             y, y_error = twin.output(means, inputs, y, y_error, chosen)
     total = need(inputs, "x", 2).shape[0]
-    outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width))}
+    # Float32 is not rounded further: products and activation alone are off, a square by twice what z is.
+    steps = -(-weights(means, inputs).shape[2] // wgrad.STEP)
+    limit = wgrad.UNIT * (32 + 2 * steps) if means.out_dtype == "f32" else None
+    outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width), limit=limit)}
     if means.save_preactivation:
         outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape=(total, n))
     return outputs

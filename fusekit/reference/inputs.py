@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.operands import WGRAD
 from fusekit.reference.formats import Array, bits
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
@@ -51,7 +52,7 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Every input of ``spec`` by its argument name, compact arrays; see ``gemm`` for shapes and dtypes.
 
-    N counts the columns of w, gate and up together for a gated forward activation; for grouped-wgrad those of dy. A
+    N counts the columns of w, gate and up together for a gated forward activation; for a weight gradient those of dy. A
     grouped operation has E groups of ``sizes``, or uneven ones that sum to M - ``spare``. Weights are scaled so that
     x.w has a spread of about 1. A scalar ``alpha`` is a Python float; the activation's scalars are left to the spec.
     """
@@ -60,7 +61,7 @@ def make_inputs(
         sizes = group_sizes(M - spare, E, seed)
     if means.grouped and (len(sizes) != E or sum(sizes) > M):
         raise ValueError(f"{len(sizes)} groups of {sum(sizes)} rows; there must be E = {E} groups in M = {M} rows")
-    if means.op == "grouped-wgrad":
+    if means.epilogue == WGRAD:
         return _wgrad_inputs(means, (E, N, K), M, seed, sizes)
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
@@ -88,14 +89,17 @@ def _wgrad_inputs(
     inputs: dict[str, Any] = {
         "dy": bits((rows, shape[1]), means.dtype, seed + 1, -round(0.5 * np.log2(max(each, 1) * RMS**4))),
         "x": bits((rows, shape[2]), means.dtype, seed + 2),
-        "offsets": offsets_of(sizes),
     }
+    if means.grouped:
+        inputs["offsets"] = offsets_of(sizes)
+    else:
+        shape = shape[1:]
     if means.accumulate:
         # As many bits as float32 has, of which a 16-bit format would lose most.
         rng = np.random.default_rng(seed)
         inputs["dw"] = rng.uniform(-1.7, 1.7, shape).astype(np.float32)
         if means.dbias:
-            inputs["dbias"] = rng.uniform(-1.7, 1.7, shape[:2]).astype(np.float32)
+            inputs["dbias"] = rng.uniform(-1.7, 1.7, shape[:-1]).astype(np.float32)
     return inputs
 
 
@@ -109,18 +113,19 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
-    "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. grouped-wgrad: "dw":
-    [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or [M,
-    2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
-    without E for dense-gemm, of float32.
+    "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. A weight gradient:
+    "dw": [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or
+    [M, 2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
+    of float32. A dense operation has no E.
     """
     means = meaning(spec)
     gated = means.glu_layout != "none"
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    if means.op == "grouped-wgrad":
-        shapes["dw"] = ((E, N, K), means.out_dtype)
+    groups = (E,) if means.grouped else ()
+    if means.epilogue == WGRAD:
+        shapes["dw"] = ((*groups, N, K), means.out_dtype)
         if means.dbias:
-            shapes["dbias"] = ((E, N), "f32")
+            shapes["dbias"] = ((*groups, N), "f32")
         return shapes
     if means.activation.backward:
         width = 2 * N if gated else N
@@ -130,7 +135,7 @@ def output_shapes(
         if means.dprob:
             shapes["dprob"] = ((M,), "f32")
         if means.dbias:
-            shapes["dbias"] = ((E, width) if means.grouped else (width,), "f32")
+            shapes["dbias"] = ((*groups, width), "f32")
         return shapes
     shapes["y"] = ((M, N // 2 if gated else N), means.out_dtype)
     if means.save_preactivation:

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
 from fusekit.plan.operands import keys as operand_keys
-from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.operations import OPERATIONS
 from fusekit.reference.formats import Array
 from fusekit.spec import Activation, KernelSpec
-
-OPS = tuple(row.name for row in OPERATIONS.values() if row.family == GEMM)
+from fusekit.spec.model import OPS
 
 
 class Meaning:
@@ -30,8 +29,8 @@ class Meaning:
         self.activation = Activation(**keys["activation"])
         self.grouped = bool(operation.ragged)  # else all rows belong together
         self.epilogue = FORWARD
-        if operation.reduces_groups or self.activation.backward:
-            self.epilogue = WGRAD if operation.reduces_groups else BACKWARD
+        if operation.reduces_rows or self.activation.backward:
+            self.epilogue = WGRAD if operation.reduces_rows else BACKWARD
         self.asked = {key.name: keys.get(key.name, key.default) for key in operand_keys()}
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +61,7 @@ def need(inputs: Mapping[str, Any], name: str, rank: int | None) -> Array:
 
 
 def group_ends(inputs: Mapping[str, Any], rows: int, means: Meaning) -> NDArray[np.int64]:
-    """int64[E]: the end row of each group; of a dense-gemm, which has one, the end of its ``rows``."""
+    """int64[E]: the end row of each group; of a dense operation, which has one, the end of its ``rows``."""
     if not means.grouped:
         return np.array([rows], dtype=np.int64)
     ends = need(inputs, "offsets", 1).astype(np.int64)

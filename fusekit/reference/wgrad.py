@@ -1,4 +1,6 @@
-"""What ``grouped-wgrad`` means, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
+"""What weight gradients mean, in float64: dw[e] = dy[rows of e]^T . x[rows of e], plus what dw holds before.
+
+``grouped-wgrad`` has E groups of rows; ``dense-wgrad`` has one, and its dw and dbias have no E.
 
 ``dbias`` is the float32 dbias[e] = sum of dy[rows of e], plus what it holds before where dw is added to. It is as if x
 had a column of ones more, and as far off.
@@ -49,14 +51,15 @@ def expected(
         raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; they must be equal")
     ends = group_ends(inputs, x.shape[0], means)
     shape = (ends.size, dy.shape[1], x.shape[1])
+    whole = shape if means.grouped else shape[1:]
     chosen = _chosen("rows", rows, shape[0] * shape[1])
     across = _chosen("columns", columns, shape[2])
     value = np.zeros((chosen.size, across.size))
     bias = np.zeros((chosen.size, 1))
     if means.accumulate:
-        value += _before(inputs, "dw", shape).reshape(-1, shape[2])[chosen][:, across]
+        value += _before(inputs, "dw", whole).reshape(-1, shape[2])[chosen][:, across]
         if means.dbias:
-            bias += _before(inputs, "dbias", shape[:2]).reshape(-1, 1)[chosen]
+            bias += _before(inputs, "dbias", whole[:-1]).reshape(-1, 1)[chosen]
     magnitude, bias_magnitude = np.abs(value), np.abs(bias)
     owner, down = np.divmod(chosen, max(shape[1], 1))
     steps = np.zeros(chosen.size)
@@ -81,16 +84,16 @@ def expected(
         )
     limit = UNIT * (4 + int(steps.max(initial=0)))
     told, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
-    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=shape, limit=bound)}
+    outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=whole, limit=bound)}
     if means.dbias:
-        outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=shape[:2], limit=limit)
+        outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=whole[:-1], limit=limit)
     return outputs
 
 
 def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
     before = need(inputs, name, len(shape))
     if before.shape != shape:
-        raise ValueError(f"{name} has shape {before.shape}; dy, x and offsets make it {shape}")
+        raise ValueError(f"{name} has shape {before.shape}; dy and x make it {shape}")
     return before
 
 

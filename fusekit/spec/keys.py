@@ -34,17 +34,17 @@ ACTIVATION_KEYS = (
 )
 
 PROBLEM_KEYS = (
-    Key("E", "int", "Groups; 1 for dense-gemm.", minimum=1, required=True),
+    Key("E", "int", "Groups; 1 for a dense operation.", minimum=1, required=True),
     Key("M", "int", "Rows of x.", required=True),
-    Key("N", "int", "Columns of x.w (a gated activation halves, its derivative doubles them); grouped-wgrad: of dy.",
+    Key("N", "int", "Columns of x.w (a gated activation halves, its derivative doubles them); weight gradients: of dy.",
         minimum=1, required=True),
     Key("K", "int", "Columns of x.", minimum=1, required=True),
 )  # fmt: skip
 
 _SWEPT = {
     "arch": Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-    "tile": Key("tile", "pair", "CTA tile [M, N], K is 64; grouped-wgrad: [N, K], 64 rows a step. Left out: chosen for "
-                "the problem.", sweep=True),
+    "tile": Key("tile", "pair", "CTA tile [M, N], K is 64; weight gradients: [N, K], 64 rows a step. Left out: chosen "
+                "for the problem.", sweep=True),
     "cluster": Key("cluster", "pair", "CTAs of a cluster along the tile's two dims. Left out: chosen for the problem.",
                    choices=CLUSTERS, sweep=True),
     "mainloop": Key("mainloop", "choice", "How two warpgroups share work; default: pingpong where a warpgroup can hold "
@@ -59,9 +59,10 @@ KERNEL_KEYS = (
     Key("summary", "string", "One line about the kernel; default: the file's."),
     Key("op", "choice", "The operation.", choices=OPS, required=True),
     _SWEPT["arch"],
-    Key("dtype", "choice", "Type of x, w, bias, preactivation and dz; grouped-wgrad: of dy and x.", choices=DTYPES,
+    Key("dtype", "choice", "Type of x, w, bias, preactivation and dz; weight gradients: of dy and x.", choices=DTYPES,
         default="bf16"),
-    Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32" for grouped-wgrad only.', choices=OUT_DTYPES),
+    Key("out_dtype", "choice", 'Type of y or dw; default: dtype. "f32": not with a backward activation.',
+        choices=OUT_DTYPES),
     Key("b_major", "choice", '"k": w[E, N, K]; "n": w[E, K, N].', choices=("k", "n"), default="k"),
     *operand_keys(),
     Key("activation", "table", 'What is applied to z; default: { kind = "identity" }.', keys=ACTIVATION_KEYS),

@@ -10,12 +10,12 @@ from fusekit.plan.arch import ARCHES
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
 from fusekit.plan.operands import keys as operand_keys
-from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.plan.tiles import default_mainloop
 
 __all__ = ["ARCHES", "DTYPES", "OPS", "OUT_DTYPES", "Activation", "KernelSpec", "Problem", "names"]
 
-OPS = ("dense-gemm", "grouped-gemm", "grouped-wgrad")
+OPS = tuple(row.name for row in OPERATIONS.values() if row.family == GEMM)
 DTYPES = ("bf16", "fp16")
 OUT_DTYPES = (*DTYPES, "f32")
 
@@ -59,7 +59,7 @@ class Activation:
 class Problem:
     """The shape that variants are chosen for, `run` and the benchmarks use: x[M, K], w of N x K for each of E groups.
 
-    For grouped-wgrad: dy[M, N], x[M, K], dw of N x K for each of E groups. A backward activation does not halve N.
+    For a weight gradient: dy[M, N], x[M, K], dw of N x K for each of E groups. A backward activation does not halve N.
     """
 
     E: int
@@ -113,7 +113,7 @@ class _Kernel:
     @property
     def epilogue(self) -> str:
         """What becomes of the accumulators: "forward", "backward" or "wgrad"."""
-        if OPERATIONS[self.op].reduces_groups:
+        if OPERATIONS[self.op].reduces_rows:
             return WGRAD
         return BACKWARD if self.activation.backward else FORWARD
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
+from fusekit.plan.operands.split import parts
 from fusekit.spec.hf_config import Mlp, Model, Router
 
 
@@ -104,7 +105,7 @@ class _MlpKernels:
         self.groups, self.rows = (sizes.groups, sizes.rows) if self.routed else (1, sizes.tokens)
         self.hidden, self.inter = sizes.hidden, mlp.intermediate
         self.width = (2 if mlp.gated else 1) * mlp.intermediate
-        self.op = "grouped-gemm" if self.routed else "dense-gemm"
+        self.op, self.wgrad = ("grouped-gemm", "grouped-wgrad") if self.routed else ("dense-gemm", "dense-wgrad")
         self.lead = (self.groups,) if self.routed else ()
         self.ends = f", {_of('offsets', self.groups)}" if self.routed else ""
         self.act = (mlp.activation or {}).get("kind", "the activation")
@@ -152,14 +153,15 @@ class _MlpKernels:
 
     def _wgrad(self, name: str, formula: str, n: int, k: int) -> Kernel:
         roles = {"fc1-wgrad": ("dz", "fc1's x"), "fc2-wgrad": ("fc2's dy", "fc1's y")}[name]
-        dbias = f", {_of('dbias', self.groups, n)}" if self.mlp.bias else ""
-        one = "" if self.routed else f"; one group: offsets holds {self.rows}"
+        dbias = f", {_of('dbias', *self.lead, n)}" if self.mlp.bias else ""
+        # Few tiles: parts of the rows make as many as there are SMs.
+        split = {"split": True} if not self.routed and parts({"M": self.rows, "N": n, "K": k}) > 1 else {}
         return self._kernel(
             name,
             f"Gradient of the weights{' and the bias' if self.mlp.bias else ''}: {formula}",
-            f"{_of('dy', self.rows, n)} is {roles[0]}, {_of('x', self.rows, k)} is {roles[1]}, "
-            f"{_of('offsets', self.groups)} -> {_of('dw', self.groups, n, k)}{dbias}{one}",
-            {"op": "grouped-wgrad", **({"dbias": True} if self.mlp.bias else {}), **self._problem(n, k)},
+            f"{_of('dy', self.rows, n)} is {roles[0]}, {_of('x', self.rows, k)} is {roles[1]}"
+            f"{self.ends} -> {_of('dw', *self.lead, n, k)}{dbias}",
+            {"op": self.wgrad, **split, **({"dbias": True} if self.mlp.bias else {}), **self._problem(n, k)},
         )
 
     def _epilogue(self, before: str) -> dict[str, Any]:

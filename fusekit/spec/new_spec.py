@@ -14,7 +14,6 @@ from fusekit.spec.parse import parse_text
 
 WIDTH = 118
 SCHEMA_FILE = "fusekit.schema.json"
-WGRAD = "grouped-wgrad"
 
 
 def new_spec(model: Model, request: Request) -> str:
@@ -81,7 +80,7 @@ class _Writer:
             self.comment(f"- {note}.", "  ")
         summary = f"{request.name}: MLP of one layer, {model.dtype}"
         self.lines += ["", "schema = 1", f"summary = {toml(summary)}", "", "[defaults]"]
-        shared = {key.name: key for key in family_of(WGRAD).keys}
+        shared = {key.name: key for key in family_of("grouped-gemm").keys}
         self._key(shared["arch"], request.arch)
         self._key(shared["dtype"], model.dtype)
 

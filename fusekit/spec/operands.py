@@ -13,10 +13,16 @@ _INVERSE = "The row of each choice in expert order; -1: it has none."
 _TOTAL = "Tokens that the counts count."
 _SUM = "Sum of each token's scores before they were divided by it."
 
+
+def _dense(epilogue: str) -> Mapping[str, str]:
+    return {name: what for name, what in words(epilogue).items() if name != "offsets"}
+
+
 OPERANDS: Mapping[str, Mapping[str, str]] = {
-    "dense-gemm": {name: what for name, what in words(FORWARD).items() if name != "offsets"},
+    "dense-gemm": _dense(FORWARD),
     "grouped-gemm": words(FORWARD),
     BACKWARD: words(BACKWARD),
+    "dense-wgrad": _dense(WGRAD),
     "grouped-wgrad": words(WGRAD),
     "router-topk": {
         "logits": _LOGITS,

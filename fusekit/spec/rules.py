@@ -102,10 +102,10 @@ def _types(spec: KernelSpec) -> list[Broken]:
         if kind_ != "identity":
             rule = f"{spec.op} takes no activation: it has no epilogue, dw is the plain sum; leave it out"
             found.append(("activation.kind", kind_, rule))
-    elif spec.out_dtype == "f32":
-        rule = f'only grouped-wgrad writes float32, not {spec.op}; say "bf16" or "fp16"'
+    elif spec.epilogue == BACKWARD and spec.out_dtype == "f32":
+        rule = f'{kind_} gives dz and y in 16 bits; say "bf16" or "fp16"'
         found.append(("out_dtype", spec.out_dtype, rule))
-    if spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.recompute:
+    elif spec.epilogue == BACKWARD and spec.out_dtype != spec.dtype and not spec.recompute:
         rule = (
             f'dz has dtype, "{spec.dtype}", and there is no y without recompute; leave it out, or say recompute = true'
         )
@@ -117,11 +117,11 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     problem = spec.problem
     if problem is None:
         return []
-    if spec.epilogue == WGRAD:
-        return _aligned("problem.N", problem.N, "a row of dy") + _aligned("problem.K", problem.K, "a row of x")
     found: list[Broken] = []
-    if spec.op == "dense-gemm" and problem.E != 1:
-        found.append(("problem.E", problem.E, "dense-gemm has one group; say E = 1"))
+    if not spec.grouped and problem.E != 1:
+        found.append(("problem.E", problem.E, f"{spec.op} has one group; say E = 1"))
+    if spec.epilogue == WGRAD:
+        return found + _aligned("problem.N", problem.N, "a row of dy") + _aligned("problem.K", problem.K, "a row of x")
     found += _aligned("problem.K", problem.K, "a row of x")
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"

@@ -137,5 +137,5 @@ def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
 
 
 def _problem(spec: KernelSpec) -> dict[str, int]:
-    shape = spec.problem or (replace(TYPICAL, E=1) if spec.op == "dense-gemm" else TYPICAL)
+    shape = spec.problem or (TYPICAL if spec.grouped else replace(TYPICAL, E=1))
     return {"E": shape.E, "M": shape.M, "N": shape.N, "K": shape.K}

@@ -274,6 +274,49 @@ def test_weight_gradients(
         assert document["error"]["fro"] < 1e-6
 
 
+def dense_weight_gradients(accumulate: bool) -> LaunchRecord:
+    role = "inout" if accumulate else "output"
+    tensors = (
+        TensorArgument("dy", "input", "bf16", ("M", "N"), ("dy.stride0", 1), 8),
+        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
+        TensorArgument("dw", role, "f32", ("N", "K"), ("K", 1)),
+        TensorArgument("dbias", role, "f32", ("N",), (1,), alignment=4),
+    )
+    parameters = tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors))
+    return replace(
+        weight_gradients(accumulate), arguments=tensors, dims=(Dim("M"), Dim("N", 8, 8), Dim("K", 8, 8)),
+        parameters=parameters,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("harm", [None, "last row", "after the end", "dbias"])
+def test_weight_gradients_of_a_dense_layer(
+    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
+) -> None:
+    if not whole:
+        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
+
+    def hurt(outputs: dict[str, Any]) -> None:
+        if harm == "last row":
+            outputs["dw"][135] = outputs["dw"][134]
+        elif harm == "after the end":
+            past_the_end(outputs, "dw")
+        elif harm == "dbias":
+            outputs["dbias"][135] = outputs["dbias"][134]
+
+    text = WGRAD.format(accumulate=str(accumulate).lower()).replace("grouped", "dense").replace("E = 5", "E = 1")
+    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (136, 72), "dbias": (136,)}
+    install(text, dense_weight_gradients(accumulate))(hurt, shapes)
+    code, document = run(capsys, "made/dw", "--check", "--time")
+    assert code == (1 if harm else 0), document["problems"]
+    assert document["tflops"] == pytest.approx(2 * 150 * 136 * 72 / 2e-3 * 1e-12)
+    said = {"last row": "dw: WRONG", "dbias": "dbias: WRONG", "after the end": "dw: the 4096 bytes after"}
+    assert harm is None or any(said[harm] in problem for problem in document["problems"])
+
+
 BACKWARD = """
 schema = 1
 [[kernel]]

@@ -31,6 +31,7 @@ MATRIX = {
 SAMPLE = (
     "swiglu-concat@128x160-c1x1", "swiglu-interleaved-32@128x192-c1x2", "geglu-interleaved@64x128-c1x1",
     "whole-epilogue@128x128-c1x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1",
+    "dense-f32@64x64-c1x1", "f32-swiglu-interleaved@128x160-c1x2-dynamic",
 )  # fmt: skip
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
 SPECS = (
@@ -46,7 +47,9 @@ SPECS = (
     *(MATRIX[f"matrix/{name}"] for name in SAMPLE),
     *(MATRIX[f"matrix_backward/dswiglu-{name}"] for name in ("dbias@256x128-c1x2-dynamic", "dprob@128x128-c2x1")),
     MATRIX["matrix_backward/wgrad-dbias@128x192-c1x2-dynamic"],
+    MATRIX["matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic"],
 )
+SPLIT = [spec for spec in MATRIX.values() if spec.split]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,36 @@ def test_what_was_read_is_what_was_planned(built, spec):
     assert size <= blocks <= 132
     assert evaluate(record.grid[0], env | {"cluster_margin": 10}) == min(blocks, (132 // size - 10) * size)
     assert evaluate(record.grid[0], env | {"cluster_margin": 10**6}) == size
+
+
+@pytest.mark.parametrize("spec", SPLIT, ids=by_name)
+def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
+    made = trace.compile_plan(plan(spec), tmp_path)
+    record = LaunchRecord.from_json(made.launch)
+    first, second = record.launches
+    assert made.proof["launches"] >= 8
+    assert (made.resources["registers"], made.resources["spill_bytes"]) == (65536 // 384 // 8 * 8, 0)
+    assert (first.dynamic_shared, second.dynamic_shared) == (spec.plan.shared.bytes, 0)
+    for each in record.launches:
+        try:
+            code = sass.instructions(made.cubin, each.symbol)
+        except ToolchainError as error:
+            pytest.skip(str(error))
+        counted = sass.counts(code)
+        assert (counted["STL"], counted["LDL"], counted["UTMASTG"], counted["UTMAREDG"]) == (0, 0, 0, 0)
+        assert not any("F32" in each.opcode for each in code if each.base.startswith(("ATOM", "RED")))
+    for problem, parts in (
+        ({"M": 24576, "N": 128, "K": 2880}, 8),
+        ({"M": 1025, "N": 128, "K": 2880}, 3),
+        ({"M": 0, "N": 8, "K": 8}, 1),
+        ({"M": 10**9, "N": 8, "K": 8}, 132),
+        ({"M": 10**6, "N": 4096, "K": 4096}, 1),
+    ):
+        env = variables(record) | problem
+        assert evaluate(record.scratch, env) == 4 * parts * problem["N"] * (problem["K"] + 1)
+        counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
+        assert counts == {parts}
+        assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,13 @@ GATED = 'activation = { kind = "swiglu" }\nsave_preactivation = true\nbias = tru
 SCORES = "experts = 16\ntopk = 2\nscore_function = 'sigmoid'\n"
 DERIVATIVE = 'activation = { kind = "dswiglu" }\nrecompute = true\nrow_scale = true\ndprob = true\ndbias = true\n'
 COMPACT, BITS = 'outputs = "compact"\n', 'routing_map = "bits"\n'
+WGRAD = [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n']
 VARIANTS = {  # which kernels have all the arguments of an operation between them
     "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n'],
     "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\n'],
     BACKWARD: [GEMM + DERIVATIVE],
-    "grouped-wgrad": [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n'],
+    "dense-wgrad": [*WGRAD, GEMM + "split = true\n"],
+    "grouped-wgrad": WGRAD,
     "router-topk": [
         SCORES + "expert_bias = true\n",
         SCORES + 'outputs = "compact"\n',

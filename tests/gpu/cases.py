@@ -21,8 +21,8 @@ TILE_K = 64
 class Case:
     """One launch.
 
-    sizes: rows of each group (of a dense-gemm: its M alone). n, k: N (gate and up together) and K. spare: rows of x, y
-    and dy beyond the last group. pad: elements between the rows of matrices. nan_group: a group whose rows of x, dy and
+    sizes: rows of each group (dense operations have one). n, k: N (gate and up together) and K. spare: rows of x, y and
+    dy beyond the last group. pad: elements between the rows of matrices. nan_group: a group whose rows of x, dy and
     z are NaN. nan_empty_weights: w of empty groups is NaN. loud: what the activation sees is eight times as large,
     which reaches clamps and tails. scalars: activation scalars given at launch. margin: ``cluster_margin`` given at
     launch. sample: compare about this many rows (and look at all of them for poison).
@@ -61,7 +61,12 @@ def multiple_of_n(spec: KernelSpec) -> int:
 
 def cases_of(spec: KernelSpec) -> list[Case]:
     """Every case that the kernel must pass, with distinct names."""
-    made = {"dense-gemm": _dense_cases, "grouped-gemm": _grouped_cases, "grouped-wgrad": _wgrad_cases}
+    made = {
+        "dense-gemm": _dense_cases,
+        "grouped-gemm": _grouped_cases,
+        "dense-wgrad": _dense_wgrad_cases,
+        "grouped-wgrad": _wgrad_cases,
+    }
     return made[spec.op](spec)
 
 
@@ -174,6 +179,43 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
     # More tiles than SMs, so that the persistent loop and its rings go round, over groups of very unlike size.
     cases.append(Case("many-tiles", (300, 0, 1, 1500, 64), 6 * tile_n, 6 * tile_k + 8, sample=60))
     cases.append(Case("many-tiles-few-clusters", (129, 0, 65), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60))
+    return cases
+
+
+def _dense_wgrad_cases(spec: KernelSpec) -> list[Case]:
+    """One group; where it is split, rows on both sides of a part's end, and parts that are left without rows."""
+    tile_n, tile_k = spec.tile
+    n, k = tile_n + 8, tile_k + 8
+    ring = spec.plan.stages * TILE_K
+    rows = {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, ring - 1, ring, ring + 1, 2 * ring + 65}
+    if spec.split:
+        rows |= {511, 512, 513, 1023, 1024, 1025, 2049, 5000}
+    extents = {
+        "n-on-the-tile": (2 * tile_n, k),
+        "n-least": (8, k),
+        "n-under-the-tile": (tile_n - 8, k),
+        "n-over-half-the-tile": (tile_n // 2 + 8, k),
+        "k-on-the-tile": (n, 2 * tile_k),
+        "k-least": (n, 8),
+        "k-under-the-tile": (n, tile_k - 8),
+        "odd-tiles": (3 * tile_n, 5 * tile_k),
+        "odd-tiles-and-a-bit": (2 * tile_n + 8, 3 * tile_k + 64),
+    }
+    cases = [Case(f"{count}-rows", (count,), n, k) for count in sorted(rows)]
+    cases += [Case(name, (150,), *extent) for name, extent in extents.items()]
+    cases += [Case(f"margin-{margin}", (390,), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
+    cases += [
+        Case("padded-rows", (150,), n, k, pad=24),
+        Case("many-tiles", (700,), 12 * tile_n, 12 * tile_k + 8, sample=60),
+        Case("many-tiles-few-clusters", (300,), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60),
+    ]
+    if spec.split:
+        cases += [
+            Case("padded-rows-in-parts", (1500,), n, k, pad=24),
+            Case("many-tiles-in-parts", (3000,), 4 * tile_n, 4 * tile_k + 8, sample=60),
+            Case("parts-few-clusters", (3000,), n, k, margin=100_000),
+            Case("parts-without-rows", (64 * 1056 + 1,), 16, 24),
+        ]
     return cases
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
+from fusekit.reference import formats
 from fusekit.spec import parse_file
 
 from .cases import Case, cases_of
 from .conftest import BACKWARD
 from .harness import faults, prepare
 
-WGRAD = [spec for spec in parse_file(BACKWARD) if spec.op == "grouped-wgrad"]
+WGRAD = [spec for spec in parse_file(BACKWARD) if spec.epilogue == "wgrad"]
 TRIALS = [(spec, case) for spec in WGRAD for case in cases_of(spec)]
 
 
@@ -27,11 +28,13 @@ def test_case(gpu, spec, case):
         "wgrad-accumulate@128x192-c1x2",
         "wgrad-accumulate@128x192-c1x2-dynamic",
         "wgrad-dbias-accumulate@256x128-c2x1",
+        "dense-wgrad-accumulate@256x128-c1x2-dynamic",
+        "dense-wgrad-split-accumulate@256x128-c1x2",
     ],
 )
 def test_each_launch_adds_once(gpu, specs, name):
     spec = specs[name]
-    launch = prepare(spec, Case("three-times", (70, 0, 333, 1), 264, 200))
+    launch = prepare(spec, Case("three-times", (70, 0, 333, 1) if spec.grouped else (1404,), 264, 200))
     placed = gpu.arguments(launch)
     added = gpu.kernel(spec).bind(**placed)
     for _ in range(3):
@@ -45,6 +48,41 @@ def test_each_launch_adds_once(gpu, specs, name):
             assert not np.array_equal(held, launch.inputs[output])
 
 
+@pytest.mark.parametrize("spec", [spec for spec in WGRAD if not spec.grouped], ids=lambda spec: spec.full_name)
+@pytest.mark.parametrize(("name", "row", "column"), [("dy", 700, 5), ("x", 1403, 190)])
+def test_a_nan_reaches_its_own_row_or_column(gpu, spec, name, row, column):
+    launch = prepare(spec, Case("nan", (1404,), 264, 200))
+    for array in (launch.inputs[name], launch.arguments[name].array):
+        array[row, column] = 0x7FFF
+    placed = gpu.arguments(launch)
+    gpu.kernel(spec)(**placed)
+    gpu.finish(spec.full_name)
+    gpu.download(launch, placed)
+    assert not faults(launch), "\n".join(faults(launch))
+    dw = formats.values(launch.arguments["dw"].array, spec.out_dtype)
+    expected = np.zeros(dw.shape, bool)
+    expected[(column, slice(None)) if name == "dy" else (slice(None), column)] = True
+    assert np.array_equal(np.isnan(dw), expected)
+
+
+@pytest.mark.parametrize("sizes", [(24576, 128, 2880), (4097, 264, 1032), (700, 2048, 1024)])
+def test_parts_give_the_same_bits_in_every_variant(gpu, specs, sizes):
+    """And for any margin: how many parts there are follows from the problem."""
+    rows, n, k = sizes
+    found = []
+    for name in ("dense-wgrad-split@128x192-c2x1-dynamic", "dense-wgrad-split@64x64-c2x1-dynamic"):
+        launch = prepare(specs[name], Case("variants", (rows,), n, k))
+        for margin in (0, 7, 50):
+            launch = launch.fresh()
+            placed = gpu.arguments(launch)
+            gpu.kernel(specs[name])(**placed, cluster_margin=margin)
+            gpu.finish(name)
+            gpu.download(launch, placed)
+            found.append(np.array(launch.arguments["dw"].array))
+    assert not (found[0] == 0xFFFF).any()
+    assert all(np.array_equal(found[0], each) for each in found[1:])
+
+
 class Nothing:
     """A tensor of no elements, at address 0, as frameworks make them."""
 
@@ -55,12 +93,21 @@ class Nothing:
 
 
 @pytest.mark.parametrize(
-    "name", ["wgrad@128x128-c1x1", "wgrad-accumulate@128x192-c1x2", "wgrad-dbias@128x192-c1x2-dynamic"]
+    "name",
+    [
+        "wgrad@128x128-c1x1",
+        "wgrad-accumulate@128x192-c1x2",
+        "wgrad-dbias@128x192-c1x2-dynamic",
+        "dense-wgrad@128x128-c1x1",
+        "dense-wgrad-accumulate@256x128-c1x2-dynamic",
+        "dense-wgrad-split@128x192-c2x1-dynamic",
+        "dense-wgrad-split-f32@128x128-c1x1",
+    ],
 )
 def test_no_rows_at_no_address(gpu, specs, name):
     """Called, called again on other outputs, and a bound launch updated to such tensors from others like them."""
     spec, nothing = specs[name], {"dy": Nothing(136), "x": Nothing(72)}
-    prepared = [prepare(spec, Case("nothing", (0, 0), 136, 72)) for _ in range(3)]
+    prepared = [prepare(spec, Case("nothing", (0, 0) if spec.grouped else (0,), 136, 72)) for _ in range(3)]
     placed = [gpu.arguments(launch) for launch in prepared]
     for arguments in placed[:2]:
         gpu.kernel(spec)(**arguments | nothing)

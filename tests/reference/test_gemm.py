@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fusekit import reference
-from fusekit.reference import formats, layouts, product
+from fusekit.reference import activations, formats, layouts, product
+from fusekit.spec import Activation
 
 from .specs import GPT_OSS, canonical
 
@@ -153,3 +154,27 @@ def test_spare_rows_columns_and_other_ops_are_refused():
         reference.gemm(GPT_OSS | {"op": "router-topk"}, inputs)
     with pytest.raises(ValueError, match="mxfp8"):
         reference.gemm(GPT_OSS | {"quant": "mxfp8"}, inputs)
+
+
+@pytest.mark.parametrize("kind", ["identity", "srelu", "geglu"])
+@pytest.mark.parametrize("depth", [8, 2880])
+def test_a_float32_result_is_that_of_float32_and_not_rounded_further(kind, depth):
+    """Whoever stores bf16 or TF32 numbers as float32 is found."""
+    layout = "interleaved" if kind == "geglu" else "none"
+    spec = canonical(op="dense-gemm", out_dtype="f32", bias=True, activation={"kind": kind}, glu_layout=layout)
+    inputs = reference.make_inputs(spec, E=1, M=70, N=48, K=depth, seed=2)
+    x, w, bias = (formats.values(inputs[name], "bf16") for name in ("x", "w", "bias"))
+    z = np.zeros((70, 48), np.float32)
+    for first in range(0, depth, 16):  # truncated towards zero, as tensor cores sum
+        total = z.astype(np.float64) + x[:, first : first + 16].astype(np.float64) @ w[:, first : first + 16].T
+        near = total.astype(np.float32)
+        z = np.where(np.abs(near) > np.abs(total), np.nextafter(near, np.float32(0)), near)
+    z = z + bias
+    y = activations.activate(Activation(kind), layout, z).astype(np.float32)
+    found = reference.check(spec, inputs, {"y": y})["y"]
+    assert found.ok, str(found)
+    assert found.fro < found.fro_limit / 2
+    for lost in (13, 16):
+        rounded = ((y.view(np.uint32) + (1 << (lost - 1))) >> lost << lost).view(np.float32)
+        assert not reference.check(spec, inputs, {"y": rounded})["y"].ok
+    assert reference.output_shapes(spec, M=70, N=48)["y"] == (y.shape, "f32")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.plan.operands.split import parts
 from fusekit.spec import parse_file
 from tests.gpu.cases import TILE_K, cases_of, multiple_of_n
 from tests.plans import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -13,6 +14,7 @@ SPECS = parse_file(GPU / "matrix.toml")
 GROUPED = [spec for spec in SPECS if spec.op == "grouped-gemm"]
 BACKWARD = parse_file(GPU / "matrix_backward.toml")
 WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
+DENSE_WGRAD = [spec for spec in BACKWARD if spec.op == "dense-wgrad"]
 DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
 
@@ -21,8 +23,8 @@ def covered(*keys):
 
 
 def test_few_enough_to_build_in_minutes_and_no_two_share_a_cubin():
-    assert len(SPECS) <= 74
-    assert len(BACKWARD) <= 47
+    assert len(SPECS) <= 79
+    assert len(BACKWARD) <= 54
     assert len({str(spec.device_spec()) for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
     assert len({spec.full_name.partition("/")[2] for spec in (*SPECS, *BACKWARD)}) == len(SPECS) + len(BACKWARD)
 
@@ -91,8 +93,30 @@ def test_weight_gradients_with_that_of_the_bias():
     assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
 
 
+def test_weight_gradients_of_dense_layers_whole_and_in_parts():
+    for split in (True, False):
+        some = [spec for spec in DENSE_WGRAD if spec.split == split]
+        assert {("bf16", "bf16"), ("bf16", "f32")} <= {(spec.dtype, spec.out_dtype) for spec in some}
+        for key in ("dtype", "mainloop", "schedule", "accumulate", "dbias"):
+            assert len({getattr(spec, key) for spec in some}) == 2, key
+        assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
+
+
+def test_float32_results_plain_and_gated():
+    some = [spec for spec in SPECS if spec.out_dtype == "f32"]
+    assert {"none", "interleaved", "concat"} <= {spec.glu_layout for spec in some}
+    for key in ("op", "dtype", "b_major", "bias", "mainloop", "schedule", "save_preactivation"):
+        assert len({getattr(spec, key) for spec in some}) == 2, key
+    assert {spec.cluster for spec in some} == {(1, 1), (2, 1), (1, 2)}
+    assert {16, 32} <= {box_of(spec) for spec in some}  # columns that are stored at once
+
+
+def box_of(spec):
+    return spec.plan.box(spec.plan.out_tile_n, spec.plan.epilogue_box // 2)
+
+
 def test_derivatives_of_every_activation_in_every_layout():
-    assert len(WGRAD) + len(DERIVATIVES) == len(BACKWARD)
+    assert len(WGRAD) + len(DENSE_WGRAD) + len(DERIVATIVES) == len(BACKWARD)
     seen = {(spec.activation.kind, spec.glu_layout) for spec in DERIVATIVES}
     for layout in ("concat", "interleaved", "interleaved-32"):
         assert {(f"d{kind}", layout) for kind in GATED_ACTIVATIONS} <= seen
@@ -126,6 +150,25 @@ def test_sums_over_rows_and_columns():
     for key in ("op", "schedule", "mainloop"):
         assert len({getattr(spec, key) for spec in DERIVATIVES if spec.dbias}) == 2
     assert {spec.cluster for spec in DERIVATIVES if spec.dbias} == {(1, 1), (2, 1), (1, 2)}
+
+
+@pytest.mark.parametrize("spec", DENSE_WGRAD, ids=lambda spec: spec.full_name)
+def test_cases_of_dense_weight_gradients_hold_every_hard_one(spec):
+    cases = cases_of(spec)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.n % 8 == case.k % 8 == 0 < min(case.n, case.k) and len(case.sizes) == 1 for case in cases)
+    assert {0, 1, 63, 64, 65, 127, 128, 129} <= {case.rows for case in cases}
+    assert any(case.pad for case in cases)
+    problems = [{"M": case.rows, "N": case.n, "K": case.k} for case in cases]
+    if spec.split:
+        assert {1, 2, 3, 5} <= {parts(problem) for problem in problems}
+        assert any(parts_with_rows(problem) < parts(problem) for problem in problems)
+
+
+def parts_with_rows(problem):
+    stages = -(-problem["M"] // TILE_K)
+    height = -(-stages // parts(problem))
+    return -(-stages // height) if stages else 0
 
 
 @pytest.mark.parametrize("spec", WGRAD, ids=lambda spec: spec.full_name)

@@ -82,6 +82,28 @@ def test_sums_of_dy_by_loops(spec):
     np.testing.assert_allclose(some, got["dbias"].reshape(-1, 1)[rows], rtol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 130])
+@pytest.mark.parametrize("spec", [BIAS, MAIN_GRADIENTS | {"dbias": True, "split": True}], ids=["plain", "accumulate"])
+def test_a_dense_one_is_one_group_of_all_rows(spec, rows):
+    dense = spec | {"op": "dense-wgrad"}
+    inputs = reference.make_inputs(dense, E=1, M=rows, N=48, K=72, seed=3)
+    assert "offsets" not in inputs
+    before = {name: inputs[name][None] for name in ("dw", "dbias") if name in inputs}
+    grouped = reference.gemm(spec, inputs | before | {"offsets": np.array([rows], np.int32)})
+    found = reference.gemm(dense, inputs)
+    shapes = reference.output_shapes(dense, E=1, M=rows, N=48, K=72)
+    assert shapes == {"dw": ((48, 72), spec["out_dtype"]), "dbias": ((48,), "f32")}
+    for name, value in found.items():
+        assert value.shape == shapes[name][0]
+        np.testing.assert_array_equal(value, grouped[name][0])
+    some = reference.gemm(dense, inputs, [47, 3], [5])
+    np.testing.assert_allclose(some["dw"], found["dw"][[47, 3]][:, [5]], rtol=1e-12)
+    outputs = {name: formats.encode(value, shapes[name][1]) for name, value in found.items()}
+    assert all(each.ok for each in reference.check(dense, inputs, outputs).values())
+    outputs["dbias"][7] += 0.1
+    assert reference.check(dense, inputs, outputs)["dbias"].worst == (7,)
+
+
 def as_the_kernel_sums(spec, inputs):
     """float32, over even and over odd tokens of a group, then both."""
     dy = formats.values(inputs["dy"], spec["dtype"]).astype(np.float32)

@@ -89,6 +89,19 @@ def test_what_a_file_is_for():
     assert list(kernels_of(text_of("llama-3-8b", inference=False))) == [name for name in MLP if name != "fc1-infer"]
 
 
+def test_dense_layers_have_dense_weight_gradients():
+    kernels = kernels_of(text_of("llama-3-8b"))
+    assert {kernels[name].op for name in ("fc1-wgrad", "fc2-wgrad")} == {"dense-wgrad"}
+    assert not kernels["fc1-wgrad"].split  # its tiles are many
+    small = CONFIGS["llama-3-8b"] | {"hidden_size": 512, "intermediate_size": 1024}
+    kernels = kernels_of(text_of(small))
+    assert kernels["fc1-wgrad"].split
+    assert kernels["fc2-wgrad"].split
+    kernels = kernels_of(text_of("llama-4-maverick"))
+    assert {kernels[f"{prefix}fc1-wgrad"].op for prefix in ("shared-", "dense-")} == {"dense-wgrad"}
+    assert kernels["fc1-wgrad"].op == "grouped-wgrad"
+
+
 def test_ranks_share_the_experts():
     kernels = kernels_of(text_of("qwen3-30b-a3b", tokens=1000, ranks=8))
     assert (kernels["fc1-fwd"].problem.E, kernels["fc1-fwd"].problem.M) == (16, 8000)

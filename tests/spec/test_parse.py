@@ -67,6 +67,7 @@ def test_every_key_arrives():
         recompute=False,
         dprob=False,
         dbias=False,
+        split=False,
         quant="none",
         tile=(128, 128),
         cluster=(2, 1),

@@ -49,8 +49,8 @@ AT = "[[kernel]] 1 (fc1): "
         ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
         ('quant = "fp8"', 'quant = "fp8": must be "none"'),
         ('schedule = "fastest"', 'schedule = "fastest": must be "static" or "dynamic"'),
-        ('out_dtype = "f32"', "only grouped-wgrad writes float32, not grouped-gemm"),
-        ("accumulate = true", "accumulate = true: only grouped-wgrad adds to what is there, not grouped-gemm"),
+        ("accumulate = true", "accumulate = true: only a weight gradient adds to what is there, not grouped-gemm"),
+        ("split = true", "split = true: only dense-wgrad takes its rows in parts, not grouped-gemm; leave it out"),
         ('dtype = "f32"', 'dtype = "f32": must be "bf16" or "fp16"'),
         ('schedule = ["static", "static"]', '"static" appears twice; a sweep names each value once'),
         ("schedule = []", "schedule = []: an empty sweep makes no kernel"),
@@ -155,11 +155,17 @@ def test_gated_needs_a_layout():
     assert "swiglu is gated: say how gate and up lie along N" in problem(GATED + 'glu_layout = "none"\n')
 
 
+def of(op):
+    return GOOD.replace("grouped-gemm", op)
+
+
 def test_dense_has_no_groups():
-    dense = GOOD.replace("grouped-gemm", "dense-gemm")
+    dense = of("dense-gemm")
     assert "dense-gemm has no groups to scale apart" in problem(dense + 'alpha = "group"\n')
     found = problem(dense + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
     assert "problem.E = 2: dense-gemm has one group; say E = 1" in found
+    found = problem(of("dense-wgrad") + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
+    assert "problem.E = 2: dense-wgrad has one group; say E = 1" in found
 
 
 WGRAD = GOOD.replace("grouped-gemm", "grouped-wgrad")
@@ -179,6 +185,7 @@ WGRAD = GOOD.replace("grouped-gemm", "grouped-wgrad")
         ('activation = { kind = "relu" }', 'activation.kind = "relu": grouped-wgrad takes no activation'),
         ('activation = { kind = "swiglu" }', 'activation.kind = "swiglu": grouped-wgrad takes no activation'),
         ('glu_layout = "concat"', 'glu_layout = "concat": the activation identity is not gated'),
+        ("split = true", "split = true: only dense-wgrad takes its rows in parts, not grouped-wgrad; leave it out"),
         ("recompute = true", 'recompute = true: only a backward activation such as "dswiglu" has it, not identity'),
         ("dbias = true\ndprob = true", 'dprob = true: only a backward activation such as "dswiglu" has it'),
         ("accumulate = true", 'accumulate = true: main gradients are float32, and out_dtype is "bf16"'),
@@ -235,6 +242,8 @@ BACKWARD = GOOD + 'activation = { kind = "dswiglu" }\n'
             "dprob = true: it is the gradient of row_scale, which is false; say row_scale = true",
         ),
         (BACKWARD + 'out_dtype = "fp16"', 'out_dtype = "fp16": dz has dtype, "bf16", and there is no y'),
+        (BACKWARD + 'out_dtype = "f32"', 'out_dtype = "f32": dswiglu gives dz and y in 16 bits; say "bf16" or "fp16"'),
+        (BACKWARD + 'recompute = true\nout_dtype = "f32"', "dswiglu gives dz and y in 16 bits"),
         (BACKWARD + "problem = { E = 1, M = 8, N = 12, K = 8 }", "problem.N = 12: a row of da has 12 elements"),
         (
             BACKWARD + 'glu_layout = "interleaved-32"\nproblem = { E = 1, M = 8, N = 40, K = 8 }',

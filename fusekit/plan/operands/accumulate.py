@@ -8,7 +8,7 @@ from typing import Any
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
 
-ONLY_WGRAD = "only grouped-wgrad adds to what is there, not {op}; leave it out"
+ONLY_WGRAD = "only a weight gradient adds to what is there, not {op}; leave it out"
 
 
 class Accumulate(Operand):
@@ -16,7 +16,7 @@ class Accumulate(Operand):
 
     name, order, epilogues = "accumulate", 31, (WGRAD,)
     on_device = False
-    key = Key("accumulate", "bool", "grouped-wgrad with f32: adds to what dw and dbias hold.", default=False)
+    key = Key("accumulate", "bool", "Weight gradients in f32: adds to what dw and dbias hold.", default=False)
     refused = {FORWARD: ONLY_WGRAD, BACKWARD: ONLY_WGRAD}
 
     def rules(self, spec: Any) -> Iterable[Broken]:

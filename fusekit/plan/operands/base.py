@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fusekit.dtypes import DTYPES
 from fusekit.plan.keys import Key
 from fusekit.plan.shared import Region
 
@@ -116,7 +117,7 @@ def tensor(
 
 def rows(name: str, role: str, dtype: str, columns: Expr) -> Argument:
     """A row-major tensor with a row for each token."""
-    return tensor(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), VECTOR)
+    return tensor(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes)
 
 
 def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> Argument:

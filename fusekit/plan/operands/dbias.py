@@ -13,7 +13,7 @@ KEY = Key(
     "dbias",
     "bool",
     "Also stores a float32 sum over each group's rows; backward activations: of dz, dbias[E, columns of z]; "
-    "grouped-wgrad: of dy, dbias[E, N].",
+    "weight gradients: of dy, dbias[E, N].",
     default=False,
 )
 

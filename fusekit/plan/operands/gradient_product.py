@@ -21,7 +21,7 @@ class TokenRows(Operand):
 
 
 class Dw(Operand):
-    """dw [E, N, K]."""
+    """dw [E, N, K]; dense without E."""
 
     name, order, epilogues = "dw", 30, (WGRAD,)
     words = {
@@ -29,9 +29,10 @@ class Dw(Operand):
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        strides: tuple[Expr, ...] = ("dw.stride0", "dw.stride1", 1)
+        strides = tuple(f"dw.stride{index}" for index in range(len(plan.leading) + 1))
+        shape: tuple[Expr, ...] = (*plan.leading, "N", "K")
         vector = 16 // DTYPES[plan.out_dtype].bytes
-        return (tensor("dw", plan.added_to, plan.out_dtype, ("E", "N", "K"), strides, vector),)
+        return (tensor("dw", plan.added_to, plan.out_dtype, shape, (*strides, 1), vector),)
 
 
 OPERANDS = (TokenRows(), Dw())

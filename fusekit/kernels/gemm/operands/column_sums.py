@@ -36,10 +36,13 @@ class ColumnSums(Operand):
         self.units = plan.tile[0] // UNIT // self.warps  # for each warp, if one tile has to sum them all
         self.stage_bytes = plan.tile[0] * plan.arch.swizzle_bytes
         self.box_bytes = plan.tile_k * TOKEN_BYTES
-        self.added = plan.added_to == "inout"
+        self.added = plan.adds
+
+    def bind(self, halves) -> None:
+        self.split = halves.get("split")
 
     def parameter(self, given):
-        return given.dbias.iterator
+        return given.dbias.iterator if self.split is None else self.split.dbias(given)
 
     def sharers(self, tiles_n):
         """How many tiles along N share out the columns: a power of two, at most so many that a warp has one unit."""
@@ -91,6 +94,8 @@ class ColumnSums(Operand):
                     phase ^= 1
             if part < sharers:
                 column = m_tile * plan.tile[0] + unit * UNIT
+                if cutlass.const_expr(self.split is not None):  # dbias of a part lies behind its dw
+                    group = group * (n + 1)
                 if cutlass.const_expr(self.added):
                     if end > row:  # nothing is added for an empty group
                         self.store(sums, idle.operands.column_sums, group, column, m, token, units)

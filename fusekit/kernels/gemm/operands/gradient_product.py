@@ -36,7 +36,7 @@ class TokenRows(Operand):
 
 
 class Dw(Operand):
-    """Boxes of dw[group]."""
+    """Boxes of dw[group], or of dw; its parts are stored without a tensor map, whose address had to be known."""
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
@@ -44,8 +44,16 @@ class Dw(Operand):
         self.columns = plan.box(plan.tile[1], plan.epilogue_box // 2 if self.single else plan.epilogue_box)
 
     def parameter(self, given):
-        view = cute.make_tensor(given.dw.iterator, cute.select(given.dw.layout, [2, 1, 0]))
+        if self.plan.has("split"):
+            return None
+        view = cute.make_tensor(
+            given.dw.iterator, cute.select(given.dw.layout, [2, 1, 0] if self.plan.grouped else [1, 0])
+        )
         return box_map(store_op(), view, (self.columns, WARP_ROWS))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)
+
+    def place(self, column, row, group):
+        """Coordinates of a box."""
+        return (column, row, group) if self.plan.grouped else (column, row)

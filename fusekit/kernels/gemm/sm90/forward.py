@@ -6,7 +6,7 @@ by TMA. No barrier joins the warps, so a warp's stores overlap its neighbours' a
 """
 
 import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm import maths
@@ -75,19 +75,22 @@ class Epilogue:
         return self.operands.output(value, mine, r)
 
     def registers(self, acc, base: int, chunks, scalars, mine):
-        """Packed outputs of these chunks, (chunk, r) in order, as `StagingBoxes.store` wants them."""
-        packed = []
+        """Outputs of these chunks, (chunk, r) in order: packed as `StagingBoxes.store` wants them, or two float32."""
+        found = []
         for chunk in chunks:
             for r in range(2):
                 if self.plan.glu_layout == "interleaved":
                     low = self.adjacent(acc, base, 2 * chunk, r, scalars, mine)
                     high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, mine)
-                    pair = ptx.pack_pair(low, high, self.out_dtype)
-                    packed.append(gather_pairs(pair, cute.arch.lane_idx()))
+                    if self.result.single:
+                        found += gather_singles(low, high, cute.arch.lane_idx())
+                    else:
+                        pair = ptx.pack_pair(low, high, self.out_dtype)
+                        found.append(gather_pairs(pair, cute.arch.lane_idx()))
                 else:
                     low, high = (self.activate(acc, base, chunk, r, c, scalars, mine) for c in range(2))
-                    packed.append(ptx.pack_pair(low, high, self.out_dtype))
-        return packed
+                    found += [low, high] if self.result.single else [ptx.pack_pair(low, high, self.out_dtype)]
+        return found
 
     # -- a tile -------------------------------------------------------------------------------------------------------
 
@@ -120,8 +123,11 @@ class Epilogue:
             self.accumulate(acc, base, sources, states)
             for half in self.operands:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
-            packed = self.registers(acc, base, chunks, scalars, mine)
-            self.boxes.store(number, width, packed, work.operands.y, self.result.place(box, rows), work.staging)
+            values, where = self.registers(acc, base, chunks, scalars, mine), self.result.place(box, rows)
+            if self.result.single:
+                self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
+            else:
+                self.boxes.store(number, width, values, work.operands.y, where, work.staging)
             number += 1
 
     def accumulate(self, acc, base: int, chunks, states) -> None:
@@ -155,3 +161,10 @@ def gather_pairs(packed: Uint32, lane: Int32) -> Uint32:
     second = cute.arch.shuffle_sync(packed, source + 1)
     upper = cutlass.Uint32((lane >> 1) & 1)
     return ptx.permute_bytes(first, second, cutlass.Uint32(0x5410) + upper * cutlass.Uint32(0x2222))
+
+
+def gather_singles(low: Float32, high: Float32, lane: Int32) -> list[Float32]:
+    """`gather_pairs` of two float32."""
+    source = (lane & 28) + (lane * 2 & 2)
+    sides = [[cute.arch.shuffle_sync(side, source + c) for side in (low, high)] for c in range(2)]
+    return [ptx.choose(lane & 2, above, below) for below, above in sides]

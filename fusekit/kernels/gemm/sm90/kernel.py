@@ -57,7 +57,7 @@ class Gemm:
     def __call__(self, given, sm_count: Int32, cluster_margin: Int32, stream: CUstream):
         """Make the tensor maps and the grid, launch. given: the launch's arguments, by name."""
         plan = self.plan
-        groups = given.offsets.shape[0] if cutlass.const_expr(plan.grouped) else None
+        groups = self.main_loop.groups(given)
         rows, n, k = self.main_loop.extents(given)
         most_tiles = self.main_loop.most_tiles(Extents(groups, rows, n, None, k))
         # One cluster for each cluster tile there can be at most, or as many as fit less the margin.
@@ -70,6 +70,8 @@ class Gemm:
             min_blocks_per_mp=1,
             stream=stream,
         )
+        for half in self.halves.values():
+            half.then(given, groups, stream)
 
     def parameters(self, given):
         """The kernel's parameters by operand, then the memory that it has."""
@@ -111,7 +113,7 @@ class Gemm:
             cute.arch.sync_threads()
 
         half_n = ptx.divide(n, 2)
-        extents = Extents(groups if cutlass.const_expr(plan.grouped) else Int32(1), rows, n, half_n, k)
+        extents = Extents(groups if cutlass.const_expr(groups is not None) else Int32(1), rows, n, half_n, k)
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.registers[0])
             if warp == 0 and lane == 0:

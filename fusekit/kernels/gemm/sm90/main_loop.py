@@ -47,6 +47,10 @@ class MainLoop:
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
+    def groups(self, given):
+        """How many groups of rows there are; None: all rows belong together."""
+        return given.offsets.shape[0] if self.plan.grouped else None
+
     def extents(self, given):
         """Rows, columns of the product, elements of a row of x."""
         return given.x.shape[0], self.w.view_nke(given.w)[1], given.x.shape[1]

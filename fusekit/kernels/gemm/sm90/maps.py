@@ -1,7 +1,7 @@
 """Tensor maps.
 
 A row box ends where its group ends, which the host does not know. The maps of such tensors therefore describe memory
-through two extra dimensions whose strides sum to 2^34 elements, so that coordinates (BIG - rows_left, BIG, end) reach
+through two extra dimensions whose strides sum to 2^35 bytes, so that coordinates (BIG - rows_left, BIG, end) reach
 row end - rows_left with the address wrapping modulo 2^64, and the hardware's own bounds check at BIG clips what lies
 beyond the group (the idea: Triton's ragged TMA descriptors).
 """
@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from fusekit.plan.gemm import BIG
 
 LARGEST = 2**31 - 1
-WRAP = 2**34
+WRAP = 2**35  # bytes
 
 
 def load_op():
@@ -38,12 +38,12 @@ def ragged_map(op, tensor, box: tuple[int, int], split: bool = False, both: bool
     box: (columns, rows). With `split` the columns are two halves with a bound each, so that a box of gates never
     runs into the ups; with `both` a box is one of gates and, behind it, one of ups.
     """
-    ld = tensor.stride[0]
+    ld, wrap = tensor.stride[0], WRAP * 8 // tensor.element_type.width
     if split:
         half = tensor.shape[1] // 2
-        shape, stride = (half, BIG, 2, LARGEST, LARGEST), (1, ld, half, WRAP - ld, ld)
+        shape, stride = (half, BIG, 2, LARGEST, LARGEST), (1, ld, half, wrap - ld, ld)
     else:
-        shape, stride = (tensor.shape[1], BIG, LARGEST, LARGEST), (1, ld, WRAP - ld, ld)
+        shape, stride = (tensor.shape[1], BIG, LARGEST, LARGEST), (1, ld, wrap - ld, ld)
     view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
     return box_map(op, view, (*box, 2) if split and both else box)
 
@@ -51,7 +51,7 @@ def ragged_map(op, tensor, box: tuple[int, int], split: bool = False, both: bool
 def box_map(op, tensor, box: tuple[int, ...]):
     """Tensor map of boxes of box[0] elements of mode 0, contiguous, by box[1] of mode 1 and so on; swizzled."""
     shape = (*box, *(1 for _ in range(cute.rank(tensor) - len(box))))
-    stride = (1, box[0], box[0] * box[1] if len(box) > 2 else 0, *(0 for _ in shape[3:]))
+    stride = (1, box[0], *(box[0] * box[1] if index < len(box) else 0 for index in range(2, len(shape))))
     atom = swizzled(tensor.element_type, box[0], n_major=True)
     layout = cute.make_composed_layout(atom.inner, atom.offset, cute.make_layout(shape, stride=stride))
     copy, _ = cpasync.make_tiled_tma_atom(op, tensor, layout, shape)

@@ -252,9 +252,16 @@ class GroupScheduler(Scheduler):
             ring.acquire(count)
             if more:
                 begin = Int32(0)
-                if group > 0:
-                    begin = cutlass.max(offsets[group - 1], 0)
-                end = cutlass.max(cutlass.min(offsets[group], rows), begin)
+                end = rows
+                if cutlass.const_expr(self.plan.grouped):
+                    if group > 0:
+                        begin = cutlass.max(offsets[group - 1], 0)
+                    end = cutlass.max(cutlass.min(offsets[group], rows), begin)
+                if cutlass.const_expr(self.plan.has("split")):
+                    stages = divide(rows + (self.plan.tile_k - 1), self.plan.tile_k)
+                    height = divide(stages + (groups - 1), groups) * self.plan.tile_k
+                    begin = cutlass.min(group * height, rows)
+                    end = cutlass.min(begin + height, rows)
                 local = number - group * self.raster.count(m_tiles, n)
                 m_tile, n_tile = self.raster.place(local, m_tiles, n, cutlass.max(end - begin, 1), rank)
                 if writer:

@@ -1,5 +1,7 @@
 """Weight gradients on Hopper: dw[e] = dy[rows of e]^T . x[rows of e], the reduction being the ragged dimension.
 
+A dense one has one group, of all rows.
+
 Warp roles, pipeline and barriers are those of kernel.py. What differs: both operands are token-major, so a stage
 holds 64 tokens of dy's columns and of x's, in boxes of 64 columns, and both are M-major to wgmma; the tensor maps clip
 at a group's end and fill with zeros, so that the neighbour's rows (even NaN) never enter the sum; a tile has as many
@@ -31,6 +33,11 @@ class WgradLoop(MainLoop):
     def __init__(self, plan: GemmPlan, halves) -> None:
         super().__init__(plan, halves)
         self.rows = halves["token_rows"]
+        self.split = halves.get("split")
+
+    def groups(self, given):
+        """As in `MainLoop`; parts of all rows are groups too."""
+        return super().groups(given) if self.split is None else self.split.count(given)
 
     def extents(self, given):
         """Rows of tokens, columns and rows of dw."""
@@ -40,7 +47,8 @@ class WgradLoop(MainLoop):
         """Cluster tiles of all groups."""
         cluster_m, cluster_n = (tile * cluster for tile, cluster in zip(self.plan.tile, self.plan.cluster, strict=True))
         m_clusters = Int64((extents.k + (cluster_m - 1)) // cluster_m)
-        return m_clusters * Int64((extents.n + (cluster_n - 1)) // cluster_n) * extents.groups
+        clusters = m_clusters * Int64((extents.n + (cluster_n - 1)) // cluster_n)
+        return clusters if extents.groups is None else clusters * extents.groups
 
     @cute.jit
     def load(self, operands, stages: Stages, ring: TileRing, extents: Extents, rank: Int32):
@@ -79,7 +87,7 @@ class GradEpilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
-        self.result = halves["dw"]
+        self.result, self.split = halves["dw"], halves.get("split")
         self.out_dtype = dtype_of(plan.out_dtype)
         self.boxes = StagingBoxes(plan)
 
@@ -95,15 +103,18 @@ class GradEpilogue:
                 for box in cutlass.range_constexpr(plan.tile[1] // width):
                     base = block * (plan.tile[1] // 2) + box * (width // 2)
                     number = block * (plan.tile[1] // width) + box
-                    where = (n_tile * plan.tile[1] + box * width, first, group)
-                    self.store(acc, base, number, where, work)
+                    column = n_tile * plan.tile[1] + box * width
+                    if cutlass.const_expr(self.split is None):
+                        self.store(acc, base, number, self.result.place(column, first, group), work)
+                    else:
+                        self.split.store_part(acc, base, width, (column, first, group), work)
 
     def store(self, acc, base: int, number: int, where, work: Work) -> None:
         """Store a box whose accumulators start at `base`, or add it."""
         width, dw = self.result.columns, work.operands.dw
         if self.result.single:
             values = [acc[base + index] for index in range(width // 2)]
-            self.boxes.store_single(number, width, values, dw, where, work.staging, self.plan.added_to == "inout")
+            self.boxes.store_single(number, width, values, dw, where, work.staging, self.plan.adds)
         else:
             pairs = [
                 ptx.pack_pair(acc[base + index], acc[base + index + 1], self.out_dtype)
@@ -152,7 +163,7 @@ class Wgrad(Gemm):
             else:
                 if cutlass.const_expr(plan.pingpong):
                     cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * plan.arch.warpgroup)
-                if cutlass.const_expr(plan.added_to == "output"):  # an empty group's gradient is zero
+                if cutlass.const_expr(not plan.adds):  # an empty group's gradient is zero
                     acc.fill(0.0)
                     self.epilogue.run(acc, first, m, n_tile, group, work)
             count += step
