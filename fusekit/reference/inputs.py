@@ -92,14 +92,13 @@ def _wgrad_inputs(
     }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
-    else:
-        shape = shape[1:]
     if means.accumulate:
+        whole = shape if means.grouped else shape[1:]
         # As many bits as float32 has, of which a 16-bit format would lose most.
         rng = np.random.default_rng(seed)
-        inputs["dw"] = rng.uniform(-1.7, 1.7, shape).astype(np.float32)
+        inputs["dw"] = rng.uniform(-1.7, 1.7, whole).astype(np.float32)
         if means.dbias:
-            inputs["dbias"] = rng.uniform(-1.7, 1.7, shape[:-1]).astype(np.float32)
+            inputs["dbias"] = rng.uniform(-1.7, 1.7, whole[:-1]).astype(np.float32)
     return inputs
 
 

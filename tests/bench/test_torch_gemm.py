@@ -30,8 +30,7 @@ def twin(spec: KernelSpec, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(outputs of the twin, outputs by the reference)"""
     from fusekit.bench.torch_gemm import Unfused
 
-    dense = spec.op == "dense-gemm"
-    sizes = [128] if dense else SIZES
+    sizes = SIZES if spec.grouped else [128]
     inputs = make_inputs(spec, E=len(sizes), M=128, N=64 * 3, K=72, sizes=sizes, seed=2)
     canonical = json.loads(json.dumps(spec.canonical()))
     tensors = {name: tensor(value, spec.dtype) for name, value in inputs.items() if isinstance(value, np.ndarray)}
