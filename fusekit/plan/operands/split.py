@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fusekit.abi import Expr, evaluate
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Operand
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Expr, Operand
 
 # A part has so many rows at least, and there are at most as many parts as give each of a wave of CTAs one tile.
 ROWS, WAVE, TILE = 512, 132, (128, 192)
@@ -45,6 +44,8 @@ class Split(Operand):
 
 def parts(problem: Mapping[str, int]) -> int:
     """In how many parts the rows of a problem M, N, K are taken."""
+    from fusekit.abi import evaluate
+
     return evaluate(PARTS, problem)
 
 
