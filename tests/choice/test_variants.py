@@ -229,11 +229,11 @@ def test_a_cost_of_groups_by_hand() -> None:
     for rows in (0, 40, 100_000):
         assert cost(wgrad, {"E": 3, "M": rows, "N": 384, "K": 1000}) == pytest.approx(27456)  # 54 tiles
         assert cost(wgrad, {"E": 40, "M": rows, "N": 384, "K": 1000}) == pytest.approx(27456 * (many / 132 + 0.5))
-    # Rows that are split are as many groups: 3 x 6 tiles of each of 7 parts.
+    # Rows that are split are as many groups, in whole waves: 3 x 6 tiles of each of 7 parts, or 3 x 8.
     split = variant((128, 192), (1, 2), op="dense-wgrad").spec | {"split": True}
-    many = 7 * (3 * 1000 / 192 * 0.75 + 18 * 0.25)
     problem = {"E": 1, "M": 100_000, "N": 384, "K": 1000}
-    assert cost(split, problem) == pytest.approx(27456 * (many / 132 + 0.5))
+    assert cost(split, problem) == pytest.approx(27456)
+    assert cost(split | {"tile": [128, 128]}, problem) == pytest.approx(2 * (128 * 128 + 5 * (128 + 128 + 64 + 128)))
     assert cost(split | {"split": False}, problem) == pytest.approx(27456)
     # Both of its sides are padded.
     many = 40 * (300 * 1000 / (128 * 192) * 0.75 + 18 * 0.25)

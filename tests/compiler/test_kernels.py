@@ -102,7 +102,7 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))
-    assert any(each.base == "UTMASTG" for each in code)
+    assert any(each.base in ("UTMASTG", "UTMAREDG") for each in code)  # stored, or added
     assert not any(each.base == "HMMA" for each in code)  # the older tensor core path
 
 
