@@ -1,8 +1,8 @@
 """Megatron Core: GroupedMLP through a layer, with Megatron's own parameters as they lie.
 
-The module gets rows that a dispatcher of Megatron's has sorted by expert, so any dispatcher and expert parallelism work:
-to the layer each row is a token with one expert. TEGroupedMLP has a parameter for each expert; a layer reads those of
-all experts from one.
+The module gets rows that a dispatcher of Megatron's has sorted by expert, so any dispatcher and expert parallelism
+work: to the layer each row is a token with one expert. TEGroupedMLP has a parameter for each expert; a layer reads
+those of all experts from one.
 
     experts = ModuleSpec(module=FusedGroupedMLP, params={"layer": fusekit.open_library().layer("experts/megatron")})
 """
