@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("torch._dynamo")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {"dtype": "bf16", "grad_dtype": "bf16", "hidden": 64, "intermediate": 32, "experts": 8}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """Megatron compiles small functions: minutes on a CPU."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
 
 
 def stand_in(**said):
