@@ -96,8 +96,7 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
     passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in _LEAD}
 
-    @jax.custom_vjp
-    def run(given: Arrays) -> Arrays:
+    def inference(given: Arrays) -> Arrays:
         return passes["inference"](given, layer.outputs("inference"))
 
     def forward(given: Arrays) -> tuple[Arrays, Any]:
@@ -118,6 +117,7 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
         types = {each: DTYPES[buffer.dtype].array for each, buffer in inputs.items()}
         return ({each: found[f"d{each}"].astype(types[each]) if f"d{each}" in found else None for each in inputs},)
 
+    run = jax.custom_vjp(inference)
     run.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
@@ -220,7 +220,7 @@ def _register(name: str, launch: xla.Launch, platform: str) -> None:
     jax.ffi.register_ffi_target(name, xla.capsule(xla.handler(launch)), platform=platform, api_version=1)
 
 
-def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> dict[str, Slice]:
+def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> Arrays:
     """XLA's buffers by name, in the terms that launches read. types: of each, in order."""
     found = {}
     for (name, wanted), buffer in zip(types.items(), buffers, strict=True):
