@@ -7,7 +7,7 @@ here makes a kernel an operation of the framework's own compiler.
 module   gives
 =======  =====================================================================================
 torch    a custom operator with a fake, for torch.compile and torch.export
-jax      a call inside jax.jit, through the XLA FFI: no copy, in the order of XLA's stream
+jax      calls inside jax.jit, through the XLA FFI: no copy, in the order of XLA's stream; layers with gradients
 views    16-bit arrays of frameworks without bfloat16, seen as bf16 (any framework)
 =======  =====================================================================================
 """

@@ -1,53 +1,39 @@
-"""Kernels inside jax.jit: a call through the XLA FFI, without a copy and in the order of XLA's stream.
+"""Kernels and layers inside jax.jit: calls through the XLA FFI, without a copy and in the order of XLA's stream.
 
     fc1 = fusekit.interop.jax.operator(library.load("quickstart/moe-fc1"), "fc1")
     y = jax.jit(fc1)(x=x, w=w, offsets=offsets)
 
-XLA hands the launcher the addresses of its own buffers and its stream, on one of its threads; the launch is queued and
-the thread goes on. Calls may become part of XLA's command buffers (CUDA graphs).
+    moe = fusekit.interop.jax.moe(library.layer("qwen3-30b/moe"), "moe")
+    gradients = jax.jit(jax.grad(lambda params, x: moe(x, params).sum()))(params, x)
+
+XLA hands the launcher the addresses of its own buffers and its stream, on one of its threads; the launches are queued
+and the thread goes on. Calls may become part of XLA's command buffers (CUDA graphs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fusekit.abi import ScalarArgument, evaluate
 from fusekit.dtypes import DTYPES, by
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
 from fusekit.interop.shapes import dims_of
+from fusekit.layers import Layer
+from fusekit.layers.memory import Slice
 from fusekit.runtime import Kernel
 from fusekit.runtime.binding import check_scalar
 
 _XLA = by("xla")
-
-
-class _Tensor:
-    """One of XLA's buffers, in the terms that launches read."""
-
-    __slots__ = ("_address", "_strides", "device", "dtype", "shape")
-
-    def __init__(self, buffer: xla.Buffer, device: int, wanted: str) -> None:
-        self.dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
-        if self.dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two codes in a byte
-            self.dtype = wanted
-        self.shape = tuple(buffer.dims[: buffer.rank])
-        self.device = device
-        self._address = buffer.data or 0
-        strides, step = [], 1
-        for extent in reversed(self.shape):
-            strides.append(step)
-            step *= max(extent, 1)
-        self._strides = tuple(reversed(strides))
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def stride(self) -> tuple[int, ...]:
-        return self._strides
+_LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
+_CONSTANTS = ("aux_coefficient", "total_tokens")
+Arrays = dict[str, Any]
 
 
 def operator(
@@ -66,40 +52,196 @@ def operator(
         raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
+    types = {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
     numbers = {scalar.name: scalar for scalar in record.scalars}
 
     def launch(buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
-        device = kernel.current_device()
-        arguments: dict[str, Any] = {**scalars, **given}
-        for tensor, buffer in zip((*inputs, *outputs), buffers, strict=True):
-            arguments[tensor.name] = _Tensor(buffer, device, tensor.dtype)
-        kernel(**arguments, stream=stream, cluster_margin=cluster_margin)
+        tensors = _tensors(buffers, types, kernel.current_device())
+        kernel(**tensors, **{**scalars, **given}, stream=stream, cluster_margin=cluster_margin)
 
-    made = xla.handler(launch)
-    jax.ffi.register_ffi_target(name, xla.capsule(made), platform=platform, api_version=1)
+    _register(name, launch, platform)
 
     def call(**given: Any) -> Any:
         attributes = {key: _attribute(numbers[key], value) for key, value in given.items() if key in numbers}
         arrays = {key: value for key, value in given.items() if key not in numbers}
-        missing = [tensor.name for tensor in inputs if tensor.name not in arrays]
-        unknown = sorted(set(arrays) - {tensor.name for tensor in inputs})
-        if missing or unknown:
-            known = ", ".join((*(tensor.name for tensor in inputs), *numbers))
-            raise ArgumentError(
-                f"{name} takes {known}; missing: {', '.join(missing) or 'none'};"
-                f" unknown: {', '.join(unknown) or 'none'}"
-            )
+        _check_names(name, [tensor.name for tensor in inputs], arrays, numbers)
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
-        shapes = [
-            jax.ShapeDtypeStruct([evaluate(extent, dims) for extent in output.shape], DTYPES[output.dtype].array)
-            for output in outputs
-        ]
+        shapes = [_shape([evaluate(extent, dims) for extent in output.shape], output.dtype) for output in outputs]
         found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
         return found[0] if len(found) == 1 else tuple(found)
 
     return call
 
 
+def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any]:
+    """Registers `layer` with XLA under `name`, unique in the process, and returns `f(x, params, **more)`, which jax.jit
+    and jax.grad see through: one call into the stream for the forward pass and one for the backward pass.
+
+    x [..., H]. params and more: the layer's other inputs by their names (`layer.inputs("forward")`); logits, indices
+    and weights have x's leading dims. Returns y like x; with `router.aux_loss` (y, loss), the loss a float32 scalar,
+    for which f takes aux_coefficient and total_tokens (default: the tokens of x), both constants to a derivative.
+
+    Gradients are computed of what is differentiated, no more, and have the types of what they are of. Without a
+    derivative nothing is kept. The layer works on the arrays that a device has; shard with jax.shard_map. Raises
+    ArgumentError for a layer that adds to gradients, and (when called) for arguments that do not fit; and what loading
+    the kernels raises.
+    """
+    if layer.options.accumulate:
+        raise ArgumentError(
+            f"{layer.name} adds to its weights' gradients in place (accumulate = true), which arrays of JAX's do not"
+            " allow; build it with accumulate = false and add in JAX",
+            argument="accumulate",
+        )
+    inputs = layer.inputs("forward")
+    gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
+    passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in _LEAD}
+
+    def inference(given: Arrays) -> Arrays:
+        return passes["inference"](given, layer.outputs("inference"))
+
+    def forward(given: Arrays) -> tuple[Arrays, Any]:
+        asked = gradients & {f"d{each}" for each, leaf in given.items() if leaf.perturbed}
+        arrays = {each: leaf.value for each, leaf in given.items()}
+        made = passes["forward"](arrays, layer.outputs("forward"))
+        arrays["kept"] = made.pop("kept")
+        stays = [each for each in passes["backward"].reads(asked) if each in arrays]
+        # The names asked for stay as a dict's keys: a residual's structure is constant, and its leaves are arrays.
+        return made, ({each: arrays[each] for each in stays}, dict.fromkeys(sorted(asked), ()))
+
+    def backward(residual: Any, cotangents: Arrays) -> tuple[Arrays]:
+        arrays, asked = residual
+        found: Arrays = {}
+        if asked:
+            arrays = {**arrays, **{f"d{each}": _instantiate(value) for each, value in cotangents.items()}}
+            found = passes["backward"](arrays, asked)
+        types = {each: DTYPES[buffer.dtype].array for each, buffer in inputs.items()}
+        return ({each: found[f"d{each}"].astype(types[each]) if f"d{each}" in found else None for each in inputs},)
+
+    run = jax.custom_vjp(inference)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+
+    def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
+        given = _arguments(layer, name, {"x": x, **params, **more})
+        layer.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
+        made = run(given)
+        y = made["y"].reshape(x.shape)
+        return (y, made["loss"][0]) if "loss" in made else y
+
+    return call
+
+
+class _Pass:
+    """A pass of a layer as a call of XLA's: operands are the inputs, then what is kept; results are the outputs, what
+    is kept, and scratch memory, which XLA may use for others before and after.
+    """
+
+    def __init__(self, layer: Layer, which: str, name: str, platform: str) -> None:
+        self.layer, self.which, self.name = layer, which, name
+        self.inputs, self.outputs = layer.inputs(which), layer.outputs(which)
+        self._names = functools.cache(self._of)
+        _register(name, self._launch, platform)
+
+    def reads(self, asked: Collection[str]) -> list[str]:
+        """The operands that these outputs need, by name."""
+        needed = {each for step in self.layer.program.needed(self.which, asked) for each in step.reads.values()}
+        found = [each for each in self.inputs if each in needed or each == _LEAD[self.which]]
+        return [*found, "kept"] if self.which == "backward" else found
+
+    def __call__(self, arrays: Arrays, asked: Collection[str]) -> Arrays:
+        """The outputs `asked` by name, and what the forward pass keeps; arrays: by name, `reads` at least."""
+        chosen = sum(1 << index for index, each in enumerate(self.outputs) if each in asked)
+        operands, results = self._names(chosen)
+        tokens = arrays[_LEAD[self.which]].shape[0]
+        sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None)
+        dims = self.layer.program.dims(tokens)
+        memory = {"kept": sizes.kept, "scratch": getattr(sizes, self.which)}
+        shapes = [
+            _shape((memory[each],), "u8")
+            if each in memory
+            else _shape(self.outputs[each].extents(dims), self.outputs[each].dtype)
+            for each in results
+        ]
+        call = jax.ffi.ffi_call(self.name, shapes)
+        found = call(*(arrays[each] for each in operands), outputs=jnp.dtype("int32").type(chosen))
+        return {each: array for each, array in zip(results, found, strict=True) if each != "scratch"}
+
+    def _of(self, chosen: int) -> tuple[list[str], list[str]]:
+        """Operands and results by name; chosen: a bit for each output."""
+        asked = [each for index, each in enumerate(self.outputs) if chosen >> index & 1]
+        return self.reads(asked), [*asked, *(["kept"] if self.which == "forward" else []), "scratch"]
+
+    def _launch(self, buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
+        operands, results = self._names(int(given["outputs"]))
+        known = {**self.inputs, **self.outputs}
+        types = {each: known[each].dtype if each in known else "u8" for each in (*operands, *results)}
+        tensors = _tensors(buffers, types, self.layer.current_device())
+        run = self.layer.backward if self.which == "backward" else self.layer.forward
+        run(**tensors, stream=stream)
+
+
+def _arguments(layer: Layer, name: str, given: Arrays) -> Arrays:
+    """Every input of a forward pass by name, each with a token's values in a row. Raises ArgumentError."""
+    inputs = layer.inputs("forward")
+    if "total_tokens" in inputs and given.get("total_tokens") is None:
+        given["total_tokens"] = math.prod(jnp.shape(given["x"])[:-1])
+    _check_names(name, list(inputs), given)
+    found = {}
+    for each, buffer in inputs.items():
+        if each in _CONSTANTS:
+            found[each] = jnp.asarray(given[each], DTYPES[buffer.dtype].array).reshape(1)
+        elif buffer.shape[0] == "T":
+            found[each] = jnp.reshape(given[each], (-1, *jnp.shape(given[each])[-1:]))
+        else:
+            found[each] = jnp.asarray(given[each])
+    tokens = found["x"].shape[0]
+    for each, buffer in inputs.items():
+        wanted = _shape(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
+        if found[each].shape != wanted.shape or found[each].dtype != wanted.dtype:
+            raise ArgumentError(
+                f"{name}: {each} is {found[each].dtype} {list(jnp.shape(given[each]))}; for {tokens} tokens it must be"
+                f" {wanted.dtype} {list(wanted.shape)}",
+                argument=each,
+            )
+    return found
+
+
+def _check_names(name: str, wanted: Sequence[str], given: Collection[str], more: Collection[str] = ()) -> None:
+    """Raises ArgumentError unless `given` has the names `wanted`, and no other."""
+    missing = [each for each in wanted if each not in given]
+    unknown = sorted(set(given) - set(wanted))
+    if missing or unknown:
+        raise ArgumentError(
+            f"{name} takes {', '.join((*wanted, *more))}; missing: {', '.join(missing) or 'none'};"
+            f" unknown: {', '.join(unknown) or 'none'}"
+        )
+
+
+def _register(name: str, launch: xla.Launch, platform: str) -> None:
+    jax.ffi.register_ffi_target(name, xla.capsule(xla.handler(launch)), platform=platform, api_version=1)
+
+
+def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -> Arrays:
+    """XLA's buffers by name, in the terms that launches read. types: of each, in order."""
+    found = {}
+    for (name, wanted), buffer in zip(types.items(), buffers, strict=True):
+        dtype = _XLA.get(buffer.dtype, f"XLA type {buffer.dtype}")
+        if dtype == "u8" and DTYPES[wanted].array == "uint8":  # JAX has no type for two codes in a byte
+            dtype = wanted
+        found[name] = Slice(buffer.data or 0, tuple(buffer.dims[: buffer.rank]), dtype, device)
+    return found
+
+
+def _shape(extents: Sequence[Any], dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(extents, DTYPES[dtype].array)
+
+
+def _instantiate(cotangent: Any) -> Any:
+    """An array, also of a gradient that is known to be 0."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
 def _attribute(scalar: ScalarArgument, value: Any) -> Any:
     """A number as XLA takes one: NumPy's, of the scalar's type."""
-    return jax.numpy.dtype(DTYPES[scalar.dtype].array).type(check_scalar(scalar, value))
+    return jnp.dtype(DTYPES[scalar.dtype].array).type(check_scalar(scalar, value))

@@ -107,7 +107,7 @@ class Layer:
         """The forward pass on the caller's memory.
 
         arguments: `inputs` and `outputs` by name; an output may be left out. kept, scratch: device tensors of any type
-        with the bytes of `sizes`, aligned to 256; without `kept`, the pass is one of inference, which keeps nothing.
+        with the bytes of `sizes`, aligned to 128; without `kept`, the pass is one of inference, which keeps nothing.
         Raises ArgumentError naming the argument, and what loading a kernel raises.
         """
         return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments)
@@ -131,6 +131,10 @@ class Layer:
         """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
         for which in (FORWARD, INFERENCE, BACKWARD):
             self._plan(which, self.options.tokens if tokens is None else _count(tokens), set(self.outputs(which)))
+
+    def current_device(self) -> int:
+        """The ordinal of this thread's current context, or 0 where none is current."""
+        return self._library.devices.current()
 
     # -- launches -----------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
-from fusekit.plan.layer.program import ALIGNMENT
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.tensors import compact_strides, describe, read
+
+ALIGNMENT = 128  # of a caller's memory: what XLA gives its own; kernels ask for 16
 
 
 class Slice:

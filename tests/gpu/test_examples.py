@@ -14,7 +14,7 @@ from fusekit import NotBuiltError, reference
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "tests" / "examples"
-FC1 = "gpt-oss-20b/fc1-fwd"
+FC1, FIRST = "gpt-oss-20b/fc1-fwd", "quickstart/moe-fc1"
 GROUPS, ROWS, H, I = 4, 700, 2880, 2880  # noqa: E741 (the field's own name)
 
 
@@ -25,6 +25,8 @@ PROBES = {
     "jax": "import jax; assert jax.devices('cuda'), 'jax sees no GPU'",
     "cupy": "import cupy; cupy.zeros(1)",
     "numba": "import numba.cuda.np.arrayobj",
+    "torchtitan": "import torchtitan.models.gpt_oss.moe",
+    "megatron": "import megatron.core.transformer.moe.experts",
 }
 
 
@@ -36,14 +38,16 @@ def stored(gpu, name):
 
 
 @pytest.mark.parametrize(
-    ("file", "framework"),
+    ("file", "framework", "needs"),
     [
-        ("first.py", "torch"), ("first_numpy.py", "numpy"), ("pytorch_moe.py", "torch"), ("jax_moe.py", "jax"),
-        ("cupy_moe.py", "cupy"), ("numba_moe.py", "numba"),
+        ("first.py", "torch", FIRST), ("first_numpy.py", "numpy", FIRST), ("pytorch_moe.py", "torch", FIRST),
+        ("jax_moe.py", "jax", FIRST), ("cupy_moe.py", "cupy", FIRST), ("numba_moe.py", "numba", FIRST),
+        ("torchtitan_moe.py", "torchtitan", "experts/torchtitan-gpt-oss.fc2"),
+        ("megatron_moe.py", "megatron", "experts/megatron.fc2"),
     ],
 )  # fmt: skip
-def test_framework(gpu, file, framework):
-    stored(gpu, "quickstart/moe-fc1")
+def test_framework(gpu, file, framework, needs):
+    stored(gpu, needs)
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     usable = subprocess.run([sys.executable, "-c", PROBES[framework]], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""JAX in a process of its own: its threads would make the forks of other tests unsafe."""
+"""JAX in processes of its own: its threads would make the forks of other tests unsafe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 
-def test_calls_of_jax():
+@pytest.mark.parametrize("program", ["jax_calls.py", "jax_layers.py"])
+def test_calls_of_jax(program):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("JAX is not installed")
-    program = Path(__file__).parent / "jax_calls.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(program)]
+    path = Path(__file__).parent / program
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the driver is a fake one, also where there is a GPU
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False

@@ -104,7 +104,7 @@ def test_kernels_are_loaded_once(tmp_path):
         ({"w2": None}, r"the forward pass needs w2, too; give w2 \[8, 24, 8\]"),
         ({"x": None}, "x is missing, whose rows are the tokens"),
         ({"kept": Torchlike((10,), "torch.uint8", KEPT)}, "kept is 10 bytes .*it must be [0-9]+ contiguous bytes"),
-        ({"scratch": Torchlike((1 << 20,), "torch.uint8", SCRATCH + 16)}, "at a multiple of 256"),
+        ({"scratch": Torchlike((1 << 20,), "torch.uint8", SCRATCH + 16)}, "at a multiple of 128"),
         ({"scratch": None}, "scratch is missing; give [0-9]+ bytes on device 0"),
     ],
 )

@@ -1,0 +1,239 @@
+"""Whole layers inside jax.jit on XLA's CPU: XLA's buffers and derivatives, the layer's memory, kernels by formula.
+
+`test_jax.py` runs it.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fusekit.errors import ArgumentError
+from fusekit.layers import memory
+from tests.plan.test_layer_program import CASES, H, K, T, X, options
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+from .host_layer import HostLayer  # noqa: E402
+from .plain_moe import arguments, plain  # noqa: E402
+
+jnp = jax.numpy
+STREAM = 0x77
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """made(options) -> (layer, f). XLA's CPU has no streams, and aligns memory to 64."""
+    from fusekit.interop import jax as interop
+
+    monkeypatch.setattr(interop.xla, "stream_of", lambda frame: (None, STREAM))
+    monkeypatch.setattr(memory, "ALIGNMENT", 64)
+
+    def make(said):
+        layer = HostLayer(said)
+        return layer, interop.moe(layer, f"fusekit_test_layer_{next(_NUMBERS)}", platform="cpu")
+
+    return make
+
+
+def layer_of(case, **more):
+    return options(**{**CASES[case], "dtype": "f32", **more})
+
+
+def inputs_of(layer, tokens=T, seed=0):
+    return arguments(layer.options, layer.inputs("forward"), tokens, jax.random.key(seed))
+
+
+def parts(layer):
+    return [part for part, _ in layer.launched]
+
+
+def total(f):
+    """A number that every result of f has a part in."""
+
+    def loss(x, params, more):
+        result = f(x, params, **more)
+        y, aux = result if isinstance(result, tuple) else (result, 0.0)
+        return (jnp.sin(y.astype(jnp.float32)) * jnp.arange(1, y.shape[-1] + 1)).sum() + 3 * aux
+
+    return loss
+
+
+def close(found, wanted, tolerance=1e-5):
+    def check(a, b):
+        size = max(1.0, float(jnp.abs(b).max(initial=0)))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * size)
+
+    jax.tree.map(check, found, wanted)
+
+
+def floats(more):
+    return {name: array for name, array in more.items() if name in ("logits", "weights")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_plain_jax(made, case):
+    layer, f = made(layer_of(case))
+    x, params, more = inputs_of(layer)
+    wanted = plain(layer.options)
+    with jax.default_matmul_precision("highest"):
+        close(jax.jit(f)(x, params, **more), wanted(x, params, **more))
+        assert "index" in parts(layer) or layer.options.kind == "mlp"
+
+        def both(g):
+            return jax.jit(
+                jax.value_and_grad(lambda x, p, some: total(g)(x, p, {**more, **some}), argnums=(0, 1, 2))
+            )(x, params, floats(more))  # fmt: skip
+
+        found, right = both(f), both(wanted)
+    close(found, right, 1e-4)
+    assert {stream for _, stream in layer.launched} == {STREAM}
+
+
+def test_nothing_is_kept_without_a_derivative(made):
+    layer, f = made(layer_of("gpt-oss"))
+    x, params, _ = inputs_of(layer)
+    inference = jax.jit(f).lower(x, params).as_text()
+    jax.jit(f)(x, params).block_until_ready()
+    assert "fc1-infer" in parts(layer) and "fc1-fwd" not in parts(layer)
+    assert str(layer.sizes(T).kept) not in inference
+    assert str(layer.sizes(T).kept) in jax.jit(jax.grad(total(f))).lower(x, params, {}).as_text()
+
+
+def test_only_the_gradients_asked_for_are_computed(made):
+    layer, f = made(layer_of("gpt-oss"))
+    x, params, _ = inputs_of(layer)
+    jax.jit(jax.grad(total(f)))(x, params, {}).block_until_ready()
+    assert "unpermute-dx" in parts(layer) and not any(part.endswith("wgrad") for part in parts(layer))
+    layer.launched.clear()
+
+    def frozen(w2):
+        return total(f)(x, {**jax.lax.stop_gradient(params), "w2": w2}, {})
+
+    jax.jit(jax.grad(frozen))(params["w2"]).block_until_ready()
+    assert [part for part in parts(layer) if part.endswith("wgrad")] == ["fc2-wgrad"]
+    assert "unpermute-dx" not in parts(layer)
+
+
+def test_a_bias_of_the_choice_alone_has_no_gradient(made):
+    layer, f = made(layer_of("deepseek"))
+    x, params, more = inputs_of(layer)
+    gradient = jax.grad(lambda bias: total(f)(x, {**params, "expert_bias": bias}, more))(params["expert_bias"])
+    assert not gradient.any() and not any("dgrad" in part for part in parts(layer))
+
+
+def test_the_loss_alone(made):
+    """y has no gradient then."""
+    layer, f = made(layer_of("deepseek"))
+    x, params, more = inputs_of(layer)
+
+    def loss(g):
+        return jax.grad(lambda p: g(x, p, **more)[1])(params)
+
+    close(loss(f), loss(plain(layer.options)))
+
+
+def test_tokens_of_the_whole_step_and_a_traced_coefficient(made):
+    layer, f = made(layer_of("logits"))
+    x, params, more = inputs_of(layer)
+    run = jax.jit(lambda factor, tokens: f(x, params, **{**more, "aux_coefficient": factor}, total_tokens=tokens)[1])
+    close(run(0.5, 3 * T), 2 / 9 * run(0.25, T))
+    assert run(0.5, T).shape == ()
+
+
+def test_layers_in_a_scan_with_recomputation(made):
+    """What is kept is stacked by XLA: every layer's own comes back."""
+    layer, f = made(layer_of("gpt-oss"))
+    x, params, _ = inputs_of(layer)
+    stacked = jax.tree.map(lambda each: jnp.stack([each, 0.5 * each, -each]), params)
+
+    def loss(g, remat):
+        def body(x, p):
+            return x + g(x, p), None
+
+        def run(x, stacked):
+            return (jax.lax.scan(jax.checkpoint(body) if remat else body, x, stacked)[0] ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, stacked)
+
+    wanted = loss(plain(layer.options), remat=False)
+    close(loss(f, remat=False), wanted, 2e-4)
+    close(loss(f, remat=True), wanted, 2e-4)
+
+
+def test_rows_have_leading_dims(made):
+    layer, f = made(layer_of("choices"))
+    x, params, more = inputs_of(layer, tokens=6)
+    cut = {name: each.reshape(2, 3, K) for name, each in more.items()}
+    y = f(x.reshape(2, 3, H), params, **cut)
+    close(y, f(x, params, **more).reshape(2, 3, H), 0)
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "choices", "mlp"])
+def test_no_tokens(made, case):
+    layer, f = made(layer_of(case))
+    x, params, more = inputs_of(layer, tokens=0)
+    y = jax.tree.leaves(jax.jit(f)(x, params, **more))[0]
+    assert y.shape == (0, H)
+    gradients = jax.jit(jax.grad(total(f), argnums=(0, 1)))(x, params, more)
+    assert all(not each.any() for each in jax.tree.leaves(gradients))
+
+
+def test_types_of_gradients_are_those_of_the_parameters(made):
+    layer, f = made(layer_of("gpt-oss", dtype="bf16", grad_dtype="f32"))
+    x, params, _ = inputs_of(layer)
+    gradients = jax.jit(jax.grad(total(f), argnums=1))(x, params, {})
+    assert {str(each.dtype) for each in gradients.values()} == {"bfloat16"}
+    wanted = jax.grad(total(plain(layer.options)), argnums=1)(
+        *jax.tree.map(lambda a: a.astype("float32"), (x, params)), {}
+    )
+    for name, each in gradients.items():
+        error = jnp.linalg.norm(each.astype("float32") - wanted[name]) / jnp.linalg.norm(wanted[name])
+        assert error < 2e-2, (name, error)
+
+
+def test_kernels_are_loaded_when_a_call_is_traced(made):
+    layer, f = made(layer_of("plain"))
+    x, params, _ = inputs_of(layer)
+    jax.jit(f).lower(x, params)
+    assert layer.loaded == [T] and not layer.launched
+
+
+def test_gradients_that_are_added_to_are_refused(made):
+    with pytest.raises(ArgumentError, match="accumulate = false and add in JAX"):
+        made(layer_of("plain", accumulate=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"w3": 1.0}, "takes x, router, .*missing: none; unknown: w3"),
+        ({"w2": None}, "missing: w2; unknown: none"),
+        ({"w1": jnp.ones((X, 3, H))}, rf"w1 is float32 \[8, 3, 24\]; for {T} tokens it must be float32 \[8, 8, 24\]"),
+        ({"w1": jnp.ones((X, 8, H), jnp.bfloat16)}, r"w1 is bfloat16 \[8, 8, 24\]; .* float32 \[8, 8, 24\]"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_xla_sees_them(made, change, said):
+    layer, f = made(layer_of("plain"))
+    x, params, _ = inputs_of(layer)
+    given = {name: each for name, each in {**params, **change}.items() if each is not None}
+    with pytest.raises(ArgumentError, match=said):
+        f(x, given)
+
+
+def test_rows_of_another_count_are_refused(made):
+    layer, f = made(layer_of("choices"))
+    x, params, more = inputs_of(layer)
+    with pytest.raises(
+        ArgumentError, match=rf"indices is int32 \[3, {K}\]; for {T} tokens it must be int32 \[{T}, {K}\]"
+    ):
+        f(x, params, **{**more, "indices": more["indices"][:3]})
+
+
+def test_memory_that_is_not_aligned_is_an_error_of_the_computation(made, monkeypatch):
+    layer, f = made(layer_of("plain"))
+    monkeypatch.setattr(memory, "ALIGNMENT", 1 << 60)
+    x, params, _ = inputs_of(layer)
+    with pytest.raises(Exception, match=r"scratch is .* contiguous bytes at a multiple of"):
+        jax.jit(f)(x, params).block_until_ready()
+    assert not layer.launched
