@@ -114,8 +114,8 @@ def permutation_inputs(
         indices = rng.choice(experts, (T, topk), p=weights / weights.sum()).astype(np.int32)
         indices[rng.random((T, topk)) < DROPPED] = -1
     if keys["op"] == "moe-index":
-        weights = rng.standard_normal((T, topk), np.float32)
-        return {"indices": indices, **({"weights": weights} if keys["weighted"] else {})}
+        more = {"weights": rng.standard_normal((T, topk), np.float32)} if keys["weighted"] else {}
+        return {"indices": indices, **more}
     if keys["op"] == "moe-weights-bwd":
         inputs = {"inverse": index(indices, experts)["inverse"], "dprob": rng.standard_normal(T * topk, np.float32)}
         if keys["addend"]:

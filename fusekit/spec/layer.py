@@ -23,7 +23,7 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     for part, keys in program(options).parts.items():
         family = family_of(keys["op"])
         made = expand(family, stem, _table(family, options, part, keys, values), indexed(()))
-        found.specs += [replace(spec, layer=options) for spec in made.specs]
+        found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[type-var]
         found.broken += [(f"{part}: {key}", value, rule) for key, value, rule in made.broken]
         found.dropped += made.dropped
     return found

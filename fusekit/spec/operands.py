@@ -12,11 +12,6 @@ def _dense(epilogue: str) -> Mapping[str, str]:
     return {name: what for name, what in words(epilogue).items() if name != "offsets"}
 
 
-
-def _dense(epilogue: str) -> Mapping[str, str]:
-    return {name: what for name, what in words(epilogue).items() if name != "offsets"}
-
-
 OPERANDS: Mapping[str, Mapping[str, str]] = {
     "dense-gemm": _dense(FORWARD),
     "grouped-gemm": words(FORWARD),

@@ -195,6 +195,7 @@ class _File:
         where, excluded = table.where, table.values.get("exclude") or ()
         if excluded is not self.excluded[0]:
             self.excluded = excluded, indexed(excluded)
+        found: Expansion
         if table.family.expand:
             found = table.family.expand(self.stem, table.values)
         else:

@@ -56,7 +56,8 @@ class Reference:
             case "router-topk-bwd":
                 return {"grad_logits": topk_gradient(self.spec.canonical(), given)[0]}
             case "moe-index":
-                return index(given["indices"], X)
+                made = index(given["indices"], X)
+                return {name: made[name] for name in given if name in made}
             case "moe-permute":
                 factor = given["weights"] if self.spec.scaled else np.ones(given["inverse"].shape)
                 return {"y": permuted(given["inverse"], factor[..., None] * wide(given["x"])[:, None, :])}

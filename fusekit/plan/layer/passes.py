@@ -6,7 +6,7 @@ output needs is not launched (`Program.needed`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
@@ -49,7 +49,7 @@ class _Passes:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.parts: dict[str, Mapping[str, Any]] = {}
+        self.parts: dict[str, dict[str, Any]] = {}
         self.buffers: dict[str, Buffer] = {}
         self.steps: dict[str, list[Step]] = {which: [] for which in (*BOTH, AGAIN, THROUGH, WEIGHTS)}
 
@@ -296,7 +296,7 @@ class _Experts:
         self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
 
     def unpermute(
-        self, which: str | tuple[str, ...], part: str, x: str, y: str, more: list[str], weighted: bool
+        self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool
     ) -> None:
         """The sum of each token's rows, and of `more`."""
         keys = self.rows("moe-unpermute", weighted=weighted, addends=len(more))
