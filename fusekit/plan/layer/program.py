@@ -62,7 +62,8 @@ class Program:
 
     def arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
         """What the caller gives to a pass: (inputs, outputs)."""
-        inputs, outputs = {}, {}
+        inputs: dict[str, Buffer] = {}
+        outputs: dict[str, Buffer] = {}
         for step in self.steps[which]:
             for name in step.reads.values():
                 if self.buffers[name].place == ARGUMENT and name not in outputs:
