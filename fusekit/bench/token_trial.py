@@ -63,7 +63,7 @@ def permutation_work(spec: Mapping[str, Any], *, tokens: int, hidden: int, choic
     weights = per_choice if spec["weighted"] else 0
     scaling = per_choice if spec["scaled"] else 0
     moved = {
-        "moe-index": 2 * per_choice + 4 * choices + 4 * spec["experts"],
+        "moe-index": 2 * per_choice + 4 * choices * (2 if spec.get("tokens") else 1) + 4 * spec["experts"],
         "moe-permute": token_rows + expert_rows + per_choice + 2 * weights + scaling,
         "moe-permute-bwd": 2 * token_rows + expert_rows + per_choice + 2 * weights,
         "moe-unpermute": token_rows + expert_rows + per_choice + weights,

@@ -24,7 +24,8 @@ SUMMED = 16  # elements that a lane of the backward of permute holds of each row
 
 # Operands in the order of the host functions, (name, role); rows are [M, H] or [T, H].
 OPERANDS = {
-    INDEX: (("indices", "input"), ("offsets", "output"), ("order", "output"), ("inverse", "output")),
+    INDEX: (("indices", "input"), ("offsets", "output"), ("order", "output"), ("inverse", "output"),
+            ("token", "output")),
     PERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output"), ("row_scale", "output")),
     UNPERMUTE: (("x", "input"), ("inverse", "input"), ("weights", "input"), ("y", "output")),
     PERMUTE_BACKWARD: (
@@ -73,7 +74,9 @@ def _tensor(spec: PermutationSpec, name: str, role: str) -> TensorArgument | Non
         return TensorArgument(name, role, dtype, ("T", spec.topk), (spec.topk, 1), alignment=4)
     if name == "offsets":
         return TensorArgument(name, role, "i32", (spec.experts,), (1,), alignment=4)
-    if name == "order":
+    if name == "token" and not spec.tokens:
+        return None
+    if name in ("order", "token"):
         return TensorArgument(name, role, "i32", (["mul", spec.topk, "T"],), (1,), alignment=4)
     if name == "row_scale":
         return TensorArgument(name, role, "f32", ("M",), (1,), alignment=4)
@@ -92,6 +95,6 @@ def _function(spec: PermutationSpec) -> Any:
     from fusekit.kernels.permutation.permute import MoePermute, MoeUnpermute, MoeUnpermuteBackward
 
     if spec.op == INDEX:
-        return MoeIndex(spec.experts, spec.topk)
+        return MoeIndex(spec.experts, spec.topk, spec.tokens)
     made = {PERMUTE: MoePermute, UNPERMUTE: MoeUnpermute}.get(spec.op, MoeUnpermuteBackward)
     return made(spec.topk, spec.dtype, spec.weighted, spec.scaled, spec.warps, _lines(spec))

@@ -1,7 +1,8 @@
 """What the operations between router and GEMM mean, their made-up inputs, and whether a kernel's outputs are right.
 
 Rows are choices sorted by expert, those of one expert in the order of t * K + k. ``inverse`` says which row a choice
-is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are.
+is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are;
+``token`` says which token a row is of, and -1 for rows that are not there.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-b
 
 
 def index(indices: Array, experts: int) -> dict[str, Array]:
-    """offsets int32[experts], order int32[rows], inverse int32[T, K] of the choices indices [T, K]."""
+    """offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K] of choices indices [T, K]."""
     flat = np.asarray(indices).reshape(-1).astype(np.int64)
     owned = (flat >= 0) & (flat < experts)
     order = np.argsort(np.where(owned, flat, experts), kind="stable")[: int(owned.sum())]
     inverse = np.full(flat.size, -1, dtype=np.int32)
     inverse[order] = np.arange(order.size, dtype=np.int32)
+    token = np.full(flat.size, -1, dtype=np.int32)
+    token[: order.size] = order // max(np.shape(indices)[1], 1)
     offsets = np.cumsum(np.bincount(flat[owned], minlength=experts)[:experts])
     return {
         "offsets": offsets.astype(np.int32),
         "order": order.astype(np.int32),
         "inverse": inverse.reshape(np.shape(indices)),
+        "token": token,
     }
 
 
@@ -121,11 +125,12 @@ def permutation_output_shapes(
     topk, dtype = keys["topk"], keys["dtype"]
     match keys["op"]:
         case "moe-index":
-            return {
+            shapes = {
                 "offsets": ((keys["experts"],), "i32"),
                 "order": ((T * topk,), "i32"),
                 "inverse": ((T, topk), "i32"),
             }
+            return shapes | ({"token": ((T * topk,), "i32")} if keys.get("tokens") else {})
         case "moe-permute":
             rows: dict[str, tuple[tuple[int, ...], str]] = {"y": ((T * topk, H), dtype)}
             return rows | ({"row_scale": ((T * topk,), "f32")} if keys["weighted"] else {})
@@ -174,8 +179,8 @@ def _measure(name: str, got: Array, dtype: str, want: Array, size: Array) -> Mea
 def _check_index(want: dict[str, Array], outputs: Mapping[str, Array]) -> list[str]:
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse")
-        if not np.array_equal(outputs[name], want[name])
+        for name in ("offsets", "inverse", "token")
+        if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size
     if not np.array_equal(outputs["order"][:rows], want["order"]):

@@ -67,6 +67,7 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
         "offsets": words(FORWARD)["offsets"],
         "order": "Which choice t K + k each row is.",
         "inverse": _INVERSE,
+        "token": "Which token each row is of; -1 beyond the last one.",
     },
     "moe-permute": {
         "x": "The rows of tokens.",

@@ -44,6 +44,7 @@ PERMUTATION_KEYS = {
         _ARCH,
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+        Key("tokens", "bool", "Also says each row's token, which a GEMM gathers its rows by.", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,)),
     ),
@@ -79,9 +80,15 @@ class PermutationSpec(TokenSpec):
     topk: int
     weighted: bool
     scaled: bool
+    tokens: bool
     warps: int
     problem: TokenProblem | None
     summary: str
+
+    def device_spec(self) -> dict[str, Any]:
+        """As ever, without `tokens` where they are not asked for."""
+        made = TokenSpec.device_spec(self)
+        return {key: value for key, value in made.items() if key != "tokens" or value}
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
@@ -100,6 +107,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Per
         topk=values.get("topk", 0),
         weighted=values.get("weighted", values["op"] in BACKWARDS),
         scaled=values.get("scaled", values["op"] == PERMUTE_BACKWARD),
+        tokens=values.get("tokens", False),
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],

@@ -6,7 +6,8 @@ it twice. First it counts the cluster's own experts, and all experts before them
 other, which gives every warp the first row of its choices of every expert. Then it numbers them. No cluster waits for
 another one, and no order of execution shows in the result.
 
-A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier.
+A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier. Where the tokens of rows
+are asked for, too, the last cluster writes -1 for those that are not there.
 """
 
 import cutlass
@@ -24,35 +25,67 @@ MOST_CLUSTERS = 16  # so many are resident at a time: a block has 1024 threads
 
 
 class MoeIndex:
-    """The kernel for a number of experts and choices a token; calling it traces host function and kernel."""
+    """The kernel for a number of experts and choices a token; calling it traces host function and kernel.
 
-    def __init__(self, experts: int, topk: int) -> None:
-        self.experts, self.topk = experts, topk
+    tokens: whether it says each row's token, too.
+    """
+
+    def __init__(self, experts: int, topk: int, tokens: bool = False) -> None:
+        self.experts, self.topk, self.tokens = experts, topk, tokens
         self.owned = -(-experts // MOST_CLUSTERS)  # experts of a cluster
         self.blocks = -(-experts // self.owned) * CLUSTER
         self.threads = WARPS * WARP
-        # Words: counts[owned][warps], totals[owned][blocks], first rows [owned], below[warps], below[blocks].
+        # Words: counts[owned][warps], totals[owned][blocks], first rows [owned], below[warps], below[blocks], and for
+        # tokens the last row's end.
         self.totals = self.owned * WARPS * 4
         self.firsts = self.totals + self.owned * CLUSTER * 4
         self.below = self.firsts + self.owned * 4
         self.belows = self.below + WARPS * 4
-        self.shared_bytes = self.belows + CLUSTER * 4
+        self.last = self.belows + CLUSTER * 4
+        self.shared_bytes = self.last + 4 * tokens
 
     @cute.jit
     def __call__(
-        self, indices: cute.Tensor, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, stream: CUstream
+        self,
+        indices: cute.Tensor,
+        offsets: cute.Tensor,
+        order: cute.Tensor,
+        inverse: cute.Tensor,
+        token,
+        stream: CUstream,
     ):
-        """Launch."""
+        """Launch. token: None where nobody asks for it."""
         choices = indices.shape[0] * self.topk
-        self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices).launch(
-            grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
-        )
+        given = (indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices)
+        if cutlass.const_expr(token is None):
+            made = self.kernel(*given)
+        else:
+            made = self.kernel_with_tokens(*given, token.iterator)
+        made.launch(grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
         self, indices: cute.Pointer, offsets: cute.Pointer, order: cute.Pointer, inverse: cute.Pointer, choices: Int32
     ):
         """See the module's docstring."""
+        self.run(indices, offsets, order, inverse, choices, None)
+
+    @cute.kernel
+    def kernel_with_tokens(
+        self,
+        indices: cute.Pointer,
+        offsets: cute.Pointer,
+        order: cute.Pointer,
+        inverse: cute.Pointer,
+        choices: Int32,
+        token: cute.Pointer,
+    ):
+        """The same, with the tokens of rows."""
+        self.run(indices, offsets, order, inverse, choices, token)
+
+    @cute.jit
+    def run(self, indices, offsets, order, inverse, choices: Int32, token):
+        """What a block does."""
         allocator = cutlass.memory.SmemAllocator()
         shared = allocator.allocate(self.shared_bytes, 16).toint()
         block, _, _ = cute.arch.block_idx()
@@ -85,6 +118,13 @@ class MoeIndex:
             lanes.shared_store_u32(address, lanes.shared_load_u32(address) + row)
         cute.arch.sync_threads()
         pointers = (indices.toint(), order.toint(), inverse.toint())
+        if cutlass.const_expr(self.tokens):
+            pointers = (*pointers, token.toint())
+            if first + self.owned >= self.experts:
+                row = Int32(lanes.shared_load_u32(shared + self.last)) + rank * self.threads + thread
+                while row < choices:
+                    lanes.store(pointers[3] + Int64(row) * 4, [Uint32(0xFFFFFFFF)], 4, row < choices)
+                    row += CLUSTER * self.threads
         self.number(pointers, (begin, end, lane, warp), first, shared)
 
     def mine(self, place: Uint32, first: Int32):
@@ -147,11 +187,13 @@ class MoeIndex:
             exists = owned & (first + expert < self.experts) & (rank == 0)
             lanes.store(offsets + Int64(first + expert) * 4, [Uint32(begin + whole)], 4, exists)
             row += Int32(lanes.redux(Uint32(whole), "add"))
+        if cutlass.const_expr(self.tokens):
+            lanes.shared_store_u32_if(shared + self.last, Uint32(row), lane == 0)
 
     @cute.jit
     def number(self, pointers, stretch, first: Int32, shared: Int32):
         """Gives the warp's choices of owned experts their rows, in order; the first cluster marks nobody's choices."""
-        indices, order, inverse = pointers
+        indices, order, inverse = pointers[:3]
         begin, end, lane, warp = stretch
         for base in cutlass.range(begin, end, WARP * BATCH):
             experts = self.batch(indices, base, end, lane)
@@ -169,6 +211,9 @@ class MoeIndex:
                     lanes.shared_store_u32_if(address, next_row, mine & (before == 0))
                     cute.arch.sync_warp()
                     lanes.store(order + Int64(row + before) * 4, [Uint32(choice)], 4, mine)
+                    if cutlass.const_expr(self.tokens):
+                        token = Uint32(choice) // Uint32(self.topk)
+                        lanes.store(pointers[3] + Int64(row + before) * 4, [token], 4, mine)
                     lanes.store(inverse + Int64(choice) * 4, [Uint32(row + before)], 4, mine)
                 outside = (experts[index] >= Uint32(self.experts)) & (choice < end) & (first == 0)
                 lanes.store(inverse + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4, outside)
