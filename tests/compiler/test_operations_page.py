@@ -21,10 +21,13 @@ SCORES = "experts = 16\ntopk = 2\nscore_function = 'sigmoid'\n"
 DERIVATIVE = 'activation = { kind = "dswiglu" }\nrecompute = true\nrow_scale = true\ndprob = true\ndbias = true\n'
 COMPACT, BITS = 'outputs = "compact"\n', 'routing_map = "bits"\n'
 VARIANTS = {  # which kernels have all the arguments of an operation between them
-    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n'],
-    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\n'],
-    BACKWARD: [GEMM + DERIVATIVE],
-    "grouped-wgrad": [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n'],
+    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\ngather = "x"\n'],
+    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\ngather = "x"\n'],
+    BACKWARD: [GEMM + DERIVATIVE + 'gather = "x"\n'],
+    "grouped-wgrad": [
+        GEMM + "dbias = true\ngather = 'x'\n",
+        GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n',
+    ],
     "router-topk": [
         SCORES + "expert_bias = true\n",
         SCORES + 'outputs = "compact"\n',
@@ -35,7 +38,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "router-aux-score-bwd": [SCORES],
     "moe-aux-loss": ["experts = 16\ntopk = 2\n"],
     "moe-aux-loss-bwd": ["experts = 16\ntopk = 2\n"],
-    "moe-index": ["experts = 16\ntopk = 2\n"],
+    "moe-index": ["experts = 16\ntopk = 2\ntokens = true\n"],
     "moe-permute": ["topk = 2\nweighted = true\n", "topk = 2\nscaled = true\n"],
     "moe-permute-bwd": ["topk = 2\n"],
     "moe-unpermute": ["topk = 2\nweighted = true\n"],
