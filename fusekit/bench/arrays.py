@@ -18,6 +18,7 @@ from fusekit.plan.activations import kinds
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import group_sizes, offsets_of
 from fusekit.reference.inputs import RMS, bits
+from fusekit.reference.operands.gather import CHOICES
 from fusekit.runtime import DeviceArray, Devices, Kernel
 
 GROUPS = ("uneven", "even", "one")
@@ -43,6 +44,14 @@ def sizes_of(groups: str, rows: int, count: int, seed: int = 1) -> NDArray[np.in
     return np.insert(even, count // 2, first) if first else even
 
 
+def index_of(sizes: NDArray[np.int64], rows: int, tokens: int, seed: int = 1) -> NDArray[np.int32]:
+    """int32[rows]: the token of each row, in order within a group, as a router's choices lie."""
+    rng = np.random.default_rng(seed)
+    parts = [np.sort(rng.integers(0, tokens, size)) for size in sizes]
+    index = np.concatenate([*parts, np.full(rows - int(sizes.sum()), -1)])
+    return index.astype(np.int32)
+
+
 def dims_of(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one."""
     kind = kinds()[spec["activation"]["kind"]]
@@ -63,7 +72,8 @@ class Tensors:
         self._sizes = sizes
         self.scalars = {"alpha": SCALAR_ALPHA} if kernel.spec["alpha"] == "scalar" else {}
         self.arrays: dict[str, DeviceArray] = {}
-        dims = dims_of(kernel.spec, problem)
+        dims = dims_of(kernel.spec, problem) | {"T": max(problem["M"] // CHOICES, 1)}
+        self._tokens = dims["T"]
         try:
             for tensor in kernel.record.tensors:
                 shape = tuple(evaluate(extent, dims) for extent in tensor.shape)
@@ -104,6 +114,9 @@ class Tensors:
         array = self.arrays[name]
         if name == "offsets":
             array.upload(offsets_of(self._sizes))
+            return
+        if name == "index":
+            array.upload(index_of(self._sizes, array.shape[0], self._tokens))
             return
         seed = self._seed + sum(name.encode())
         if array.dtype == "f32":

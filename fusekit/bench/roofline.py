@@ -12,6 +12,7 @@ from typing import Any
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operands import WGRAD
 from fusekit.reference.meaning import meaning
+from fusekit.reference.operands.gather import CHOICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,19 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     (gate and up), of dy for a weight gradient. k: columns of x.
     """
     means, flops = meaning(spec), 2 * rows * n * k
+    read = rows if means.gather == "none" else rows // CHOICES  # rows of the gathered operand
     if means.epilogue == WGRAD:
         # An empty group's zeros are written, but nothing is added to it.
         weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
         sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
-        return Work(flops, bytes=2 * rows * (n + k) + weights * n * k + sums * n)
+        return Work(
+            flops,
+            bytes=2 * (rows * n + read * k if means.gather != "dy" else read * n + rows * k)
+            + weights * n * k
+            + sums * n,
+        )
     gated = means.activation.gated
-    moved = rows * k + busy * n * k
+    moved = read * k + busy * n * k
     single = rows if means.row_scale else 0  # float32 numbers
     if means.activation.backward:
         width = 2 * n if gated else n

@@ -81,6 +81,8 @@ class Unfused:
     ) -> None:  # fmt: skip
         self.spec, self.how, self._scalars = spec, how, dict(scalars)
         self._t = dict(tensors)
+        self._gathered = spec.get("gather", "none")
+        self._tokens = tensors.get(self._gathered)
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + int(size))
@@ -102,6 +104,8 @@ class Unfused:
         self._rest = torch.compile(rest, dynamic=False) if compiled and not backward else rest
 
     def __call__(self) -> dict[str, Tensor]:
+        if self._tokens is not None:
+            self._t[self._gathered] = self._tokens.index_select(0, self._t["index"])
         if self._wgrad:
             return {"dw": self._weight_gradient()} | ({"dbias": self._bias_gradient()} if self.spec["dbias"] else {})
         return self._rest(self._product())

@@ -51,7 +51,7 @@ def eager(spec: Mapping[str, Any], tensors: Mapping[str, Tensor], defaults: Mapp
         case "router-aux-score" if spec["routing_map"] != "bits":
             return lambda: _aux(spec, t["logits"])
         case "moe-index":
-            return lambda: _index(t["indices"], spec["experts"])
+            return lambda: _index(t["indices"], spec["experts"], bool(spec.get("tokens")))
         case "moe-permute":
             token = _token_of_row(t["inverse"])
             if spec["scaled"]:
@@ -162,7 +162,7 @@ def _aux(spec: Mapping[str, Any], logits: Tensor) -> dict[str, Tensor]:
     return {"scores": scores, "routing_map": _map(indices, tuple(logits.shape))}
 
 
-def _index(indices: Tensor, experts: int) -> dict[str, Tensor]:
+def _index(indices: Tensor, experts: int, tokens: bool = False) -> dict[str, Tensor]:
     flat = indices.reshape(-1)
     owner = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = torch.argsort(owner, stable=True)
@@ -170,11 +170,14 @@ def _index(indices: Tensor, experts: int) -> dict[str, Tensor]:
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
         0, owner.long(), torch.ones_like(owner, dtype=torch.int64)
     )
-    return {
+    made = {
         "offsets": counts[:experts].cumsum(0).int(),
         "order": order.int(),
         "inverse": inverse.int().view_as(indices),
     }
+    if tokens:
+        made["token"] = torch.where(owner[order] < experts, order // indices.shape[1], -1).int()
+    return made
 
 
 def _choices(inverse: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def signature(spec: KernelSpec) -> Signature:
         workspace_zeroed=made.workspace > 0,
         scratch=made.scratch,
         skip_if_zero=made.skip_if_zero,
+        constraints=made.constraints,
     )
 
 

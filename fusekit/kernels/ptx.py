@@ -303,3 +303,69 @@ def store_async_v4(address: Int32, barrier: Int32, values) -> None:
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, [{$r1}];",
         read_only_args=[address, barrier, *[Int32(v) for v in values]],
     )
+
+
+def load_below(pointer, index: Int32, end: Int32) -> Int32:
+    """An int32 of read-only global memory, or -1 where index >= end."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, {$r1}, {$r2}; mad.wide.s32 a, {$r1}, 4, {$r0};"
+        " mov.b32 {$w0}, -1; @p ld.global.nc.b32 {$w0}, [a]; }",
+        write_only_types=[Int32],
+        read_only_args=[pointer.toint(), index, end],
+    )
+
+
+def units_where_below(number: Int32, end: Int32, units: Int32) -> Int32:
+    """number * units where 0 <= number < end, else -1; the product is one of unsigned numbers."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, {$r0}, {$r1}; mul.lo.u32 a, {$r0}, {$r2};"
+        " selp.b32 {$w0}, a, -1, p; }",
+        write_only_types=[Int32],
+        read_only_args=[number, end, units],
+    )
+
+
+def unit_address(base: cutlass.Int64, units: Int32) -> cutlass.Int64:
+    """`units` times 16 bytes behind `base`; units is unsigned."""
+    return cute.arch.inline_ptx(
+        "mad.wide.u32 {$w0}, {$r1}, 16, {$r0};", write_only_types=[cutlass.Int64], read_only_args=[base, units]
+    )
+
+
+def advance(address: cutlass.Int64, size: int) -> cutlass.Int64:
+    """`size` bytes on, in the register that it has: the compiler would rather add to one address that all begin at."""
+    return cute.arch.inline_ptx(
+        f"add.s64 {{$w0}}, {{$r0}}, {size};", write_only_types=[cutlass.Int64], read_only_args=[address]
+    )
+
+
+def flag_none(flags: Int32, number: int, units: Int32) -> Int32:
+    """`flags` with bit `number` set where units is -1."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.eq.s32 p, {{$r1}}, -1; mov.b32 {{$w0}}, {{$r0}};"
+        f" @p or.b32 {{$w0}}, {{$r0}}, {1 << number}; }}",
+        write_only_types=[Int32],
+        read_only_args=[flags, units],
+    )
+
+
+def all_unless_above(flags: Int32, a: Int32, bound: int) -> Int32:
+    """`flags` where a > bound, else all of them."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.gt.s32 p, {{$r1}}, {bound}; selp.b32 {{$w0}}, {{$r0}}, -1, p; }}",
+        write_only_types=[Int32],
+        read_only_args=[flags, a],
+    )
+
+
+def copy_async(destination: Int32, place: int, source: cutlass.Int64, offset: int, flags: Int32, number: int) -> None:
+    """Start a copy of 16 bytes from global to shared memory, past L1; of zeros, nothing read, where bit `number` of
+    `flags` is set.
+
+    destination + place, source + offset: the addresses.
+    """
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; .reg .b32 bit; and.b32 bit, {{$r2}}, {1 << number}; setp.ne.s32 p, bit, 0;"
+        f" cp.async.cg.shared.global.L2::256B [{{$r0}}+{place}], [{{$r1}}+{offset}], 16, p; }}",
+        read_only_args=[destination, source, flags],
+    )

@@ -14,7 +14,8 @@ class Architecture:
     kernels: the folder of its main loops, below fusekit/kernels/gemm. shared_bytes: of one CTA, at most. registers: of
     a multiprocessor. accumulator_registers: float32 accumulators that a consumer thread can hold without spilling.
     splits: registers of a thread of the load warpgroup, and of a consumer, one of which a kernel takes; the first where
-    the consumers need most. mma_rows: rows of one matrix instruction; max_tile_n: its most columns. swizzle_bytes: a
+    the consumers need most. mma_rows: rows of one matrix instruction; max_tile_n: its most columns;
+    gather_tile_n: those beside a fourth warpgroup, which leaves a thread 128 registers to begin with. swizzle_bytes: a
     row of a shared-memory tile.
     """
 
@@ -26,6 +27,7 @@ class Architecture:
     splits: tuple[tuple[int, int], ...]
     mma_rows: int
     max_tile_n: int
+    gather_tile_n: int
     swizzle_bytes: int
     warpgroup: int = 128
 
@@ -44,6 +46,7 @@ SM90A = Architecture(
     splits=((24, 240), (40, 232)),
     mma_rows=64,
     max_tile_n=256,
+    gather_tile_n=192,
     swizzle_bytes=128,
 )
 

@@ -1,6 +1,7 @@
 """What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
 
-A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. Its dynamic shared memory holds
+A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. A fourth
+gathers, where an index chooses rows. Its dynamic shared memory holds
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
     32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
@@ -21,7 +22,7 @@ from fusekit.plan.arch import ARCHITECTURES
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 
 if TYPE_CHECKING:
-    from fusekit.abi import Argument, Dim, Expr
+    from fusekit.abi import Argument, Constraint, Dim, Expr
     from fusekit.plan.operands import Operand
 
 CONSUMER_WARPGROUPS = 2
@@ -40,6 +41,8 @@ SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
 MOST_GROUPS = 2**16
 VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+GATHERS = ("none", "x", "dy")  # the factor whose rows an index chooses
+GATHER_WARPS = 4
 
 
 class GemmPlan:
@@ -62,6 +65,7 @@ class GemmPlan:
         self.grouped: bool = spec.grouped
         self.b_major: str = "n" if self.wgrad else spec.b_major
         self.glu_layout: str = spec.glu_layout
+        self.gather: str = spec.gather
         self.kind: Kind = kind(spec.activation.kind)
         self.approximate: str = spec.activation.approximate
 
@@ -138,7 +142,7 @@ class GemmPlan:
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS)
+        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS) + self.gather_threads
 
     @property
     def warpgroup_rows(self) -> int:
@@ -153,14 +157,58 @@ class GemmPlan:
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
+        if self.gathers:  # the four share 512
+            load = 24 if not self._idle_work else 32 if self.gather_registers == 32 else 40
+            return load, (self.arch.registers // self.arch.warpgroup - load - self.gather_registers) // 16 * 8
         most, balanced = self.arch.splits
-        idle = any(operand.needs_registers for operand in self.operands)
-        return most if self.accumulators > 160 and not idle else balanced
+        return most if self.accumulators > 160 and not self._idle_work else balanced
+
+    @property
+    def _idle_work(self) -> bool:
+        return any(operand.needs_registers for operand in self.operands)
+
+    @property
+    def gather_registers(self) -> int:
+        """Of a thread of the gathering warpgroup: a lane of a GEMM keeps the addresses of a 16th of the tile's rows."""
+        if self.wgrad:
+            return 32 if self.accumulators > 160 and self._idle_work else 40
+        return 56 if self.tile[0] > 128 else 40
+
+    @property
+    def accumulator_registers(self) -> int:
+        """float32 accumulators that a consumer thread can hold without spilling."""
+        most = self.arch.accumulator_registers
+        return most - 32 if self.gathers and self.registers[1] < most + 32 else most
 
     @property
     def idle_readers(self) -> int:
         """Warps of the load warpgroup that read tiles and stages for an operand."""
         return sum(operand.reading_warps(self) for operand in self.operands)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a warpgroup of its own brings rows that an index chooses."""
+        return self.gather != "none"
+
+    @property
+    def gathered_side(self) -> int:
+        """Which side of a tile is gathered: 0 along M, 1 along N (x of a weight gradient)."""
+        return int(self.wgrad and self.gather == "x")
+
+    @property
+    def relays(self) -> bool:
+        """Whether an idle warp hands gathered stages on, behind a fence; else their consumers fence."""
+        return self.gathers and not self._idle_work
+
+    @property
+    def stage_arrivals(self) -> int:
+        """Arrivals that complete a stage, beside the bytes that come by TMA."""
+        return 1 + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
+
+    @property
+    def gather_threads(self) -> int:
+        """Of the warpgroup that gathers."""
+        return self.arch.warpgroup if self.gathers else 0
 
     @property
     def reading_warps(self) -> int:
@@ -188,6 +236,11 @@ class GemmPlan:
     def stage_bytes(self) -> int:
         """A tile of each factor."""
         return (self.tile[0] + self.tile[1]) * self.arch.swizzle_bytes
+
+    @property
+    def tma_bytes(self) -> int:
+        """Of a stage, what comes by TMA."""
+        return self.stage_bytes - (self.tile[self.gathered_side] * self.arch.swizzle_bytes if self.gathers else 0)
 
     def box(self, width: int, limit: int | None = None) -> int:
         """Columns of a staging box for `width` columns: the widest that divides it."""
@@ -252,7 +305,7 @@ class GemmPlan:
                 Region("x", stage * tile_m, 1024),
                 Region("w", stage * tile_n, 1024),
                 Region("staging", self.warp_bytes * CONSUMER_WARPS, 1024),
-                *pipeline("stages", self.stages, 1, self.reading_warps * self.cluster_size),
+                *pipeline("stages", self.stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
                 Region("tiles", ring * self.slot_bytes),
                 *pipeline("tiles", ring, 1, self.ring_readers),
                 *([barriers("barriers", *own)] if own else []),
@@ -273,7 +326,9 @@ class GemmPlan:
     @property
     def ring_readers(self) -> int:
         """Warps that free a slot of the ring of tiles."""
-        return (1 + self.reading_warps) * (self.cluster_size if self.ring_shared else 1)
+        return (1 + self.reading_warps + self.gather_threads // 32 + self.relays) * (
+            self.cluster_size if self.ring_shared else 1
+        )
 
     # -- arguments and memory -----------------------------------------------------------------------------------------
 
@@ -323,7 +378,13 @@ class GemmPlan:
         width = {self.width: 32 if self.glu_layout == "interleaved-32" else VECTOR}
         across = {"N": VECTOR, "K": VECTOR} if self.wgrad else {"K": VECTOR, **width}
         columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
-        return Dim("M", maximum=BIG), *groups, *columns
+        own = (dim for operand in self.operands for dim in operand.dims(self))
+        return Dim("M", maximum=BIG), *groups, *columns, *own
+
+    @property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """What a launch's arguments must keep to."""
+        return tuple(constraint for operand in self.operands for constraint in operand.constraints(self))
 
     @property
     def workspace(self) -> int:

@@ -65,7 +65,7 @@ def _tile_m(tile_m: int, mainloop: str) -> Iterator[Refusal]:
 
 
 def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
-    tile_n, most = plan.tile[1], plan.arch.max_tile_n
+    tile_n, most = plan.tile[1], plan.arch.gather_tile_n if plan.gathers else plan.arch.max_tile_n
     if plan.wgrad:
         multiple, why = BOX, f"a box of x is {BOX} columns wide"
         given = plan.spec.op
@@ -78,6 +78,8 @@ def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
     else:
         multiple, why = TILE_N[plan.b_major, plan.glu_layout]
         given = f'b_major = "{plan.b_major}"' + (f', glu_layout = "{plan.glu_layout}"' if plan.kind.gated else "")
+    if plan.gathers:
+        given += f', gather = "{plan.gather}"'
     if tile_n % multiple or not multiple <= tile_n <= most:
         lower = min(most, max(multiple, tile_n // multiple * multiple))
         upper = min(most, lower + multiple)
@@ -91,15 +93,16 @@ def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
 
 def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
     tile_m, tile_n = plan.tile
-    most, registers = plan.arch.accumulator_registers, accumulators(plan.tile, mainloop)
+    most, registers = plan.accumulator_registers, accumulators(plan.tile, mainloop)
     if registers > most:
+        consumer = plan.registers[1] if plan.gathers else plan.arch.consumer_registers
         owners, remedy = 256, "take a smaller tile"
         if plan.pingpong:
             owners, remedy = 128, 'take a smaller tile, or mainloop = "cooperative"'
         yield Refusal(
             "tile",
             f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
-            f"most {most} of a consumer's {plan.arch.consumer_registers} are free; {remedy}",
+            f"most {most} of a consumer's {consumer} are free; {remedy}",
         )
 
 

@@ -37,7 +37,8 @@ def gemm(
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
     ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For a weight gradient:
     dy [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
-    dbias float32[E, N]. A dense-wgrad has no offsets, and its outputs have no E.
+    dbias float32[E, N]. A dense-wgrad has no offsets, and its outputs have no E. An operand that is gathered has a row
+    for each token, and index int32[M] chooses among them.
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
     are NaN: the kernel leaves them alone. dw is [E, N, K], and dbias [E, N] where the spec has it.
@@ -83,6 +84,9 @@ def expected(
 ) -> dict[str, Expected]:
     """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
     means = meaning(spec)
+    for twin in twins(means):
+        if hasattr(twin, "factors"):
+            inputs = twin.factors(means, inputs)
     if means.epilogue == WGRAD:
         return wgrad.expected(means, inputs, rows, columns)
     ends = group_ends(inputs, need(inputs, "x", 2).shape[0], means)

@@ -16,6 +16,7 @@ from fusekit.plan.operands import WGRAD
 from fusekit.reference.formats import Array, bits
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
+from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec
 
 __all__ = ["RMS", "bits", "group_sizes", "make_inputs", "offsets_of", "output_shapes"]
@@ -54,7 +55,8 @@ def make_inputs(
 
     N counts the columns of w, gate and up together for a gated forward activation; for a weight gradient those of dy. A
     grouped operation has E groups of ``sizes``, or uneven ones that sum to M - ``spare``. Weights are scaled so that
-    x.w has a spread of about 1. A scalar ``alpha`` is a Python float; the activation's scalars are left to the spec.
+    x.w has a spread of about 1. A gathered factor has fewer rows than M, among which ``index`` chooses. A scalar
+    ``alpha`` is a Python float; the activation's scalars are left to the spec.
     """
     means = meaning(spec)
     if sizes is None:
@@ -67,7 +69,7 @@ def make_inputs(
     groups = (E,) if means.grouped else ()
     one_over_root_k = -round(0.5 * np.log2(max(K, 1) * RMS**4))
     inputs: dict[str, Any] = {
-        "x": bits((M, K), means.dtype, seed + 1),
+        "x": bits((_rows(means, "x", M), K), means.dtype, seed + 1),
         "w": bits((*groups, *((N, K) if means.b_major == "k" else (K, N))), means.dtype, seed + 2, one_over_root_k),
     }
     if means.grouped:
@@ -81,17 +83,26 @@ def make_inputs(
     return inputs
 
 
+def _rows(means: Meaning, name: str, rows: int) -> int:
+    """Rows of the factor ``name`` of a product that has ``rows``."""
+    return tokens_of(rows) if means.gather == name else rows
+
+
 def _wgrad_inputs(
     means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Array | list[int] | tuple[int, ...]
 ) -> dict[str, Any]:
     """Output gradients are scaled so that dw has a spread of about 1; so have the numbers that it is added to."""
     each = rows / shape[0]
     inputs: dict[str, Any] = {
-        "dy": bits((rows, shape[1]), means.dtype, seed + 1, -round(0.5 * np.log2(max(each, 1) * RMS**4))),
-        "x": bits((rows, shape[2]), means.dtype, seed + 2),
+        "dy": bits(
+            (_rows(means, "dy", rows), shape[1]), means.dtype, seed + 1, -round(0.5 * np.log2(max(each, 1) * RMS**4))
+        ),
+        "x": bits((_rows(means, "x", rows), shape[2]), means.dtype, seed + 2),
     }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
+    for twin in twins(means):
+        inputs |= twin.inputs(means, {"M": rows}, np.random.default_rng(seed), seed)
     if means.accumulate:
         whole = shape if means.grouped else shape[1:]
         # As many bits as float32 has, of which a 16-bit format would lose most.

@@ -1,7 +1,8 @@
 """What the operations between router and GEMM mean, their made-up inputs, and whether a kernel's outputs are right.
 
 Rows are choices sorted by expert, those of one expert in the order of t * K + k. ``inverse`` says which row a choice
-is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are.
+is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a row is, for the rows that there are;
+``token`` says which token a row is of, and -1 for rows that are not there.
 """
 
 from __future__ import annotations

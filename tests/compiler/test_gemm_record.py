@@ -11,6 +11,7 @@ from fusekit import reference
 from fusekit.abi import ScalarArgument, evaluate
 from fusekit.compiler.gemm import signature
 from fusekit.plan.operands.activation import SCALARS
+from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec, find, parse_file
 
 MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix.toml")
@@ -23,7 +24,7 @@ SPECS = pytest.mark.parametrize("spec", DISTINCT.values(), ids=lambda spec: spec
 def test_the_problem_is_allowed(spec):
     problem = spec.problem
     m, n, k = (problem.M, problem.N, problem.K) if problem else (1000, 2 * 192, 136)
-    env = {"M": m, "K": k, "E": problem.E if problem else 5, "N": n, "I": n // 2}
+    env = {"M": m, "K": k, "E": problem.E if problem else 5, "N": n, "I": n // 2, "T": m}
     for dim in signature(spec).dims:
         assert dim.minimum <= env[dim.name] <= dim.maximum
         assert env[dim.name] % dim.divisor == 0
@@ -37,7 +38,7 @@ def test_arguments_are_those_of_the_reference(spec):
     outputs = reference.output_shapes(spec, M=dims["M"], N=dims["N"])
     glu = set(SCALARS) if spec.activation.gated else set()
     assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
-    env = dims | {"I": dims["N"] // 2}
+    env = dims | {"I": dims["N"] // 2, "T": tokens_of(dims["M"])}
     for argument in made.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu or isinstance(inputs[argument.name], float)

@@ -11,6 +11,7 @@ import pytest
 from fusekit import reference
 from fusekit.abi import ScalarArgument, evaluate
 from fusekit.compiler.families import family
+from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec, find, parse_file
 
 MATRIX = parse_file(Path(__file__).parents[1] / "gpu" / "matrix_backward.toml")
@@ -38,7 +39,7 @@ def dims_of(spec):
 @SPECS
 def test_the_problem_is_allowed(spec):
     dims = dims_of(spec)
-    env = {**dims, "I": dims["N"]}
+    env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
     for dim in signature(spec).dims:
         assert dim.minimum <= env[dim.name] <= dim.maximum
         assert env[dim.name] % dim.divisor == 0
@@ -52,7 +53,7 @@ def test_arguments_are_those_of_the_reference(spec):
     outputs = reference.output_shapes(spec, **dims)
     glu = {"act_alpha", "act_limit", "act_up_offset"} if spec.activation.gated else set()
     assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
-    env = {**dims, "I": dims["N"]}
+    env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
     for argument in made.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu & spec.defaults().keys()

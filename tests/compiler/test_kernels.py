@@ -48,6 +48,9 @@ SPECS = (
     *(MATRIX[f"matrix_backward/dswiglu-{name}"] for name in ("dbias@256x128-c1x2-dynamic", "dprob@128x128-c2x1")),
     MATRIX["matrix_backward/wgrad-dbias@128x192-c1x2-dynamic"],
     MATRIX["matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic"],
+    MATRIX["matrix/gather-swiglu@128x160-c2x1-dynamic"],
+    *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
+    *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.split]
 
@@ -89,8 +92,8 @@ def test_nothing_is_spilled(built, spec):
     assert entry.resources["spill_bytes"] == 0
     counted = sass.counts(instructions(entry, cubin))
     assert (counted["STL"], counted["LDL"]) == (0, 0)
-    # What __launch_bounds__ of 384 threads leaves to each; the warpgroups then share it out anew.
-    assert entry.resources["registers"] == 65536 // 384 // 8 * 8
+    # What __launch_bounds__ of 384 or 512 threads leaves to each; the warpgroups then share it out anew.
+    assert entry.resources["registers"] == 65536 // spec.plan.threads // 8 * 8
     assert counted["USETMAXREG"] >= 2
 
 
@@ -131,7 +134,7 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
 
 def variables(record):
     """What the record's expressions read when compact tensors of some problem are passed."""
-    env = {"M": 1000, "E": 5, "K": 136, "N": 384, "I": 192, "sm_count": 132, "cluster_margin": 0}
+    env = {"M": 1000, "E": 5, "K": 136, "N": 384, "I": 192, "T": 300, "sm_count": 132, "cluster_margin": 0}
     env |= {"workspace.address": 1 << 39, "scratch.address": 1 << 38}
     for number, tensor in enumerate(record.tensors, start=1):
         step = 1
@@ -147,8 +150,8 @@ def test_what_was_read_is_what_was_planned(built, spec):
     """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
     entry, _ = loaded(built, spec)
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
-    assert record.schema == 1
-    assert not record.constraints
+    assert record.schema == (1 if spec.gather == "none" else 2)  # a stride in 32 bits
+    assert bool(record.constraints) is (spec.gather != "none")
     assert record.block == (plan.threads, 1, 1)
     assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
     assert record.dynamic_shared == plan.shared.bytes <= SM90A.shared_bytes
@@ -191,6 +194,26 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
         counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
         assert counts == {parts}
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
+
+
+GATHERING = [spec for spec in SPECS if spec.gather != "none"]
+
+
+@pytest.mark.parametrize("spec", GATHERING, ids=by_name)
+def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, spec):
+    entry, cubin = loaded(built, spec)
+    code = instructions(entry, cubin)
+    wgrad = spec.op == "grouped-wgrad"
+    rows = 64 if wgrad else spec.tile[0]
+    row_bytes = 2 * spec.tile[spec.gather == "x"] if wgrad else 128  # of a stage
+    copies = [number for number, each in enumerate(code) if each.base == "LDGSTS"]
+    assert len(copies) == 2 * rows * row_bytes // 16 // 32 // 4  # of one warp of four; the last stages apart
+    assert {code[number].opcode for number in copies} == {"LDGSTS.E.BYPASS.LTC256B.128"}
+    assert sass.counts(code)["ARRIVES"] == 2
+    maps = {each.name for each in LaunchRecord.from_json(dict(entry.launch)).parameters if "map" in each.name}
+    other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[spec.gather]
+    assert f"map_{spec.gather}" not in maps
+    assert f"map_{other}" in maps
 
 
 @pytest.fixture(scope="module")

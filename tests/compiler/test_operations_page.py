@@ -22,11 +22,11 @@ DERIVATIVE = 'activation = { kind = "dswiglu" }\nrecompute = true\nrow_scale = t
 COMPACT, BITS = 'outputs = "compact"\n', 'routing_map = "bits"\n'
 WGRAD = [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n']
 VARIANTS = {  # which kernels have all the arguments of an operation between them
-    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n'],
-    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\n'],
-    BACKWARD: [GEMM + DERIVATIVE],
+    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\ngather = "x"\n'],
+    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\ngather = "x"\n'],
+    BACKWARD: [GEMM + DERIVATIVE + 'gather = "x"\n'],
     "dense-wgrad": [*WGRAD, GEMM + "split = true\n"],
-    "grouped-wgrad": WGRAD,
+    "grouped-wgrad": [*WGRAD, GEMM + "dbias = true\ngather = 'x'\n"],
     "router-topk": [
         SCORES + "expert_bias = true\n",
         SCORES + 'outputs = "compact"\n',

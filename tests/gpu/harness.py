@@ -20,7 +20,7 @@ from .cases import Case
 # Bytes before and after a tensor. No tensor is better aligned than a launch demands: matrices lie 16 bytes past a
 # multiple of 32, the others one element further.
 GUARD = 1040
-VECTORS = ("offsets", "alpha", "bias", "row_scale", "dprob", "dbias")
+VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias")
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {"bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32}
@@ -96,10 +96,12 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         inputs["preactivation" if spec.activation.backward else "x"] += np.uint16(
             3 << (7 if spec.dtype == "bf16" else 10)
         )
-    for name in inputs.keys() & TOKENS:
+    for name in inputs.keys() & TOKENS - {spec.gather}:
         inputs[name][case.rows :] = reference.POISON
         if case.nan_group is not None:
             inputs[name][_rows_of(case, case.nan_group)] = reference.POISON
+    if spec.gather != "none":
+        _choose(inputs, spec.gather, case)
     if case.nan_empty_weights:
         inputs["w"][[group for group, size in enumerate(case.sizes) if not size]] = reference.POISON
     if "row_scale" in inputs:
@@ -117,6 +119,20 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
     for name, (shape, dtype) in shapes.items():
         arguments[name] = _placed(name, shape, dtype, case.pad, inputs.get(name))
     return Launch(spec, case, arguments, tuple(shapes), inputs)
+
+
+def _choose(inputs: dict[str, Any], gathered: str, case: Case) -> None:
+    """Spare rows choose far beyond the tensor, rows of the NaN group its last row, which is NaN and nobody else's."""
+    tensor, index = inputs[gathered], inputs["index"]
+    last = np.full((1, tensor.shape[1]), reference.POISON, tensor.dtype)
+    inputs[gathered] = np.concatenate([tensor, last])
+    if case.rows:  # every way of choosing nothing
+        wild = [-1, len(tensor) + 1, 2**31 - 1, -(2**31)]
+        nothing = np.flatnonzero(index == -1)
+        index[nothing] = np.resize(wild, nothing.size)
+    index[case.rows :] = 2**31 - 1
+    if case.nan_group is not None:
+        index[_rows_of(case, case.nan_group)] = len(tensor)
 
 
 def faults(launch: Launch) -> list[str]:
@@ -225,5 +241,5 @@ def _rows_of(case: Case, group: int) -> slice:
 
 
 def _dtype_of(spec: KernelSpec, name: str) -> str:
-    fixed: Mapping[str, str] = {"offsets": "i32", "alpha": "f32", "row_scale": "f32"}
+    fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", "alpha": "f32", "row_scale": "f32"}
     return fixed.get(name, spec.dtype)

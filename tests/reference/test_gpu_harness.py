@@ -52,6 +52,11 @@ def stand_in(launch, **changes):
         "dswiglu-whole@128x160-c1x1",
         "dgeglu-dbias@64x128-c2x1",
         "dense-dgeglu-whole@128x128-c1x1",
+        "gather@64x64-c2x1",
+        "gather-dense@256x128-c2x1",
+        "gather-dswiglu@128x128-c2x1-dynamic",
+        "wgrad-gather-x@128x192-c1x2",
+        "wgrad-gather-dy-dbias@128x192-c1x1-dynamic",
     ],
 )
 def test_the_stand_in_passes_every_case(name):

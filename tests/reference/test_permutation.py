@@ -28,6 +28,7 @@ def test_rows_are_stable_and_nobodys_choices_have_none():
     made = permutation.index(np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32), 3)
     assert made["offsets"].tolist() == [3, 3, 6]
     assert made["order"].tolist() == [1, 4, 7, 0, 3, 6]
+    assert made["token"].tolist() == [0, 2, 3, 0, 1, 3, -1, -1]
     assert made["inverse"].tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
 
 

@@ -68,6 +68,7 @@ def test_every_key_arrives():
         dprob=False,
         dbias=False,
         split=False,
+        gather="none",
         quant="none",
         tile=(128, 128),
         cluster=(2, 1),
@@ -278,3 +279,10 @@ def test_run_time_scalars():
     assert plain.defaults() == {"cluster_margin": 0}
     (open_ended,) = parse_text(SHORT + 'activation = { kind = "geglu" }\n', "s")
     assert open_ended.defaults()["act_limit"] == math.inf
+
+
+def test_a_kernel_that_gathers_nothing_has_the_key_that_it_had_before_there_was_gather():
+    (plain,) = parse_text(SHORT, "model")
+    assert "gather" not in plain.device_spec()
+    (gathering,) = parse_text(SHORT + 'gather = "x"\n', "model")
+    assert gathering.device_spec() == plain.device_spec() | {"gather": "x"}

@@ -380,3 +380,28 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "Upper Case.toml").write_text(GOOD)
     with pytest.raises(SpecError, match='the stem "Upper Case" begins every kernel\'s name'):
         parse_file(tmp_path / "Upper Case.toml")
+
+
+GATHER = GOOD + 'gather = "x"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + 'gather = "w"\n', 'gather = "w": must be "none", "x" or "dy"'),
+        (GOOD + 'gather = "dy"\n', 'only grouped-wgrad has dy; grouped-gemm gathers its rows with gather = "x"'),
+        (GATHER + "cluster = [1, 2]\n", "share x, and each gathers its own rows; say [2, 1] or [1, 1]"),
+        (WGRAD + 'gather = "x"\ncluster = [2, 1]\n', "share x, and each gathers its own rows; say [1, 2] or [1, 1]"),
+        (WGRAD + 'gather = "dy"\ncluster = [1, 2]\n', "share dy, and each gathers its own rows; say [2, 1] or [1, 1]"),
+    ],
+)
+def test_what_cannot_be_gathered(text, message):
+    assert message in problem(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster"), [(GATHER, (2, 1)), (WGRAD + 'gather = "x"\n', (1, 2)), (WGRAD + 'gather = "dy"\n', (2, 1))]
+)
+def test_a_cluster_is_chosen_that_does_not_share_the_gathered_operand(text, cluster):
+    (spec,) = parse_text(text + "problem = { E = 8, M = 65536, N = 8, K = 8192 }\n", "model")
+    assert spec.cluster == cluster

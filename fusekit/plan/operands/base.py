@@ -12,10 +12,12 @@ from fusekit.plan.shared import Region
 # A spec is read and looked up without `fusekit.abi`.
 if TYPE_CHECKING:
     from fusekit.abi import Argument as Argument
+    from fusekit.abi import Constraint as Constraint
+    from fusekit.abi import Dim as Dim
     from fusekit.abi import Expr as Expr
     from fusekit.plan.gemm import GemmPlan
 else:
-    Argument = Expr = Any
+    Argument = Constraint = Dim = Expr = Any
 
 FORWARD, BACKWARD, WGRAD = "forward", "backward", "wgrad"  # the epilogues
 VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
@@ -64,6 +66,14 @@ class Operand:
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         """What a launch passes for it."""
+        return ()
+
+    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
+        """Extents that its arguments alone have."""
+        return ()
+
+    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
+        """What its arguments must keep to."""
         return ()
 
     def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
@@ -115,9 +125,14 @@ def tensor(
     return TensorArgument(name, role, dtype, shape, strides, divisor, alignment)
 
 
-def rows(name: str, role: str, dtype: str, columns: Expr) -> Argument:
-    """A row-major tensor with a row for each token."""
-    return tensor(name, role, dtype, ("M", columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes)
+def rows(name: str, role: str, dtype: str, columns: Expr, count: str = "M") -> Argument:
+    """A row-major tensor with a row for each token, `count` of them."""
+    return tensor(name, role, dtype, (count, columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes)
+
+
+def factor(name: str, plan: GemmPlan, columns: Expr) -> Argument:
+    """A factor of the product with a row for each token; T of them where an index chooses its rows."""
+    return rows(name, "input", plan.dtype, columns, "T" if plan.gather == name else "M")
 
 
 def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> Argument:

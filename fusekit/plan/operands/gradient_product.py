@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, rows, tensor
+from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, factor, tensor
 
 
 class TokenRows(Operand):
@@ -17,7 +17,7 @@ class TokenRows(Operand):
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return rows("dy", "input", plan.dtype, "N"), rows("x", "input", plan.dtype, "K")
+        return factor("dy", plan, "N"), factor("x", plan, "K")
 
 
 class Dw(Operand):

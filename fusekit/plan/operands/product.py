@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import BACKWARD, FORWARD, VECTOR, WGRAD, Argument, Expr, Operand, rows, tensor, vector
+from fusekit.plan.operands.base import (
+    BACKWARD,
+    FORWARD,
+    VECTOR,
+    WGRAD,
+    Argument,
+    Expr,
+    Operand,
+    factor,
+    rows,
+    tensor,
+    vector,
+)
 
 
 class X(Operand):
-    """x [M, K]."""
+    """x [M, K]; [T, K] gathered."""
 
     name, order, epilogues = "x", 10, (FORWARD, BACKWARD)
     words = {
@@ -16,7 +28,7 @@ class X(Operand):
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (rows("x", "input", plan.dtype, "K"),)
+        return (factor("x", plan, "K"),)
 
 
 class W(Operand):

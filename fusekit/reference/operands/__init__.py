@@ -1,8 +1,9 @@
 """The NumPy twins of the operands that change values in a forward epilogue, by the names of fusekit/plan/operands.
 
-A twin has what it needs of three functions. `step` is the place of its stage in the epilogue.
+A twin has what it needs of four functions. `step` is the place of its stage in the epilogue.
 
     inputs(means, dims, rng, seed)                        its inputs, made up, by argument name
+    factors(means, inputs)                                inputs with the factors of the product as they are multiplied
     product(means, inputs, value, error, owner, columns)  changes x . w and its error in place; owner: the rows' groups
     output(means, inputs, value, error, rows)             (value, error) behind the activation
 """

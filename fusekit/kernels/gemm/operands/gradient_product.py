@@ -6,7 +6,7 @@ import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import Operand, struct
 from fusekit.kernels.gemm.sm90.boxes import Boxes
 from fusekit.kernels.gemm.sm90.maps import box_map, load_op, ragged_map, store_op
 from fusekit.plan.gemm import BOX, WARP_ROWS
@@ -24,6 +24,9 @@ class TokenRows(Operand):
 
     def parameter(self, given):
         box = (BOX, self.plan.tile_k)
+        if self.plan.gathers:
+            other = "x" if self.plan.gather == "dy" else "dy"
+            return struct("Factor", [(other, ragged_map(load_op(), getattr(given, other), box))])
         return Factors(ragged_map(load_op(), given.dy, box), ragged_map(load_op(), given.x, box))
 
     def view(self, parameter):

@@ -18,6 +18,8 @@ class X(Operand):
         self.height = plan.tile[0] // plan.cluster_size  # of a box
 
     def parameter(self, given):
+        if self.plan.gathers:
+            return None
         x = given.x
         if not self.plan.skip_if_zero:  # it is launched without rows too, and a tensor map cannot be empty
             shape = (cutlass.max(x.shape[0], 1), x.shape[1])

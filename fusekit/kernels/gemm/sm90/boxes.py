@@ -41,6 +41,17 @@ def load_share(x, w, n_tile: Int32, rank: Int32, stage: Int32, pair: cutlass.Con
         load_own(w)
 
 
+@cute.jit
+def load_alone(boxes, along: cutlass.Constexpr, n_tile: Int32, rank: Int32, stage: Int32, pair: cutlass.Constexpr):
+    """This CTA's share of the one operand that is not gathered; along: a cluster shares it where it pairs ALONG_M."""
+    if cutlass.const_expr(not pair):
+        load_own(boxes)
+    elif n_tile >= ALONG_M:
+        load_shared(boxes, rank, stage) if along else load_own(boxes)
+    else:
+        load_own(boxes) if along else load_shared(boxes, rank, stage)
+
+
 def load_own(boxes) -> None:
     """All boxes, for this CTA alone."""
     for number in range(len(boxes.starts)):

@@ -2,20 +2,22 @@
 
     y[rows of e] = epilogue(x[rows of e] . w[e]),   16-bit operands, float32 accumulation (wgmma m64nNk16)
 
-Warps of a CTA (384 threads, one CTA an SM):
+Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 
     warp 0       load       one thread: TMA boxes of x and w into the operand pipeline, multicast over the cluster
     warp 1       schedule   turns tile numbers into (group, m, n), fills the tile ring (scheduler.py)
     warps 2-3    idle, or at work for an operand (its `assist`)
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py, backward.py)
     warps 8-11   consumer warpgroup 1
+    warps 12-15  gather     rows that an index chooses, where a factor has them (operands/gather.py)
 
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
 
 Operand pipeline, `stages` deep; a stage is x [tile_m, 64] and w [tile_n, 64], 128-byte swizzled:
 
-    full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes
+    full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes; and where a factor is
+               gathered, 1 of the warp that hands it on
     empty[s]   4 arrivals (one a warp) of each warpgroup that reads the stage, from every CTA of the cluster; and one of
                each idle warp that reads it for an operand
 
@@ -38,7 +40,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Extents, Idle, Tile, Work, dtype_of, struct
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler, TileRing, column_of
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
 
 MEMORY = ("workspace", "scratch")
 
@@ -123,6 +125,13 @@ class Gemm:
                 self.scheduler.run(ring, offsets, extents, workspace, rank)
             for half in self.epilogue.operands:
                 half.assist(Idle(operands, shared, extents, ring, warp))
+        elif cutlass.const_expr(plan.gathers):
+            if warp < 4 + CONSUMER_WARPS:
+                cute.arch.setmaxregister_increase(plan.registers[1])
+                self.consume(operands, shared, stages, ring, extents)
+            else:
+                cute.arch.setmaxregister_decrease(plan.gather_registers)
+                self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             self.consume(operands, shared, stages, ring, extents)

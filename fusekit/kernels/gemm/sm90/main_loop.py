@@ -13,7 +13,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Extents, dtype_of
-from fusekit.kernels.gemm.sm90.boxes import load_share
+from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import GemmPlan
@@ -53,7 +53,7 @@ class MainLoop:
 
     def extents(self, given):
         """Rows, columns of the product, elements of a row of x."""
-        return given.x.shape[0], self.w.view_nke(given.w)[1], given.x.shape[1]
+        return (given.index if self.plan.gathers else given.x).shape[0], self.w.view_nke(given.w)[1], given.x.shape[1]
 
     def most_tiles(self, extents: Extents) -> Int64:
         """Cluster tiles that there can be at most."""
@@ -69,7 +69,8 @@ class MainLoop:
     def load(self, operands, stages: Stages, ring, extents: Extents, rank: Int32):
         """The load thread: fill stage after stage, tile after tile."""
         plan = self.plan
-        x_map, w_map = ptx.descriptor_address(operands.x), ptx.descriptor_address(operands.w)
+        x_map = None if cutlass.const_expr(plan.gathers) else ptx.descriptor_address(operands.x)
+        w_map = ptx.descriptor_address(operands.w)
         k_tiles = ptx.divide(extents.k + (plan.tile_k - 1), plan.tile_k)
         count = Int32(0)
         stage = Int32(0)
@@ -79,10 +80,13 @@ class MainLoop:
         while group >= 0:
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(stages.empty + stage, phase)
-                cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.stage_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.tma_bytes)
                 x = self.x.boxes(x_map, stages, stage, k_tile, row)
                 w = self.w.boxes(w_map, stages, stage, k_tile, (column_of(n_tile), extents.half_n, group))
-                load_share(x, w, n_tile, rank, stage, plan.cluster_size > 1)
+                if cutlass.const_expr(plan.gathers):
+                    load_alone(w, True, n_tile, rank, stage, plan.cluster_size > 1)
+                else:
+                    load_share(x, w, n_tile, rank, stage, plan.cluster_size > 1)
                 stage += 1
                 if stage == plan.stages:
                     stage = Int32(0)
@@ -128,7 +132,7 @@ class MainLoop:
         stage = ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
         released = stage
-        cute.arch.mbarrier_wait(stages.full + stage, phase)
+        self.await_stage(stages.full + stage, phase)
         start, add = self.tiled_mma(), self.tiled_mma()
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
@@ -138,17 +142,31 @@ class MainLoop:
             if stage == depth:
                 stage = Int32(0)
                 phase ^= 1
-            cute.arch.mbarrier_wait(stages.full + stage, phase)
+            self.await_stage(stages.full + stage, phase)
             self.multiply(add, add, accumulators, fragments, stage)
             if cutlass.const_expr(accumulators is not None):
                 warpgroup.wait_group(1)
-            release(self.plan, stages.empty + released, lane)
+            self.give_back(accumulators, stages.empty + released, lane)
             released = stage
         if cutlass.const_expr(self.plan.pingpong):
             cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * self.plan.arch.warpgroup)
         if cutlass.const_expr(accumulators is not None):
             warpgroup.wait_group(0)
-        release(self.plan, stages.empty + released, lane)
+        self.give_back(accumulators, stages.empty + released, lane)
+
+    def give_back(self, accumulators, barrier, lane) -> None:
+        """Release a stage. wgmma keeps a warp's lanes together; without it, and with nothing that a cluster shares, the
+        CTA's next stages would come while a lane that releases for the other CTA still waits for an earlier one.
+        """
+        if accumulators is None and self.plan.gathers:
+            cute.arch.sync_warp()
+        release(self.plan, barrier, lane)
+
+    def await_stage(self, barrier, phase) -> None:
+        """Until a stage is there, and wgmma sees what threads have copied into it."""
+        cute.arch.mbarrier_wait(barrier, phase)
+        if self.plan.gathers and not self.plan.relays:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply(self, first, mma, accumulators, fragments, stage) -> None:
         """Start one stage's wgmma, as one group; `first` is the MMA of its first 16 of K."""

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Extents, Work, dtype_of
-from fusekit.kernels.gemm.sm90.boxes import load_share
+from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
@@ -41,7 +41,7 @@ class WgradLoop(MainLoop):
 
     def extents(self, given):
         """Rows of tokens, columns and rows of dw."""
-        return given.dy.shape[0], given.x.shape[1], given.dy.shape[1]
+        return (given.index if self.plan.gathers else given.dy).shape[0], given.x.shape[1], given.dy.shape[1]
 
     def most_tiles(self, extents: Extents) -> Int64:
         """Cluster tiles of all groups."""
@@ -55,7 +55,10 @@ class WgradLoop(MainLoop):
         """The load thread."""
         plan = self.plan
         tile_m, tile_n = plan.tile
-        dy_map, x_map = (ptx.descriptor_address(each) for each in operands.token_rows)
+        dy_map, x_map = (
+            ptx.descriptor_address(getattr(operands.token_rows, name)) if name != plan.gather else None
+            for name in ("dy", "x")
+        )
         count = Int32(0)
         stage = Int32(0)
         phase = Int32(1)
@@ -65,12 +68,16 @@ class WgradLoop(MainLoop):
             left = end - row
             while left > 0:
                 cute.arch.mbarrier_wait(stages.empty + stage, phase)
-                cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.stage_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.tma_bytes)
                 rows = (BIG - left, BIG, end)
                 to_dy, to_x = stages.x + stage * (tile_m * plan.tile_k), stages.w + stage * (tile_n * plan.tile_k)
                 dy = self.rows.boxes(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, rows)
                 x = self.rows.boxes(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, rows)
-                load_share(dy, x, n_tile, rank, stage, plan.cluster_size > 1)
+                if cutlass.const_expr(plan.gathers):
+                    other = x if cutlass.const_expr(plan.gather == "dy") else dy
+                    load_alone(other, plan.gather == "dy", n_tile, rank, stage, plan.cluster_size > 1)
+                else:
+                    load_share(dy, x, n_tile, rank, stage, plan.cluster_size > 1)
                 left -= plan.tile_k
                 stage += 1
                 if stage == plan.stages:

@@ -1,0 +1,37 @@
+"""index[m]: row m of the gathered factor is that row of a tensor with a row for each token; outside [0, T) zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fusekit.reference.formats import Array
+from fusekit.reference.meaning import Meaning, need
+
+step = 0
+
+CHOICES = 4  # made-up problems have a token for so many rows
+
+
+def tokens_of(rows: int) -> int:
+    """T of a made-up problem of ``rows`` rows."""
+    return max(rows // CHOICES, 1)
+
+
+def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
+    """One in 16 rows is of no token."""
+    own, rows = np.random.default_rng(seed), dims["M"]
+    index = own.integers(0, tokens_of(rows), rows)
+    return {"index": np.where(own.random(rows) < 1 / 16, -1, index).astype(np.int32)}
+
+
+def factors(means: Meaning, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``inputs`` with the rows [M, K] that the index chooses in place of the tensor [T, K]."""
+    tensor: Array = need(inputs, means.gather, 2)
+    index = need(inputs, "index", 1).astype(np.int64)
+    there = (index >= 0) & (index < len(tensor))
+    rows = np.zeros((len(index), tensor.shape[1]), tensor.dtype)
+    rows[there] = tensor[index[there]]
+    return {**inputs, means.gather: rows}
