@@ -64,7 +64,7 @@ class Operator:
         return self  # a copy of a module launches the same kernels
 
     def __call__(self, tensors: Mapping[str, Any], sums: Sequence[Any] = ()) -> Any:
-        """y, or (y, loss). tensors: `inputs` by name. sums: of each of `summed` the tensor that its gradient is added to.
+        """y, or (y, loss). tensors: `inputs` by name. sums: the tensors that the gradients of `summed` are added to.
 
         Nothing is kept where no gradient can be asked for.
         """
@@ -94,7 +94,8 @@ class Operator:
         sums = "Tensor(a!)[] sums, " if self.summed else ""
         results = ", ".join(["Tensor"] * len(self._returned))
         results = results if len(self._returned) == 1 else f"({results})"
-        return f"(Tensor dy, Tensor? dloss, Tensor kept, Tensor[] saved, {sums}SymInt[] shape, str[] asked) -> {results}"
+        given = f"Tensor dy, Tensor? dloss, Tensor kept, Tensor[] saved, {sums}SymInt[] shape, str[] asked"
+        return f"({given}) -> {results}"
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Operator:
         by_name = dict(zip(self.inputs, inputs, strict=False))
         needed = dict(zip(self.inputs, ctx.needs_input_grad, strict=False))
         ctx.asked = tuple(name for name in self.gradients if needed[name])
-        sums = {name: tensor for name, tensor in zip(self.summed, inputs[len(self.inputs) : -1], strict=True)}
+        sums = dict(zip(self.summed, inputs[len(self.inputs) : -1], strict=True))
         ctx.sums = len([name for name in self.summed if name in ctx.asked])
         saved = [by_name[name] for name in self._read(ctx.asked)]
         ctx.save_for_backward(output[-1], *(sums[name] for name in self.summed if name in ctx.asked), *saved)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusekit.errors import ArgumentError
-from fusekit.interop.torch_layer import DTYPES, Operator, operator_of
+from fusekit.interop.torch_layer import DTYPES, operator_of
 from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
@@ -151,7 +151,7 @@ def _place(module: Any, path: str, tensor: Any) -> None:
         if not hasattr(module, folder):
             module.add_module(folder, nn.Module())
         module = getattr(module, folder)
-    module.register_parameter(last, tensor) if isinstance(tensor, nn.Parameter) else module.register_buffer(last, tensor)
+    (module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer)(last, tensor)
 
 
 def _at(module: Any, path: str) -> Any:

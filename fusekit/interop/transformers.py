@@ -194,7 +194,7 @@ def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, fl
             return activation, layout
     raise ArgumentError(
         f"{module.__name__}: its activation is none of {', '.join(_GATED if has_gate else _PLAIN)} with its numbers"
-        f" {numbers}; fusekit has no kernel for it; use experts_implementation=\"grouped_mm\" for this model"
+        f' {numbers}; fusekit has no kernel for it; use experts_implementation="grouped_mm" for this model'
     )
 
 

@@ -1,4 +1,4 @@
-"""Layers as PyTorch modules, on the CPU with a stand-in layer: values and gradients, and what PyTorch does with both."""
+"""Layers as PyTorch modules, on the CPU with stand-in layers: values, gradients, and what PyTorch does with them."""
 
 import copy
 import itertools
@@ -193,6 +193,7 @@ def test_activation_checkpointing(said, reentrant):
 def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
     torch._dynamo.reset()
     moe = module(CASES[name])
+
     def step(*given):
         return total(moe(*given))
 
@@ -227,7 +228,7 @@ def test_the_operator_is_as_registered(name, keep):
     stand_in.op = lambda *arguments: seen.append(arguments) or operator.op(*arguments)
     moe.operator = stand_in
     moe(*given)
-    arguments = seen[0][:-1] + (keep,)
+    arguments = (*seen[0][:-1], keep)
     if not keep:
         arguments = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
     torch.library.opcheck(operator.op, arguments)
@@ -303,7 +304,7 @@ def test_autocast(name):
 
 def test_a_wrong_type_is_named():
     moe = module({**GPT_OSS, "dtype": "bf16"})
-    with pytest.raises(ArgumentError, match="x is torch.float32"):
+    with pytest.raises(ArgumentError, match=r"x is torch\.float32"):
         moe(*inputs_of(moe, 3))
 
 
@@ -361,7 +362,8 @@ def test_names_can_be_others():
     layer = StandIn(**GPT_OSS)
     moe = interop.MoE(layer, names={"w1": "mlp.up.weight", "router": "wg"})
     assert set(moe.state_dict()) == {
-        "mlp.up.weight", "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias", "wg", "router.bias",
+        "mlp.up.weight", "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias", "wg",
+        "router.bias",
     }  # fmt: skip
 
 

@@ -76,7 +76,9 @@ def test_loss_logits_and_gradients_are_those_of_eager(registered, name):
     assert any("experts" in path for path in gradients)
     for path, grad in gradients.items():
         scale = want[path].abs().max().item()
-        torch.testing.assert_close(grad, want[path], rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=lambda m, p=path: f"{p}: {m}")
+        torch.testing.assert_close(
+            grad, want[path], rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=lambda m, p=path: f"{p}: {m}"
+        )
     layers = [layer for layer in registered._layers.values() if layer.passes]
     assert len(layers) == 1 and [which for which, *_ in layers[0].passes] == ["forward"] * 2 + ["backward"] * 2
     assert registered.looked == 1  # for all modules alike
@@ -171,7 +173,7 @@ def test_weight_gradients_can_go_to_main_gradients():
 def test_a_missing_layer_says_what_to_build(monkeypatch):
     interop.register(Library(other=said(4, 1)), "fusekit-test-empty")
     model = models.model("gpt-oss", "fusekit-test-empty", H, I, dtype=torch.bfloat16)
-    with pytest.raises(NotBuiltError, match="fusekit build experts.toml") as caught:
+    with pytest.raises(NotBuiltError, match=r"fusekit build experts\.toml") as caught:
         model(input_ids=models.tokens(5))
     text = str(caught.value).partition("\n\n")[2]
     options = read(text, monkeypatch)

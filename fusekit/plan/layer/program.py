@@ -87,7 +87,7 @@ class Program:
         return _one_after_another([each for each in self.buffers.values() if each.place == KEPT], dims)
 
     def kept_line(self) -> tuple[int, int]:
-        """(a, b): for T tokens `kept` needs at most a T + b bytes, and hardly less; for callers to whom T is a symbol."""
+        """(a, b): for T tokens `kept` needs at most a T + b bytes, and little less; for callers with a symbol for T."""
         slope = rest = 0
         for each in self.buffers.values():
             if each.place == KEPT:
