@@ -25,8 +25,8 @@ def configs(hidden, intermediate):
         ),
         "deepseek-v3": DeepseekV3Config(
             **{**own, "num_key_value_heads": 4, "head_dim": 8}, intermediate_size=hidden,
-            moe_intermediate_size=intermediate, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1,
-            first_k_dense_replace=0, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
+            moe_intermediate_size=intermediate, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+            n_shared_experts=1, first_k_dense_replace=0, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
             v_head_dim=16, routed_scaling_factor=2.5,
         ),
     }  # fmt: skip
