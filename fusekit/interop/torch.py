@@ -4,6 +4,7 @@
     y = fc1(x, w, offsets)  # allocates the outputs, launches on PyTorch's current stream
 
 A kernel can also be called on tensors directly, without this module; it then writes into outputs that the caller gives.
+`MoE` is a whole layer as a module, with gradients.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 
 from fusekit.abi import TensorArgument, evaluate
 from fusekit.dtypes import DTYPES as ROWS
-from fusekit.dtypes import FLOAT, by
+from fusekit.dtypes import FLOAT
 from fusekit.errors import ArgumentError
 from fusekit.interop.shapes import dims_of
+from fusekit.interop.torch_layer import DTYPES
+from fusekit.interop.torch_moe import MoE
 from fusekit.runtime import DeviceArray, Kernel
 
-# Those that this PyTorch has.
-DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}
+__all__ = ["DTYPES", "MoE", "copy_of", "operator"]
 
 
 def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:

@@ -9,6 +9,6 @@ No framework is imported: memory is the caller's, tensors and streams are taken 
 count. A pass may be captured in a CUDA graph.
 """
 
-from fusekit.layers.layer import Layer, Pass, Sizes
+from fusekit.layers.layer import Layer, Pass, Sizes, layers_of
 
-__all__ = ["Layer", "Pass", "Sizes"]
+__all__ = ["Layer", "Pass", "Sizes", "layers_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,16 @@ class Layer:
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layer) and self._identity == other._identity and self.options == other.options
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self._library), self.name, self._arch, self._device
 
     def inputs(self, which: str) -> dict[str, Buffer]:
         """The inputs of "forward", "inference" or "backward" by name."""
@@ -252,6 +263,18 @@ class Layer:
         if record.name not in self._kernels:
             self._kernels[record.name] = self._library.load(record.name, self._arch, self._device)
         return self._kernels[record.name]
+
+
+def layers_of(library: Library) -> dict[str, Options]:
+    """Every layer of the stores by name; those of another version of fusekit are left out."""
+    found: dict[str, Options] = {}
+    for listing in library.store.names("*/*.fc2*"):  # every layer has one
+        said = listing.record.spec.get("layer")
+        if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" not in found:
+            with suppress(TypeError):
+                options = Options(**said)
+                found[f"{options.file}/{options.name}"] = options
+    return found
 
 
 def _options(library: Library, name: str) -> Options:

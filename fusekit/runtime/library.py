@@ -16,6 +16,7 @@ from fusekit.runtime.wake import Waking
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
     from fusekit.layers import Layer
+    from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
     from fusekit.runtime.kernel import Kernel
     from fusekit.store import NameRecord, Store
@@ -85,6 +86,12 @@ class Library:
         from fusekit.layers import Layer
 
         return Layer(self, name, arch, device)
+
+    def layers(self) -> dict[str, Options]:
+        """What the stores have of layers: the options of each by name."""
+        from fusekit.layers import layers_of
+
+        return layers_of(self)
 
     def _open(self, found: NameRecord, record: LaunchRecord, cubin: bytes, ordinal: int) -> Kernel:
         from fusekit.runtime.kernel import Kernel

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import fusekit
 from fusekit.interop.jax import moe
-from tests.interop.plain_moe import arguments, plain
+from tests.interop.plain_jax import arguments, plain
 
 jax.config.update("jax_default_matmul_precision", "highest")
 layer = fusekit.open_library().layer(sys.argv[1])

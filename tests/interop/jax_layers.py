@@ -14,7 +14,7 @@ from tests.plan.test_layer_program import CASES, H, K, T, X, options
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 from .host_layer import HostLayer  # noqa: E402
-from .plain_moe import arguments, plain  # noqa: E402
+from .plain_jax import arguments, plain  # noqa: E402
 
 jnp = jax.numpy
 STREAM = 0x77

@@ -87,6 +87,16 @@ class Program:
         """Where each kept buffer begins, and the bytes of all."""
         return _one_after_another([each for each in self.buffers.values() if each.place == KEPT], dims)
 
+    def kept_line(self) -> tuple[int, int]:
+        """(a, b): for T tokens `kept` needs at most a T + b bytes, and little less; for callers with a symbol for T."""
+        slope = rest = 0
+        for each in self.buffers.values():
+            if each.place == KEPT:
+                size = each.bytes(self.dims(1))
+                slope += size if any(isinstance(extent, str) for extent in each.shape) else 0
+                rest += size + ALIGNMENT
+        return slope, rest
+
     def scratch(self, which: str, given: Collection[str], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each buffer of a pass's scratch memory begins, and the bytes of all; those that are not needed at the
         same time share memory. given: the caller's outputs; any other that a step writes lies here, too.

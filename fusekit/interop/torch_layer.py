@@ -1,0 +1,231 @@
+"""A layer as a PyTorch operator with a gradient: what `fusekit.interop.torch.MoE` and the Transformers backend call.
+
+The forward operator gives y, the load-balancing loss where the layer has one, and what its backward pass needs, as
+bytes. The backward operator launches only what makes the gradients that autograd asks for. Both allocate with
+PyTorch, launch on its current stream, and have fakes for symbolic token counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import chain, count
+from math import prod
+from typing import Any
+
+import torch
+
+from fusekit.dtypes import by
+from fusekit.layers import Layer
+
+# Those that this PyTorch has.
+DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}
+NAMESPACE = "fusekit"
+_ALIGNMENT = 16  # of a tensor that kernels copy in boxes
+_SIZES_KEPT = 256
+
+
+class Operator:
+    """The passes of `layer` in PyTorch. Make one with `operator_of`.
+
+    inputs: of the forward pass, x first. parameters: those of them that are weights or biases. summed: parameters
+    whose gradients are added to a float32 tensor of the caller's. loss: whether there is a load-balancing loss.
+    """
+
+    def __init__(self, layer: Layer, name: str) -> None:
+        program = layer.program
+        self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
+        self.inputs = ("x", *(name for name in layer.inputs("forward") if name != "x"))
+        self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
+        self.parameters = tuple(name for name in self.gradients if name not in ("x", "logits", "weights"))
+        added = {
+            step.writes["dw"]
+            for step in program.steps["backward"]
+            if "dw" in step.writes and program.parts[step.part].get("accumulate")
+        }
+        self.summed = tuple(name for name in self.parameters if f"d{name}" in added)
+        self.loss = "loss" in layer.outputs("forward")
+        self._kept = program.kept_line()
+        # One cache for each operator: its results are those of this layer.
+        self._read = lru_cache(_SIZES_KEPT)(self._read_by)
+        self._scratch = lru_cache(_SIZES_KEPT)(self._scratch_bytes)
+        self._returned = tuple(name for name in self.gradients if name not in self.summed)
+        self._backward = self._defined(f"{name}_backward", self._backward_schema(), self._run_backward)
+        self._backward.register_fake(lambda dy, *given: self._fresh(dy, *given[-2:]))
+        self._forward = self._defined(name, self._forward_schema(), self._run_forward)
+        self._forward.register_fake(lambda *given: self._results(given[0], given[-1]))
+        self._forward.register_autograd(self._gradients, setup_context=self._set_up)
+        self.name, self.op = name, op_of(name)
+
+    def __deepcopy__(self, memo: Any) -> Operator:
+        return self  # a copy of a module launches the same kernels
+
+    def __call__(self, tensors: Mapping[str, Any], sums: Sequence[Any] = ()) -> Any:
+        """y, or (y, loss). tensors: `inputs` by name. sums: the tensors that the gradients of `summed` are added to.
+
+        Nothing is kept where no gradient can be asked for.
+        """
+        made = launch(self.op, [tensors[name] for name in self.inputs], sums)
+        return (made[0], made[1].reshape(())) if self.loss else made[0]
+
+    def cast(self, tensors: Mapping[str, Any], everything: bool = False) -> dict[str, Any]:
+        """The tensors in the types that the layer reads; those of the layer's own dtype only where `everything` is."""
+        buffers, own = self.layer.program.buffers, self.layer.options.dtype
+        return {
+            name: tensor.to(DTYPES[buffers[name].dtype]) if everything or buffers[name].dtype != own else tensor
+            for name, tensor in tensors.items()
+        }
+
+    # -- definitions --------------------------------------------------------------------------------------------------
+
+    def _defined(self, name: str, schema: str, run: Any) -> Any:
+        mutated = re.findall(r"!\)(?:\[\])? (\w+)", schema)
+        return torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=mutated, schema=schema)
+
+    def _forward_schema(self) -> str:
+        parts = [f"Tensor {name}" for name in self.inputs] + [f"Tensor sum_{name}" for name in self.summed]
+        results = ["Tensor y", *(["Tensor loss"] if self.loss else []), "Tensor kept"]
+        return f"({', '.join([*parts, 'bool keep'])}) -> ({', '.join(results)})"
+
+    def _backward_schema(self) -> str:
+        sums = "Tensor(a!)[] sums, " if self.summed else ""
+        results = ", ".join(["Tensor"] * len(self._returned))
+        results = results if len(self._returned) == 1 else f"({results})"
+        given = f"Tensor dy, Tensor? dloss, Tensor kept, Tensor[] saved, {sums}SymInt[] shape, str[] asked"
+        return f"({given}) -> {results}"
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _results(self, x: Any, keep: bool) -> tuple[Any, ...]:
+        """Memory for what the forward operator returns."""
+        slope, rest = self._kept
+        y = torch.empty(x.shape, dtype=self.dtype, device=x.device)
+        size = prod(x.shape[:-1]) * slope + rest if keep else 0
+        kept = torch.empty(size, dtype=torch.uint8, device=x.device)
+        return (y, torch.empty(1, dtype=torch.float32, device=x.device), kept) if self.loss else (y, kept)
+
+    def _run_forward(self, *given: Any) -> tuple[Any, ...]:
+        *tensors, keep = given
+        arguments = {name: _dense(tensor) for name, tensor in zip(self.inputs, tensors, strict=False)}
+        made = self._results(arguments["x"], keep)
+        arguments["x"] = x = self._rows(arguments["x"])
+        outputs = dict(zip(("y", "loss") if self.loss else ("y",), (self._rows(made[0]), *made[1:]), strict=False))
+        scratch = self._memory("forward" if keep else "inference", x, tuple(outputs))
+        kept = made[-1] if keep else None
+        self.layer.forward(**arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(x))
+        return made
+
+    def _rows(self, tensor: Any) -> Any:
+        """x, y or a gradient of them as [T, H]."""
+        return tensor.view(-1, self.layer.options.hidden)
+
+    def _memory(self, which: str, rows: Any, outputs: tuple[str, ...]) -> Any:
+        size = self._scratch(which, rows.shape[0], outputs)
+        return torch.empty(size, dtype=torch.uint8, device=rows.device)
+
+    def _scratch_bytes(self, which: str, tokens: int, outputs: tuple[str, ...]) -> int:
+        program = self.layer.program
+        return program.scratch(which, outputs, program.dims(tokens))[1]
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _read_by(self, asked: tuple[str, ...]) -> tuple[str, ...]:
+        """The inputs of the forward pass that the gradients of the inputs `asked` are made of."""
+        steps = self.layer.program.needed("backward", [self.gradients[name] for name in asked])
+        read = {name for step in steps for name in step.reads.values()}
+        return tuple(name for name in self.inputs if name in read)
+
+    def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        if not inputs[-1]:
+            return
+        ctx.set_materialize_grads(False)  # of the kept bytes it would make as many zeros
+        by_name = dict(zip(self.inputs, inputs, strict=False))
+        needed = dict(zip(self.inputs, ctx.needs_input_grad, strict=False))
+        ctx.asked = tuple(name for name in self.gradients if needed[name])
+        sums = dict(zip(self.summed, inputs[len(self.inputs) : -1], strict=True))
+        ctx.sums = len([name for name in self.summed if name in ctx.asked])
+        saved = [by_name[name] for name in self._read(ctx.asked)]
+        ctx.save_for_backward(output[-1], *(sums[name] for name in self.summed if name in ctx.asked), *saved)
+        ctx.shape = inputs[0].shape
+
+    def _gradients(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        kept, *saved = ctx.saved_tensors
+        sums, saved = saved[: ctx.sums], saved[ctx.sums :]
+        dy = grads[0]
+        if dy is None:  # the loss alone was used
+            dy = kept.new_zeros(ctx.shape, dtype=self.dtype)
+        dloss = grads[1] if self.loss else None
+        given = (dy, dloss, kept, saved, *([sums] if self.summed else []), list(ctx.shape), list(ctx.asked))
+        made = self._backward(*given)
+        made = dict(zip(self._returned, made if len(self._returned) > 1 else (made,), strict=True))
+        found = [made[name] if name in made and name in ctx.asked else None for name in self.inputs]
+        return *found, *(None for _ in self.summed), None
+
+    def _fresh(self, dy: Any, shape: Sequence[Any], asked: Sequence[str]) -> Any:
+        """Memory for what the backward operator returns: empty for what is not asked for."""
+        program = self.layer.program
+        dims, found = program.dims(prod(shape[:-1])), []
+        for name in self._returned:
+            buffer = program.buffers[self.gradients[name]]
+            extents = (shape if name == "x" else buffer.extents(dims)) if name in asked else (0,)
+            found.append(torch.empty(extents, dtype=DTYPES[buffer.dtype], device=dy.device))
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def _run_backward(self, dy: Any, dloss: Any, kept: Any, saved: list[Any], *rest: Any) -> Any:
+        *sums, shape, asked = rest
+        made = self._fresh(dy, shape, asked)
+        found = dict(zip(self._returned, made if isinstance(made, tuple) else (made,), strict=True))
+        found |= dict(zip([name for name in self.summed if name in asked], sums[0] if sums else (), strict=True))
+        outputs = {self.gradients[name]: found[name] for name in asked}
+        if "dx" in outputs:
+            outputs["dx"] = self._rows(outputs["dx"])
+        arguments = dict(zip(self._read(tuple(asked)), map(_dense, saved), strict=True))
+        if "x" in arguments:
+            arguments["x"] = self._rows(arguments["x"])
+        if self.loss:
+            arguments["dloss"] = dy.new_zeros(1, dtype=torch.float32) if dloss is None else _dense(dloss)
+        dy = self._rows(_dense(dy))
+        scratch = self._memory("backward", dy, tuple(outputs))
+        self.layer.backward(dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(dy))
+        return made
+
+
+def launch(op: Any, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
+    """What a forward operator gives. torch.compile follows this."""
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return op(*tensors, *sums, keep)
+
+
+def operator_of(layer: Layer) -> Operator:
+    """The operator of a layer, registered once: fusekit::NAME, NAME made of the layer's name and what it computes."""
+    return _registered(layer)
+
+
+@cache
+def _registered(layer: Layer) -> Operator:
+    said = json.dumps(layer.options.canonical(), sort_keys=True)
+    name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
+    others = (f"{name}_{number}" for number in count(2))  # the same layer of another library
+    return Operator(layer, next(each for each in chain([name], others) if not _known(each)))
+
+
+def op_of(name: str) -> Any:
+    """The forward operator of that name. torch.compile follows this."""
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _known(name: str) -> bool:
+    return hasattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def _dense(tensor: Any) -> Any:
+    """The tensor, or a copy where kernels cannot read it as it lies."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def _stream(tensor: Any) -> int | None:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None

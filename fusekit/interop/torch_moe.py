@@ -1,0 +1,181 @@
+"""A mixture-of-experts layer, or a dense MLP, as a PyTorch module over a layer of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusekit.errors import ArgumentError
+from fusekit.interop.torch_layer import DTYPES, operator_of
+from fusekit.layers import Layer
+
+_MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
+
+
+class MoE(nn.Module):  # type: ignore[misc]
+    """A layer of a store with its parameters.
+
+        layer = fusekit.open_library().layer("qwen3-30b-a3b/moe")
+        moe = MoE(layer, device="cuda")
+        y = moe(hidden_states)
+
+    layer: `kind = "moe"` or `"mlp"`. dtype: of the parameters; default: the layer's. names: of parameters in this
+    module, by their names in the layer; default: those of Transformers (`default_names`). The layouts are the layer's,
+    which a spec says: w1 [X, N, H] and w2 [X, H, I], or with `b_major = "n"` w1 [X, H, N] and w2 [X, I, H]; N = 2I for
+    a gated activation. So a checkpoint loads as it is. A dense projection that a checkpoint has as `gate_proj` and
+    `up_proj`, such as the shared expert's, is joined while it is loaded.
+
+    Calls take x [..., H] of the layer's dtype, and after it, as `router.input` says: nothing; `logits` [..., X]; or
+    `indices` and `weights` [..., K]. They give y [..., H]; of a layer with `router.aux_loss` (y, loss), where `loss` is
+    float32 and already multiplied by `aux_coefficient`. Under autocast x and the parameters are cast to the layer's
+    dtype. Kernels are loaded in the first call for a count of tokens, or by `layer.load(tokens)`: before a capture.
+
+    For the backward pass stay x and what `layer.sizes(tokens).kept` says; without gradients nothing stays. Weight
+    gradients have the type `grad_dtype` of the layer. Where that is float32 and `accumulate` is off, `.grad` of a bf16
+    parameter is rounded to bf16 by PyTorch, unless the parameter says `grad_dtype = torch.float32`. With `accumulate`
+    they are added to the float32 tensor `main_grad` of each weight, which you make and zero, as Megatron does; `.grad`
+    stays None for these. Biases of both projections and of the router have a `.grad` in every case.
+    """
+
+    def __init__(
+        self, layer: Layer, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
+        aux_coefficient: float = 0.001,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer, self.aux_coefficient = layer, aux_coefficient
+        self.operator = operator_of(layer)
+        known = default_names(layer)
+        unknown = sorted(set(names or ()) - known.keys())
+        if unknown:
+            raise ArgumentError(f"{layer.name} has no parameter {unknown[0]}; it has {', '.join(known)}")
+        self.names = {**known, **(names or {})}
+        for name, path in self.names.items():
+            buffer = layer.program.buffers[name]
+            trained = name in self.operator.parameters
+            kind = dtype if trained and dtype is not None else DTYPES[buffer.dtype]
+            tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
+            _place(self, path, nn.Parameter(tensor) if trained else tensor)
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_join)
+
+    def reset_parameters(self) -> None:
+        """Fresh values: weights uniform within 1 / sqrt of the elements that they sum over, biases 0."""
+        buffers, options = self.layer.program.buffers, self.layer.options
+        with torch.no_grad():
+            for name, path in self.names.items():
+                tensor, shape = _at(self, path), buffers[name].shape
+                across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
+                bound = float(shape[across]) ** -0.5
+                tensor.zero_() if _is_bias(name) else tensor.uniform_(-bound, bound)
+
+    def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:
+        """y, or (y, loss).
+
+        total_tokens: int32 [1] on the device, the tokens that the load-balancing loss counts; default: those of x.
+        """
+        operator = self.operator
+        tensors = {"x": x, **self._given(more)}
+        casting = torch.is_autocast_enabled(x.device.type)
+        for name, path in self.names.items():
+            tensors[name] = _at(self, path)
+        if operator.loss:
+            device = x.device
+            if total_tokens is None:
+                total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
+            tensors["total_tokens"] = total_tokens
+            tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
+        return operator(operator.cast(tensors, everything=casting), self._sums())
+
+    def extra_repr(self) -> str:
+        """What a print of the module says."""
+        options = self.layer.options
+        return f"{self.layer.name}, hidden={options.hidden}, intermediate={options.intermediate}" + (
+            f", experts={options.experts}, topk={options.topk}" if options.experts else ""
+        )
+
+    def _given(self, more: tuple[Any, ...]) -> dict[str, Any]:
+        """What the call gives of the choice of experts."""
+        options = self.layer.options
+        wanted = _MORE.get(options.router["input"], ()) if options.experts else ()
+        if len(more) != len(wanted):
+            raise ArgumentError(
+                f"{self.layer.name} takes x{''.join(f', {name}' for name in wanted)}; {1 + len(more)} were given"
+            )
+        return {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in zip(wanted, more, strict=True)}
+
+    def _sums(self) -> list[Any]:
+        return [main_grad(_at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
+
+
+def main_grad(parameter: Any, name: str) -> Any:
+    """The tensor that a parameter's gradient is added to. Raises ArgumentError."""
+    found = getattr(parameter, "main_grad", None)
+    if found is None:
+        raise ArgumentError(
+            f"{name} has no main_grad, to which a layer with accumulate = true adds its gradient; set it to"
+            " torch.zeros_like(parameter, dtype=torch.float32), or build the layer without accumulate",
+            argument=name,
+        )
+    return found
+
+
+def default_names(layer: Layer) -> dict[str, str]:
+    """Transformers' names of a layer's parameters and of its expert bias, by the layer's own."""
+    options, operator = layer.options, operator_of(layer)
+    first = "gate_up_proj" if options.gated else "up_proj"
+    router = "router" if options.experts and options.router["bias"] else "gate"
+    if options.experts:
+        ends = {"w1": first, "w2": "down_proj", "b1": f"{first}_bias", "b2": "down_proj_bias"}
+        known = {name: f"experts.{end}" for name, end in ends.items()}
+    else:
+        known = {"w1": f"{first}.weight", "w2": "down_proj.weight", "b1": f"{first}.bias", "b2": "down_proj.bias"}
+    known |= {"router": f"{router}.weight", "router_bias": f"{router}.bias"}
+    known |= {"expert_bias": "gate.e_score_correction_bias"}
+    known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
+    there = {*operator.parameters, *({"expert_bias"} & set(operator.inputs))}
+    return {name: path for name, path in known.items() if name in there}
+
+
+def _is_bias(name: str) -> bool:
+    return name in ("b1", "b2", "router_bias", "expert_bias")
+
+
+def _place(module: Any, path: str, tensor: Any) -> None:
+    """Puts a parameter or a buffer where `path` says, in modules made for it."""
+    *folders, last = path.split(".")
+    for folder in folders:
+        if not hasattr(module, folder):
+            module.add_module(folder, nn.Module())
+        module = getattr(module, folder)
+    (module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer)(last, tensor)
+
+
+def _at(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _join(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes one dense projection of the two that a checkpoint may have."""
+    layout = module.layer.options.glu_layout
+    for name in ("shared_w1", "w1", "b1") if module.layer.options.b_major == "k" else ("shared_w1",):
+        path = prefix + module.names.get(name, "")
+        whole, _, end = path.rpartition(".")
+        folder = whole.removesuffix("gate_up_proj")
+        gate, up = f"{folder}gate_proj.{end}", f"{folder}up_proj.{end}"
+        if whole != folder and path not in state and gate in state and up in state:
+            state[path] = joined(state.pop(gate), state.pop(up), layout)
+
+
+def joined(gate: Any, up: Any, layout: str) -> Any:
+    """The rows of gate and up in one tensor, as a GLU layout has them."""
+    if layout == "concat":
+        return torch.cat([gate, up])
+    block = 1 if layout == "interleaved" else int(layout.rpartition("-")[2])
+    parts = [tensor.unflatten(0, (-1, block)) for tensor in (gate, up)]
+    return torch.stack(parts, 1).flatten(0, 2)

@@ -1,0 +1,257 @@
+"""fusekit as an experts backend of Transformers 5: `experts_implementation="fusekit"`.
+
+    fusekit.interop.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", experts_implementation="fusekit")
+
+Transformers keeps the router; fusekit runs the experts, forward and backward, on the model's own parameters. The layer
+is found in the store by what the module computes: `kind = "moe"` with `router = { input = "choices" }`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.moe import ExpertsInterface
+
+from fusekit.errors import ArgumentError, NotBuiltError
+from fusekit.interop.torch_layer import DTYPES, launch, op_of, operator_of
+from fusekit.interop.torch_moe import main_grad
+from fusekit.runtime import Library, open_library
+
+if TYPE_CHECKING:
+    from fusekit.plan.layer import Options
+
+NAMES = {"w1": ("gate_up_proj", "up_proj"), "w2": ("down_proj",) * 2, "b1": ("gate_up_proj_bias", "up_proj_bias"),
+         "b2": ("down_proj_bias",) * 2}  # fmt: skip
+"""A layer's parameters in an experts module: (gated, not gated)."""
+
+# Numbers that modules keep for their gate.
+_NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
+_GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What an experts module computes, in the terms of a spec."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    topk: int
+    dtype: str
+    activation: tuple[tuple[str, Any], ...]
+    glu_layout: str
+    bias: bool
+    b_major: str
+
+    def fits(self, options: Options) -> bool:
+        """Whether a layer computes this, and nothing more."""
+        return (
+            options.kind == "moe"
+            and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
+            and _said(options.activation) == self.activation
+            and all(
+                getattr(options, name) == getattr(self, name)
+                for name in ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major")
+            )
+        )
+
+    def table(self) -> str:
+        """A spec file with this layer."""
+        activation = ", ".join(f"{name} = {_toml(value)}" for name, value in self.activation)
+        lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', 'arch = "sm_90a"']
+        for name in ("dtype", "hidden", "intermediate", "experts", "topk"):
+            lines.append(f"{name} = {_toml(getattr(self, name))}")
+        lines += ['router = { input = "choices" }', f"activation = {{ {activation} }}"]
+        lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
+        lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
+        return "\n".join(lines) + "\n"
+
+
+def register(library: Library | None = None, name: str = "fusekit", layers: str = "*") -> None:
+    """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
+
+    layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
+    keeps z, and then the first by name. With `accumulate`, each weight needs a float32 `main_grad`, as
+    `fusekit.interop.torch.MoE` says.
+
+    A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
+    kernels for it. Under autocast the module's tensors are cast. Indices outside the experts, as expert parallelism
+    has them, add nothing.
+    """
+    ExpertsInterface.register(name, backend(library, layers))
+
+
+def backend(library: Library | None = None, layers: str = "*") -> Callable[..., Any]:
+    """The function that `register` registers."""
+    opened: list[Library] = [] if library is None else [library]
+    found: dict[tuple[Any, ...], tuple[str, tuple[str, ...], tuple[str, ...]]] = {}
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def look_up(*key: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        if key not in found:
+            if not opened:
+                opened.append(open_library())
+            operator = operator_of(opened[0].layer(layer_for(opened[0], layers, described(*key), key[0].__name__)))
+            found[key] = operator.name, operator.inputs, operator.summed
+        return found[key]
+
+    def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        """Transformers' call: [T, H], [T, K] and [T, K] to [T, H]."""
+        dtype, device = module.down_proj.dtype, hidden_states.device.type
+        casting = torch.is_autocast_enabled(device)
+        if casting:
+            dtype = torch.get_autocast_dtype(device)
+        shape = (*module.down_proj.shape, top_k_index.shape[-1])
+        # As text: torch.compile would make symbols of floats.
+        numbers = [_text(getattr(module, each, None)) for each in _NUMBERS]
+        flags = module.has_gate, module.has_bias, module.is_transposed
+        kinds = type(module), type(getattr(module, "act_fn", None))
+        name, inputs, summed = look_up(*kinds, dtype, *shape, *flags, *numbers)
+        tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
+        for each, (gated, plain) in NAMES.items():
+            if each in inputs:
+                tensors[each] = getattr(module, gated if module.has_gate else plain)
+        if casting:
+            for each in ("x", *NAMES):
+                if each in inputs:
+                    tensors[each] = tensors[each].to(dtype)
+        sums = [main_grad(getattr(module, NAMES[each][not module.has_gate]), each) for each in summed]
+        return launch(op_of(name), [tensors[each] for each in inputs], sums)[0]
+
+    return experts
+
+
+def layer_for(library: Library, layers: str, experts: Experts, module: str) -> str:
+    """The name of the layer that fits. Raises NotBuiltError; ArgumentError for a dtype that no layer has."""
+    known = library.layers()
+    fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
+    if fitting:
+        return min(fitting, key=lambda name: (known[name].accumulate, known[name].keep != "z", name))
+    if experts.dtype not in ("bf16", "fp16"):
+        raise ArgumentError(
+            f"{module} has parameters of {experts.dtype}; layers have bf16 or fp16: load the model with"
+            ' dtype="bfloat16", or run it under autocast',
+            argument="dtype",
+        )
+    raise NotBuiltError(
+        f"{module}: no layer of the store computes these experts; save this as experts.toml and build it with:"
+        f" fusekit build experts.toml\n\n{experts.table()}",
+        name="experts/moe",
+        command="fusekit build experts.toml",
+    )
+
+
+def described(
+    module: type, act_fn: type, dtype: Any, experts: int, rows: int, columns: int, topk: int, has_gate: bool,
+    has_bias: bool, is_transposed: bool, *numbers: str | None,
+) -> Experts:  # fmt: skip
+    """What an experts module computes, from its class and numbers. Raises ArgumentError where fusekit has no kernel.
+
+    act_fn: the class of its activation. rows, columns: of an expert's down_proj. numbers: its `_NUMBERS`, as
+    `float.hex` writes them.
+    """
+    intermediate, hidden = (rows, columns) if is_transposed else (columns, rows)
+    kind = next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+    activation, layout = recognised(module, act_fn, has_gate, _numbers(numbers))
+    major = "n" if is_transposed else "k"
+    return Experts(hidden, intermediate, experts, topk, kind, _said(activation), layout, has_bias, major)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def _text(value: Any) -> str | None:
+    return float(value).hex() if isinstance(value, (int, float)) else None
+
+
+def _numbers(texts: tuple[str | None, ...]) -> dict[str, float]:
+    return {name: float.fromhex(text) for name, text in zip(_NUMBERS, texts, strict=True) if text is not None}
+
+
+def recognised(module: type, act_fn: type, has_gate: bool, numbers: dict[str, float]) -> tuple[dict[str, Any], str]:
+    """The activation and the GLU layout that give what the module's own code gives, on made-up numbers in float64."""
+    widest = max([20.0, *(2.0 * value for value in numbers.values())])
+    z = torch.linspace(-widest, widest, 16 * 128, dtype=torch.float64, device="cpu")
+    z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(0))].reshape(16, 128)
+    try:
+        own = SimpleNamespace(**numbers, act_fn=act_fn())
+        want = module._apply_gate(own, z) if has_gate else own.act_fn(z)  # type: ignore[attr-defined]
+    except Exception as error:  # of whatever the module's code needs beyond
+        raise ArgumentError(
+            f"{module.__name__}: its activation cannot be looked at ({type(error).__name__}: {error}); use"
+            ' experts_implementation="grouped_mm" for this model'
+        ) from error
+    for activation, layout in _candidates(has_gate, numbers):
+        made = _activated(activation, layout, z)
+        if made.shape == want.shape and torch.allclose(made, want, rtol=1e-9, atol=1e-12):
+            return activation, layout
+    raise ArgumentError(
+        f"{module.__name__}: its activation is none of {', '.join(_GATED if has_gate else _PLAIN)} with its numbers"
+        f' {numbers}; fusekit has no kernel for it; use experts_implementation="grouped_mm" for this model'
+    )
+
+
+def _candidates(has_gate: bool, numbers: dict[str, float]) -> Iterator[tuple[dict[str, Any], str]]:
+    alphas = [1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))]
+    limits = [None, *(value for name, value in numbers.items() if name.endswith("limit"))]
+    approximations = ("none", "tanh")
+    if not has_gate:
+        for kind, approximate in product(_PLAIN, approximations):
+            yield {"kind": kind, "approximate": approximate}, "none"
+        return
+    for kind, layout, limit, offset in product(_GATED, ("concat", "interleaved", "interleaved-32"), limits, (0.0, 1.0)):
+        for alpha, approximate in product(alphas, approximations):
+            own = {"kind": kind, "alpha": alpha, "approximate": approximate}
+            yield {**own, "limit": limit, "up_offset": offset}, layout
+
+
+def _activated(activation: dict[str, Any], layout: str, z: Any) -> Any:
+    """The definition of an activation, in PyTorch."""
+    functional, kind = torch.nn.functional, activation["kind"]
+    plain = {
+        "silu": functional.silu, "relu": torch.relu, "srelu": lambda v: torch.relu(v).square(),
+        "gelu": lambda v: functional.gelu(v, approximate=activation["approximate"]),
+    }  # fmt: skip
+    if kind in plain:
+        return plain[kind](z)
+    if layout == "concat":
+        gate, up = z.chunk(2, dim=-1)
+    else:
+        blocks = z.unflatten(-1, (-1, 2, 1 if layout == "interleaved" else 32))
+        gate, up = blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
+    if activation["limit"] is not None:
+        gate, up = gate.clamp(max=activation["limit"]), up.clamp(-activation["limit"], activation["limit"])
+    gates = {
+        "swiglu": lambda v: v * torch.sigmoid(activation["alpha"] * v), "reglu": torch.relu, "geglu": plain["gelu"],
+    }  # fmt: skip
+    return gates[kind](gate) * (up + activation["up_offset"])
+
+
+def _said(activation: Any) -> tuple[tuple[str, Any], ...]:
+    """An activation without what its kind does not have or what is the default, so that equal ones are equal."""
+    defaults = {"approximate": "none", "alpha": 1.0, "limit": None, "up_offset": 0.0}
+    said = {name: value for name, value in activation.items() if name in defaults and value != defaults[name]}
+    if said.get("limit") in ("inf", float("inf")):
+        del said["limit"]
+    if activation["kind"] not in ("gelu", "geglu"):
+        said.pop("approximate", None)
+    if activation["kind"] != "swiglu":
+        said.pop("alpha", None)
+    return (("kind", activation["kind"]), *sorted((name, _plain(value)) for name, value in said.items()))
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, int) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
