@@ -81,10 +81,14 @@ MAY = {
 FRAMEWORKS = {
     "torch": {
         "fusekit/interop/torch.py",
+        "fusekit/interop/torch_layer.py",
+        "fusekit/interop/torch_moe.py",
+        "fusekit/interop/transformers.py",
         "fusekit/providers/quack.py",
         "fusekit/bench/torch_gemm.py",
         "fusekit/bench/torch_router.py",
     },
+    "transformers": {"fusekit/interop/transformers.py"},
     "jax": {"fusekit/interop/jax.py"},
 }
 

@@ -163,7 +163,8 @@ def _at(module: Any, path: str) -> Any:
 def _join(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Makes one dense projection of the two that a checkpoint may have."""
     layout = module.layer.options.glu_layout
-    for name in ("shared_w1", "w1", "b1") if module.layer.options.b_major == "k" else ("shared_w1",):
+    names = ["shared_w1", *(("w1", "b1") if module.layer.options.b_major == "k" else ())]
+    for name in names:
         path = prefix + module.names.get(name, "")
         whole, _, end = path.rpartition(".")
         folder = whole.removesuffix("gate_up_proj")

@@ -4,14 +4,14 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 ATTENTION = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
     "max_position_embeddings": 1024, "pad_token_id": 0,
 }  # fmt: skip
 
 
-def configs(hidden, intermediate):
+def configs(hidden, intermediate, layers=2):
     """A configuration of each family."""
-    own = {**ATTENTION, "hidden_size": hidden}
+    own = {**ATTENTION, "hidden_size": hidden, "num_hidden_layers": layers}
     return {
         "gpt-oss": GptOssConfig(
             **own, intermediate_size=intermediate, num_local_experts=8, num_experts_per_tok=4, sliding_window=64
@@ -26,16 +26,16 @@ def configs(hidden, intermediate):
         "deepseek-v3": DeepseekV3Config(
             **{**own, "num_key_value_heads": 4, "head_dim": 8}, intermediate_size=hidden,
             moe_intermediate_size=intermediate, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
-            n_shared_experts=1, first_k_dense_replace=0, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
-            v_head_dim=16, routed_scaling_factor=2.5,
+            n_shared_experts=1, first_k_dense_replace=0, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=16, v_head_dim=16, routed_scaling_factor=2.5,
         ),
     }  # fmt: skip
 
 
-def model(name, backend, hidden, intermediate, dtype=torch.float32, device="cpu"):
+def model(name, backend, hidden, intermediate, dtype=torch.float32, device="cpu", layers=2):
     """A model of the family with the experts backend; the same weights for every backend."""
     torch.manual_seed(0)
-    config = configs(hidden, intermediate)[name]
+    config = configs(hidden, intermediate, layers)[name]
     made = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=backend)
     with torch.no_grad():
         for path, parameter in made.named_parameters():

@@ -14,7 +14,7 @@ interop = pytest.importorskip("fusekit.interop.torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from fusekit.interop.torch_layer import Operator, operator_of  # noqa: E402
-from tests.interop import plain_moe  # noqa: E402
+from tests.interop import plain_torch  # noqa: E402
 from tests.interop.layers import StandIn  # noqa: E402
 from tests.plan.test_layer_program import CASES, H, K, X  # noqa: E402
 
@@ -59,7 +59,7 @@ def plain(moe, given, dtype=torch.float64):
     for each in more:
         each.requires_grad_(each.is_floating_point())
     names = {1: ("logits",), 2: ("indices", "weights")}.get(len(more), ())
-    y, loss = plain_moe.forward(
+    y, loss = plain_torch.forward(
         o, tensors, x, coefficient=COEFFICIENT, **dict(zip(names, more, strict=True))
     )  # fmt: skip
     total(y if loss is None else (y, loss)).backward()
@@ -160,7 +160,7 @@ def test_the_loss_alone_has_gradients():
     _, loss, _, _ = plain(moe, (x,))
     tensors = {name: plain_of(moe, name, torch.float64) for name in moe.names}
     wide = x.detach().double().requires_grad_()
-    loss = plain_moe.forward(moe.layer.options, tensors, wide, coefficient=COEFFICIENT)[1]
+    loss = plain_torch.forward(moe.layer.options, tensors, wide, coefficient=COEFFICIENT)[1]
     loss.backward()
     close(x.grad, wide.grad)
     close(moe.gate.weight.grad, tensors["router"].grad)
@@ -354,7 +354,7 @@ def test_gate_and_up_join_as_they_are_split(layout):
     from fusekit.interop.torch_moe import joined
 
     gate, up = torch.randn(64, 3), torch.randn(64, 3)
-    found = plain_moe.split(joined(gate, up, layout).T, layout)
+    found = plain_torch.split(joined(gate, up, layout).T, layout)
     assert torch.equal(found[0].T, gate) and torch.equal(found[1].T, up)
 
 

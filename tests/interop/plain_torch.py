@@ -60,10 +60,26 @@ def _first(values, count):
 
 
 def margins(o, logits, expert_bias=None):
-    """By how much each token's choice could change before it would be another: the gap after its last score."""
-    ranked = score(o.router, logits) + (0 if expert_bias is None else expert_bias)
-    ordered = ranked.sort(dim=1, descending=True).values
-    return (ordered[:, :-1] - ordered[:, 1:]).min(dim=1).values
+    """[T]: the least difference that decides a token's choice, of scores or of groups' scores."""
+    r = o.router
+    ranked = logits if r["score_function"] == "softmax" else score(r, logits)
+    ranked = ranked + (0 if expert_bias is None else expert_bias)
+    found = _gap(ranked, o.topk)
+    if r["num_groups"]:
+        size, chosen = o.experts // r["num_groups"], r["group_topk"]
+        within = ranked.unflatten(1, (-1, size))
+        found = torch.minimum(found, _gap(within.topk(o.topk // chosen, dim=2).values.sum(2), chosen))
+        # Which experts decide a group's score, and which of the chosen groups' are chosen: any two that are close.
+        ordered = ranked.sort(dim=1).values
+        found = torch.minimum(found, (ordered[:, 1:] - ordered[:, :-1]).min(dim=1).values)
+    return found
+
+
+def _gap(values, count):
+    ordered = values.sort(dim=1, descending=True).values
+    if count == values.shape[1]:
+        return torch.full_like(ordered[:, 0], float("inf"))
+    return ordered[:, count - 1] - ordered[:, count]
 
 
 def score(r, logits):

@@ -1,0 +1,372 @@
+"""Layers as PyTorch modules on the GPU: results and gradients, bits, graphs, hard batches.
+
+fusekit --store STORE build tests/gpu/layers.toml          on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_torch_moe.py
+"""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+interop = pytest.importorskip("fusekit.interop.torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from tests.interop import plain_torch  # noqa: E402
+
+NAMES = (
+    "qwen3", "gpt-oss", "mixtral", "deepseek", "llama4", "logits", "choices", "recompute", "gradients-f32", "plain",
+    "mlp",
+)  # fmt: skip
+COEFFICIENT = 0.02
+# Relative Frobenius error against float64: bf16 rounds z, a, o and y, and in the gradients also dz; one rounding is
+# 1.7e-3.
+VALUES, GRADIENTS = 5e-3, 8e-3
+APART = 1e-4  # between the scores that decide a choice, so that float32 and float64 choose alike
+
+
+@pytest.fixture(scope="module")
+def layers(opened):
+    if not opened.store.names("layers/*"):
+        pytest.skip(f"no kernels of layers in {opened}; build tests/gpu/layers.toml there and name the store")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return opened
+
+
+def module(library, name, seed=0):
+    torch.manual_seed(seed)
+    moe = interop.MoE(library.layer(f"layers/{name}"), device="cuda", aux_coefficient=COEFFICIENT)
+    with torch.no_grad():
+        for path, tensor in moe.state_dict().items():
+            if "bias" in path:
+                tensor.normal_(std=0.1)
+    return moe
+
+
+def router_of(moe):
+    options = moe.layer.options
+    return options.router["input"] if options.experts else ""
+
+
+def inputs(moe, tokens, seed=1):
+    """x, and what the layer is given of the choice; no choice hangs on the last bits of a score."""
+    o, kind = moe.layer.options, router_of(moe)
+    torch.manual_seed(seed)
+    x = torch.randn(4 * tokens + 8, o.hidden, device="cuda").to(moe.operator.dtype)
+    logits = torch.randn(len(x), o.experts, device="cuda") if o.experts else None
+    if kind in ("x", "logits"):
+        t = tensors_of(moe, torch.float64)
+        made = logits.double()
+        if kind == "x":
+            made = torch.nn.functional.linear(x.double(), t["router"], t.get("router_bias"))
+        far = plain_torch.margins(o, made, t.get("expert_bias")) > APART
+        assert far.sum() >= tokens
+        x, logits = x[far], logits[far]
+    x = x[:tokens].clone().requires_grad_()
+    if kind == "logits":
+        return x, logits[:tokens].clone().requires_grad_()
+    if kind == "choices":
+        chosen = logits[:tokens].argsort(1)[:, : o.topk].int()
+        return x, chosen, torch.rand(tokens, o.topk, device="cuda").requires_grad_()
+    return (x,)
+
+
+def tensors_of(moe, dtype):
+    found = {}
+    for name, path in moe.names.items():
+        tensor = moe
+        for part in path.split("."):
+            tensor = getattr(tensor, part)
+        found[name] = tensor.detach().to(dtype).requires_grad_(name != "expert_bias")
+    return found
+
+
+def direction(shape):
+    """What y is multiplied by to make a number: a dy of the size of real ones, in bf16."""
+    torch.manual_seed(5)
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def total(made):
+    y, loss = made if isinstance(made, tuple) else (made, None)
+    found = (y.to(torch.promote_types(y.dtype, torch.float32)) * direction(y.shape)).sum()
+    return found if loss is None else found + 3.0 * loss
+
+
+def step(moe, given, call=None):
+    """(outputs, gradients by name) of a forward and a backward pass."""
+    moe.zero_grad(set_to_none=True)
+    given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
+    made = (call or moe)(*given)
+    total(made).backward()
+    grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
+    grads |= {name: each.grad for name, each in moe.named_parameters()}
+    return (made if isinstance(made, tuple) else (made,)), grads
+
+
+def reference(moe, given):
+    """The same in float64: plain PyTorch."""
+    tensors = tensors_of(moe, torch.float64)
+    given = [each.detach().double() if each.is_floating_point() else each for each in given]
+    for each in given:
+        each.requires_grad_(each.is_floating_point())
+    more = dict(zip({2: ("logits",), 3: ("indices", "weights")}.get(len(given), ()), given[1:], strict=True))
+    y, loss = plain_torch.forward(moe.layer.options, tensors, given[0], coefficient=COEFFICIENT, **more)
+    total(y if loss is None else (y, loss)).backward()
+    grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
+    grads |= {moe.names[name]: each.grad for name, each in tensors.items() if name != "expert_bias"}
+    return ((y,) if loss is None else (y, loss)), grads
+
+
+def error(found, want):
+    """Relative Frobenius error; of what must be 0, the norm."""
+    want = torch.zeros_like(found, dtype=torch.float64) if want is None else want.double()
+    norm = want.norm().item()
+    return ((found.double() - want).norm() / (norm or 1.0)).item()
+
+
+def same(left, right):
+    """Equal bits, NaN included."""
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127, 1024])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_and_gradients(layers, name, tokens):
+    moe = module(layers, name)
+    given = inputs(moe, tokens)
+    made, grads = step(moe, given)
+    want, want_grads = reference(moe, given)
+    wrong = {"y": error(made[0], want[0])} if tokens else {}
+    assert all(value <= VALUES for value in wrong.values()), wrong
+    if len(made) > 1:
+        assert made[1].item() == pytest.approx(want[1].item(), rel=1e-5, abs=1e-12)
+    wrong = {path: error(grad, want_grads[path]) for path, grad in grads.items() if grad.numel()}
+    # Of one token a router's gradient is one number, a sum of terms of both signs.
+    limit = GRADIENTS * (4 if tokens == 1 else 1)
+    assert all(value <= limit for value in wrong.values()), wrong
+    with torch.no_grad():
+        again = moe(*given)
+    assert same(again[0] if isinstance(again, tuple) else again, made[0])  # the pass that keeps nothing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_have_the_same_bits(layers, name):
+    moe = module(layers, name)
+    given = inputs(moe, 1000)
+    first, grads = step(moe, given)
+    second, again = step(moe, given)
+    assert all(map(same, first, second))
+    assert all(same(grads[path], again[path]) for path in grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_has_the_same_bits_in_any_batch(layers, name):
+    moe = module(layers, name)
+    if moe.operator.loss:
+        pytest.skip("the loss, and so its gradient, is of the whole batch")
+    given = inputs(moe, 777)
+    made, grads = step(moe, given)
+    for rows in (slice(0, 1), slice(300, 433), slice(776, 777)):
+        alone = [each[rows] for each in given]
+        with torch.no_grad():
+            assert same(moe(*alone), made[0][rows])
+        part = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in alone]
+        (moe(*part).float() * direction(made[0].shape)[rows]).sum().backward()
+        assert same(part[0].grad, grads["input0"][rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_both_passes_is_replayed_with_other_tokens(layers, name):
+    moe = module(layers, name)
+    first, second = inputs(moe, 300, 1), inputs(moe, 300, 2)
+    static = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in first]
+
+    def run():
+        moe.zero_grad(set_to_none=True)
+        for each in static:
+            each.grad = None
+        made = moe(*static)
+        total(made).backward()
+        return made if isinstance(made, tuple) else (made,)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    held = {path: each.grad for path, each in moe.named_parameters()} | {"input0": static[0].grad}
+    for given in (second, first):
+        with torch.no_grad():
+            for each, new in zip(static, given, strict=True):
+                each.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        want, grads = step(copy.deepcopy(moe), given)
+        assert all(map(same, made, want))
+        assert all(same(held[path], grads[path]) for path in held)
+
+
+def test_all_tokens_to_one_expert_and_none_to_the_others(layers):
+    moe = module(layers, "llama4")
+    with torch.no_grad():
+        moe.gate.weight[:, 0] = 0.0
+        moe.gate.weight[5, 0] = 40.0
+    torch.manual_seed(3)
+    x = torch.randn(500, moe.layer.options.hidden, device="cuda").bfloat16()
+    x[:, 0] = 1.0
+    made, grads = step(moe, (x,))
+    want, want_grads = reference(moe, (x,))
+    assert error(made[0], want[0]) <= VALUES
+    for path in ("experts.gate_up_proj", "experts.down_proj"):
+        assert error(grads[path], want_grads[path]) <= GRADIENTS
+        others = grads[path][torch.arange(16) != 5]
+        assert not others.any()
+
+
+def test_a_nan_reaches_its_token_and_its_experts(layers):
+    moe = module(layers, "choices")
+    given = inputs(moe, 200)
+    made, grads = step(moe, given)
+    x = given[0].detach().clone()
+    x[17] = float("nan")
+    found, found_grads = step(moe, (x, *given[1:]))
+    others = torch.arange(200, device="cuda") != 17
+    assert found[0][17].isnan().all() and same(found[0][others], made[0][others])
+    assert same(found_grads["input0"][others], grads["input0"][others])
+    hit = torch.zeros(16, dtype=torch.bool, device="cuda")
+    hit[given[1][17].long()] = True
+    for path in ("experts.gate_up_proj", "experts.down_proj", "experts.gate_up_proj_bias"):
+        assert same(found_grads[path][~hit], grads[path][~hit]), path
+        assert found_grads[path][hit].isnan().flatten(1).any(1).all(), path
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+def test_a_nan_behind_a_router_reaches_no_other_token(layers, name):
+    moe = module(layers, name)
+    given = inputs(moe, 200)
+    made, grads = step(moe, given)
+    x = given[0].detach().clone()
+    x[17] = float("nan")
+    found, found_grads = step(moe, (x,))
+    others = torch.arange(200, device="cuda") != 17
+    assert found[0][17].isnan().all() and same(found[0][others], made[0][others])
+    if not moe.operator.loss:
+        assert same(found_grads["input0"][others], grads["input0"][others])
+
+
+def test_of_equal_logits_the_lower_experts_win(layers):
+    moe = module(layers, "logits")
+    torch.manual_seed(3)
+    x = torch.randn(65, moe.layer.options.hidden, device="cuda").bfloat16()
+    given = x, torch.zeros(65, 16, device="cuda")
+    made, grads = step(moe, given)
+    want, want_grads = reference(moe, given)
+    assert error(made[0], want[0]) <= VALUES
+    assert error(grads["experts.down_proj"], want_grads["experts.down_proj"]) <= GRADIENTS
+    assert not grads["experts.down_proj"][4:].any()
+
+
+def test_gradients_are_added_to_main_gradients(layers):
+    moe, plain = module(layers, "accumulate"), module(layers, "accumulate")
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+    total_of = {}
+    for seed in (1, 2):
+        given = inputs(moe, 400, seed)
+        total(moe(*given)).backward()
+        for path, grad in reference(plain, given)[1].items():
+            total_of[path] = total_of.get(path, 0) + grad
+    for name in moe.operator.summed:
+        path = moe.names[name]
+        assert moe.get_parameter(path).grad is None
+        assert error(moe.get_parameter(path).main_grad, total_of[path]) <= GRADIENTS, path
+    for path, parameter in moe.named_parameters():
+        assert parameter.grad is None or error(parameter.grad, total_of[path]) <= GRADIENTS, path
+
+
+def test_float32_gradients_reach_a_parameter_that_wants_them(layers):
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this PyTorch has no grad_dtype")
+    moe = module(layers, "gradients-f32")
+    moe.experts.down_proj.grad_dtype = torch.float32
+    given = inputs(moe, 400)
+    _, grads = step(moe, given)
+    assert grads["experts.down_proj"].dtype == torch.float32
+    assert error(grads["experts.down_proj"], reference(moe, given)[1]["experts.down_proj"]) <= GRADIENTS
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek", "choices"])
+def test_compiled(layers, name):
+    """The default backend, as one graph; the layer is the same operator, so its results have the same bits."""
+    torch._dynamo.reset()
+    moe = module(layers, name)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
+    for tokens in (127, 300):
+        given = inputs(moe, tokens)
+        made, grads = step(moe, given)
+        found, found_grads = step(moe, given, compiled)
+        assert same(found[0], made[0])
+        for path in grads:
+            assert error(found_grads[path], grads[path].double()) <= 1e-5, path
+
+
+def test_checkpointed(layers):
+    moe = module(layers, "qwen3")
+    given = inputs(moe, 300)
+    made, grads = step(moe, given)
+    for reentrant in (False, True):
+        found, again = step(moe, given, lambda x, way=reentrant: checkpoint(moe, x, use_reentrant=way))
+        assert same(found[0], made[0]) and all(same(grads[path], again[path]) for path in grads)
+
+
+def test_autocast(layers):
+    moe = module(layers, "gpt-oss").float()
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(parameter.bfloat16())
+    given = [each.detach().float().requires_grad_() for each in inputs(module(layers, "gpt-oss"), 300)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        made = moe(*given)
+    assert made.dtype == torch.bfloat16
+    total(made).backward()
+    want, want_grads = reference(moe, given)
+    assert error(made, want[0]) <= VALUES
+    for path, parameter in moe.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert error(parameter.grad, want_grads[path]) <= GRADIENTS, path
+
+
+def test_memory_that_stays_is_what_sizes_say(layers):
+    moe = module(layers, "qwen3")
+    tokens = 4096
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    moe(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = moe(x)
+    grown = torch.cuda.memory_allocated() - before
+    kept = moe.layer.sizes(tokens).kept
+    assert grown <= kept + y.numel() * 2 + 2 * 2**20 and kept < 1.1 * tokens * 8 * 512 * 2
+
+
+def test_another_stream(layers):
+    moe = module(layers, "gpt-oss")
+    given = inputs(moe, 300)
+    made, grads = step(moe, given)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    late = [torch.full_like(given[0], float("nan"))]
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late[0].copy_(given[0].detach())
+        found, again = step(moe, late)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    assert same(found[0], made[0]) and all(same(grads[path], again[path]) for path in grads)

@@ -1,0 +1,127 @@
+"""The experts backend in models of Transformers on the GPU, against their eager experts.
+
+fusekit --store STORE build tests/gpu/layers.toml          on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_transformers.py
+"""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+moe = pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
+if not hasattr(moe, "ExpertsInterface"):
+    pytest.skip("this version of transformers has no ExpertsInterface", allow_module_level=True)
+
+from fusekit.interop import transformers as interop  # noqa: E402
+from tests.interop import models  # noqa: E402
+
+H, I = 256, 128  # noqa: E741 - as in layers.toml
+FAMILIES = ("gpt-oss", "qwen3-moe", "mixtral", "deepseek-v3")
+VALUES, GRADIENTS = 5e-3, 8e-3  # relative Frobenius error of one block against float64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend(opened):
+    if not opened.store.names("layers/hf-*"):
+        pytest.skip(f"no kernels of layers in {opened}; build tests/gpu/layers.toml there and name the store")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    interop.register(opened, layers="layers/hf-*")
+    return "fusekit"
+
+
+def model(name, backend, **more):
+    return models.model(name, backend, H, I, dtype=torch.bfloat16, device="cuda", **more)
+
+
+def error(found, want):
+    return ((found.double() - want.double()).norm() / (want.double().norm() or 1.0)).item()
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 1024])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_alone(name, tokens, backend):
+    """The module with given choices, against its own eager code in float64."""
+    experts = model(name, backend).model.layers[0].mlp.experts
+    wide = copy.deepcopy(experts).double()
+    wide.config = copy.deepcopy(experts.config)
+    wide.config._experts_implementation_internal = "eager"
+    torch.manual_seed(1)
+    count, topk = experts.num_experts, experts.config.num_experts_per_tok
+    x = torch.randn(tokens, H, device="cuda").bfloat16()
+    indices = torch.rand(tokens, count, device="cuda").argsort(1)[:, :topk]
+    weights = torch.rand(tokens, topk, device="cuda").bfloat16()
+    dy = torch.randn(tokens, H, device="cuda").bfloat16()
+
+    def run(module, dtype):
+        given = [each.detach().to(dtype, copy=True).requires_grad_() for each in (x, weights)]
+        y = module(given[0], indices, given[1])
+        y.backward(dy.to(y.dtype))
+        return y, [given[0].grad, given[1].grad, *(each.grad for each in module.parameters())]
+
+    y, grads = run(experts, torch.bfloat16)
+    want, want_grads = run(wide, torch.float64)
+    assert error(y, want) <= VALUES
+    assert [error(*both) <= GRADIENTS for both in zip(grads, want_grads, strict=True)] == [True] * len(grads)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_logits_and_gradients_are_those_of_eager(name, backend):
+    """A model of one layer, whose router sees the same bits with both: no choice differs, only roundings do."""
+    made = {}
+    ids = models.tokens(128, "cuda")
+    for own in (backend, "eager"):
+        each = model(name, own, layers=1)
+        result = each(input_ids=ids, labels=ids)
+        result.loss.backward()
+        made[own] = result.loss.item(), result.logits, {path: p.grad for path, p in each.named_parameters()}
+    found, want = made[backend], made["eager"]
+    assert found[0] == pytest.approx(want[0], rel=1e-3)
+    assert error(found[1], want[1]) <= 1e-2
+    off = {path: error(found[2][path], grad) for path, grad in want[2].items() if grad is not None}
+    assert all(value <= 2e-2 for value in off.values()), off
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_follows_that_of_eager(name, backend):
+    """Two layers, so a router's choice may differ where scores are close; the losses stay together."""
+    losses = {}
+    for own in (backend, "eager"):
+        each = model(name, own)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=3e-4)
+        losses[own] = []
+        for step in range(50):
+            ids = models.tokens(64, "cuda", seed=step % 4)
+            loss = each(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[own].append(loss.item())
+    first = losses["eager"][0]
+    apart = [abs(left - right) / first for left, right in zip(losses[backend], losses["eager"], strict=True)]
+    assert losses[backend][-1] < 0.8 * first, losses
+    assert max(apart) <= 0.03 and sum(apart) / len(apart) <= 0.01, (max(apart), losses)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+def test_compiled_block(name, backend):
+    torch._dynamo.reset()
+    block = model(name, backend).model.layers[0].mlp
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for tokens in (64, 100):
+        x = torch.randn(2, tokens, H, device="cuda", dtype=torch.bfloat16)
+        found = []
+        for call in (block, compiled):
+            y = call(x)
+            found.append(y[0] if isinstance(y, tuple) else y)
+        assert error(found[1], found[0]) <= 2e-2  # the compiler's router may choose otherwise where scores are close
+
+
+def test_generation(backend):
+    """One token at a time; greedy choices are eager's where logits are apart."""
+    made = {}
+    for own in (backend, "eager"):
+        each = model("qwen3-moe", own).eval()
+        made[own] = each.generate(models.tokens(16, "cuda"), max_new_tokens=8, do_sample=False)
+    assert made[backend].shape == made["eager"].shape
