@@ -160,7 +160,7 @@ def _at(module: Any, path: str) -> Any:
     return module
 
 
-def _join(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _join(module: MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Makes one dense projection of the two that a checkpoint may have."""
     layout = module.layer.options.glu_layout
     names = ["shared_w1", *(("w1", "b1") if module.layer.options.b_major == "k" else ())]
