@@ -64,7 +64,7 @@ def command(
 
     A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
     a packaged name (FILE, FILE/KERNEL, FILE/KERNEL@VARIANT), a quoted glob over either ('specs/*.toml', '*/fc1*'), or -
-    for a spec on stdin, whose names begin with stdin/.
+    for a spec on stdin, whose names begin with stdin/. Where KERNEL is a layer, all the kernels that it needs are meant.
     """
     import time
 
@@ -88,8 +88,9 @@ def command(
     trusted = trust(specs_of(found), allowed, named=bool(targets))
     wanted = plan_build(of_arch(trusted.specs, archs), store)
     _untrusted(session, trusted.left_out)
+    layers = _layers(wanted)
     if dry_run:
-        return _dry_run(session, wanted, store, left_behind(store, found, archs))
+        return _dry_run(session, wanted, layers, store, left_behind(store, found, archs))
     _explain(session, wanted, store)
     with (
         _executor(session, executor if wanted.misses else None, executor_timeout) as pool,
@@ -99,11 +100,41 @@ def command(
     report.untrusted = list(trusted.left_out)
     tidy(report, store, found, archs, prune=prune)
     report.seconds = round(time.perf_counter() - start, 3)
-    output.answer(session, _document(session, report), lambda: _text(session, report))
+    output.answer(session, _document(session, report, layers), lambda: _text(session, report, layers))
     _moved(session, report.moved)
     _left(session, report.left, report.pruned, prune=prune)
     failures(session, report.failed)
     return 0 if report.ok else 1
+
+
+def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:
+    """Each layer of an architecture, with the kernels that it needs."""
+    from fusekit.spec.family import layer_name
+
+    found = {(name, spec.arch): spec.layer for spec in wanted.specs if (name := layer_name(spec))}
+    if not found:
+        return []
+    from fusekit.plan.layer import program
+
+    return [
+        {"name": name, "arch": arch, "kernels": [f"{name}.{part}" for part in program(options).parts]}
+        for (name, arch), options in sorted(found.items(), key=lambda each: each[0])
+    ]
+
+
+def _by_layer(rows: list[tuple[Any, ...]], layers: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The rows, of which each begins with a name and an architecture; those of a layer last, under a row of its own."""
+    of = {(kernel, layer["arch"]): layer["name"] for layer in layers for kernel in layer["kernels"]}
+    by: dict[str, list[tuple[Any, ...]]] = {}
+    for row in rows:
+        by.setdefault(of.get((row[0].partition("@")[0], row[1]), ""), []).append(row)
+    grouped = by.pop("", [])
+    for layer in layers:
+        own = [row for row in by.get(layer["name"], ()) if row[1] == layer["arch"]]
+        if own:
+            kernels = f"needs {output.plural(len(layer['kernels']), 'kernel')}:"
+            grouped += [(layer["name"], layer["arch"], kernels, *[""] * (len(own[0]) - 3)), *own]
+    return grouped
 
 
 def _explain(session: Session, wanted: BuildPlan, store: Store) -> None:
@@ -128,7 +159,9 @@ def _executor(session: Session, url: str | None, seconds: float | None) -> Itera
         yield executor
 
 
-def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]) -> int:
+def _dry_run(
+    session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], store: Store, left: list[Left]
+) -> int:
     from fusekit.compiler.explain import explain
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]
@@ -142,12 +175,13 @@ def _dry_run(session: Session, wanted: BuildPlan, store: Store, left: list[Left]
         "failed": _failed_document(wanted.failed),
         "warnings": session.warned,
         "left_behind": left,
+        "layers": layers,
     }
 
     def text() -> None:
         if missing:
             rows = [(each.name, each.arch, (each.key or "")[:12], each.reason) for each in missing]
-            output.table(session, ("NAME", "ARCH", "KEY", "WHY"), rows)
+            output.table(session, ("NAME", "ARCH", "KEY", "WHY"), _by_layer(rows, layers))
         kernels = output.plural(len(wanted.misses), "kernel")
         click.echo(f"{len(missing)} to build ({kernels} to compile), {len(cached)} cached")
 
@@ -181,7 +215,7 @@ def _check(
 
 
 def _check_document(session: Session, checked: Checked, arch: str) -> dict[str, Any]:
-    return _document(session, checked.report) | comparison_document(checked.comparison, arch)
+    return _document(session, checked.report, []) | comparison_document(checked.comparison, arch)
 
 
 def comparison_document(comparison: Any, arch: str) -> dict[str, Any]:
@@ -213,7 +247,7 @@ def comparison_text(session: Session, comparison: Any) -> None:
         output.table(session, ("NAME", "MANIFEST", "NOW", "WHY"), rows)
 
 
-def _document(session: Session, report: BuildReport) -> dict[str, Any]:
+def _document(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> dict[str, Any]:
     keys = ("name", "arch", "key", "cubin_sha256", "bytes", "seconds", "proved_launches")
     return {
         "built": [{key: getattr(built, key) for key in keys} for built in report.built],
@@ -225,6 +259,7 @@ def _document(session: Session, report: BuildReport) -> dict[str, Any]:
         "moved": report.moved,
         "left_behind": report.left,
         "pruned": [{"name": name, "arch": arch} for name, arch in report.pruned.names] if report.pruned else [],
+        "layers": layers,
     }
 
 
@@ -232,7 +267,7 @@ def _failed_document(failures: Sequence[Failed]) -> list[dict[str, str]]:
     return [{"name": failed.name, "arch": failed.arch, "error": failed.error} for failed in failures]
 
 
-def _text(session: Session, report: BuildReport) -> None:
+def _text(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -> None:
     if report.built:
         headings = ("NAME", "ARCH", "RESULT", "REGISTERS", "SPILLED", "CUBIN", "PROVED", "SECONDS")
         rows = [
@@ -249,7 +284,7 @@ def _text(session: Session, report: BuildReport) -> None:
             for result, found in (("built", report.built), ("hit", report.hits))
             for row in found
         ]
-        output.table(session, headings, rows, right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"))
+        output.table(session, headings, _by_layer(rows, layers), right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"))
     total = len(report.built) + len(report.hits) + len(report.failed)
     if len(report.hits) == total:
         click.echo(f"{output.plural(total, 'kernel')}, all cached ({report.seconds:.2f} s)")

@@ -56,7 +56,7 @@ def _staged(incomplete: str, stems: Iterable[str], names: Callable[[str], Iterab
     if not slash:
         found = _offers(file, stems)
         only = found[0] if found and found[1:] == [] and found[0] != file else None
-        return found if only is None else found + [f"{only}/{each}" for each in _offers("", _kernels(names(only)))]
+        return found if only is None else found + [f"{only}/{each}" for each in _offers("", _whole(names(only)))]
     return _inside(file, rest, [name for stem in stems if fnmatchcase(stem, file) for name in names(stem)])
 
 
@@ -68,14 +68,20 @@ def _inside(file: str, rest: str, inside: list[str]) -> list[str]:
     if at:
         variants = [name.partition("@")[2] for name in inside if fnmatchcase(name.partition("@")[0], kernel)]
         return [f"{file}/{kernel}@{each}" for each in _offers(variant, variants)]
-    found = _offers(kernel, _kernels(inside))
+    # A layer stands for its kernels, which are called layer.part, until it is there.
+    found = _offers(kernel, _whole(inside)) or _offers(kernel, _kernels(inside))
     if len(found) == 1 and not is_glob(kernel):
-        found += _offers(f"{found[0]}@", inside)
+        found += _offers(f"{found[0]}@", inside) + _offers(f"{found[0]}.", _kernels(inside))
     return [f"{file}/{each}" for each in found]
 
 
 def _kernels(names: Iterable[str]) -> list[str]:
     return [name.partition("@")[0] for name in names]
+
+
+def _whole(names: Iterable[str]) -> list[str]:
+    """The kernels, and layers for theirs."""
+    return [kernel.rpartition(".")[0] or kernel for kernel in _kernels(names)]
 
 
 def _offers(typed: str, values: Iterable[str]) -> list[str]:

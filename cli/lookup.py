@@ -30,6 +30,11 @@ def to_load(store: Store, records: Sequence[NameRecord], pattern: str) -> list[N
     return [choose(each, tuning=tuning.load(store, arch)) for (_, arch), each in _kernels(records).items()]
 
 
+def is_layer(name: str, records: Sequence[NameRecord]) -> bool:
+    """Whether `name` (`file/layer`) means these records as the kernels of a layer."""
+    return bool(records) and all(record.name.startswith(f"{name}.") and record.spec.get("layer") for record in records)
+
+
 def check_alike(found: Sequence[NameListing]) -> None:
     """Raises UsageError where variants of one kernel among `found` do not compute the same."""
     from fusekit.choice import variants

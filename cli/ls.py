@@ -20,7 +20,8 @@ from fusekit_cli.options import Session, common, one_arch
 @sources.sourced
 @common
 def command(session: Session, patterns: tuple[str, ...], arch: str | None, source: str | None) -> int:
-    """List the kernels in the store, of every layer, or those that GLOB names.
+    """List the kernels in the store, of every layer, or those that GLOB names. PART OF is the layer of a model that a
+    kernel belongs to.
 
     Exit code 1 if a layer cannot be listed, or is not there; what the others hold is listed all the same.
     """
@@ -44,9 +45,14 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, sourc
 
     def text() -> None:
         layers = len({row["layer"] for row in rows}) > 1
-        headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *(["LAYER"] if layers else [])]
+        parts = any(row["part_of"] for row in rows)
+        more = {"PART OF": "part_of"} if parts else {}
+        more |= {"LAYER": "layer"} if layers else {}
+        headings = ["NAME", "ARCH", "REGISTERS", "SPILLS", "BYTES", "KEY", *more]
         told = ("name", "arch", "registers", "spill_bytes", "bytes")
-        cells = [(*(row[key] for key in told), row["key"][:12], *([row["layer"]] if layers else [])) for row in rows]
+        cells = [
+            (*(row[key] for key in told), row["key"][:12], *(row[key] or "" for key in more.values())) for row in rows
+        ]
         if rows:
             output.table(session, headings, cells, right=("REGISTERS", "SPILLS", "BYTES"))
 

@@ -47,9 +47,10 @@ def command(
 
 def _listed(manifest: Manifest, patterns: tuple[str, ...], arch: str | None) -> tuple[str, ...]:
     """The full names of `manifest` that `patterns` mean: each has to be there."""
-    from fusekit.store.names import matches
+    from fusekit.store.names import meant
 
-    found = tuple(name for name in manifest.kernels if any(matches(each, name) for each in patterns or ("*",)))
+    wanted = {name for each in patterns or ("*",) for name in meant(each, manifest.kernels)}
+    found = tuple(name for name in manifest.kernels if name in wanted)
     if not found or arch not in (None, manifest.arch):
         raise UsageError(
             f"the manifest is for {manifest.arch} and lists none of what is asked for; name what it lists, or another"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fusekit.errors import IntegrityError, NotBuiltError
 from fusekit.store import Entry, NameListing, NameRecord, Store
 from fusekit_cli import complete, output, sources
-from fusekit_cli.lookup import chosen, to_load
+from fusekit_cli.lookup import chosen, is_layer, stored, to_load
 from fusekit_cli.options import Session, common
+
+if TYPE_CHECKING:
+    from fusekit.store.exchange import Survey
 
 
 @click.command("show")
@@ -23,13 +26,25 @@ def command(session: Session, name: str, arch: str | None, source: str | None) -
     """Show everything the store knows about NAME: spec, launch record, arguments, resources, toolchain, proof.
 
     FILE/KERNEL shows the variant that loading it takes. A FILE or a glob shows each kernel it means; with --json that
-    is a list if there are several, and one object otherwise.
+    is a list if there are several, and one object otherwise. FILE/LAYER shows a layer: options, arguments, steps,
+    memory, kernels.
     """
     if source is None:
         store = session.open_store()
+        found = stored(store, name, arch)
+        if is_layer(name, [listed.record for listed in found]):
+            _layer(session, store, name, [listed.record for listed in found], str(found[0].layer))
+            return
         documents = [_stored(store, listed) for listed in chosen(store, name, arch)]
     else:
-        documents = _elsewhere(session, source, name, arch)
+        held = _held(session, source, name, arch)
+        store, where = session.open_store(), sources.shown(source)
+        if is_layer(name, held.records):
+            _layer(session, store, name, held.records, where)
+            return
+        documents = [
+            _describe(record, held.entries[record.key], where) for record in to_load(store, held.records, name)
+        ]
 
     def text() -> None:
         for index, document in enumerate(documents):
@@ -45,14 +60,20 @@ def command(session: Session, name: str, arch: str | None, source: str | None) -
     output.answer(session, output.one_or_many(documents), text)
 
 
-def _elsewhere(session: Session, source: str, name: str, arch: str | None) -> list[dict[str, Any]]:
+def _layer(session: Session, store: Store, name: str, records: Sequence[NameRecord], where: str) -> None:
+    from fusekit_cli import show_layer
+
+    document = show_layer.describe(store, name, records, where)
+    output.answer(session, document, lambda: show_layer.text(session, document))
+
+
+def _held(session: Session, source: str, name: str, arch: str | None) -> Survey:
     held = sources.look(session, source, (name,), arch, entries=True)
     if held.failed:
         raise IntegrityError(held.failed[0][2])
     if not held.records:
         raise sources.absent(source, (name,), arch)
-    records = to_load(session.open_store(), held.records, name)
-    return [_describe(record, held.entries[record.key], sources.shown(source)) for record in records]
+    return held
 
 
 def _stored(store: Store, listed: NameListing) -> dict[str, Any]:

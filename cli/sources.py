@@ -57,11 +57,9 @@ def look(
     if not is_bundle(source):
         return survey(Remote(source), trust, patterns, arch, entries=entries, cubins=cubins, inspect=WELLFORMED)
     records, held = read_bundle(bundle_source(source, sys.stdin.buffer), trust, WELLFORMED)
-    chosen = tuple(
-        record
-        for record in records
-        if arch in (None, record.arch) and any(names.matches(pattern, record.name) for pattern in patterns or ("*",))
-    )
+    known = dict.fromkeys(record.name for record in records)
+    wanted = {name for pattern in patterns or ("*",) for name in names.meant(pattern, known)}
+    chosen = tuple(record for record in records if arch in (None, record.arch) and record.name in wanted)
     keys = {record.key for record in chosen} if patterns or arch else held.keys()
     return Survey(chosen, {key: held[key] for key in keys}, len({held[key].cubin_sha256 for key in keys}))
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fusekit.spec.catalog import Found
     from fusekit.store import Entry
 
-_TEXT = frozenset({"summary", "problem"})  # of a spec: for people, and for benchmarks
+# Of a spec: for people, for benchmarks; and the table of a layer, of which each kernel has its own share.
+_TEXT = frozenset({"summary", "problem", "layer"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import ArgumentError, IntegrityError, NotBuiltError
+from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
-from fusekit.plan.layer import Buffer, Options, Program, program
+from fusekit.plan.layer import Buffer, Options, Program, program, stored_options
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.streams import stream_handle
@@ -279,17 +279,11 @@ def layers_of(library: Library) -> dict[str, Options]:
 
 def _options(library: Library, name: str) -> Options:
     """What the kernels of a layer say of it. Raises NotBuiltError where there are none."""
-    for listing in library.store.names(f"{name}.*"):
-        said = listing.record.spec.get("layer")
-        if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" == name:
-            try:
-                return Options(**said)
-            except TypeError as error:
-                raise IntegrityError(
-                    f"{listing.record.name}: the layer that it is of has other keys than this version of fusekit knows:"
-                    f" {error}; build {name} again"
-                ) from error
-    raise NotBuiltError.of(name, None, "it is no layer there", library.store.absent())
+    known = {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
+    options = stored_options(name, known)
+    if options is None:
+        raise NotBuiltError.of(name, None, "it is no layer there", library.store.absent())
+    return options
 
 
 def _count(tokens: int) -> int:

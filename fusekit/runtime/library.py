@@ -164,7 +164,14 @@ class Library:
         self, name: str, arch: str | None, device: int | None, problem: Mapping[str, int] | None
     ) -> tuple[NameRecord, int]:
         # What no store has is said first: that needs no driver.
-        elsewhere = sorted({listing.record.arch for listing in self.store.names(name)})
+        known = [listing.record for listing in self.store.names(name)]
+        elsewhere = sorted({record.arch for record in known})
+        if known and known[0].name.startswith(f"{name}."):
+            kernels = sorted({record.name.partition("@")[0] for record in known})
+            raise UsageError(
+                f"'{name}' is a layer of {len(kernels)} kernels; library.layer('{name}') binds and launches it; to load"
+                f" one of its kernels, name that: '{kernels[0]}'"
+            )
         if not elsewhere:
             # Let a damaged record speak before calling it missing.
             listing = self.store.listing(name)

@@ -2,14 +2,14 @@
 
 import glob
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fusekit.errors import SpecError, UsageError
 from fusekit.spec import document
-from fusekit.spec.family import Spec
+from fusekit.spec.family import Spec, layer_name
 from fusekit.spec.parse import parse_file, parse_text
 from fusekit.spec.values import nearest
 
@@ -69,10 +69,10 @@ def targets(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple
     A pattern is one of
 
     - the path of a spec file (`specs/moe.toml`), or a glob over such paths (`specs/*.toml`);
-    - kernels of those: `specs/moe.toml/fc1`, `moe.toml/fc1@128x128-c2x1`, `specs/*.toml/fc*`;
+    - kernels and layers of those: `specs/moe.toml/fc1`, `moe.toml/fc1@128x128-c2x1`, `specs/*.toml/fc*`;
     - a folder, which means every spec file in it;
-    - a packaged file's stem, a kernel's name `file/kernel`, a full name `file/kernel@variant`, or a glob over any of
-      the three;
+    - a packaged file's stem, the name of a kernel or a layer `file/kernel`, a full name `file/kernel@variant`, or a
+      glob over any of the three;
     - `-`: a spec on stdin, whose stem is `stdin`.
 
     What names something packaged is not looked for as a folder; `./name` is never packaged. namespace: of every file.
@@ -136,10 +136,15 @@ def _of_file(every: tuple[Spec, ...], stem: str, kernels: str, source: str) -> F
 
 
 def _found_in(every: tuple[Spec, ...], stem: str, pattern: str, source: str) -> Found:
+    layers = {name.partition("/")[2] for spec in every if (name := layer_name(spec))}
+
     def means(name: str) -> bool:
         # Patterns know nothing of namespaces, which stand before the stem.
         rest = name.partition("/")[2]
-        return any(fnmatchcase(text, pattern) for text in (stem, f"{stem}/{rest.partition('@')[0]}", f"{stem}/{rest}"))
+        kernel = rest.partition("@")[0]
+        layer = kernel.rpartition(".")[0]
+        forms = (stem, f"{stem}/{kernel}", f"{stem}/{rest}", *([f"{stem}/{layer}"] if layer in layers else ()))
+        return any(fnmatchcase(text, pattern) for text in forms)
 
     specs = tuple(spec for spec in every if means(spec.full_name))
     return Found(every[0].file if every else stem, specs, every, means, source)
@@ -164,10 +169,18 @@ def _stdin() -> str:
 
 def _nothing_in(pattern: str, kernels: str, found: list[Found]) -> list[Found]:
     specs = [spec for each in found for spec in each.every]
-    names = [spec.full_name if "@" in kernels else spec.name for spec in specs]
-    known = list(dict.fromkeys(name.partition("/")[2] for name in names))
+    known = list(dict.fromkeys(name.partition("/")[2] for name in _names(specs, kernels)))
     hint = nearest(kernels, known) or f"; there are {', '.join(known[:8])}"
     raise UsageError(f"'{pattern}' names no kernel of {found[0].source}{hint}")
+
+
+def _names(specs: Iterable[Spec], pattern: str) -> list[str]:
+    """What may be meant instead of `pattern`: full names where it is one; else kernels, and layers for theirs."""
+    if "@" in pattern:
+        return [spec.full_name for spec in specs]
+    if "." in pattern.rpartition("/")[2]:
+        return [spec.name for spec in specs]
+    return [layer_name(spec) or spec.name for spec in specs]
 
 
 def _nothing(pattern: str) -> UsageError:
@@ -175,8 +188,7 @@ def _nothing(pattern: str) -> UsageError:
     stem, slash, _ = pattern.partition("/")
     if slash and stem in stems:
         specs = parse_file(packaged_folder() / f"{stem}.toml")
-        names = [spec.full_name for spec in specs] if "@" in pattern else [spec.name for spec in specs]
-        names = list(dict.fromkeys(names))
+        names = list(dict.fromkeys(_names(specs, pattern)))
     else:
         names = stems
     hint = nearest(pattern, names) or (

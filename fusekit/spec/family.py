@@ -21,7 +21,7 @@ from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
 
-__all__ = ["ExternSpec", "Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of"]
+__all__ = ["ExternSpec", "Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of", "layer_name"]
 
 Spec = KernelSpec | RouterSpec | PermutationSpec | ExternSpec
 ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, EXTERN)
@@ -91,6 +91,11 @@ def outside(op: str) -> Family | None:
     if not isinstance(found, Family) or op not in found.ops or not found.planner:
         raise SpecError(f"op {op!r}: its entry point gives {found!r}; it must give a Family that has it and a planner")
     return replace(found, keys=_with_op(found.keys, found.ops))
+
+
+def layer_name(spec: Any) -> str:
+    """`file/layer` of the layer that the kernel `spec` is a part of; empty where it is none."""
+    return "" if getattr(spec, "layer", None) is None else str(spec.name.rpartition(".")[0])
 
 
 def _with_op(keys: tuple[Key, ...], more: tuple[str, ...] = ()) -> tuple[Key, ...]:

@@ -10,9 +10,11 @@ from typing import Any
 
 from fusekit.spec.family import Family, families
 from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key
+from fusekit.spec.layer import LAYER
 from fusekit.spec.parse import SCHEMA_VERSION
 from fusekit.spec.values import MAX_TEXT, MAX_VALUES
 
+A_LAYER = {"required": ["kind"]}
 NONE = {"not": {}, "description": "There is no such key."}
 
 
@@ -27,12 +29,13 @@ def schema() -> dict[str, Any]:
         "properties": _union(defaults=True),
         "additionalProperties": NONE,
     }
+    every = (*families(), LAYER)
     op = next(key for key in families()[0].keys if key.name == "op")
     kernel = {
         "type": "object",
         "required": ["name"],
         "properties": {**_union(defaults=False), "op": _property(op)},
-        "allOf": [_when(_op_is(family), _kernel_of(family)) for family in families()],
+        "allOf": [_when(_is(family), _kernel_of(family)) for family in every],
     }
     properties["kernel"] = {"description": by_name["kernel"].doc, "type": "array", "minItems": 1, "items": kernel}
     return {
@@ -44,7 +47,7 @@ def schema() -> dict[str, Any]:
         "required": [key.name for key in FILE_KEYS if key.required],
         "additionalProperties": NONE,
         "allOf": [_inherited(family) for family in families()],
-        "definitions": {family.ops[0]: _kernel(family) for family in families()},
+        "definitions": {_name(family): _kernel(family) for family in every},
     }
 
 
@@ -52,17 +55,26 @@ def _when(condition: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     return {"if": condition, "then": then}
 
 
+def _name(family: Family) -> str:
+    return family.ops[0] if family.ops else "layer"
+
+
+def _is(family: Family) -> dict[str, Any]:
+    """A table of the family: a layer has a kind, a kernel an operation."""
+    return {**_op_is(family), "not": A_LAYER} if family.ops else A_LAYER
+
+
 def _op_is(family: Family) -> dict[str, Any]:
     return {"properties": {"op": {"enum": list(family.ops)}}, "required": ["op"]}
 
 
 def _kernel_of(family: Family) -> dict[str, Any]:
-    return {"$ref": f"#/definitions/{family.ops[0]}"}
+    return {"$ref": f"#/definitions/{_name(family)}"}
 
 
 def _inherited(family: Family) -> dict[str, Any]:
     """Kernels that leave `op` to [defaults]."""
-    kernel = _when({"not": {"required": ["op"]}}, _kernel_of(family))
+    kernel = _when({"not": {"anyOf": [{"required": ["op"]}, A_LAYER]}}, _kernel_of(family))
     return _when(
         {"properties": {"defaults": _op_is(family)}, "required": ["defaults"]},
         {"properties": {"kernel": {"items": kernel}}},
@@ -78,7 +90,7 @@ def _kernel(family: Family) -> dict[str, Any]:
 def _union(*, defaults: bool) -> dict[str, Any]:
     """Any key of any family; a value that one of them takes, since the file's kernels may belong to several."""
     forms: dict[str, list[dict[str, Any]]] = {}
-    for family in families():
+    for family in (*families(), LAYER):
         for key in family.defaults_keys if defaults else family.keys:
             form = _property(key)
             if form not in forms.setdefault(key.name, []):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fusekit.plan.layer import Options, broken, layer_keys, program
 from fusekit.plan.layer.options import make
 from fusekit.spec.family import Family, family_of
-from fusekit.spec.keys import ACTIVATION_KEYS
+from fusekit.spec.keys import ACTIVATION_KEYS, KERNEL_ONLY
 from fusekit.spec.model import DTYPES
 from fusekit.spec.sweep import Expansion, expand, indexed
+from fusekit.spec.values import one_of
+
+NAMED = 3  # kernels that a message lists
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
@@ -20,13 +23,30 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     found = Expansion(broken=list(broken(options)))
     if found.broken:
         return found
+    refused: dict[tuple[str, Any, str], list[str]] = {}
     for part, keys in program(options).parts.items():
         family = family_of(keys["op"])
-        made = expand(family, stem, _table(family, options, part, keys, values), indexed(()))
+        table = _table(family, options, part, keys, values)
+        for each in _unknown(family, table):
+            refused.setdefault(each, []).append(part)
+        made = expand(family, stem, table, indexed(()))
         found.specs += [replace(spec, layer=options) for spec in made.specs]  # type: ignore[type-var]
-        found.broken += [(f"{part}: {key}", value, rule) for key, value, rule in made.broken]
-        found.dropped += made.dropped
+        for each in made.broken:
+            refused.setdefault(each, []).append(part)
+    for (key, value, rule), named in refused.items():
+        parts = [*dict.fromkeys(named)]
+        key = f"router.{key}" if key in options.router and key not in values else key
+        some = ", ".join(parts[:NAMED]) + (f" and {len(parts) - NAMED} more" if len(parts) > NAMED else "")
+        found.broken.append((key, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some})"))
     return found
+
+
+def _unknown(family: Family, table: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The values that an operation does not take."""
+    for key in family.keys:
+        value = table[key.name]
+        if key.choices and not key.sweep and value not in (None, *key.choices):
+            yield key.name, value, f"must be {one_of(key.choices)}"
 
 
 def _table(
@@ -42,5 +62,6 @@ def _table(
 
 
 LAYER = Family(
-    (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch",), make=lambda *_: None, broken=lambda _: [], expand=expand_layer
-)
+    (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch",), make=lambda *_: None, broken=lambda _: [],
+    own=(*KERNEL_ONLY, "kind"), expand=expand_layer,
+)  # fmt: skip

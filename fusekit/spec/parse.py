@@ -3,6 +3,7 @@
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +107,10 @@ class _File:
                     where, "name", name, f"[[kernel]] {seen[name]} has this name already; name them apart"
                 )
             family = self._family(table, defaults)
+            if family.ops == () and "op" in table:
+                rule = "a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two out"
+                self.reader.report(where, "op", table["op"], rule)
+                table = {key: value for key, value in table.items() if key != "op"}
             own, inherited = self.reader.table(where, table, family.keys, complete=False), shared[family.ops]
             for key in family.keys:
                 if key.required and key.name not in own and key.name not in inherited:
@@ -113,7 +118,17 @@ class _File:
             if values := _complete(family, own, inherited, summary):
                 self._count(where, family, values)
                 read.append(_Table(where, family, own, inherited, values))
+        self._check_parts(kernels, seen)
         return tuple(spec for table in read for spec in self._variants(table))
+
+    def _check_parts(self, kernels: list[dict[str, Any]], seen: Mapping[str, int]) -> None:
+        """A layer's kernels are called `layer.part`: what else begins so would be taken for one of them."""
+        layers = {table["name"] for table in kernels if "kind" in table and isinstance(table.get("name"), str)}
+        for name, number in seen.items():
+            layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+            if layer is not None:
+                rule = f'names that begin with "{layer}." are of the kernels of the layer {layer}; name it otherwise'
+                self.reader.report(f"[[kernel]] {number} ({name}): ", "name", name, rule)
 
     def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
         if "kind" in table:
@@ -131,7 +146,7 @@ class _File:
         known = {key.name for family in used for key in family.defaults_keys}
         theirs = {key.name for family in used for key in family.keys if key.name not in KERNEL_ONLY} - known
         for name in sorted(defaults.keys() & theirs):
-            rule = f"of a router is said in its own [[kernel]] table; move {name} there"
+            rule = f"is said in the [[kernel]] table that it is for; move {name} there"
             self.reader.report("[defaults]: ", name, defaults[name], rule)
         known |= theirs
         shared = {}

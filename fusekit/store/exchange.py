@@ -258,7 +258,7 @@ class _Reading(Exchange):
             archs.setdefault(name, set()).add(each)
         for pattern in patterns or ("*",):
             # Full names may be thousands: each is looked up.
-            meant = [pattern] if names.is_full(pattern) else [name for name in archs if names.matches(pattern, name)]
+            meant = [pattern] if names.is_full(pattern) else names.meant(pattern, archs)
             chosen = {(name, each) for name in meant for each in archs.get(name, ()) if arch in (None, each)}
             if not chosen and names.is_full(pattern) and arch is not None:
                 chosen = {(pattern, arch)}  # of a server that does not list: asked for by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Listing:
 
 class Row(NamedTuple):  # of which a listing makes thousands, faster than dataclasses
     """A name and what it stands for. bytes: of the cubin; registers, spill_bytes: None where the entry has none;
-    layer: root of the one in which the name was found.
+    layer: root of the one in which the name was found. part_of: `file/layer` of the layer of a model that it is a kernel
+    of, None for others.
     """
 
     name: str
@@ -51,12 +53,15 @@ class Row(NamedTuple):  # of which a listing makes thousands, faster than datacl
     registers: int | None
     spill_bytes: int | None
     layer: Path
+    part_of: str | None
 
     @classmethod
     def of(cls, record: NameRecord | Brief, summary: Mapping[str, Any], layer: Path) -> Row:
         """summary: of the entry that `record` stands for; see `Entry.summary`."""
         resources = summary["registers"], summary["spill_bytes"]
-        return cls(record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"], *resources, layer)
+        whole = record.name.partition("@")[0].rpartition(".")[0] if names.is_of_layer(record) else None
+        found = record.name, record.arch, record.key, summary["cubin_sha256"], summary["bytes"]
+        return cls(*found, *resources, layer, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class _Problems(list[str]):
 
 
 def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
-    """What `pattern` means: a file's stem, a kernel, a full name, or a glob; sorted. Of several layers that have a
-    name the first one counts.
+    """What `pattern` means: a file's stem, a kernel, a layer, a full name, or a glob; sorted. Of several stores that have
+    a name the first one counts.
     """
     problems = _Problems()
     found = _search(layers, pattern, arch, Layer.name, problems)
@@ -84,7 +89,7 @@ def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
 
 
 def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[str, str]]:
-    """Full name and architecture of every record in `layer` that `pattern` means, damaged ones too; sorted. Reads
+    """Full name and architecture of every record in `layer` that `pattern` matches, damaged ones too; sorted. Reads
     none of them.
     """
     stem = pattern.partition("/")[0]
@@ -121,12 +126,27 @@ def _search(
     read: Callable[[Layer, str, str], T | None],
     problems: _Problems,
 ) -> list[tuple[T, Layer]]:
+    for each in names.readings(pattern):
+        found = _matching(layers, each, arch, read, problems)
+        if found or problems:
+            return found
+    return []
+
+
+def _matching(
+    layers: Sequence[Layer],
+    pattern: str,
+    arch: str | None,
+    read: Callable[[Layer, str, str], T | None],
+    problems: _Problems,
+) -> list[tuple[T, Layer]]:
     stem, _, kernel = pattern.partition("/")
     if not names.is_glob(stem) and not names.is_part(stem):
         return []
     file = None if names.is_glob(stem) else stem
     # A folder may hold thousands of names: what cannot be meant is not even taken apart.
-    start = "" if names.is_glob(pattern) or not kernel else kernel + ("." if "@" in kernel else "@")
+    exact = bool(kernel) and not names.is_glob(pattern)
+    start = kernel + ("." if "@" in kernel else "@") if exact else re.split(r"[*?[]", kernel, maxsplit=1)[0]
 
     def look() -> list[tuple[T, Layer]]:
         found: dict[tuple[str, str], tuple[T, Layer]] = {}
@@ -147,7 +167,7 @@ def _search(
                 problems.unlisted = True
         return [found[where] for where in sorted(found)]
 
-    for pause in _PAUSES if start else ():
+    for pause in _PAUSES if exact else ():
         found = look()
         # Nothing of that name is to be seen: a collection may have it aside, to remove it or to put it back.
         if found or problems or not any(layer.has_temporary_name(stem, start) for layer in layers):

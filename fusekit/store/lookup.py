@@ -171,16 +171,16 @@ class Lookup:
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """Records of every variant of the kernel `name` (`<file>/<kernel>`) for `arch`, sorted by name; empty when
-        none.
+        none, as of a layer.
         """
         found = self.listing(name, arch)
         if not found.names and found.problems:
             raise IntegrityError(found.problems[0])
-        return [each.record for each in found.names]
+        return [each.record for each in found.names if not each.record.name.startswith(f"{name}.")]
 
     def names(self, pattern: str = "*", arch: str | None = None) -> list[NameListing]:
-        """What `pattern` means in this store: a file's stem, a kernel, a full name, or a glob; sorted. Damaged ones
-        left out.
+        """What `pattern` means in this store: a file's stem, a kernel, a layer, a full name, or a glob; sorted. Damaged
+        ones left out.
         """
         return list(self.listing(pattern, arch).names)
 
@@ -193,9 +193,12 @@ class Lookup:
         it. Reads none of them: a damaged one counts, too.
         """
         found: dict[tuple[str, str], Path] = {}
-        for layer in self.layers:
-            for where in listing.recorded(layer, pattern, arch):
-                found.setdefault(where, layer.root)
+        for each in names.readings(pattern):
+            for layer in self.layers:
+                for where in listing.recorded(layer, each, arch):
+                    found.setdefault(where, layer.root)
+            if found:
+                break
         return dict(sorted(found.items()))
 
     def overview(self, pattern: str = "*", arch: str | None = None) -> Overview:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -199,6 +199,25 @@ def matches(pattern: str, name: str) -> bool:
     if is_glob(pattern):
         return any(fnmatchcase(form, pattern) for form in forms)
     return pattern in forms
+
+
+def is_of_layer(record: NameRecord | Brief) -> bool:
+    """Whether the kernel of `record` is one of a layer of a model."""
+    return b'"layer":{' in record.spec if isinstance(record.spec, bytes) else bool(record.spec.get("layer"))
+
+
+def readings(pattern: str) -> tuple[str, ...]:
+    """`pattern`, and what it means where no name is meant by it: `file/layer` then stands for the layer's kernels, which
+    are called `file/layer.part`.
+    """
+    file, _, kernel = pattern.partition("/")
+    return (pattern, f"{pattern}.*") if kernel and "@" not in pattern and not kernel.endswith("*") else (pattern,)
+
+
+def meant(pattern: str, names: Iterable[str]) -> list[str]:
+    """Of the full names `names` those that `pattern` means: a layer, too."""
+    known = [*names]
+    return next(filter(None, ([name for name in known if matches(each, name)] for each in readings(pattern))), [])
 
 
 def record_path(name: str, arch: str) -> str:

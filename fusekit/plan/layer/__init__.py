@@ -3,5 +3,6 @@
 from fusekit.plan.layer.options import KINDS, Options, broken, layer_keys
 from fusekit.plan.layer.passes import program
 from fusekit.plan.layer.program import Buffer, Program, Step
+from fusekit.plan.layer.stored import stored_options
 
-__all__ = ["KINDS", "Buffer", "Options", "Program", "Step", "broken", "layer_keys", "program"]
+__all__ = ["KINDS", "Buffer", "Options", "Program", "Step", "broken", "layer_keys", "program", "stored_options"]

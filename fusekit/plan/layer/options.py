@@ -116,7 +116,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         intermediate=values["intermediate"],
         experts=values["experts"],
         topk=values["topk"],
-        router=router if values["kind"] == MOE else {},
+        router=router if values["kind"] == MOE else dict(values["router"] or {}),
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
         bias=values["bias"],
@@ -135,7 +135,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for key in ("experts", "topk"):
             if getattr(options, key) < 1:
                 yield key, getattr(options, key), f"a layer of experts needs it; say {key}, 1 at least"
-        if options.topk > options.experts:
+        if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
         if options.router["scale"] == "input" and options.bias:
             yield (
@@ -144,18 +144,28 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 'the weights multiply the experts\' input (scale = "input"), and b2 has no row to '
                 "belong to; leave one of the two out",
             )
+        if options.experts % 8 and (options.router["input"] == X or options.bias):
+            of = "the router's weights" if options.router["input"] == X else "b2"
+            rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
+            yield "experts", options.experts, f"{rule}; say a multiple of 8"
         if options.router["input"] == CHOICES:
             for key in ("bias", "expert_bias", "aux_loss"):
                 if options.router[key]:
                     yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for key in ("experts", "topk", "shared"):
+        for key in ("experts", "topk", "shared", "router"):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
     if kind_of(options.activation["kind"]).backward:
         yield "activation.kind", options.activation["kind"], "name the forward activation; the layer knows the other"
+    if not options.gated and options.glu_layout != "none":
+        rule = f"the activation {options.activation['kind']} is not gated, so there is no gate to lay out; leave it out"
+        yield "glu_layout", options.glu_layout, rule
     for key in ("hidden", "intermediate", "shared"):
-        if getattr(options, key) % 8:
-            yield key, getattr(options, key), "a row must be a multiple of 16 bytes; say a multiple of 8"
+        size = getattr(options, key)
+        if size % 8:
+            yield key, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
+        elif key != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
+            yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'

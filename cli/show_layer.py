@@ -1,0 +1,111 @@
+"""`fusekit show` of a layer: what it is, what it is given, what it launches, and the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusekit.store import NameRecord, Store
+from fusekit_cli import output
+from fusekit_cli.lookup import to_load
+from fusekit_cli.options import Session
+
+if TYPE_CHECKING:
+    from fusekit.plan.layer import Buffer, Options, Program
+
+
+def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str) -> dict[str, Any]:
+    """The document of the layer `name`. records: of its kernels; layer: where they lie."""
+    from fusekit.plan.layer import program, stored_options
+
+    options = stored_options(name, {record.name: record.spec for record in records})
+    assert options is not None
+    made = program(options)
+    wanted = {f"{name}.{part}": keys["op"] for part, keys in made.parts.items()}
+    taken = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in wanted]
+    built = {record.name.partition("@")[0] for record in taken}
+    rest = options.canonical()
+    for known in ("file", "name", "kind", "tokens"):
+        del rest[known]
+    return {
+        "name": name,
+        "kind": options.kind,
+        "layer": layer,
+        "options": rest,
+        "passes": {which: _pass(name, made, which) for which in made.steps},
+        "memory": _memory(options, made),
+        "kernels": [
+            {"name": record.name, "arch": record.arch, "op": record.spec["op"], "key": record.key,
+             "bytes": record.summary.get("bytes"), "registers": record.summary.get("registers")}
+            for record in sorted(taken, key=lambda record: [*wanted].index(record.name.partition("@")[0]))
+        ],
+        "missing": [kernel for kernel in wanted if kernel not in built],
+    }  # fmt: skip
+
+
+def _pass(name: str, made: Program, which: str) -> dict[str, Any]:
+    inputs, outputs = made.arguments(which)
+    added = {name for step in made.steps[which] if made.parts[step.part].get("accumulate") for name in step.writes.values()}
+    return {
+        "inputs": _tensors(inputs.values()),
+        "outputs": [each | {"added_to": each["name"] in added} for each in _tensors(outputs.values())],
+        "steps": [
+            {"kernel": f"{name}.{step.part}", "op": made.parts[step.part]["op"], "reads": dict(step.reads),
+             "writes": dict(step.writes)}
+            for step in made.steps[which]
+        ],
+    }  # fmt: skip
+
+
+def _tensors(buffers: Iterable[Buffer]) -> list[dict[str, Any]]:
+    return [{"name": buffer.name, "dtype": buffer.dtype, "shape": list(buffer.shape)} for buffer in buffers]
+
+
+def _memory(options: Options, made: Program) -> dict[str, Any]:
+    """Bytes for the tokens of the spec."""
+    dims = made.dims(options.tokens)
+    scratch = {which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps}
+    places, kept = made.kept(dims)
+    parts = {name: made.buffers[name].bytes(dims) for name in places}
+    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch}
+
+
+def text(session: Session, document: Mapping[str, Any]) -> None:
+    """The document for people."""
+    archs = ", ".join(dict.fromkeys(kernel["arch"] for kernel in document["kernels"]))
+    count = len(document["kernels"]) + len(document["missing"])
+    click.echo(f"{document['name']}: a layer ({document['kind']}) of {output.plural(count, 'kernel')} for {archs}")
+    click.echo("options")
+    output.tree(document["options"], "  ")
+    for which, each in document["passes"].items():
+        click.echo(f"\n{which}")
+        rows = [
+            (tensor["name"], "inout" if tensor.get("added_to") else role, tensor["dtype"], _shape(tensor["shape"]))
+            for role in ("input", "output")
+            for tensor in each[f"{role}s"]
+        ]
+        output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE"), rows)
+        steps = [
+            (number, step["kernel"].rpartition(".")[2], step["op"], ", ".join(step["reads"].values()),
+             ", ".join(step["writes"].values()))
+            for number, step in enumerate(each["steps"], start=1)
+        ]  # fmt: skip
+        click.echo()
+        output.table(session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), steps, right=("STEP",))
+    memory = document["memory"]
+    click.echo(f"\nmemory for {memory['tokens']} tokens")
+    kept = ", ".join(f"{name} {output.size(size)}" for name, size in memory["kept_buffers"].items())
+    click.echo(f"  kept for the backward pass  {output.size(memory['kept'])}: {kept}")
+    for which, size in memory["scratch"].items():
+        click.echo(f"  scratch, {which:<18} {output.size(size)}")
+    click.echo()
+    rows = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
+    output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), rows, right=("REGISTERS",))
+    if document["missing"]:
+        click.echo(f"not built: {', '.join(document['missing'])}")
+
+
+def _shape(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
