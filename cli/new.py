@@ -38,19 +38,22 @@ from fusekit_cli.options import Session, common
     "--expert-parallel", "ranks", metavar="R", type=click.IntRange(min=1), default=1, show_default=True,
     help="Ranks that share the experts of a layer.",
 )  # fmt: skip
+@click.option("--kernels", is_flag=True, help="A list of single kernels, not layers.")
 @click.option("--training", is_flag=True, help="Only the kernels of training (default: of both).")
-@click.option("--inference", is_flag=True, help="Only the kernels of inference.")
+@click.option("--inference", is_flag=True, help="Only the kernels of inference; of a layer no load-balancing loss.")
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
 @click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
 @common
 def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
-    name: str | None, tokens: int, ranks: int, training: bool, inference: bool, arch: str, family: str | None,
+    name: str | None, tokens: int, ranks: int, kernels: bool, training: bool, inference: bool, arch: str,
+    family: str | None,
 ) -> None:  # fmt: skip
     """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
 
-    The file has the kernels of one layer: the MLP of a dense model; router, permutation and experts of a
-    mixture-of-experts model. What of the model does not fit is a comment that says why.
+    The file has one layer: the MLP of a dense model; router, experts and shared experts of a mixture-of-experts model.
+    With --kernels it lists the kernels of that layer one by one. What of the model does not fit is a comment that says
+    why.
 
     --from runs a function that returns what cute.compile takes, names the arguments of its kernel, and leaves their
     roles to fill in.
@@ -77,8 +80,9 @@ def command(
     if not re.fullmatch(NAME_PATTERN, stem):
         raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
     wanted = Request(
-        stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name
-    )
+        stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name,
+        kernels=kernels,
+    )  # fmt: skip
     made = new_spec(read, wanted)
     _answer(session, made, stem, out, force, model_type=read.model_type)
 

@@ -43,6 +43,7 @@ PLAIN = {
 SEPARATE = "w1 is gate_proj.weight over up_proj.weight, stacked once; w2 is down_proj.weight"
 STACKED = "w1[e] is gate_proj.weight over up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
 FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
+AS_STORED = "w1 is gate_up_proj [X, H, 2 I] and w2 is down_proj [X, I, H], as the checkpoint has them"
 TRANSPOSED = (
     "w1 and w2 are the transposes, made once, of gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. To use those as "
     'they are, exchange b_major = "k", the default, and "n" in the GEMMs, and dy and x in a launch of grouped-wgrad, '
@@ -56,7 +57,8 @@ class Mlp:
 
     role: "experts", "shared" (experts that every token goes through) or "dense". activation: a spec's table; None
     where fusekit has no such activation, and `why` then says so. weights: where w1 and w2 are in the checkpoint.
-    layers: which layers have it.
+    layers: which layers have it. apart: whether something is done to its output before it is added to that of the routed
+    experts.
     """
 
     role: str
@@ -68,6 +70,12 @@ class Mlp:
     weights: str = SEPARATE
     layers: str = "every layer"
     why: str = ""
+    apart: bool = False
+
+    @property
+    def b_major(self) -> str:
+        """Which dimension of its weights is contiguous in the checkpoint, as a spec says it."""
+        return "n" if self.weights == TRANSPOSED else "k"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,8 @@ class Router:
     """How a token's experts are chosen; the keys are those of `router-topk`.
 
     scales_input: the weight multiplies the expert's input, not its output. aux_loss: coefficient of the load-balancing
-    loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it.
+    loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it. bias:
+    of the logits. by_sequence: whether that loss is one of each sequence.
     """
 
     experts: int
@@ -85,6 +94,8 @@ class Router:
     aux_loss: float = 0.0
     aux_note: str = ""
     why: str = ""
+    bias: bool = False
+    by_sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +232,7 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
     sparse = [layer for layer in range(total) if layer not in alone and (layer + 1) % step == 0]
     mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(len(sparse), total))]
     if shared and (width := fields.size("shared_expert_intermediate_size", minimum=0)):
-        mlps.append(_mlp(fields, "shared", width, layers=_count(len(sparse), total)))
+        mlps.append(_mlp(fields, "shared", width, layers=_count(len(sparse), total), apart=True))
         fields.notes.append("the shared expert's output is multiplied by sigmoid(x . shared_expert_gate), left to you")
     if len(sparse) < total:
         width = fields.size("intermediate_size")
@@ -248,10 +259,10 @@ def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Model:
     experts, topk = fields.size("n_routed_experts", "num_experts"), fields.size("num_experts_per_tok")
     keys, why = _deepseek_router(fields, score, topk)
     aux = fields.number("aux_loss_alpha", default=0.0, quiet=True)
-    note = ""
-    if fields.peek("seq_aux") is True:
+    note, by_sequence = "", fields.peek("seq_aux") is True
+    if by_sequence:
         note = "seq_aux is true: the loss is that of each sequence; launch the loss's four kernels for each of them"
-    router = _router(fields, Router(experts, topk, keys, aux_loss=aux, aux_note=note, why=why))
+    router = _router(fields, Router(experts, topk, keys, aux_loss=aux, aux_note=note, why=why, by_sequence=by_sequence))
     return Model("", fields.size("hidden_size"), tuple(mlps), router)
 
 
@@ -310,8 +321,8 @@ def _gpt_oss(fields: Fields) -> Model:
     mlp = Mlp("experts", size, activation, True, "interleaved", True, TRANSPOSED, why=why)
     experts = fields.size("num_local_experts", "num_experts")
     topk = fields.size("num_experts_per_tok", "experts_per_token")
-    fields.notes.append("the router's linear layer has a bias; its logits x . Wr^T + b are left to you")
-    return Model("", fields.size("hidden_size"), (mlp,), _softmax(fields, experts, topk, normalised=True))
+    router = replace(_softmax(fields, experts, topk, normalised=True), bias=True)
+    return Model("", fields.size("hidden_size"), (mlp,), router)
 
 
 def _llama4(fields: Fields) -> Model:

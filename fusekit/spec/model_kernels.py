@@ -14,7 +14,8 @@ class Request:
     """What the file is for.
 
     name: the file's stem. tokens: T, the tokens of a launch on one rank. ranks: how many share the experts of a layer.
-    training, inference: whose kernels are wanted. origin: what the model was read from.
+    training, inference: whose kernels are wanted. origin: what the model was read from. kernels: single kernels are
+    wanted where a layer would do.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Request:
     training: bool = True
     inference: bool = True
     origin: str = "config.json"
+    kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +75,33 @@ def sizes_of(model: Model, request: Request) -> Sizes:
 def sections(model: Model, sizes: Sizes, request: Request) -> Iterator[tuple[str, list[Kernel]]]:
     """(title, kernels) of each part of the file, in the order of a forward pass."""
     if model.router is not None:
-        router = list(_router(model.router, sizes))
-        losses = _loss(model.router, sizes) if model.router.aux_loss and not model.router.why else ()
-        yield "The router", [*router, *losses] if request.training else router[:1]
+        yield router_section(model.router, sizes, request)
         title = "From the router's choices to the rows of the experts, and back"
         permutation = list(_permutation(model.router, sizes))
         yield title, permutation if request.training else permutation[:3]
+    for mlp in model.mlps:
+        prefix = "" if mlp.role == "experts" or model.router is None else f"{mlp.role}-"
+        made = _MlpKernels(mlp, prefix, sizes)
+        kernels = [*made.forward(request), *(made.backward() if request.training else ())]
+        yield f"{mlp_title(model, mlp)}; {mlp.weights}", kernels
+
+
+def router_section(router: Router, sizes: Sizes, request: Request) -> tuple[str, list[Kernel]]:
+    """(title, kernels) of the router."""
+    kernels = list(_router(router, sizes))
+    losses = _loss(router, sizes) if router.aux_loss and not router.why else ()
+    return "The router", [*kernels, *losses] if request.training else kernels[:1]
+
+
+def mlp_title(model: Model, mlp: Mlp) -> str:
+    """The title of an MLP's part of the file."""
     titles = {
         "experts": "The experts",
         "shared": "The shared experts, as one MLP that every token goes through",
         "dense": "The MLP" if model.router is None else "The dense MLP of the layers without experts",
     }
-    for mlp in model.mlps:
-        where = f" ({mlp.layers})" if model.router is not None else ""
-        prefix = "" if mlp.role == "experts" or model.router is None else f"{mlp.role}-"
-        made = _MlpKernels(mlp, prefix, sizes)
-        kernels = [*made.forward(request), *(made.backward() if request.training else ())]
-        yield f"{titles[mlp.role]}{where}. I = {mlp.intermediate}; {mlp.weights}", kernels
+    where = f" ({mlp.layers})" if model.router is not None else ""
+    return f"{titles[mlp.role]}{where}. I = {mlp.intermediate}"
 
 
 def _of(name: str, *extents: int) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.spec.family import family_of
+from fusekit.spec.family import Family, family_of
 from fusekit.spec.hf_config import Model
 from fusekit.spec.keys import Key
+from fusekit.spec.layer import LAYER
 from fusekit.spec.model_kernels import Kernel, Request, Sizes, sections, sizes_of
+from fusekit.spec.model_layer import parts
 from fusekit.spec.parse import parse_text
 
 WIDTH = 118
@@ -21,8 +23,14 @@ def new_spec(model: Model, request: Request) -> str:
     sizes = sizes_of(model, request)
     writer = _Writer(model, request, sizes)
     writer.header()
-    for title, kernels in sections(model, sizes, request):
-        writer.section(title, kernels)
+    if request.kernels:
+        for title, kernels in sections(model, sizes, request):
+            writer.section(title, kernels)
+    else:
+        for part in parts(model, sizes, request):
+            if not writer.section(part.title, part.kernels):
+                for title, kernels in part.instead:
+                    writer.section(title, kernels)
     if not writer.written:
         raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(dict.fromkeys(writer.left_out))}")
     text = "\n".join(writer.lines) + "\n"
@@ -35,6 +43,10 @@ def toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{name} = {toml(item)}" for name, item in value.items()) + " }"
     return json.dumps(value)
+
+
+def _family(keys: Mapping[str, Any]) -> Family:
+    return LAYER if "kind" in keys else family_of(keys["op"])
 
 
 class _Writer:
@@ -60,10 +72,10 @@ class _Writer:
         file = f"{request.name}.toml"
         self.lines += [f"#:schema ./{SCHEMA_FILE}"]
         self.comment(
-            f"Kernels of {request.name}, made by `fusekit new` from {request.origin} (model_type {model.model_type}). "
-            f"`fusekit build {file}` builds them, and with --dry-run says which. `fusekit show {request.name}/KERNEL` "
-            "lists a kernel's arguments. tile, cluster and schedule are left out: they are chosen for each problem. An "
-            f"editor checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
+            f"{'Kernels' if request.kernels else 'Layers'} of {request.name}, made by `fusekit new` from "
+            f"{request.origin} (model_type {model.model_type}). `fusekit build {file}` builds their kernels, and with "
+            f"--dry-run says which. `fusekit show {request.name}/NAME` lists arguments. tile, cluster and schedule are "
+            f"{'left out: they are ' if request.kernels else ''}chosen for each problem. An editor checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
         )
         self.lines += ["#"]
         self.comment(
@@ -85,43 +97,57 @@ class _Writer:
         self._key(shared["dtype"], model.dtype)
 
     def _notes(self) -> Iterator[str]:
-        yield from self.model.notes
-        if self.request.ranks > 1:
-            yield (
-                "the router's kernels see all X experts, and index sees those of this rank: subtract its first expert "
-                "from the indices, and a choice outside [0, E) gets no row. The exchange between ranks is not fusekit's"
-            )
-        router = self.model.router
-        if router is not None and router.aux_loss and router.aux_note and not router.why and self.request.training:
-            yield router.aux_note
-        if self.model.dtype == "fp16" and router is not None:
+        model, request = self.model, self.request
+        yield from model.notes
+        if request.ranks > 1:
+            if request.kernels:
+                how = (
+                    "the router's kernels see all X experts, and index sees those of this rank: subtract its first "
+                    "expert from the indices, and a choice outside [0, E) gets no row"
+                )
+            else:
+                how = (
+                    "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
+                    "choice, with the number of the expert on this rank and its weight"
+                )
+            yield f"{how}. The exchange between ranks is not fusekit's"
+        router = model.router
+        if router is None:
+            return
+        apart = request.kernels or request.ranks > 1
+        if router.bias and apart:
+            yield "the router's linear layer has a bias; its logits x . Wr^T + b are left to you"
+        if router.aux_loss and router.aux_note and not router.why and request.training:
+            layer = "; the layer's is that of all its tokens, so aux_loss is left out" if router.by_sequence else ""
+            yield router.aux_note if apart else f"{router.aux_note.partition(';')[0]}{layer}"
+        if model.dtype == "fp16" and request.kernels:
             yield "permutation moves bf16 and f32 rows, so its kernels are left out for fp16"
 
-    def section(self, title: str, kernels: list[Kernel]) -> None:
-        """A title, and the kernels that fit; the others as comments with the reason."""
+    def section(self, title: str, kernels: list[Kernel]) -> bool:
+        """A title, and the kernels that fit; the others as comments with the reason. Whether all fit."""
         self.lines += [""]
         self.comment(f"---- {title}.", "     ")
-        for kernel in kernels:
-            self._kernel(kernel)
+        return all([self._kernel(kernel) for kernel in kernels])
 
-    def _kernel(self, kernel: Kernel) -> None:
+    def _kernel(self, kernel: Kernel) -> bool:
         table = {"name": kernel.name, "summary": kernel.summary, **kernel.keys}
         why = kernel.why or self._refusal(table)
         self.lines += [""]
         if why:
             self.left_out.append(why)
             self.comment(f"Left out: {kernel.name} ({kernel.summary}). {why}.", "  ")
-            return
+            return False
         self.written.append(kernel.name)
         self.comment(kernel.tensors, "  ")
         self.lines += ["[[kernel]]"]
-        docs = {key.name: key for key in family_of(kernel.keys["op"]).keys}
+        docs = {key.name: key for key in _family(kernel.keys).keys}
         for name, value in table.items():
             self._key(docs[name], value)
+        return True
 
     def _refusal(self, table: Mapping[str, Any]) -> str:
         """Why the kernel cannot be built; empty where it can."""
-        known = {key.name for key in family_of(table["op"]).keys}
+        known = {key.name for key in _family(table).keys}
         shared = {"arch": self.request.arch, "dtype": self.model.dtype}
         whole: dict[str, Any] = {**{name: value for name, value in shared.items() if name in known}, **table}
         try:

@@ -23,9 +23,9 @@ PERMUTATION = ["index", "permute", "unpermute", "unpermute-bwd", "permute-bwd"]
 CHOSEN = ("tile", "cluster", "mainloop", "schedule", "file", "summary")  # what a spec for a model leaves to the library
 
 
-def text_of(config, name="model", family=None, **request):
+def text_of(config, name="model", family=None, kernels=True, **request):
     values = CONFIGS[config] if isinstance(config, str) else config
-    return new_spec(read_model(json.dumps(values), "config.json", family), Request(name, **request))
+    return new_spec(read_model(json.dumps(values), "config.json", family), Request(name, kernels=kernels, **request))
 
 
 def kernels_of(text, name="model"):
@@ -65,7 +65,7 @@ def test_every_model_gives_a_file_that_can_be_read(name):
     ],
 )
 def test_the_packaged_kernels_mean_the_same(model, request_):
-    packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / f"{model}.toml")}
+    packaged = {spec.kernel: spec for spec in parse_file(packaged_folder() / f"{model}.toml") if spec.layer is None}
     if not request_:
         request_ = {"tokens": packaged["fc1-fwd"].problem.M // 8}
     made = kernels_of(text_of(model, model, **request_), model)
@@ -154,3 +154,91 @@ def test_hostile_words_stay_in_comments():
     text = text_of(config, family="llama", origin="a\nb.json")
     assert set(tomllib.loads(text)) == {"schema", "summary", "defaults", "kernel"}
     assert all(line.isprintable() for line in text.splitlines())
+
+
+SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192}
+LAYERS = {
+    "gpt-oss-20b": {"bias": True, "aux_loss": True},
+    "gpt-oss-120b": {"bias": True, "aux_loss": True},
+    "qwen3-30b-a3b": {"aux_loss": True},
+    "mixtral-8x7b": {"aux_loss": True},
+    "qwen2-57b-a14b": {"pre_softmax": True, "aux_loss": True},
+    "deepseek-v3": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 8, "group_topk": 4,
+                    "scaling_factor": 2.5},
+    "deepseek-v2": {"input": "choices"},
+    "glm-4.5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
+    "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
+    "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
+    "llama-4-maverick": {"score_function": "sigmoid", "scale": "input"},
+}  # fmt: skip
+
+
+def layers_of(text, name="model"):
+    """The options of each layer, by its name in the file."""
+    return {spec.layer.name: spec.layer for spec in parse_text(text, name) if spec.layer is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_a_layer(name):
+    text = text_of(name, name, kernels=False)
+    tables, layers = tomllib.loads(text)["kernel"], layers_of(text, name)
+    assert [table["name"] for table in tables] == [*layers]
+    assert "Left out" not in text
+    assert max(map(len, text.splitlines())) <= WIDTH + 2
+    read = read_model(json.dumps(CONFIGS[name]), "")
+    first = layers[tables[0]["name"]]
+    assert (first.hidden, first.intermediate, first.tokens) == (read.hidden, read.mlps[0].intermediate, 8192)
+    assert first.activation.items() >= read.mlps[0].activation.items()
+    assert first.glu_layout == (read.mlps[0].glu_layout if read.mlps[0].gated else "none")
+    assert first.bias == read.mlps[0].bias
+    if name not in LAYERS:
+        assert (first.name, first.kind, len(layers)) == ("mlp", "mlp", 1)
+        return
+    assert (first.name, first.kind, first.experts, first.topk) == ("moe", "moe", read.router.experts, read.router.topk)
+    assert {key: first.router[key] for key in LAYERS[name]} == LAYERS[name]
+    assert first.b_major == ("n" if name.startswith(("gpt-oss", "llama-4")) else "k")  # as the checkpoint has them
+    assert first.shared == SHARED.get(name, 0)
+    others = {mlp.role for mlp in read.mlps} - {"experts"} - ({"shared"} if first.shared else set())
+    assert set(layers) == {"moe", *others}
+
+
+def test_a_layer_of_inference_has_no_loss():
+    layer = layers_of(text_of("mixtral-8x7b", kernels=False, training=False))["moe"]
+    assert layer.router["aux_loss"] is False
+    by_sequence = text_of("deepseek-v3", kernels=False)
+    assert "the layer's is that of all its tokens, so aux_loss is left out" in by_sequence.replace("\n#  ", "")
+    assert layers_of(by_sequence)["moe"].router["aux_loss"] is False
+
+
+def test_the_layer_of_one_rank_takes_the_rows_of_an_exchange():
+    text = text_of("deepseek-v3", kernels=False, ranks=32)
+    layers = layers_of(text)
+    moe = layers["moe"]
+    assert (moe.experts, moe.topk, moe.tokens, moe.shared) == (8, 1, 65536, 0)
+    assert moe.router["input"] == "choices"
+    assert set(layers) == {"moe", "shared", "dense"}
+    assert {"router-topk", "router-topk-bwd"} <= set(kernels_of(text))
+    assert "permute" not in kernels_of(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"torch_dtype": "float16"}, 'must be "f32" or "bf16"'),
+        ({"hidden_act": "xielu"}, "is no activation of a gated MLP"),
+        ({"num_local_experts": 12}, "say a multiple of 8"),
+    ],
+)
+def test_where_no_layer_fits_there_are_kernels(change, why):
+    text = text_of(CONFIGS["mixtral-8x7b"] | change, kernels=False)
+    assert why in re.sub(r"\n# +", " ", text)
+    assert re.search("^# Left out: moe ", text, re.MULTILINE)
+    assert layers_of(text) == {}
+    assert {"index", "fc2-fwd"} <= set(kernels_of(text))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_the_packaged_layers_are_those_of_the_models(model):
+    packaged = layers_of((packaged_folder() / f"{model}.toml").read_text(), model)["moe"]
+    made = layers_of(text_of(model, model, kernels=False, training=False, tokens=packaged.tokens), model)["moe"]
+    assert packaged.canonical() == made.canonical()

@@ -1,0 +1,99 @@
+"""The layers of a model, each as one table: its experts with router and shared experts, and its dense MLPs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusekit.spec.hf_config import AS_STORED, Mlp, Model, Router
+from fusekit.spec.model_kernels import Kernel, Request, Sizes, mlp_title, router_section, sections
+
+_LAYER_ROUTER = ("score_function", "pre_softmax", "expert_bias", "num_groups", "group_topk", "scaling_factor")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the file. instead: sections of single kernels, for a layer that cannot be built."""
+
+    title: str
+    kernels: list[Kernel]
+    instead: list[tuple[str, list[Kernel]]] = field(default_factory=list)
+
+
+def parts(model: Model, sizes: Sizes, request: Request) -> Iterator[Part]:
+    """Every layer of the model. The experts of one rank of several take choices, so that the router stands apart."""
+    listed = list(sections(model, sizes, request))
+    routing, listed = (listed[:2], listed[2:]) if model.router is not None else ([], listed)
+    instead = {mlp.role: section for mlp, section in zip(model.mlps, listed, strict=True)}
+    router, shared = model.router, next((mlp for mlp in model.mlps if mlp.role == "shared"), None)
+    joined = shared if shared is not None and _joins(model, shared, request) else None
+    for mlp in model.mlps:
+        if mlp.role == "experts" and router is not None:
+            layer = _experts(model, router, mlp, joined, sizes, request)
+            apart = [router_section(router, sizes, request)] if request.ranks > 1 else []
+            others = [] if joined is None else [instead[joined.role]]
+            yield Part(_title(model, mlp), [layer], [*routing[len(apart) :], instead[mlp.role], *others])
+            yield from (Part(*section) for section in apart)
+        elif mlp is not joined:
+            yield Part(_title(model, mlp), [_mlp(model, mlp, request)], [instead[mlp.role]])
+
+
+def _joins(model: Model, shared: Mlp, request: Request) -> bool:
+    """Whether the shared experts are a part of the layer of the routed ones."""
+    routed = next(mlp for mlp in model.mlps if mlp.role == "experts")
+    alike = (shared.activation, shared.glu_layout) == (routed.activation, routed.glu_layout)
+    return alike and not shared.apart and not shared.bias and request.ranks == 1
+
+
+def _title(model: Model, mlp: Mlp) -> str:
+    stored = mlp.weights if mlp.b_major == "k" else AS_STORED
+    return f"{mlp_title(model, mlp)}; {stored}"
+
+
+def _common(model: Model, mlp: Mlp) -> dict[str, Any]:
+    """The keys of any layer, of which those with usual values are left out."""
+    keys: dict[str, Any] = {"hidden": model.hidden, "intermediate": mlp.intermediate}
+    keys["activation"] = dict(mlp.activation or {})
+    if mlp.gated:
+        keys["glu_layout"] = mlp.glu_layout
+    if mlp.bias:
+        keys["bias"] = True
+    return keys | ({"b_major": mlp.b_major} if mlp.b_major != "k" else {})
+
+
+def _experts(
+    model: Model, router: Router, mlp: Mlp, shared: Mlp | None, sizes: Sizes, request: Request
+) -> Kernel:  # fmt: skip
+    given = request.ranks > 1 or bool(router.why)
+    topk, tokens = (1, sizes.rows) if request.ranks > 1 else (router.topk, sizes.tokens)
+    routing: dict[str, Any] = {"input": "choices"} if given else {
+        **({"bias": True} if router.bias else {}),
+        **{key: value for key, value in router.keys.items() if key in _LAYER_ROUTER},
+    }  # fmt: skip
+    if router.scales_input:
+        routing["scale"] = "input"
+    loss = router.aux_loss and request.training and not given and not router.by_sequence
+    if loss:
+        routing["aux_loss"] = True
+    keys: dict[str, Any] = {"kind": "moe", **_common(model, mlp)}
+    keys |= {"experts": sizes.groups, "topk": topk, "router": routing}
+    if shared is not None:
+        keys["shared"] = shared.intermediate
+    text = "y[T, H] from x[T, H]"
+    if given:
+        text += ", indices[T, K] and weights[T, K]"
+    if router.why and request.ranks == 1:
+        text += f". The router is left to you: {router.why}"
+    if loss:
+        text += f". The load-balancing loss takes its coefficient, here {router.aux_loss:g}, at launch"
+    if shared is not None:
+        text += f". Of the shared experts, {shared.weights}"
+    what = "experts" if given else "router and experts"
+    summary = f"One layer, forward and backward: {what}{', and the shared experts' if shared is not None else ''}"
+    why = mlp.why or ("" if shared is None else shared.why)
+    return Kernel("moe", summary, text, {**keys, "problem": {"T": tokens}}, why)
+
+
+def _mlp(model: Model, mlp: Mlp, request: Request) -> Kernel:
+    name = "mlp" if model.router is None else mlp.role
+    keys = {"kind": "mlp", **_common(model, mlp), "problem": {"T": request.tokens}}
+    return Kernel(name, "The MLP, forward and backward", "y[T, H] from x[T, H]", keys, mlp.why)

@@ -1,0 +1,219 @@
+"""A layer in a spec file: what is refused, and how; what [defaults] give; what an editor marks."""
+
+import jsonschema
+import pytest
+
+from fusekit.errors import SpecError
+from fusekit.plan.layer import layer_keys, program
+from fusekit.plan.layer.options import ROUTER_KEYS
+from fusekit.spec import parse_text, schema
+from fusekit.spec.catalog import targets
+from fusekit.spec.family import layer_name
+from fusekit.spec.keys import ACTIVATION_KEYS
+from fusekit.spec.model import DTYPES
+
+MOE = {"name": "moe", "kind": "moe", "arch": "sm_90a", "hidden": 256, "intermediate": 128, "experts": 8, "topk": 2}
+MLP = {name: value for name, value in MOE.items() if name not in ("experts", "topk")} | {"name": "mlp", "kind": "mlp"}
+GEMM = {"name": "fc", "op": "dense-gemm", "arch": "sm_90a", "tile": [128, 128], "cluster": [2, 1]}
+VALIDATOR = jsonschema.Draft7Validator(schema())
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def text_of(*tables, **defaults):
+    lines = ["schema = 1", "[defaults]", *(f"{key} = {toml(value)}" for key, value in defaults.items())]
+    for table in tables:
+        lines += ["[[kernel]]", *(f"{key} = {toml(value)}" for key, value in table.items() if value is not None)]
+    return "\n".join(lines)
+
+
+def problems(*tables, **defaults):
+    with pytest.raises(SpecError) as caught:
+        parse_text(text_of(*tables, **defaults), "layers")
+    return [line.partition(": ")[2] for line in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"experts": None}, ["experts = 0: a layer of experts needs it; say experts, 1 at least"]),
+        ({"topk": 0}, ["topk = 0: a layer of experts needs it; say topk, 1 at least"]),
+        ({"topk": 9}, ["topk = 9: a token cannot have more than all 8 experts; say fewer"]),
+        (
+            {"bias": True, "router": {"scale": "input"}},
+            ["bias = true: the weights multiply the experts' input (scale = \"input\"), and b2 has no row to belong to; "
+             "leave one of the two out"],
+        ),
+        (
+            {"router": {"input": "choices", "bias": True, "expert_bias": True, "aux_loss": True}},
+            [f'router.{key} = true: needs logits, and input = "choices" gives none; leave it out'
+             for key in ("bias", "expert_bias", "aux_loss")],
+        ),
+        (
+            {"experts": 12},
+            ["experts = 12: the gradient of the router's weights reads rows of experts, which must be multiples of 16 "
+             "bytes; say a multiple of 8"],
+        ),
+        (
+            {"experts": 12, "bias": True, "router": {"input": "choices"}},
+            ["experts = 12: the gradient of b2 reads rows of experts, which must be multiples of 16 bytes; say a "
+             "multiple of 8"],
+        ),
+        (
+            {"activation": {"kind": "dswiglu"}},
+            ['activation.kind = "dswiglu": name the forward activation; the layer knows the other'],
+        ),
+        (
+            {"hidden": 100, "intermediate": 36, "shared": 4},
+            [f"{key} = {value}: a row must be a multiple of 16 bytes; say a multiple of 8"
+             for key, value in (("hidden", 100), ("intermediate", 36), ("shared", 4))],
+        ),
+        (
+            {"glu_layout": "interleaved-32", "intermediate": 40, "shared": 24},
+            [f"{key} = {value}: interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
+             for key, value in (("intermediate", 40), ("shared", 24))],
+        ),
+        (
+            {"activation": {"kind": "relu"}, "glu_layout": "concat"},
+            ['glu_layout = "concat": the activation relu is not gated, so there is no gate to lay out; leave it out'],
+        ),
+        ({"accumulate": True}, ['accumulate = true: sums of many steps want float32; say grad_dtype = "f32"']),
+        ({"hiden": 5}, ['hiden = 5: there is no such key; did you mean "hidden"?']),
+        ({"router": {"scor": 1}}, None),
+        ({"router": {"score_function": "tanh"}}, None),
+        ({"kind": "moee"}, ['kind = "moee": must be "moe" or "mlp"; did you mean "moe"?']),
+        ({"hidden": None}, ["hidden is missing (H, elements of a token); give an integer"]),
+        (
+            {"op": "grouped-gemm"},
+            ['op = "grouped-gemm": a table has an op, and is a kernel, or a kind, and is a layer; leave one of the two '
+             "out"],
+        ),
+        ({"problem": {"T": 0}}, ["problem.T = 0: must be from 1 to 2147483647"]),
+    ],
+)  # fmt: skip
+def test_what_a_layer_refuses(change, said):
+    found = problems(MOE | change)
+    assert found == said if said is not None else len(found) == 1
+
+
+def test_what_an_mlp_refuses():
+    others = {"experts": 8, "topk": 2, "shared": 64, "router": {"bias": True}}
+    shown = {"experts": "8", "topk": "2", "shared": "64", "router": "{ bias = true }"}
+    assert problems(MLP | others) == [
+        f'{key} = {value}: of kind = "moe" alone; leave it out' for key, value in shown.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"router": {"num_groups": 3, "group_topk": 2}},
+            "router.num_groups = 3: must be from 1 to 64 and divide the 8 experts; 1, 2, 4, 8 do (of its kernel "
+            "router-topk)",
+        ),
+        (
+            {"activation": {"kind": "swiglu", "limit": -1.0}},
+            "activation.limit = -1.0: must be above 0; leave it out for no limit (of its kernels fc1-fwd, fc1-infer, "
+            "fc2-dgrad)",
+        ),
+        ({"dtype": "fp16"}, 'dtype = "fp16": must be "f32" or "bf16" (of its kernel'),
+    ],
+)
+def test_what_a_part_refuses_is_said_once_with_the_kernels(change, said):
+    (found,) = problems(MOE | change)
+    assert found.startswith(said)
+
+
+def test_the_names_of_its_kernels_are_its_own():
+    (found,) = problems(MOE, GEMM | {"name": "moe.fc1-fwd"})
+    assert found == (
+        'name = "moe.fc1-fwd": names that begin with "moe." are of the kernels of the layer moe; name it otherwise'
+    )
+    assert problems(GEMM | {"name": "moe.fc1-fwd"}, MOE)
+    assert problems(MOE, MLP | {"name": "moe.mlp"})
+    assert problems(MOE, GEMM | {"name": "moe"}) == ['name = "moe": [[kernel]] 1 has this name already; name them apart']
+    assert parse_text(text_of(MOE, GEMM | {"name": "moe-fc1"}), "layers")
+
+
+def test_defaults_that_do_not_concern_a_layer_are_left_aside():
+    shared = {"arch": "sm_90a", "op": "dense-gemm", "cluster": [2, 1], "schedule": "static", "dtype": "bf16"}
+    table = {name: value for name, value in MLP.items() if name != "arch"}
+    specs = parse_text(text_of(table, {"name": "fc", "tile": [128, 128]}, **shared, hidden=512), "layers")
+    (layer,) = {spec.layer.name: spec.layer for spec in specs if spec.layer is not None}.values()
+    assert layer.hidden == 256
+    assert {spec.arch for spec in specs} == {"sm_90a"}
+    assert "dynamic" in {getattr(spec, "schedule", None) for spec in specs if spec.layer is not None}
+    given = text_of({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=512)
+    assert parse_text(given, "layers")[0].layer.hidden == 512
+    (found,) = problems({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=100)
+    assert found.startswith("from [defaults]: hidden = 100")
+    (found,) = problems(MOE, kind="moe")
+    assert found == 'kind = "moe": is said in the [[kernel]] table that it is for; move kind there'
+
+
+def test_a_layer_makes_the_kernels_of_its_program():
+    specs = parse_text(text_of(MOE | {"shared": 64, "bias": True}, GEMM), "layers", namespace="team")
+    parts = {spec.kernel.removeprefix("moe."): spec for spec in specs if spec.layer is not None}
+    options = next(iter(parts.values())).layer
+    assert set(parts) == set(program(options).parts)
+    assert {layer_name(spec) for spec in parts.values()} == {"team.layers/moe"}
+    assert [layer_name(spec) for spec in specs if spec.kernel == "fc"] == [""]
+
+
+def test_a_layer_is_a_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "layers.toml").write_text(text_of(MOE, MLP, GEMM))
+    for pattern in ("layers.toml/moe", "layers.toml/mo?", "*.toml/moe"):
+        (found,) = targets([pattern])
+        assert {layer_name(spec) for spec in found.specs} == {"layers/moe"}
+        assert found.means("layers/moe.gone@128x128-c1x1")  # left behind by another table
+        assert not found.means("layers/mlp.fc2@128x128-c1x1")
+        assert not found.means("layers/moe-fc1@128x128-c1x1")
+    (found,) = targets(["layers.toml/moe.fc2"])
+    assert {spec.kernel for spec in found.specs} == {"moe.fc2"}
+    assert {layer_name(spec) for each in targets(["gpt-oss-*b/moe"]) for spec in each.specs} == {
+        "gpt-oss-120b/moe", "gpt-oss-20b/moe",
+    }  # fmt: skip
+
+
+def marked(*tables, **defaults):
+    document = {"schema": 1, "defaults": defaults, "kernel": list(tables)}
+    return {tuple(error.absolute_path) for error in VALIDATOR.iter_errors(document)}
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [
+        ({**MOE, "hiden": 5}, "hiden"),
+        ({**MOE, "tile": [128, 128]}, "tile"),
+        ({**MOE, "op": "grouped-gemm"}, "op"),
+        ({**MOE, "kind": "moee"}, "kind"),
+        ({**MOE, "hidden": 0}, "hidden"),
+        ({**MOE, "keep": "y"}, "keep"),
+        ({**GEMM, "hidden": 5}, "hidden"),
+    ],
+)
+def test_an_editor_marks_the_wrong_key_alone(table, wrong):
+    assert marked(GEMM, table) == {("kernel", 1, wrong)}
+    assert marked(table, op="grouped-gemm") == {("kernel", 0, wrong)}
+
+
+def test_an_editor_marks_the_wrong_key_of_a_router():
+    assert marked({**MOE, "router": {"biass": True}}) == {("kernel", 0, "router", "biass")}
+    assert not marked(MOE, MLP, GEMM, op="dense-gemm", cluster=[2, 1], hidden=64)
+    assert marked(MOE, kind="moe") == {("defaults", "kind")}
+
+
+def test_every_key_is_explained():
+    properties = schema()["definitions"]["layer"]["properties"]
+    keys = layer_keys(ACTIVATION_KEYS, DTYPES)
+    assert list(properties) == [key.name for key in keys]
+    assert list(properties["router"]["properties"]) == [key.name for key in ROUTER_KEYS]
+    assert all(key.doc.endswith((".", ":")) for key in (*keys, *ROUTER_KEYS))
