@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @click.command("run")
 @click.argument("name", shell_complete=complete.stored)
-@click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or a router's tokens (default: the spec's).")
+@click.option("--rows", type=click.IntRange(min=0), help="Rows of x, or tokens (default: the spec's).")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 9), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--check", is_flag=True, help="Compare with the reference; look for writes out of bounds.")
 @click.option("--time", "timed", is_flag=True, help="Device and host time of a launch, share of the device's peak.")
@@ -38,8 +38,9 @@ def command(
 ) -> int:  # fmt: skip
     """Launch NAME from the store on made-up tensors with uneven groups.
 
-    FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. Exit code 1 when
-    --check finds a result wrong, 3 when NAME is not built, 4 without a usable GPU.
+    FILE/KERNEL runs the variant that loading it takes; a FILE or a glob runs every kernel it means. FILE/LAYER runs a
+    layer, forward and backward; --rows are its tokens, few by default for --check. Exit code 1 when --check finds a
+    result wrong, 3 when NAME is not built, 4 without a usable GPU.
 
     A foreign kernel runs on random numbers, and zeros for integers, of the shapes that its launch record has; --set
     says their sizes. It has no reference: --check finds only writes out of bounds.
@@ -50,6 +51,12 @@ def command(
         from fusekit.runtime import open_library
 
         library = open_library(session.config)
+        if _is_layer(library, name, arch):
+            from fusekit_cli.run_layer import run
+
+            if cluster_margin is not None or settings:
+                raise UsageError(f"{name} is a layer, which takes no --cluster-margin and no --set; its kernels do")
+            return run(session, library, name, rows, seed, check=check, timed=timed, device=device, arch=arch)
         documents = []
         for each in _names(library, name, arch):
             # Loading waits for the driver, which is silent work of its own: NumPy is imported meanwhile.
@@ -94,6 +101,14 @@ def _names(library: Library, name: str, arch: str | None) -> list[str]:
     from fusekit_cli.lookup import stored
 
     return list(dict.fromkeys(listed.record.name for listed in stored(library.store, name, arch)))
+
+
+def _is_layer(library: Library, name: str, arch: str | None) -> bool:
+    from fusekit_cli.lookup import is_layer
+
+    if "/" not in name or "@" in name:
+        return False
+    return is_layer(name, [listed.record for listed in library.store.names(name, arch)])
 
 
 def _load(library: Library, name: str, arch: str | None, device: int | None, rows: int | None) -> Kernel:

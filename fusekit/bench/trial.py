@@ -125,13 +125,7 @@ class Trial:
         return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
 
     def _around(self, name: str) -> list[str]:
-        """What was written around the buffer `name`, in words."""
-        array = self.arrays[name]
-        return [
-            f"{name}: the {GUARD} bytes {where} the buffer were written to"
-            for where, start in (("before", -GUARD), ("after", array.nbytes))
-            if set(array.download(start, GUARD)) != {POISON & 0xFF}
-        ]
+        return written_around(name, self.arrays[name])
 
     def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[Any]]:
         problems += self._around(name)
@@ -154,6 +148,15 @@ class Trial:
         while self.arrays:
             self.arrays.popitem()[1].free()
         self.kernel.unload()
+
+
+def written_around(name: str, array: DeviceArray) -> list[str]:
+    """What was written around the poisoned buffer `name`, in words; it has `GUARD` bytes more at either end."""
+    return [
+        f"{name}: the {GUARD} bytes {where} the buffer were written to"
+        for where, start in (("before", -GUARD), ("after", array.nbytes))
+        if set(array.download(start, GUARD)) != {POISON & 0xFF}
+    ]
 
 
 def _problem(spec: dict[str, Any], rows: int | None) -> dict[str, int]:

@@ -17,7 +17,7 @@ Nothing here is rounded, and nothing is a kernel: the steps are those of the for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from fusekit.spec import Activation
 
 SCALES = ("output", "input")
 Tensors = Mapping[str, Array]
+Sums = Callable[[Array, Array, "Kept"], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,14 @@ def forward(layer: Layer, x: Array, tensors: Tensors) -> tuple[Array, float, Kep
     return y, _aux_loss(layer, kept), Kept(x, logits, indices, weights, kept.offsets, token, kept.inverse, z)
 
 
-def backward(layer: Layer, tensors: Tensors, kept: Kept, grad_y: Array, grad_loss: float = 0.0) -> dict[str, Array]:
-    """The gradient of x and of every tensor but expert_bias, by name, and of the logits ("logits").
+def backward(
+    layer: Layer, tensors: Tensors, kept: Kept, grad_y: Array, grad_loss: float = 0.0, sums: Sums | None = None
+) -> dict[str, Any]:
+    """The gradient of x and of every tensor but expert_bias, by name, of the logits ("logits") and of the weights
+    ("weights" [T, K]).
 
-    grad_y [T, H]; grad_loss: of the load-balancing loss.
+    grad_y [T, H]; grad_loss: of the load-balancing loss. sums: makes the gradients of w1 and w2, where those would not
+    fit into memory.
     """
     into, out_of = _scales(layer, kept)
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, kept.z)
@@ -101,9 +106,9 @@ def backward(layer: Layer, tensors: Tensors, kept: Kept, grad_y: Array, grad_los
     grad_o = out_of * grad_rows
     grad_z = _by_slopes(layer, _products(grad_o, tensors["w2"].transpose(0, 2, 1), None, kept), slopes)
     grad_in = _products(grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
-    found = {
-        "w1": _sums(grad_z, into * rows, kept),
-        "w2": _sums(grad_o, a, kept),
+    found: dict[str, Any] = {
+        "w1": (sums or _sums)(grad_z, into * rows, kept),
+        "w2": (sums or _sums)(grad_o, a, kept),
         "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
         "b2": _sums(grad_o, np.ones((len(rows), 1)), kept)[..., 0],
     }
@@ -115,6 +120,7 @@ def backward(layer: Layer, tensors: Tensors, kept: Kept, grad_y: Array, grad_los
     grad_logits = router.topk_gradient(layer.router, given)[0] + grad_loss * _aux_gradient(layer, kept)
     found |= {"logits": grad_logits, "router": grad_logits.T @ kept.x, "router_bias": grad_logits.sum(axis=0)}
     found = {name: gradient for name, gradient in found.items() if name in tensors or name == "logits"}
+    found["weights"] = by_row[kept.inverse]
     return found | {"x": grad_x + grad_logits @ tensors["router"]}
 
 
@@ -126,7 +132,7 @@ def _scales(layer: Layer, kept: Kept) -> tuple[Array, Array]:
     return (by_row, ones) if layer.scale == "input" else (ones, by_row)
 
 
-def _groups(kept: Kept) -> list[slice]:
+def groups(kept: Kept) -> list[slice]:
     """Each expert's rows."""
     return [slice(start, end) for start, end in zip([0, *kept.offsets[:-1]], kept.offsets, strict=True)]
 
@@ -134,14 +140,16 @@ def _groups(kept: Kept) -> list[slice]:
 def _products(rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
     """rows [M, K] by their experts' w [X, N, K], plus bias [X, N]."""
     made = np.empty((len(rows), w.shape[1]))
-    for expert, own in enumerate(_groups(kept)):
+    for expert, own in enumerate(groups(kept)):
+        if own.start == own.stop:
+            continue  # w may be read expert by expert, at a cost
         made[own] = rows[own] @ w[expert].T + (0.0 if bias is None else bias[expert])
     return made
 
 
 def _sums(left: Array, right: Array, kept: Kept) -> Array:
     """[X, N, K]: left [M, N] transposed by right [M, K], over each expert's rows."""
-    return np.stack([left[own].T @ right[own] for own in _groups(kept)])
+    return np.stack([left[own].T @ right[own] for own in groups(kept)])
 
 
 def _by_token(rows: Array, kept: Kept) -> Array:

@@ -1,0 +1,110 @@
+"""`fusekit run` of a layer: forward and backward on made-up tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusekit.errors import DriverError, UsageError
+from fusekit_cli import output
+from fusekit_cli.options import Session
+
+if TYPE_CHECKING:
+    from fusekit.layers import Layer
+    from fusekit.runtime import Library
+
+
+def run(
+    session: Session, library: Library, name: str, tokens: int | None, seed: int, *, check: bool, timed: bool,
+    device: int | None, arch: str | None,
+) -> int:  # fmt: skip
+    """Checks and times the layer `name`; answers with one document."""
+    try:
+        from fusekit.bench.layer_trial import checked_tokens
+    except ImportError as error:
+        raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+    layer = library.layer(name, arch, device)
+    part = next(iter(layer.program.parts))
+    document: dict[str, Any] = {
+        "name": name, "arch": library.find(f"{name}.{part}", arch, device).arch, "device": None, "ok": True,
+        "tokens": tokens, "checked_tokens": None, "error": None, "errors": {}, "problems": [], "ms": None,
+        "tflops": None, "gbs": None, "peak_share": None, "host_us": None, "passes": {}, "memory": {},
+    }  # fmt: skip
+    wanted = layer.options.tokens if tokens is None else tokens
+    try:
+        if check or not timed:
+            few = wanted if tokens is not None or not check else checked_tokens(layer.options)
+            _launch(library, layer, few, seed, device, document, check=check)
+        if timed:
+            _time(library, layer, wanted, seed, device, document)
+    except DriverError as error:
+        if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        raise UsageError(f"{error}; a layer's tensors must fit together; take fewer --rows") from error
+    output.answer(session, document, lambda: _print(document))
+    return 0 if document["ok"] else 1
+
+
+def _launch(
+    library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any], *,
+    check: bool,
+) -> None:  # fmt: skip
+    from fusekit.bench.layer_trial import LayerTrial
+
+    trial = LayerTrial(library, layer, tokens, seed, device)
+    try:
+        document.update(device=trial.device.name, tokens=tokens, memory=_memory(trial))
+        trial.launch()
+        if check:
+            verdict, errors = trial.check()
+            document.update(
+                ok=verdict.ok, error=verdict.error, errors=errors, problems=verdict.problems, checked_tokens=tokens
+            )
+    finally:
+        trial.close()
+
+
+def _time(
+    library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any]
+) -> None:
+    from fusekit.bench.layer_trial import BOTH, LayerTrial, flops
+    from fusekit.bench.roofline import Work, peak_of
+
+    trial = LayerTrial(library, layer, tokens, seed, device)
+    try:
+        document.update(device=trial.device.name, tokens=tokens, memory=_memory(trial))
+        peak = peak_of(trial.device.name)
+        for which, timing in trial.time().items():
+            work = Work(flops(layer, which, tokens), 0)
+            rates = {"tflops": work.rates(timing.ms)[0] if tokens else None}
+            share = None if peak is None or not tokens else work.share(timing.ms, peak)
+            document["passes"][which] = {
+                "ms": timing.ms, **rates, "peak_share": share, "host_us": timing.host_us,
+            }  # fmt: skip
+        document.update(document["passes"][BOTH])
+    finally:
+        trial.close()
+
+
+def _memory(trial: Any) -> dict[str, int]:
+    sizes = trial.sizes
+    return {"kept": sizes.kept, "scratch": sizes.scratch, "forward": sizes.forward, "inference": sizes.inference,
+            "backward": sizes.backward}  # fmt: skip
+
+
+def _print(document: dict[str, Any]) -> None:
+    click.echo(f"{document['name']} ({document['arch']}) on {document['device']}, {document['tokens']} tokens: "
+               f"{'ok' if document['ok'] else 'WRONG'}")  # fmt: skip
+    if document["errors"]:
+        errors = ", ".join(f"{name} {error:.2g}" for name, error in document["errors"].items())
+        click.echo(f"  relative errors, {document['checked_tokens']} tokens: {errors}")
+    for line in document["problems"]:
+        click.echo(f"  {line}")
+    for which, each in document["passes"].items():
+        line = f"  {'both, one graph' if which == 'both' else which}: {each['ms']:.4g} ms"
+        line += "" if each["tflops"] is None else f", {each['tflops']:.4g} TFLOP/s"
+        line += "" if each["peak_share"] is None else f", {each['peak_share']:.1%} of peak"
+        click.echo(f"{line}, host {each['host_us']:.2f} us")
+    memory = document["memory"]
+    click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}")

@@ -1,0 +1,110 @@
+"""Made-up tensors of a layer, on the device and for the definition, which reads weights expert by expert.
+
+A tensor is one block of random numbers, repeated: gigabytes take milliseconds to make, and the host holds a block alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.bench.arrays import BLOCK
+from fusekit.dtypes import DTYPES
+from fusekit.plan.layer import Options
+from fusekit.plan.layer.options import MLP
+from fusekit.reference import decode
+from fusekit.reference.inputs import RMS, bits
+from fusekit.runtime import DeviceArray
+
+Array = NDArray[np.float64]
+LOSS = 16.0  # the loss's coefficient for each token: its gradient is then of the size of the others
+GIVEN = ("dloss", "total_tokens", "aux_coefficient", "indices", "weights", "logits")  # not random
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of `shape` whose elements are those of `block`, again and again. block: bits of a 16-bit format."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    block: NDArray[Any]
+
+    @cached_property
+    def _numbers(self) -> NDArray[Any]:
+        return decode(self.block, self.dtype) if self.block.dtype.kind == "u" else self.block
+
+    def place(self, array: DeviceArray) -> None:
+        """Fills a tensor on the device."""
+        array.upload_repeated(np.ascontiguousarray(self.block))
+
+    def values(self, start: int = 0, count: int | None = None) -> Array:
+        """`count` elements from `start`, as they lie in memory; all of the tensor without them."""
+        count = int(np.prod(self.shape)) - start if count is None else count
+        numbers = self._numbers
+        first = start % len(numbers)
+        turns = -(-(first + count) // len(numbers))
+        return np.concatenate([numbers] * turns)[first : first + count].astype(np.float64)
+
+    def whole(self) -> Array:
+        """All of it."""
+        return self.values().reshape(self.shape)
+
+
+class Experts:
+    """Weights [X, N, K] for the definition, in float64 one expert at a time. turned: the tensor has [X, K, N]."""
+
+    def __init__(self, made: Made, *, turned: bool) -> None:
+        self._made, self._turned = made, turned
+        count, *sides = made.shape if len(made.shape) == 3 else (1, *made.shape)
+        self._sides = tuple(sides)
+        self.shape = (count, *(reversed(sides) if turned else sides))
+
+    def __getitem__(self, expert: int) -> Array:
+        size = self._sides[0] * self._sides[1]
+        own = self._made.values(expert * size, size).reshape(self._sides)
+        return own.T if self._turned else own
+
+    def transpose(self, *axes: int) -> Experts:
+        """[X, K, N]."""
+        if axes != (0, 2, 1):
+            raise ValueError(f"axes {axes}; an expert's own two change places: 0, 2, 1")
+        return Experts(self._made, turned=not self._turned)
+
+
+def made_up(name: str, shape: tuple[int, ...], dtype: str, options: Options, seed: int) -> Made:
+    """The tensor `name` of a layer. Projections are scaled so that what they give has a spread of about 1."""
+    count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
+    if dtype == "f32":
+        spread = 0.25 if name == "expert_bias" else 1.0
+        block: NDArray[Any] = np.random.default_rng(seed).uniform(-spread, spread, count).astype(np.float32)
+        return Made(shape, dtype, block)
+    depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,
+             "w2": options.intermediate, "shared_w2": options.shared}.get(name)  # fmt: skip
+    exponent = -round(0.5 * float(np.log2(depth * RMS**4))) if depth else 0
+    exponent = -1 if name in ("b1", "b2", "router_bias") else exponent
+    return Made(shape, dtype, bits((count,), dtype, seed, exponent))
+
+
+def given(dtype: str, value: Any) -> Made:
+    """A tensor of known numbers."""
+    numbers = np.asarray(value)
+    return Made(numbers.shape, dtype, numbers.reshape(-1).astype(DTYPES[dtype].array))
+
+
+def definitions(options: Options, made: Mapping[str, Made]) -> dict[str, Any]:
+    """The parameters as the definition takes them: an MLP is a layer of one expert that every token has."""
+    found: dict[str, Any] = {}
+    for name, tensor in made.items():
+        if name in ("w1", "w2"):
+            found[name] = Experts(tensor, turned=options.b_major == "n")
+        elif name not in ("x", "dy", *GIVEN):
+            found[name] = tensor.whole()
+    if options.kind == MLP:
+        found |= {name: found[name][None] for name in ("b1", "b2") if name in found}
+        found["router"] = np.zeros((1, options.hidden))
+    return found

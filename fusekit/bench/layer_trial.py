@@ -1,0 +1,327 @@
+"""A whole layer on made-up tensors: is it right, forward, in inference and backward, and how fast (`fusekit run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.bench.compare import WHOLE_ELEMENTS
+from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, Made, definitions, given, made_up
+from fusekit.bench.replay import Replay
+from fusekit.bench.timing import Timing, own_stream, time_launch
+from fusekit.bench.trial import GUARD, Verdict, written_around
+from fusekit.layers import Layer
+from fusekit.plan.layer import Options
+from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.reference import POISON, decode, encode, held, poisoned
+from fusekit.reference import layer as definition
+from fusekit.runtime import DeviceArray, Library
+from fusekit.spec import Activation
+
+# Relative Frobenius errors. y is rounded three times on its way, each time by 1.5e-3 or so; gradients oftener. What comes
+# through the scores' derivative is a difference of numbers that were rounded.
+LIMITS = {"y": 6e-3, "loss": 1e-4, "drouter": 3e-2, "drouter_bias": 3e-2, "dlogits": 3e-2, "dweights": 2e-2}
+LIMIT = 1e-2
+BOTH = "both"  # passes, in one graph
+SAMPLED_ROWS = 64  # of each expert's weight gradients, where there are more than can be compared
+CHECKED = (256, 32)  # tokens, and those of a layer with weights of more than MANY elements
+MANY = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A gradient of weights that is made where it is asked for: of each expert left^T . right over its own rows."""
+
+    left: Array
+    right: Array
+    groups: list[slice]
+
+    def rows(self, expert: int, rows: NDArray[np.int64]) -> Array:
+        """Some rows of one expert's."""
+        own = self.groups[expert]
+        found: Array = self.left[own][:, rows].T @ self.right[own]
+        return found
+
+
+def checked_tokens(options: Options) -> int:
+    """For how many tokens a layer is checked unless told otherwise: in seconds, or a minute for the largest."""
+    sides = options.hidden * options.intermediate * (options.sides + 1)
+    return min(options.tokens, CHECKED[sides * max(options.experts, 1) > MANY])
+
+
+def flops(layer: Layer, which: str, tokens: int) -> int:
+    """Of the GEMMs that a pass (or `BOTH`) launches for all its outputs."""
+    passes = (FORWARD, BACKWARD) if which == BOTH else (which,)
+    return sum(2 * m * n * k for each in passes for m, n, k in gemms(layer, each, tokens))
+
+
+def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
+    """(M, N, K) of each GEMM that a pass launches, as of one dense product."""
+    program = layer.program
+    dims, found = program.dims(tokens), []
+    for step in program.needed(which, layer.outputs(which)):
+        keys = program.parts[step.part]
+        operation = OPERATIONS[keys["op"]]
+        if operation.family == GEMM:
+            rows = dims["M" if operation.ragged else "T"]
+            n, k = keys["problem"]["N"], keys["problem"]["K"]
+            found.append((n, k, rows) if operation.reduces_groups else (rows, n, k))
+    return found
+
+
+class LayerTrial:
+    """Tensors of `layer` for `tokens`, outputs and scratch memory poisoned, with guards around them."""
+
+    def __init__(self, library: Library, layer: Layer, tokens: int, seed: int, device: int | None = None) -> None:
+        self.layer, self.tokens, self.options = layer, tokens, layer.options
+        self.devices = library.devices
+        self.device = self.devices.get(self.devices.current() if device is None else device)
+        self.arrays: dict[str, DeviceArray] = {}
+        self.made: dict[str, Made] = {}
+        self.outputs = layer.outputs(FORWARD) | layer.outputs(BACKWARD)
+        self.sizes = layer.sizes(tokens)
+        dims = layer.program.dims(tokens)
+        self._dims = dims
+        inputs = layer.inputs(FORWARD) | layer.inputs(BACKWARD)
+        added = _added(layer)
+        try:
+            self._make(inputs, seed)
+            for name, buffer in inputs.items():
+                self._place(name, buffer.extents(dims), buffer.dtype, guard=0)
+                self.made[name].place(self.arrays[name])
+            for name, buffer in self.outputs.items():
+                self._place(name, buffer.extents(dims), buffer.dtype)
+                if name in added:
+                    self.made[name] = made_up(name, buffer.extents(dims), buffer.dtype, self.options, seed)
+                    self.made[name].place(self.arrays[name])
+            self._place("kept", (max(self.sizes.kept, 1),), "u8")
+            self._place("scratch", (max(self.sizes.scratch, 1),), "u8")
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, name: str, shape: tuple[int, ...], dtype: str, guard: int = GUARD) -> None:
+        ends = {"offset": guard, "tail": guard}
+        self.arrays[name] = DeviceArray(self.devices, shape, dtype, self.device.ordinal, **ends)
+        if guard:
+            self.arrays[name].fill(POISON & 0xFF)
+
+    # -- tensors
+
+    def _make(self, inputs: Mapping[str, Any], seed: int) -> None:
+        """The inputs; what a router would give, where the layer is given that."""
+        o, dims = self.options, self._dims
+        for name, buffer in inputs.items():
+            if name not in GIVEN:
+                self.made[name] = made_up(name, buffer.extents(dims), buffer.dtype, o, seed)
+        for name, value in (("dloss", 0.5), ("aux_coefficient", LOSS * self.tokens), ("total_tokens", self.tokens)):
+            if name in inputs:
+                self.made[name] = given(inputs[name].dtype, [value])
+        self._router = None
+        if o.kind != MLP and o.router["input"] != X:
+            self._router = made_up("router", (o.experts, o.hidden), o.dtype, o, seed).whole()
+            logits = self.made["x"].whole() @ self._router.T
+            if o.router["input"] == LOGITS:
+                self.made["logits"] = given("f32", logits)
+            else:
+                best = np.argsort(-logits, axis=1, kind="stable")[:, : o.topk]
+                chosen = np.exp(np.take_along_axis(logits, best, axis=1))
+                self.made["indices"] = given("i32", best)
+                self.made["weights"] = given("f32", chosen / chosen.sum(axis=1, keepdims=True))
+
+    def _arguments(self, which: str) -> dict[str, DeviceArray]:
+        names = [*self.layer.inputs(which), *self.layer.outputs(which)]
+        return {name: self.arrays[name] for name in names}
+
+    # -- launches
+
+    def bind(self, which: str) -> Any:
+        """A pass on the tensors; inference keeps nothing."""
+        kept = {} if which == INFERENCE else {"kept": self.arrays["kept"]}
+        bind = self.layer.bind_backward if which == BACKWARD else self.layer.bind_forward
+        return bind(**kept, scratch=self.arrays["scratch"], **self._arguments(which))
+
+    def launch(self) -> None:
+        """Inference, then forward and backward, and waits. What inference gave is kept apart."""
+        forward, inference, backward = self.bind(FORWARD), self.bind(INFERENCE), self.bind(BACKWARD)
+        with own_stream(self.devices, self.device) as stream:
+            inference(stream)
+            self._wait(stream)
+            self._inferred = {name: self._download(name) for name in self.layer.outputs(INFERENCE)}
+            for name in self._inferred:
+                self.arrays[name].fill(POISON & 0xFF)
+            self.devices.synchronize(self.device)
+            forward(stream)
+            backward(stream)
+            self._wait(stream)
+
+    def time(self) -> dict[str, Timing]:
+        """Each pass, and forward and backward as one CUDA graph (`BOTH`)."""
+        forward, backward = self.bind(FORWARD), self.bind(BACKWARD)
+
+        def both(stream: int) -> None:
+            forward(stream)
+            backward(stream)
+
+        with own_stream(self.devices, self.device) as stream:
+            graph = Replay(self.devices, [both], 1, stream)
+            try:
+                runs = {FORWARD: forward, BACKWARD: backward, BOTH: graph}
+                return {which: time_launch(self.devices, self.device, run, stream) for which, run in runs.items()}
+            finally:
+                graph.close()
+
+    def _wait(self, stream: int) -> None:
+        driver = self.devices.driver
+        driver.check(driver.api.cuStreamSynchronize(stream), f"{self.layer.name}: cuStreamSynchronize")
+
+    # -- the definition
+
+    def check(self) -> tuple[Verdict, dict[str, float]]:
+        """Compares what `launch` wrote with the definition; and the relative error of each output."""
+        want = self._wanted()
+        errors: dict[str, float] = {}
+        problems: list[str] = []
+        for name, value in want["inference"].items():
+            errors[f"inference {name}"] = self._compare(name, self._inferred[name], value, problems, "inference: ")
+        for name in self.outputs:
+            problems += written_around(name, self.arrays[name])
+            expected = want[name]
+            if isinstance(expected, Sums):
+                errors[name] = self._sums(name, expected, problems)
+            else:
+                errors[name] = self._compare(name, self._download(name), expected, problems)
+        for name in ("kept", "scratch"):
+            problems += written_around(name, self.arrays[name])
+        worst = max((errors[name] / _limit(name) for name in errors), default=0.0)
+        found = {"fro": max(errors.values(), default=0.0), "max_scaled": worst}
+        return Verdict(not problems, found, problems), errors
+
+    def _wanted(self) -> dict[str, Any]:
+        """Every output by the definition, as the layer calls it; and those of inference ("inference")."""
+        o, made = self.options, self.made
+        tensors = definitions(o, {name: tensor for name, tensor in made.items() if name not in self.outputs})
+        if self._router is not None:
+            tensors["router"] = self._router
+        coefficient = LOSS * self.tokens if o.router.get("aux_loss") else None
+        layer = definition.Layer(
+            _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient
+        )
+        y, loss, kept = definition.forward(layer, made["x"].whole(), tensors)
+        # The backward pass reads z as it is kept; at a clamp's edge, the slope is another one.
+        kept = replace(kept, z=decode(encode(kept.z, o.dtype), o.dtype).astype(np.float64))
+        turned = o.b_major == "n"
+
+        def sums(left: Array, right: Array, of: definition.Kept) -> Sums:
+            return Sums(*((right, left) if turned else (left, right)), definition.groups(of))
+
+        back = definition.backward(
+            layer, tensors, kept, made["dy"].whole(), 0.5 if coefficient is not None else 0.0, sums
+        )  # fmt: skip
+        if o.kind != MLP and o.router["input"] in (LOGITS, CHOICES):  # what reaches x through the logits is the caller's
+            back["x"] = back["x"] - back["logits"] @ tensors["router"]
+        found: dict[str, Any] = {"y": y, "loss": np.array([loss])}
+        for name in self.outputs.keys() - found.keys():
+            value = back[name.removeprefix("d")]
+            found[name] = value if isinstance(value, Sums) else value.reshape(self.arrays[name].shape)
+        found = {name: value for name, value in found.items() if name in self.outputs}
+        return found | {"inference": {name: found[name] for name in self.layer.outputs(INFERENCE)}}
+
+    # -- comparison
+
+    def _download(self, name: str, start: int = 0, count: int | None = None) -> NDArray[Any]:
+        """Elements of a tensor, in bits."""
+        array, kind = self.arrays[name], held(self.arrays[name].dtype)
+        size = array.nbytes - start * kind.itemsize if count is None else count * kind.itemsize
+        return np.frombuffer(array.download(start * kind.itemsize, size), kind)
+
+    def _compare(self, name: str, got: NDArray[Any], want: Array, problems: list[str], where: str = "") -> float:
+        found = _Distance(name, self.arrays[name].dtype)
+        if name not in self.made:
+            found.look(got)
+        before = self.made[name].values() if name in self.made else None
+        found.add(got, want.reshape(-1), before)
+        return found.settle(problems, where)
+
+    def _sums(self, name: str, want: Sums, problems: list[str]) -> float:
+        """A gradient of weights, expert by expert: all that was written, of large ones some rows compared."""
+        array = self.arrays[name]
+        count, height, width = array.shape if len(array.shape) == 3 else (1, *array.shape)
+        rng, found = np.random.default_rng(0), _Distance(name, array.dtype)
+        for expert in range(count):
+            rows = np.arange(height)
+            if count * height * width > WHOLE_ELEMENTS and height > SAMPLED_ROWS:
+                rows = np.unique([0, height - 1, *rng.integers(0, height, SAMPLED_ROWS - 2)])
+            start, size = expert * height * width, height * width
+            got = self._download(name, start, size)
+            before = None
+            if name in self.made:
+                before = self.made[name].values(start, size).reshape(height, width)[rows].reshape(-1)
+            else:
+                found.look(got)
+            found.add(got.reshape(height, width)[rows].reshape(-1), want.rows(expert, rows).reshape(-1), before)
+        return found.settle(problems)
+
+    def close(self) -> None:
+        """Frees device memory."""
+        while self.arrays:
+            self.arrays.popitem()[1].free()
+
+
+class _Distance:
+    """The relative error of an output, a part at a time."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        self.name, self.dtype = name, dtype
+        self.apart = self.size = 0.0
+        self.untouched = 0
+
+    def look(self, got: NDArray[Any]) -> None:
+        """Counts what was not written."""
+        self.untouched += int(np.count_nonzero(poisoned(got)))
+
+    def add(self, got: NDArray[Any], want: Array, before: Array | None) -> None:
+        """got: in bits; before: what it was added to."""
+        numbers = (decode(got, self.dtype) if got.dtype.kind == "u" else got).astype(np.float64)
+        if before is not None:
+            numbers = numbers - before
+        self.apart += float(np.square(numbers - want).sum())
+        self.size += float(np.square(want).sum())
+
+    def settle(self, problems: list[str], where: str = "") -> float:
+        """The error; adds to the problems what is wrong."""
+        error = float(np.sqrt(self.apart / self.size)) if self.size else float(np.sqrt(self.apart))
+        limit = _limit(self.name)
+        if self.untouched:
+            problems.append(f"{where}{self.name}: {self.untouched} elements were not written")
+        elif not error <= limit:
+            problems.append(f"{where}{self.name}: WRONG, relative error {error:.2g}, at most {limit:g}")
+        return error
+
+
+def _limit(name: str) -> float:
+    return LIMITS.get(name.removeprefix("inference "), LIMIT)
+
+
+def _added(layer: Layer) -> set[str]:
+    """The outputs that are added to what is there."""
+    parts = layer.program.parts
+    steps = [step for step in layer.program.steps[BACKWARD] if parts[step.part].get("accumulate")]
+    return {name for step in steps for name in step.writes.values()}
+
+
+def _router_keys(o: Options) -> dict[str, Any]:
+    """The keys of the compact router-topk that the definition asks for."""
+    keys = {
+        "op": "router-topk", "experts": max(o.experts, 1), "topk": max(o.topk, 1), "score_function": "softmax",
+        "dtype": "f32", "out_dtype": "f32", "outputs": "compact", "routing_map": "none", "pre_softmax": False,
+        "expert_bias": False, "num_groups": 0, "group_topk": 0, "scaling_factor": 1.0,
+    }  # fmt: skip
+    given_choices = o.router.get("input") == CHOICES
+    return keys | ({} if given_choices else {name: o.router[name] for name in keys if name in o.router})

@@ -1,0 +1,158 @@
+"""`fusekit run` of a layer: right results pass, wrong ones are found, times and memory are said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusekit.bench import layer_trial
+from fusekit.plan.layer import program
+from fusekit_cli.main import main
+from tests.bench import layer_stand_in
+from tests.bench.layer_stand_in import MS, install, publish
+from tests.bench.rig import Rig
+from tests.plan.test_layer_program import CASES, options
+
+# gpt-oss, DeepSeek, Llama-4, an MLP; what is given in place of x's logits; gradients that are added.
+ADDED = {"bias": True, "grad_dtype": "f32", "accumulate": True, "shared": 16}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main(["run", *arguments, "--json", "--debug"])
+    answer = capsys.readouterr()
+    assert answer.out, answer.err
+    return code, json.loads(answer.out)
+
+
+def small(**said: Any) -> Any:
+    return options(**{"hidden": 64, "intermediate": 32, "tokens": 40, "grad_dtype": "bf16"} | said)
+
+
+@pytest.mark.parametrize("case", [*CASES, "added"])
+def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str) -> None:
+    made = small(**(ADDED if case == "added" else CASES[case]))
+    name = publish(tmp_path, made)
+    install(monkeypatch, rig)
+    code, document = run(capsys, name, "--check")
+    assert document["problems"] == []
+    assert code == 0
+    assert (document["name"], document["arch"], document["ok"]) == (name, "sm_90a", True)
+    assert (document["tokens"], document["checked_tokens"]) == (40, 40)
+    outputs = {*program(made).arguments("forward")[1], *program(made).arguments("backward")[1]}
+    assert set(document["errors"]) == outputs | {f"inference {each}" for each in program(made).arguments("inference")[1]}
+    assert 0 < document["error"]["fro"] < 1e-2
+    assert document["error"]["max_scaled"] <= 1
+    assert (document["memory"]["kept"] > 0) == (case != "mlp-as-stored")
+    assert not rig.memory
+
+
+def off(part: str, name: str, change: Any) -> Any:
+    def wrong(which: str, made: dict[str, Any]) -> None:
+        if which == part:
+            made[name] = change(made[name])
+
+    return wrong
+
+
+def without_last(values: Any) -> Any:
+    values = values.copy()
+    values[-1] = 0
+    return values
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "change", "said"),
+    [
+        ("fc2", "y", without_last, {"y", "inference y"}),
+        ("fc1-infer", "y", lambda values: 1.05 * values, {"inference y"}),
+        ("fc1-wgrad", "dw", without_last, {"dw1"}),
+        ("fc2-wgrad", "dw", lambda values: 1.05 * values, {"dw2"}),
+        ("b2-grad", "dw", lambda values: 2 * values, {"db2"}),
+        ("router-dgrad", "y", lambda values: -values, {"dx"}),
+        ("weights-bwd", "grad_weights", lambda values: 0.9 * values, {"drouter"}),
+        ("aux-score-bwd", "grad_logits", lambda values: 0 * values, {"drouter"}),
+        ("aux-loss", "loss", lambda values: 1.01 * values, {"loss", "inference loss"}),
+        ("unpermute", "y", lambda values: np.full_like(values, np.nan), {"y", "inference y"}),
+    ],
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_wrong_layer_is_noticed(
+    rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, part: str, name: str, change: Any, said: set[str],
+    sampled: bool,
+) -> None:  # fmt: skip
+    if sampled:
+        monkeypatch.setattr(layer_trial, "WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr(layer_trial, "SAMPLED_ROWS", 40)
+    layer = publish(tmp_path, small(bias=True, router={"bias": True, "aux_loss": True}, glu_layout="interleaved"))
+    install(monkeypatch, rig, off(part, name, change))
+    code, document = run(capsys, layer, "--check", "--rows", "40")
+    assert code == 1
+    assert document["ok"] is False
+    wrong = {line.replace("inference: ", "inference ").rpartition(": WRONG")[0] for line in document["problems"]}
+    assert wrong >= said
+    assert wrong <= said | {"dx", "drouter_bias"}
+
+
+def test_what_is_not_written_or_written_beyond_is_noticed(
+    rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    layer = publish(tmp_path, small())
+    install(monkeypatch, rig, off("fc1-wgrad", "dw", lambda values: None))
+    code, document = run(capsys, layer, "--check")
+    assert code == 1
+    assert document["problems"] == [f"dw1: {8 * 64 * 64} elements were not written"]
+
+    def beyond(part: str, made: dict[str, Any]) -> None:
+        for address, buffer in rig.memory.items():
+            if len(buffer) > 8192 and part == "unpermute-dx":
+                buffer[len(buffer) - 256 - 4000 : len(buffer) - 256 - 3990] = bytes(10)
+        del address
+
+    install(monkeypatch, rig, beyond)
+    code, document = run(capsys, layer, "--check")
+    assert code == 1
+    assert any("bytes after the buffer were written to" in line for line in document["problems"])
+
+
+def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    made = small(bias=True)
+    layer = publish(tmp_path, made)
+    install(monkeypatch, rig)
+    code, document = run(capsys, layer, "--time", "--rows", "4096")
+    assert code == 0
+    forward, backward = (len(program(made).steps[which]) for which in ("forward", "backward"))
+    passes = document["passes"]
+    assert [passes[which]["ms"] for which in ("forward", "backward", "both")] == [
+        MS * forward, MS * backward, MS * (forward + backward),
+    ]  # fmt: skip
+    assert document["ms"] == passes["both"]["ms"]
+    rows, tokens = 4096 * 3, 4096
+    grouped = 3 * (2 * rows * 64 * 64 + 2 * rows * 64 * 32)
+    dense = 2 * tokens * 8 * 64 * 3 + 2 * tokens * 8 * 64 * 2  # the router's three; dy . b2, and b2's gradient
+    flops = grouped + dense
+    assert document["tflops"] == pytest.approx(flops / (document["ms"] * 1e-3) * 1e-12)
+    assert document["checked_tokens"] is None
+    main(["run", layer, "--time", "--check"])
+    out = capsys.readouterr().out
+    assert "both, one graph: " in out
+    assert "kept " in out
+    assert not rig.memory
+
+
+def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:
+    large = small(hidden=2880, intermediate=2880, experts=128, topk=4, tokens=24576)
+    assert layer_trial.checked_tokens(large) == 32
+    assert layer_trial.checked_tokens(small(tokens=24576)) == 256
+    assert layer_trial.checked_tokens(small()) == 40
+
+
+def test_options_of_kernels_are_refused(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    layer = publish(tmp_path, small())
+    for line in (["--cluster-margin", "2"], ["--set", "M=3"]):
+        assert main(["run", layer, *line]) == 2
+        assert "is a layer, which takes no --cluster-margin and no --set" in capsys.readouterr().err
+    assert layer_stand_in.MS
