@@ -39,7 +39,7 @@ MOST_ROWS = 2**31 - 1
     "--rows",
     type=click.IntRange(1, MOST_ROWS),
     multiple=True,
-    help="Rows M of all groups together, or a router's tokens; may be given several times (default: the spec's).",
+    help="Rows M of all groups together, or tokens of a router or a layer; may be given several times (default: the spec's).",
 )
 @click.option(
     "--groups",
@@ -92,11 +92,12 @@ def command(
     peers: tuple[str, ...], alone: bool, check: bool, seconds: float, html: Path | None, csv: Path | None,
     seed: int, device: int | None,
 ) -> int:  # fmt: skip
-    """Time the stored kernels of MODEL (a file, a kernel, a full name or a glob) beside what one would run otherwise.
+    """Time the stored kernels of MODEL (a file, a kernel, a layer, a full name or a glob) beside what one would run
+    otherwise.
 
     A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
     twin is timed, too, and one dense product through cuBLAS as the yardstick; of router and permutation kernels, a copy
-    of the same bytes. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
+    of the same bytes; of a layer, the sum of its GEMMs, each as one dense product. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
     without a usable GPU.
     """
     if table is not None and not sweep:
@@ -116,22 +117,24 @@ def command(
     found = [listed.record for target in targets for listed in _stored(library, target)]
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(found[0].name, device=target.ordinal).arch
-    gemms, tokens = _kernels(targets, [record for record in found if record.arch == arch])
+    layers, single = _layers(targets, [record for record in found if record.arch == arch])
+    gemms, tokens = _kernels(targets, single)
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
-        "models": [], "tokens": [], "ok": True, "notes": [], "tuning": None,
+        "models": [], "tokens": [], "layers": [], "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
     try:
         measured = _measure(
-            session, library, target, document, gemms, tokens, Shape(experts, hidden, intermediate), rows,
+            session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate), rows,
             Options(groups, every or sweep, beside, seconds * 1e3, seed, steady or sweep), check=check,
         )  # fmt: skip
     except DriverError as error:
         if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
             raise
         raise UsageError(f"{error}; a model's tensors must fit together; take fewer --rows or -E") from error
-    document["ok"] = all(each["ok"] for each in (*document["models"], *document["tokens"]))
+    timed = (*document["models"], *document["tokens"], *document["layers"])
+    document["ok"] = all(each["ok"] for each in timed)
     if before is not None:
         document["tuning"] = _write(
             library, arch, table, before.merged(row for row in measured if len(row.variants) > 1)
@@ -165,10 +168,12 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 
 
 def _measure(
-    session: Session, library: Library, device: Device, document: dict[str, Any], gemms: Sequence[str],
-    tokens: Sequence[str], shape: Shape, rows: Sequence[int], options: Options, *, check: bool,
+    session: Session, library: Library, device: Device, document: dict[str, Any],
+    names: tuple[Sequence[str], Sequence[str], Sequence[str]], shape: Shape, rows: Sequence[int], options: Options, *,
+    check: bool,
 ) -> list[Row]:  # fmt: skip
-    """Fills in the document; the rows of a tuning table."""
+    """Fills in the document; the rows of a tuning table. names: of GEMMs, token kernels and layers."""
+    gemms, tokens, layers = names
     from fusekit.bench.gemms import PEERS as GEMM_PEERS
     from fusekit.bench.gemms import GemmBench, roles
     from fusekit.bench.timing import own_stream
@@ -182,7 +187,7 @@ def _measure(
         progress(session, "timing") as update,
     ):
         of_gemms = replace(options, peers=tuple(peer for peer in options.peers if peer in GEMM_PEERS))
-        total, done = (len(gemms) + len(tokens)) * len(sizes), itertools.count(1)
+        total, done = (len(gemms) + len(tokens) + len(layers)) * len(sizes), itertools.count(1)
 
         def timed(what: str) -> None:
             update(next(done), total, what, 0)
@@ -200,6 +205,15 @@ def _measure(
                 document["tokens"].append(token_bench.measure(name, each, shape.H, stream))
                 timed(f"{name}{'' if each is None else f' at {each} tokens'}")
         _add_notes(document, token_bench.notes)
+        if layers:
+            from fusekit.bench.layers import LayerBench
+
+            layer_bench = LayerBench(library, device, arch, options)
+            for name in layers:
+                for each in sizes:
+                    document["layers"].append(layer_bench.measure(name, each, stream))
+                    timed(f"{name}{'' if each is None else f' at {each} tokens'}")
+            _add_notes(document, layer_bench.notes)
     return measured + token_bench.rows
 
 
@@ -207,6 +221,24 @@ def _stored(library: Library, target: str) -> list[NameListing]:
     from fusekit_cli.lookup import stored
 
     return stored(library.store, target, None)
+
+
+def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[NameRecord]]:
+    """Names of layers ("file/layer"), and the records of single kernels: those of no layer, and of a layer's kernels
+    those that a target names.
+    """
+    from fusekit.store import matches
+    from fusekit.store.names import is_of_layer
+
+    layers: dict[str, None] = {}
+    single = []
+    for record in records:
+        named = any("." in target.rpartition("/")[2] and matches(target, record.name) for target in targets)
+        if named or not is_of_layer(record):
+            single.append(record)
+        else:
+            layers[record.name.partition("@")[0].rpartition(".")[0]] = None
+    return list(layers), single
 
 
 def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str]]:
@@ -258,6 +290,8 @@ def _print(session: Session, document: dict[str, Any], device: Device) -> None:
         _print_model(session, document, model)
     if document["tokens"]:
         _print_tokens(session, document)
+    if document["layers"]:
+        _print_layers(session, document)
     for note in document["notes"]:
         session.note(note)
     if document["tuning"] is not None:
@@ -305,6 +339,23 @@ def _print_tokens(session: Session, document: dict[str, Any]) -> None:
             )  # fmt: skip
     click.echo(f"router and permutation ({document['arch']}) on {document['device']}")
     output.table(session, headings, rows, right=headings[3:8])
+
+
+def _print_layers(session: Session, document: dict[str, Any]) -> None:
+    headings = ("layer", "problem", "pass", "ms", "TFLOP/s", "of peak", "of its GEMMs", "kept", "scratch")
+    rows = []
+    for layer in document["layers"]:
+        shape = " ".join(f"{name}={value}" for name, value in layer["problem"].items())
+        memory = [output.size(layer["memory"][which]) for which in ("kept", "scratch")]
+        rows += [
+            (
+                layer["name"], shape, line["variant"], _number(line["ms"], ".4g"), _number(line["tflops"], ".0f"),
+                _number(line["peak_share"], ".1%"), _number(line["dense_share"], ".3f"), *memory,
+            )
+            for line in layer["lines"]
+        ]  # fmt: skip
+    click.echo(f"layers ({document['arch']}) on {document['device']}; both: forward and backward in one graph")
+    output.table(session, headings, rows, right=headings[3:])
 
 
 def _number(value: float | None, form: str, absent: str = "") -> str:

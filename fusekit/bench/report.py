@@ -41,6 +41,9 @@ def rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     for kernel in document["tokens"]:
         model = kernel["name"].partition("/")[0]
         found += [_row(shared, model, kernel["name"], kernel["problem"], line) for line in kernel["lines"]]
+    for layer in document.get("layers", ()):
+        model, sizes = layer["name"].partition("/")[0], {"T": layer["problem"]["T"]}
+        found += [_row(shared, model, layer["name"], sizes, line) for line in layer["lines"]]
     return found
 
 
@@ -72,6 +75,12 @@ def to_html(document: Mapping[str, Any]) -> str:
             parts.append(_bars(steps, "ms", "ms a step, less is better"))
     if document["tokens"]:
         parts += ["<h2>router and permutation</h2>", _bars(document["tokens"], "us", "µs, less is better")]
+    if document.get("layers"):
+        passes = [
+            {"name": f"{layer['name']}: {line['variant']}", "lines": [line]}
+            for layer in document["layers"] for line in layer["lines"]
+        ]  # fmt: skip
+        parts += ["<h2>layers</h2>", _bars(passes, "ms", "ms, less is better")]
     parts += ["<h2>All figures</h2>", _table(rows(document))]
     parts += [f"<p>{escape(note)}</p>" for note in document["notes"]]
     return (

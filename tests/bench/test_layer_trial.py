@@ -14,7 +14,7 @@ from fusekit.plan.layer import program
 from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish
-from tests.bench.rig import Rig
+from tests.bench.rig import PEER_MS, Rig
 from tests.plan.test_layer_program import CASES, options
 
 # gpt-oss, DeepSeek, Llama-4, an MLP; what is given in place of x's logits; gradients that are added.
@@ -118,6 +118,13 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert any("bytes after the buffer were written to" in line for line in document["problems"])
 
 
+@pytest.fixture
+def idle(monkeypatch: Any) -> None:
+    """Kernels that take their time and compute nothing."""
+    monkeypatch.setattr(layer_stand_in.Formula, "_compute", lambda formula, tensors: None)
+
+
+@pytest.mark.usefixtures("idle")
 def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     made = small(bias=True)
     layer = publish(tmp_path, made)
@@ -136,10 +143,40 @@ def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch:
     flops = grouped + dense
     assert document["tflops"] == pytest.approx(flops / (document["ms"] * 1e-3) * 1e-12)
     assert document["checked_tokens"] is None
-    main(["run", layer, "--time", "--check"])
+    assert main(["run", layer, "--time", "--check"]) == 1  # nothing was computed
     out = capsys.readouterr().out
     assert "both, one graph: " in out
+    assert "elements were not written" in out
     assert "kept " in out
+    assert not rig.memory
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    made = small()
+    layer = publish(tmp_path, made)
+    install(monkeypatch, rig)
+    assert main(["bench", layer, "--peer", "torch", "--rows", "64", "--json", "--csv", str(tmp_path / "t.csv")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["models"], document["tokens"], document["ok"]) == ([], [], True)
+    (found,) = document["layers"]
+    assert found["problem"] == {"T": 64, "H": 64, "I": 32, "X": 8, "K": 3}
+    sizes = program(made)
+    assert found["memory"]["kept"] == sizes.kept(sizes.dims(64))[1]
+    steps = {which: len(program(made).steps[which]) for which in ("forward", "backward")}
+    steps["both"] = sum(steps.values())
+    gemms = {"forward": 3, "backward": 6}
+    gemms["both"] = 9
+    for line in found["lines"]:
+        assert line["ms"] == MS * steps[line["variant"]]
+        assert line["dense_ms"] == PEER_MS * gemms[line["variant"]]
+        assert line["dense_share"] == pytest.approx(line["dense_ms"] / line["ms"])
+        assert line["tflops"] > 0
+    assert [row.split(",")[4:6] for row in (tmp_path / "t.csv").read_text().splitlines()[1:]] == [["moe", ""]] * 3
+    assert main(["bench", "layers", "--alone", "--rows", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "layers/moe" in out
+    assert "backward" in out
     assert not rig.memory
 
 
