@@ -1,0 +1,166 @@
+"""A layer by its name, `file/layer`: every verb that takes a name takes it, and means all its kernels."""
+
+import json
+
+import pytest
+
+from fusekit.errors import NotBuiltError, UsageError
+from fusekit.layers import Layer
+from fusekit.plan.layer import program
+from fusekit.runtime import Library
+from fusekit.store import NameRecord, Store
+from tests.bench.layer_stand_in import publish
+from tests.plan.test_layer_program import options
+from tests.store.samples import build_entry
+
+OPTIONS = options(file="model", tokens=1024, bias=True)
+PARTS = [f"model/moe.{part}" for part in program(OPTIONS).parts]
+NAMES = sorted(f"{part}@one" for part in PARTS)
+
+
+def plain(store, name, seed):
+    entry, cubin = build_entry(seed)
+    store.publish(entry, cubin)
+    store.publish_name(NameRecord(name, "sm_90a", entry.key, {"op": "dense-gemm"}, {}))
+
+
+@pytest.fixture
+def store(fusekit):
+    """A layer, a kernel that is none of it, and one whose name begins as the layer's."""
+    publish(fusekit.root, OPTIONS)
+    made = Store(fusekit.root)
+    plain(made, "model/fc1@one", 90)
+    plain(made, "model/moe-fc1@one", 91)
+    return made
+
+
+def listed(fusekit, *arguments):
+    return [row["name"] for row in fusekit("ls", *arguments, "--json").json]
+
+
+def test_a_layer_means_its_kernels(store):
+    assert [listing.record.name for listing in store.names("model/moe")] == NAMES
+    assert [name for name, _ in store.recorded("model/moe")] == NAMES
+    assert [listing.record.name for listing in store.names("mod*/moe")] == NAMES
+    assert [listing.record.name for listing in store.names("model/moe.fc2")] == ["model/moe.fc2@one"]
+    assert [listing.record.name for listing in store.names("model/moe-fc1")] == ["model/moe-fc1@one"]
+    assert store.variants("model/moe", "sm_90a") == []
+    assert store.names("model/mo") == []
+    plain(store, "model/moe@one", 92)  # what has the name itself is meant by it
+    assert [listing.record.name for listing in store.names("model/moe")] == ["model/moe@one"]
+
+
+def test_ls_says_of_which_layer_a_kernel_is(fusekit, store):
+    assert listed(fusekit, "model/moe") == NAMES
+    rows = {row["name"]: row["part_of"] for row in fusekit("ls", "--json").json}
+    assert rows == dict.fromkeys(NAMES, "model/moe") | {"model/fc1@one": None, "model/moe-fc1@one": None}
+    text = fusekit("ls").out.splitlines()
+    assert "PART OF" in text[0]
+    assert text[-1].endswith("model/moe") or text[-1].startswith("model/moe-fc1@one")
+    assert "PART OF" not in fusekit("ls", "model/fc1").out
+
+
+def test_show_says_what_a_layer_is(fusekit, store):
+    document = fusekit("show", "model/moe", "--json").json
+    made = program(OPTIONS)
+    assert (document["name"], document["kind"], document["missing"]) == ("model/moe", "moe", [])
+    assert document["options"]["hidden"] == OPTIONS.hidden
+    assert [kernel["name"] for kernel in document["kernels"]] == [f"{part}@one" for part in PARTS]
+    for which in ("forward", "inference", "backward"):
+        inputs, outputs = made.arguments(which)
+        told = document["passes"][which]
+        assert {each["name"]: tuple(each["shape"]) for each in told["inputs"]} == {
+            name: buffer.shape for name, buffer in inputs.items()
+        }
+        assert [each["name"] for each in told["outputs"]] == list(outputs)
+        assert [step["kernel"] for step in told["steps"]] == [f"model/moe.{step.part}" for step in made.steps[which]]
+    sizes = Layer(Library(store), "model/moe").sizes(1024)
+    assert document["memory"]["tokens"] == 1024
+    assert document["memory"]["kept"] == sizes.kept
+    assert document["memory"]["scratch"] == {
+        "forward": sizes.forward, "inference": sizes.inference, "backward": sizes.backward,
+    }  # fmt: skip
+    text = fusekit("show", "model/moe").out
+    assert text.startswith(f"model/moe: a layer (moe) of {len(PARTS)} kernels for sm_90a\n")
+    for said in ("kept for the backward pass", "fc1-fwd", "[T, 24]", "memory for 1024 tokens"):
+        assert said in text
+    fusekit("rm", "model/moe.fc2")
+    text = fusekit("show", "model/moe").out
+    assert text.splitlines()[-1] == "not built: model/moe.fc2"
+
+
+def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
+    code = (
+        "import sys; from fusekit_cli.main import main; main(['show', 'model/moe', '-q']); "
+        "print(*({'cutlass', 'numpy', 'cuda', 'rich', 'torch', 'fusekit.runtime.library'} & set(sys.modules)))"
+    )
+    import subprocess
+    import sys
+
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=fusekit.environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == ""
+
+
+def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
+    other = {"FUSEKIT_STORE": str(tmp_path / "other")}
+    remote = str(tmp_path / "remote")
+    assert fusekit("push", remote, "model/moe", "--json").json["names"] == len(NAMES)
+    fusekit("push", remote, "model/fc1")
+    assert listed(fusekit, "model/moe", "--from", remote) == NAMES
+    assert fusekit("show", "model/moe", "--from", remote, "--json").json["missing"] == []
+    assert fusekit("pull", remote, "model/moe", "--json", **other).json["names"] == len(NAMES)
+    assert json.loads(fusekit("ls", "--json", **other).out)[0]["name"] == NAMES[0]
+    bundle = str(tmp_path / "moe.tar")
+    assert fusekit("export", bundle, "model/moe", "--json").json["names"] == len(NAMES)
+    assert listed(fusekit, "model/moe", "--from", bundle) == NAMES
+    assert fusekit("show", "model/moe", "--from", bundle, "--json").json["name"] == "model/moe"
+    third = {"FUSEKIT_STORE": str(tmp_path / "third")}
+    fusekit("import", bundle, **third)
+    fourth = {"FUSEKIT_STORE": str(tmp_path / "fourth"), "FUSEKIT_STORES": str(tmp_path / "third")}
+    assert len(fusekit("copy", "model/moe", "--json", **fourth).json["copied"]) == len(NAMES)
+    assert len(fusekit("rm", "model/moe", "--json").json["removed"]) == len(NAMES)
+    assert listed(fusekit) == ["model/fc1@one", "model/moe-fc1@one"]
+    assert fusekit("show", "model/moe", code=3).err
+    assert fusekit("verify", "--full").out
+
+
+def test_a_layer_is_exported_as_its_kernels_in_c(fusekit, store, tmp_path):
+    done = fusekit("export", "--lang", "c", "out", "model/moe", "--json")
+    assert sorted(done.json["kernels"]) == NAMES
+    assert "model/moe is a layer: each of its kernels has functions of its own" in done.err
+
+
+def test_load_of_a_layer_says_how_it_is_launched(store):
+    library = Library(store)
+    with pytest.raises(UsageError, match=r"'model/moe' is a layer of \d+ kernels; library.layer\('model/moe'\)"):
+        library.load("model/moe")
+    with pytest.raises(NotBuiltError):
+        library.load("model/moee")
+    assert library.layer("model/moe").options == OPTIONS
+    with pytest.raises(NotBuiltError, match="it is no layer there"):
+        library.layer("model/fc1")
+
+
+def test_kernels_that_an_edited_table_left_behind_do_not_count(store, fusekit):
+    """The table counts of which every kernel is there; of several or none, building again with --prune is asked for."""
+    edited = options(file="model", tokens=1024, bias=False)
+    publish(fusekit.root, edited)
+    library = Library(store)
+    assert library.layer("model/moe").options == edited
+    assert fusekit("show", "model/moe", "--json").json["options"]["bias"] is False
+    fusekit("rm", "model/moe.fc2")
+    refused = fusekit("show", "model/moe", code=2).err
+    assert "the kernels of model/moe were built from tables that differ in bias, and none of them has all" in refused
+    assert "--prune" in refused
+
+
+def test_a_layer_is_completed(fusekit, store):
+    def offered(word):
+        line = {"_FUSEKIT_COMPLETE": "bash_complete", "COMP_WORDS": f"fusekit show {word}", "COMP_CWORD": "2"}
+        return [text.partition(",")[2] for text in fusekit(**line).out.splitlines()]
+
+    assert offered("model/") == ["model/fc1", "model/moe", "model/moe-fc1"]
+    assert offered("model/moe.fc2")[0] == "model/moe.fc2"
+    assert set(offered("model/moe.")) == set(PARTS)
