@@ -39,7 +39,8 @@ MOST_ROWS = 2**31 - 1
     "--rows",
     type=click.IntRange(1, MOST_ROWS),
     multiple=True,
-    help="Rows M of all groups together, or tokens of a router or a layer; may be given several times (default: the spec's).",
+    help="Rows M of all groups together, or tokens of a router or a layer; may be given several times (default: the"
+    " spec's).",
 )
 @click.option(
     "--groups",
@@ -97,8 +98,8 @@ def command(
 
     A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
     twin is timed, too, and one dense product through cuBLAS as the yardstick; of router and permutation kernels, a copy
-    of the same bytes; of a layer, the sum of its GEMMs, each as one dense product. Exit code 1 when results do not agree, 3 when MODEL is not built, 4
-    without a usable GPU.
+    of the same bytes; of a layer, the sum of its GEMMs, each as one dense product. Exit code 1 when results do not
+    agree, 3 when MODEL is not built, 4 without a usable GPU.
     """
     if table is not None and not sweep:
         raise UsageError(f"--table {table} without --sweep; only a sweep writes a table; add --sweep")
@@ -169,11 +170,11 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 
 def _measure(
     session: Session, library: Library, device: Device, document: dict[str, Any],
-    names: tuple[Sequence[str], Sequence[str], Sequence[str]], shape: Shape, rows: Sequence[int], options: Options, *,
+    which: tuple[Sequence[str], Sequence[str], Sequence[str]], shape: Shape, rows: Sequence[int], options: Options, *,
     check: bool,
 ) -> list[Row]:  # fmt: skip
-    """Fills in the document; the rows of a tuning table. names: of GEMMs, token kernels and layers."""
-    gemms, tokens, layers = names
+    """Fills in the document; the rows of a tuning table. which: names of GEMMs, token kernels and layers."""
+    gemms, tokens, layers = which
     from fusekit.bench.gemms import PEERS as GEMM_PEERS
     from fusekit.bench.gemms import GemmBench, roles
     from fusekit.bench.timing import own_stream

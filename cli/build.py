@@ -64,7 +64,7 @@ def command(
 
     A TARGET is a spec file (moe.toml), kernels of it (moe.toml/fc1, moe.toml/fc1@128x128-c2x1), a folder of spec files,
     a packaged name (FILE, FILE/KERNEL, FILE/KERNEL@VARIANT), a quoted glob over either ('specs/*.toml', '*/fc1*'), or -
-    for a spec on stdin, whose names begin with stdin/. Where KERNEL is a layer, all the kernels that it needs are meant.
+    for a spec on stdin, whose names begin with stdin/. Where KERNEL is a layer, the kernels that it needs are meant.
     """
     import time
 
@@ -109,9 +109,9 @@ def command(
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:
     """Each layer of an architecture, with the kernels that it needs."""
-    from fusekit.spec.family import layer_name
+    from fusekit.spec.family import layer_name, layer_of
 
-    found = {(name, spec.arch): spec.layer for spec in wanted.specs if (name := layer_name(spec))}
+    found = {(name, spec.arch): layer_of(spec) for spec in wanted.specs if (name := layer_name(spec))}
     if not found:
         return []
     from fusekit.plan.layer import program
@@ -159,9 +159,7 @@ def _executor(session: Session, url: str | None, seconds: float | None) -> Itera
         yield executor
 
 
-def _dry_run(
-    session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], store: Store, left: list[Left]
-) -> int:
+def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], store: Store, left: list[Left]) -> int:
     from fusekit.compiler.explain import explain
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]

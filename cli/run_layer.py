@@ -65,9 +65,7 @@ def _launch(
         trial.close()
 
 
-def _time(
-    library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any]
-) -> None:
+def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any]) -> None:
     from fusekit.bench.layer_trial import BOTH, LayerTrial, flops
     from fusekit.bench.roofline import Work, peak_of
 

@@ -47,7 +47,9 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
 
 def _pass(name: str, made: Program, which: str) -> dict[str, Any]:
     inputs, outputs = made.arguments(which)
-    added = {name for step in made.steps[which] if made.parts[step.part].get("accumulate") for name in step.writes.values()}
+    added = {
+        name for step in made.steps[which] if made.parts[step.part].get("accumulate") for name in step.writes.values()
+    }
     return {
         "inputs": _tensors(inputs.values()),
         "outputs": [each | {"added_to": each["name"] in added} for each in _tensors(outputs.values())],
@@ -87,13 +89,13 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
             for tensor in each[f"{role}s"]
         ]
         output.table(session, ("ARGUMENT", "ROLE", "DTYPE", "SHAPE"), rows)
-        steps = [
+        done = [
             (number, step["kernel"].rpartition(".")[2], step["op"], ", ".join(step["reads"].values()),
              ", ".join(step["writes"].values()))
             for number, step in enumerate(each["steps"], start=1)
         ]  # fmt: skip
         click.echo()
-        output.table(session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), steps, right=("STEP",))
+        output.table(session, ("STEP", "KERNEL", "OP", "READS", "WRITES"), done, right=("STEP",))
     memory = document["memory"]
     click.echo(f"\nmemory for {memory['tokens']} tokens")
     kept = ", ".join(f"{name} {output.size(size)}" for name, size in memory["kept_buffers"].items())
@@ -101,8 +103,8 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     for which, size in memory["scratch"].items():
         click.echo(f"  scratch, {which:<18} {output.size(size)}")
     click.echo()
-    rows = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
-    output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), rows, right=("REGISTERS",))
+    kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
+    output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))
     if document["missing"]:
         click.echo(f"not built: {', '.join(document['missing'])}")
 

@@ -1,6 +1,6 @@
 """Made-up tensors of a layer, on the device and for the definition, which reads weights expert by expert.
 
-A tensor is one block of random numbers, repeated: gigabytes take milliseconds to make, and the host holds a block alone.
+A tensor is one block of random numbers, repeated: gigabytes take milliseconds to make, and the host holds one block.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray, Library
 from fusekit.spec import Activation
 
-# Relative Frobenius errors. y is rounded three times on its way, each time by 1.5e-3 or so; gradients oftener. What comes
-# through the scores' derivative is a difference of numbers that were rounded.
+# Relative Frobenius errors. y is rounded three times on its way, each time by about 1.5e-3; gradients more often. What
+# comes through the scores' derivative is a difference of numbers that were rounded.
 LIMITS = {"y": 6e-3, "loss": 1e-4, "drouter": 3e-2, "drouter_bias": 3e-2, "dlogits": 3e-2, "dweights": 2e-2}
 LIMIT = 1e-2
 BOTH = "both"  # passes, in one graph
@@ -224,7 +224,10 @@ class LayerTrial:
         back = definition.backward(
             layer, tensors, kept, made["dy"].whole(), 0.5 if coefficient is not None else 0.0, sums
         )  # fmt: skip
-        if o.kind != MLP and o.router["input"] in (LOGITS, CHOICES):  # what reaches x through the logits is the caller's
+        if o.kind != MLP and o.router["input"] in (
+            LOGITS,
+            CHOICES,
+        ):  # what reaches x through the logits is the caller's
             back["x"] = back["x"] - back["logits"] @ tensors["router"]
         found: dict[str, Any] = {"y": y, "loss": np.array([loss])}
         for name in self.outputs.keys() - found.keys():

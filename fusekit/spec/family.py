@@ -21,7 +21,18 @@ from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
 
-__all__ = ["ExternSpec", "Family", "PermutationSpec", "RouterSpec", "Spec", "TokenProblem", "families", "family_of", "layer_name"]
+__all__ = [
+    "ExternSpec",
+    "Family",
+    "PermutationSpec",
+    "RouterSpec",
+    "Spec",
+    "TokenProblem",
+    "families",
+    "family_of",
+    "layer_name",
+    "layer_of",
+]
 
 Spec = KernelSpec | RouterSpec | PermutationSpec | ExternSpec
 ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, EXTERN)
@@ -93,9 +104,14 @@ def outside(op: str) -> Family | None:
     return replace(found, keys=_with_op(found.keys, found.ops))
 
 
+def layer_of(spec: Any) -> Any:
+    """The options of the layer that the kernel `spec` is a part of; None where it is none."""
+    return getattr(spec, "layer", None)
+
+
 def layer_name(spec: Any) -> str:
     """`file/layer` of the layer that the kernel `spec` is a part of; empty where it is none."""
-    return "" if getattr(spec, "layer", None) is None else str(spec.name.rpartition(".")[0])
+    return "" if layer_of(spec) is None else str(spec.name.rpartition(".")[0])
 
 
 def _with_op(keys: tuple[Key, ...], more: tuple[str, ...] = ()) -> tuple[Key, ...]:

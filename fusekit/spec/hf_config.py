@@ -57,8 +57,8 @@ class Mlp:
 
     role: "experts", "shared" (experts that every token goes through) or "dense". activation: a spec's table; None
     where fusekit has no such activation, and `why` then says so. weights: where w1 and w2 are in the checkpoint.
-    layers: which layers have it. apart: whether something is done to its output before it is added to that of the routed
-    experts.
+    layers: which layers have it. apart: whether something is done to its output before it is added to that of the
+    routed experts.
     """
 
     role: str
@@ -83,8 +83,8 @@ class Router:
     """How a token's experts are chosen; the keys are those of `router-topk`.
 
     scales_input: the weight multiplies the expert's input, not its output. aux_loss: coefficient of the load-balancing
-    loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it. bias:
-    of the logits. by_sequence: whether that loss is one of each sequence.
+    loss, 0 where the model has none; aux_note: how the model's loss differs. why: what the kernels cannot do of it.
+    bias: of the logits. by_sequence: whether that loss is one of each sequence.
     """
 
     experts: int

@@ -75,7 +75,8 @@ class _Writer:
             f"{'Kernels' if request.kernels else 'Layers'} of {request.name}, made by `fusekit new` from "
             f"{request.origin} (model_type {model.model_type}). `fusekit build {file}` builds their kernels, and with "
             f"--dry-run says which. `fusekit show {request.name}/NAME` lists arguments. tile, cluster and schedule are "
-            f"{'left out: they are ' if request.kernels else ''}chosen for each problem. An editor checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
+            f"{'left out: they are ' if request.kernels else ''}chosen for each problem. An editor checks the keys "
+            f"once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
         )
         self.lines += ["#"]
         self.comment(
@@ -127,7 +128,8 @@ class _Writer:
         """A title, and the kernels that fit; the others as comments with the reason. Whether all fit."""
         self.lines += [""]
         self.comment(f"---- {title}.", "     ")
-        return all([self._kernel(kernel) for kernel in kernels])
+        fitting = [self._kernel(kernel) for kernel in kernels]
+        return all(fitting)
 
     def _kernel(self, kernel: Kernel) -> bool:
         table = {"name": kernel.name, "summary": kernel.summary, **kernel.keys}

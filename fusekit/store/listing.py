@@ -41,8 +41,8 @@ class Listing:
 
 class Row(NamedTuple):  # of which a listing makes thousands, faster than dataclasses
     """A name and what it stands for. bytes: of the cubin; registers, spill_bytes: None where the entry has none;
-    layer: root of the one in which the name was found. part_of: `file/layer` of the layer of a model that it is a kernel
-    of, None for others.
+    layer: root of the one in which the name was found. part_of: `file/layer` of the layer of a model that it is a
+    kernel of, None for others.
     """
 
     name: str
@@ -80,8 +80,8 @@ class _Problems(list[str]):
 
 
 def search(layers: Sequence[Layer], pattern: str, arch: str | None) -> Listing:
-    """What `pattern` means: a file's stem, a kernel, a layer, a full name, or a glob; sorted. Of several stores that have
-    a name the first one counts.
+    """What `pattern` means: a file's stem, a kernel, a layer of a model, a full name, or a glob; sorted. Of several
+    layers of the store that have a name the first one counts.
     """
     problems = _Problems()
     found = _search(layers, pattern, arch, Layer.name, problems)

@@ -207,10 +207,10 @@ def is_of_layer(record: NameRecord | Brief) -> bool:
 
 
 def readings(pattern: str) -> tuple[str, ...]:
-    """`pattern`, and what it means where no name is meant by it: `file/layer` then stands for the layer's kernels, which
-    are called `file/layer.part`.
+    """`pattern`, and what it means where no name is meant by it: `file/layer` then stands for the layer's kernels,
+    which are called `file/layer.part`.
     """
-    file, _, kernel = pattern.partition("/")
+    kernel = pattern.partition("/")[2]
     return (pattern, f"{pattern}.*") if kernel and "@" not in pattern and not kernel.endswith("*") else (pattern,)
 
 

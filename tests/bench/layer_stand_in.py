@@ -48,12 +48,17 @@ class Formula:
 
     def _compute(self, tensors: Any) -> None:
         arrays = {name: memory(tensor) for name, tensor in tensors.items()}
-        given = {
-            name: decode(array, tensors[name].dtype).astype(np.float64) if array.dtype == np.uint16 else array
-            for name, array in arrays.items()
-        }
+        with np.errstate(invalid="ignore"):
+            given = {
+                name: decode(array, tensors[name].dtype).astype(np.float64) if array.dtype == np.uint16 else array
+                for name, array in arrays.items()
+            }
         made = layer_meaning.OPERATIONS[self.keys["op"]](self.keys, given, self.dims)
         self.wrong(self.part, made)
+        with np.errstate(invalid="ignore"):  # what no kernel reads may be anything
+            self._write(arrays, given, tensors, made)
+
+    def _write(self, arrays: Any, given: Any, tensors: Any, made: Any) -> None:
         for name, values in made.items():
             if name not in arrays or values is None:
                 continue
@@ -66,7 +71,9 @@ class Formula:
 def memory(tensor: Any) -> Any:
     """A tensor's memory, as NumPy holds it."""
     size = int(np.prod(tensor.shape)) * DTYPES[tensor.dtype].bytes
-    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), held(tensor.dtype)).reshape(tensor.shape)
+    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), held(tensor.dtype)).reshape(
+        tensor.shape
+    )
 
 
 class StandIn(Layer):

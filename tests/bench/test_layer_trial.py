@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,9 @@ def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys:
     assert (document["name"], document["arch"], document["ok"]) == (name, "sm_90a", True)
     assert (document["tokens"], document["checked_tokens"]) == (40, 40)
     outputs = {*program(made).arguments("forward")[1], *program(made).arguments("backward")[1]}
-    assert set(document["errors"]) == outputs | {f"inference {each}" for each in program(made).arguments("inference")[1]}
+    assert set(document["errors"]) == outputs | {
+        f"inference {each}" for each in program(made).arguments("inference")[1]
+    }
     assert 0 < document["error"]["fro"] < 1e-2
     assert document["error"]["max_scaled"] <= 1
     assert (document["memory"]["kept"] > 0) == (case != "mlp-as-stored")
@@ -107,10 +111,9 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert document["problems"] == [f"dw1: {8 * 64 * 64} elements were not written"]
 
     def beyond(part: str, made: dict[str, Any]) -> None:
-        for address, buffer in rig.memory.items():
+        for buffer in rig.memory.values():
             if len(buffer) > 8192 and part == "unpermute-dx":
                 buffer[len(buffer) - 256 - 4000 : len(buffer) - 256 - 3990] = bytes(10)
-        del address
 
     install(monkeypatch, rig, beyond)
     code, document = run(capsys, layer, "--check")
@@ -185,6 +188,16 @@ def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:
     assert layer_trial.checked_tokens(large) == 32
     assert layer_trial.checked_tokens(small(tokens=24576)) == 256
     assert layer_trial.checked_tokens(small()) == 40
+
+
+def test_the_example(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    root = Path(__file__).parents[1] / "examples"
+    (table,) = tomllib.loads((root / "layer.toml").read_text())["kernel"]
+    sizes = {name: table[name] for name in ("hidden", "intermediate", "experts", "topk")}
+    publish(tmp_path, options(file="layer", tokens=1024, grad_dtype="bf16", **sizes))
+    install(monkeypatch, rig)
+    runpy.run_path(str(root / "layer.py"))
+    assert capsys.readouterr().out.endswith("done\n")
 
 
 def test_options_of_kernels_are_refused(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -47,8 +47,8 @@ def problems(*tables, **defaults):
         ({"topk": 9}, ["topk = 9: a token cannot have more than all 8 experts; say fewer"]),
         (
             {"bias": True, "router": {"scale": "input"}},
-            ["bias = true: the weights multiply the experts' input (scale = \"input\"), and b2 has no row to belong to; "
-             "leave one of the two out"],
+            ["bias = true: the weights multiply the experts' input (scale = \"input\"), and b2 has no row to belong to;"
+             " leave one of the two out"],
         ),
         (
             {"router": {"input": "choices", "bias": True, "expert_bias": True, "aux_loss": True}},
@@ -138,7 +138,9 @@ def test_the_names_of_its_kernels_are_its_own():
     )
     assert problems(GEMM | {"name": "moe.fc1-fwd"}, MOE)
     assert problems(MOE, MLP | {"name": "moe.mlp"})
-    assert problems(MOE, GEMM | {"name": "moe"}) == ['name = "moe": [[kernel]] 1 has this name already; name them apart']
+    assert problems(MOE, GEMM | {"name": "moe"}) == [
+        'name = "moe": [[kernel]] 1 has this name already; name them apart'
+    ]
     assert parse_text(text_of(MOE, GEMM | {"name": "moe-fc1"}), "layers")
 
 

@@ -93,8 +93,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
         Key("b_major", "choice", '"k": w1 [X, N, H], w2 [X, H, I]; "n": w1 [X, H, N], w2 [X, I, H].',
             choices=("k", "n"), default="k"),
         Key("shared", "int", "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
-        Key("keep", "choice", 'What stays for the backward pass beside x and the choices: "z", the first projection\'s '
-            'result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
+        Key("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
+            'projection\'s result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
         Key("problem", "table", "The tokens that variants are chosen for.",

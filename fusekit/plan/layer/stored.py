@@ -31,9 +31,8 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
     whole = [options for options, parts in tables.values() if program(options).parts.keys() <= parts]
     if len(whole) == 1:
         return whole[0]
-    differ = sorted(
-        {key for text in tables for key, value in json.loads(text).items() if value != json.loads(next(iter(tables)))[key]}
-    )
+    first, *others = [json.loads(text) for text in tables]
+    differ = [key for key in first if any(other.get(key) != first[key] for other in others)]
     raise UsageError(
         f"the kernels of {name} were built from tables that differ in {', '.join(differ)}, and "
         f"{'none' if not whole else 'more than one'} of them has all its kernels; build {name} again, with --prune, "

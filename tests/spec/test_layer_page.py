@@ -1,0 +1,57 @@
+"""The page of layers says what the source says: its keys, its example, and the memory that a layer needs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fusekit.plan.layer import layer_keys, program
+from fusekit.plan.layer.options import ROUTER_KEYS
+from fusekit.spec import parse_file
+from fusekit.spec.keys import ACTIVATION_KEYS
+from fusekit.spec.model import DTYPES
+from tests.plan.test_layer_program import CASES, options
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "fusekit" / "layers" / "layers.md").read_text()
+
+
+@pytest.mark.parametrize("keys", [layer_keys(ACTIVATION_KEYS, DTYPES), ROUTER_KEYS], ids=["layer", "router"])
+def test_every_key_stands_on_the_page(keys):
+    rows = []
+    for key in keys:
+        default = "required" if key.required else "" if key.default is None else f"`{json.dumps(key.default)}`"
+        rows.append(f"| `{key.name}` | {default} | {key.doc} |")
+    assert "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]) + "\n\n" in PAGE
+
+
+def test_the_example_is_the_program():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert (ROOT / "tests" / "examples" / "layer.py").read_text() in blocks
+
+
+def test_the_declaration_can_be_read(tmp_path):
+    (table,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "model.toml").write_text(f"schema = 1\n{table}")
+    layer = parse_file(tmp_path / "model.toml")[0].layer
+    assert {**layer.canonical(), "file": ""} == {
+        **parse_file(ROOT / "kernel_specs" / "gpt-oss-20b.toml")[0].layer.canonical(), "file": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_memory_is_what_the_page_says(name):
+    o, tokens = options(**CASES[name]), 1000
+    made = program(o)
+    rows, width = tokens * o.topk, o.sides * o.intermediate
+    stays = o.keep == "z"
+    if o.kind == "mlp":
+        want = 2 * tokens * width * stays
+    else:
+        given = o.router["input"]
+        want = 2 * rows * width * stays + 4 * tokens * o.experts * (given == "x") + 4 * tokens * o.topk + 4 * o.experts
+        want += 8 * tokens * o.topk * (given != "choices") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
+        want += 2 * tokens * o.sides * o.shared * stays + 4 * o.experts * o.router["aux_loss"]
+    kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
+    assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
