@@ -18,7 +18,7 @@
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
 | stand_in | compiler, runtime, what these may import |
-| bench | runtime, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
+| bench | runtime, layers, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
 """
 
 import ast
@@ -65,7 +65,8 @@ MAY = {
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
-        "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "numpy", "cuda.bindings",
+        "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
+        "cuda.bindings",
         "transformer_engine", "matplotlib",
     },
     "stand_in": {

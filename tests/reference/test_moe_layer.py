@@ -100,6 +100,7 @@ def test_every_gradient_is_the_derivative(name):
     layer, x, tensors, grad_y = problem(name)
     _, _, kept = forward(layer, x, tensors)
     found = backward(layer, tensors, kept, grad_y, grad_loss=0.4)
+    assert found.pop("weights").shape == kept.weights.shape
     found.pop("logits")
     assert set(found) == {"x", *tensors} - {"expert_bias"}
 
