@@ -71,7 +71,7 @@ def gemms(layer: Layer, which: str, tokens: int) -> list[tuple[int, int, int]]:
         if operation.family == GEMM:
             rows = dims["M" if operation.ragged else "T"]
             n, k = keys["problem"]["N"], keys["problem"]["K"]
-            found.append((n, k, rows) if operation.reduces_groups else (rows, n, k))
+            found.append((n, k, rows) if operation.reduces_rows else (rows, n, k))
     return found
 
 
