@@ -41,12 +41,10 @@ class Operator:
         self.inputs = ("x", *(name for name in layer.inputs("forward") if name != "x"))
         self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
         self.parameters = tuple(name for name in self.gradients if name not in ("x", "logits", "weights"))
-        added = {
-            step.writes["dw"]
-            for step in program.steps["backward"]
-            if "dw" in step.writes and program.parts[step.part].get("accumulate")
-        }
-        self.summed = tuple(name for name in self.parameters if f"d{name}" in added)
+        adding = [step.writes for step in program.steps["backward"] if program.parts[step.part].get("accumulate")]
+        self.summed = tuple(name for name in self.parameters if any(each["dw"] == f"d{name}" for each in adding))
+        # What such a kernel gives of a bias is added to what is there, too.
+        self.zeroed = {each["dbias"] for each in adding if "dbias" in each}
         self.loss = "loss" in layer.outputs("forward")
         self._kept = program.kept_line()
         # One cache for each operator: its results are those of this layer.
@@ -171,7 +169,8 @@ class Operator:
         for name in self._returned:
             buffer = program.buffers[self.gradients[name]]
             extents = (shape if name == "x" else buffer.extents(dims)) if name in asked else (0,)
-            found.append(torch.empty(extents, dtype=DTYPES[buffer.dtype], device=dy.device))
+            new = torch.zeros if buffer.name in self.zeroed else torch.empty
+            found.append(new(extents, dtype=DTYPES[buffer.dtype], device=dy.device))
         return tuple(found) if len(found) > 1 else found[0]
 
     def _run_backward(self, dy: Any, dloss: Any, kept: Any, saved: list[Any], *rest: Any) -> Any:

@@ -123,10 +123,7 @@ def test_what_an_mlp_refuses():
             "activation.limit = -1.0: must be above 0; leave it out for no limit (of its kernels fc1-fwd, fc1-infer, "
             "fc2-dgrad)",
         ),
-        (
-            {"dtype": "fp16"},
-            'dtype = "fp16": the kernels that move rows and choose experts take bf16; say dtype = "bf16"',
-        ),
+        ({"dtype": "fp16"}, 'dtype = "fp16": the kernels that move rows and choose experts take bf16; say'),
     ],
 )
 def test_what_a_part_refuses_is_said_once_with_the_kernels(change, said):

@@ -135,6 +135,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for key in ("experts", "topk"):
             if getattr(options, key) < 1:
                 yield key, getattr(options, key), f"a layer of experts needs it; say {key}, 1 at least"
+        if options.dtype != "bf16":
+            yield "dtype", options.dtype, 'the kernels that move rows and choose experts take bf16; say dtype = "bf16"'
         if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
         if options.router["scale"] == "input" and options.bias:
