@@ -164,3 +164,41 @@ def test_a_layer_is_completed(fusekit, store):
     assert offered("model/") == ["model/fc1", "model/moe", "model/moe-fc1"]
     assert offered("model/moe.fc2")[0] == "model/moe.fc2"
     assert set(offered("model/moe.")) == set(PARTS)
+
+
+TABLES = """schema = 1
+[defaults]
+arch = "sm_90a"
+[[kernel]]
+name = "fc"
+op = "dense-gemm"
+tile = [128, 128]
+cluster = [2, 1]
+[[kernel]]
+name = "moe"
+kind = "moe"
+hidden = 256
+intermediate = 128
+experts = 8
+topk = 2
+"""
+
+
+def test_a_build_says_what_a_layer_needs(fusekit, tmp_path):
+    pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+    (tmp_path / "small.toml").write_text(TABLES)
+    document = fusekit("build", "small.toml", "--dry-run", "--json").json
+    (layer,) = document["layers"]
+    assert (layer["name"], layer["arch"]) == ("small/moe", "sm_90a")
+    names = {row["name"].partition("@")[0] for row in document["would_build"]}
+    assert {"small/moe.fc1-fwd", "small/moe.fc2-wgrad"} <= names - {"small/fc"} <= set(layer["kernels"])
+    lines = fusekit("build", "small.toml", "--dry-run").out.splitlines()
+    assert lines[1].startswith("small/fc@")
+    assert lines[2].split()[:2] == ["small/moe", "sm_90a"]
+    assert f"needs {len(layer['kernels'])} kernels:" in lines[2]
+    assert all(line.startswith("small/moe.") for line in lines[3:-1])
+    only = fusekit("build", "small.toml/moe", "--dry-run", "--json").json["would_build"]
+    assert {row["name"].partition("@")[0] for row in only} == names - {"small/fc"}
+    assert fusekit("build", "small.toml/fc", "--dry-run", "--json").json["layers"] == []
+    explained = fusekit("explain", "small.toml/moe.index", "--json").json
+    assert (explained["name"].partition("@")[0], explained["status"]) == ("small/moe.index", "miss")

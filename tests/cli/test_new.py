@@ -123,7 +123,8 @@ ONE_VARIANT = '[defaults]\ntile = [128, 128]\ncluster = [2, 1]\nschedule = "stat
 def test_a_small_model_builds(fusekit, tmp_path, name, options, kernels):
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | SMALL | CHOICES))
-    text = fusekit("new", str(tmp_path / "config.json"), "--name", "small", "--tokens", "64", *options).out
+    line = ("new", str(tmp_path / "config.json"), "--name", "small", "--tokens", "64", "--kernels")
+    text = fusekit(*line, *options).out
     (tmp_path / "small.toml").write_text(text.replace("[defaults]\n", ONE_VARIANT))
     report = fusekit("build", str(tmp_path / "small.toml"), "--json", "--jobs", "2").json
     assert (len(report["built"]), report["failed"]) == (kernels, [])

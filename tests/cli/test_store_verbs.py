@@ -32,6 +32,7 @@ def test_ls(store, fusekit):
         "registers": 168,
         "spill_bytes": 0,
         "layer": str(fusekit.root),
+        "part_of": None,
     }
 
 
