@@ -342,10 +342,10 @@ def _make(
     faster. If it is at it now this is postponed, as long as it `waits`: so builders of one catalogue share it.
     """
     from fusekit.compiler.pool import PostponedError
-    from fusekit.compiler.worker import Job
+    from fusekit.compiler.worker import Job, alone
 
     def compiled() -> tuple[Entry, bytes]:
-        done = compiler.compile(Job(task.name, planner, task.specs[0], task.fields, _home(task.specs[0])))
+        done = compiler.compile(Job(task.name, planner, alone(task.specs[0]), task.fields, _home(task.specs[0])))
         _unchanged(task)
         entry = Entry(
             key=task.key,

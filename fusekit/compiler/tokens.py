@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
 from fusekit.plan.tokens import OUTPUT, ROUTER, SCALAR, TOKENS, Extent, Keys, TokenOperation
-
-if TYPE_CHECKING:
-    from fusekit.spec import PermutationSpec, RouterSpec
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31
@@ -20,7 +17,7 @@ MOST_COLUMNS = 2**28  # of a row's bytes, an int32 with room for the last piece
 MOST_GROUPS = 65536
 
 
-def plan(spec: RouterSpec | PermutationSpec) -> TracePlan:
+def plan(spec: Any) -> TracePlan:
     """Trace plan of an operation that works token by token. Imports the DSL."""
     operation, made = TOKENS[spec.op], signature(spec)
     module, _, kernel = operation.kernel.partition(":")
@@ -29,7 +26,7 @@ def plan(spec: RouterSpec | PermutationSpec) -> TracePlan:
     return token_wise(getattr(import_module(module), kernel).of(spec), names, made)
 
 
-def signature(spec: RouterSpec | PermutationSpec) -> Signature:
+def signature(spec: Any) -> Signature:
     """What the callers of `spec` pass."""
     operation, keys = TOKENS[spec.op], spec.canonical()
     operands = operation.of(keys)

@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +39,11 @@ class Job:
     spec: Any
     fields: Mapping[str, str] | None = None
     home: tuple[str, str] | None = None
+
+
+def alone(spec: Any) -> Any:
+    """The spec as a kernel is compiled from it, whatever layer it is of."""
+    return replace(spec, layer=None) if getattr(spec, "layer", None) is not None else spec
 
 
 @dataclass(frozen=True, slots=True)

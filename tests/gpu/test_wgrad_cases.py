@@ -86,9 +86,10 @@ def test_parts_give_the_same_bits_in_every_variant(gpu, specs, sizes):
 class Nothing:
     """A tensor of no elements, at address 0, as frameworks make them."""
 
-    def __init__(self, columns):
+    def __init__(self, columns, dtype):
+        typestr = {"bf16": "<V2", "fp16": "<f2"}[dtype]
         self.__cuda_array_interface__ = {
-            "version": 3, "typestr": "<V2", "data": (0, False), "shape": (0, columns), "strides": None,
+            "version": 3, "typestr": typestr, "data": (0, False), "shape": (0, columns), "strides": None,
         }  # fmt: skip
 
 
@@ -106,13 +107,14 @@ class Nothing:
 )
 def test_no_rows_at_no_address(gpu, specs, name):
     """Called, called again on other outputs, and a bound launch updated to such tensors from others like them."""
-    spec, nothing = specs[name], {"dy": Nothing(136), "x": Nothing(72)}
+    spec = specs[name]
+    nothing = {"dy": Nothing(136, spec.dtype), "x": Nothing(72, spec.dtype)}
     prepared = [prepare(spec, Case("nothing", (0, 0) if spec.grouped else (0,), 136, 72)) for _ in range(3)]
     placed = [gpu.arguments(launch) for launch in prepared]
     for arguments in placed[:2]:
         gpu.kernel(spec)(**arguments | nothing)
     bound = gpu.kernel(spec).bind(**placed[0] | nothing)
-    bound.update(x=Nothing(72))
+    bound.update(x=Nothing(72, spec.dtype))
     bound.update(**placed[2] | nothing)()
     gpu.finish(name)
     for launch, arguments in zip(prepared, placed, strict=True):
