@@ -64,7 +64,7 @@ def pack(values: list, dtype: str) -> list:
     if dtype == "f32":
         return [bits_of(value) for value in values]
     pairs = list(zip(values[::2], [*values[1::2], Float32(0.0)], strict=False))
-    pair = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    pair = "bf16x2" if dtype == "bf16" else "f16x2"
     return [
         cute.arch.inline_ptx(
             f"cvt.rn.{pair}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]

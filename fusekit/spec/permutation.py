@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.spec.keys import Key
-from fusekit.spec.model import ARCHES
+from fusekit.spec.model import ARCHES, OUT_DTYPES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import TokenProblem, TokenSpec
 
@@ -82,7 +82,7 @@ PERMUTATION_KEYS = {
         _ARCH,
         _TOPK,
         _EXPERTS,
-        Key("out_dtype", "choice", "Type of probs.", choices=("f32", "bf16", "fp16"), default="f32"),
+        Key("out_dtype", "choice", "Type of probs.", choices=OUT_DTYPES, default="f32"),
         _WARPS,
         _PROBLEM,
     ),
