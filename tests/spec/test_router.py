@@ -176,7 +176,7 @@ topk = 8
         ('op = "moe-unpermute"\naddends = -1', "addends = -1"),
         ('op = "moe-permute"\naddends = 1', "there is no such key"),
         ('op = "moe-weights-bwd"', "experts is missing"),
-        ('op = "moe-probs"\nexperts = 8\nout_dtype = "i32"', 'must be "f32", "bf16" or "fp16"'),
+        ('op = "moe-probs"\nexperts = 8\nout_dtype = "i32"', 'must be "bf16", "fp16" or "f32"'),
         ('op = "moe-probs"\nexperts = 8\nproblem = { T = 1, H = 8 }', "there is no such key"),
     ],
 )
