@@ -1,14 +1,13 @@
 """What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
 
-A CTA has three warpgroups: one fetches tiles with TMA, two run WGMMA and the epilogue. A fourth
-gathers, where an index chooses rows. Its dynamic shared memory holds
+A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows a fourth. In
+its dynamic shared memory are
 
     stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
-    32768 bytes      epilogue staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32
-                     columns, where that makes room for one more stage; float32 boxes have half as many columns.
-                     With a backward activation: 8 warps x 3 boxes of z on their way, and 2 of y where it is recomputed
-                     (or for sums of columns, where dbias is asked for)
-    2304 bytes       kept for the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
+    32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
+                 that makes room for one more stage; float32 boxes have half as many columns. With a backward
+                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns
+    2304 bytes   the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ if TYPE_CHECKING:
 CONSUMER_WARPGROUPS = 2
 CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
 WARP_ROWS = 16  # of a 64-row block, that one warp finishes
-# Boxes of a warp: of an output in turn, and of z on its way in or out.
-OUTPUT_BOXES, Z_BOXES = 2, 3
-# Columns of da whose gate and up a backward epilogue works on at a time.
-GATED_UNIT = 32
-# Columns of a box of an operand whose rows lie along the reduction: w with b_major = "n", both of a weight gradient.
-BOX = 64
+OUTPUT_BOXES, Z_BOXES = 2, 3  # of a warp: of an output in turn, and of z on its way in or out
+GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
+BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = "n", both factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 RESERVED_BYTES = 2304
@@ -46,10 +42,9 @@ GATHER_WARPS = 4
 
 
 class GemmPlan:
-    """The plan of `spec`: a KernelSpec, or anything that has its attributes.
+    """The plan of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
 
-    tile and cluster are (M, N). epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad".
-    kind: the activation. What is worked out is worked out once.
+    epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad". kind: the activation.
     """
 
     def __init__(self, spec: Any) -> None:
