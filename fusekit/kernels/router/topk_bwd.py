@@ -103,8 +103,7 @@ class RouterTopKBackward(RouterKernel):
         self, logits, gradients, grad_logits, addend, scaling: Float32, token: Int32, lane: Int32, shared: Int32
     ):
         """One token."""
-        config = self.config
-        size = DTYPES[config.grad_dtype].bytes
+        config, size = self.config, DTYPES[self.config.grad_dtype].bytes
         logits_row = self.address(logits, token, config.experts, DTYPES[config.dtype].bytes)
         result_row = self.address(grad_logits, token, config.experts, size)
         if cutlass.const_expr(config.addend):
@@ -154,10 +153,8 @@ class RouterTopKBackward(RouterKernel):
                 slopes = [sqrtsoftplus_slope(s) for s in made]
             result = [g * slope for g, slope in zip(scaled, slopes, strict=True)]
         if cutlass.const_expr(config.addend):
-            result = [
-                value + self.element(addend_row, e, "f32", use)
-                for value, e, use in zip(result, experts, valid, strict=True)
-            ]
+            more = [self.element(addend_row, e, "f32", use) for e, use in zip(experts, valid, strict=True)]
+            result = [value + each for value, each in zip(result, more, strict=True)]
         cute.arch.sync_warp()  # the row's other stores come first
         for slot in cutlass.range_constexpr(self.slots):
             self.put_element(result_row, experts[slot], result[slot], config.grad_dtype, valid[slot])
