@@ -48,7 +48,7 @@ class Family:
     is imported where a kernel is compiled. make: (file stem, values by key, one value of each sweep key) -> a spec.
     broken: the rules that a spec breaks, as (key, value, rule). own: keys that [defaults] does not give it. candidates:
     what a sweep key that is left out is chosen from (see fusekit.spec.sweep). expand: stands for `sweep.expand`, for
-    tables that make several kernels.
+    tables that make several kernels, `most` at most.
     """
 
     ops: tuple[str, ...]
@@ -60,6 +60,7 @@ class Family:
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     planner: str = ""
     expand: Callable[[str, Mapping[str, Any]], Any] | None = None
+    most: int = 1
 
     @property
     def defaults_keys(self) -> tuple[Key, ...]:

@@ -15,6 +15,7 @@ from fusekit.spec.sweep import Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
+MOST_KERNELS = 72  # of a layer, each GEMM in three variants
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
@@ -63,5 +64,5 @@ def _table(
 
 LAYER = Family(
     (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch",), make=lambda *_: None, broken=lambda _: [],
-    own=(*KERNEL_ONLY, "kind"), expand=expand_layer,
+    own=(*KERNEL_ONLY, "kind"), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

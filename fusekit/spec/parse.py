@@ -227,7 +227,8 @@ class _File:
         self.kernels += count
         if self.kernels > MAX_KERNELS:
             swept = [f"{len(values[key])} {key}" for key in family.sweep_keys if len(values[key]) > 1]
-            product = f"{' x '.join(swept)} = {count} kernels" if swept else "one kernel more"
+            more = f"a layer of {count} kernels at most" if family.expand else "one kernel more"
+            product = f"{' x '.join(swept)} = {count} kernels" if swept else more
             said = f"{where}{product}; a file makes at most {MAX_KERNELS}; sweep less, or split the file"
             self.reader.add(said)
             raise TooManyError

@@ -52,7 +52,7 @@ class Expansion:
 
 def combinations(family: "Family", values: Mapping[str, Any]) -> int:
     """How many kernels the table makes at most."""
-    count = 1
+    count = family.most
     for key in family.sweep_keys:
         count *= len(values[key])
     return count * (3 if values.get("tile") == (None,) else 1)

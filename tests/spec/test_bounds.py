@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusekit.errors import SpecError
-from fusekit.spec import packaged_files, parse, parse_file, parse_text, rules
+from fusekit.spec import layer, packaged_files, parse, parse_file, parse_text, rules
 from fusekit.spec.document import MAX_BYTES
 
 KERNEL = '[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n'
@@ -155,6 +155,30 @@ def kernels(count: int) -> str:
 def test_kernels_are_counted_before_any_is_made(monkeypatch):
     monkeypatch.setattr(parse, "expand", lambda *_: pytest.fail("made"))
     assert "[[kernel]] 1366 (k1365): one kernel more; a file makes at most 4096" in refusal(kernels(1366))
+
+
+def test_the_kernels_of_layers_are_counted_before_any_is_made(monkeypatch):
+    table = '[[kernel]]\nname = "m{}"\nkind = "moe"\narch = "sm_90a"\nhidden = 64\nintermediate = 64\n'
+    table += "experts = 8\ntopk = 2\n"
+    monkeypatch.setattr(layer, "program", lambda *_: pytest.fail("made"))
+    said = refusal("schema = 1\n" + "".join(table.format(number) for number in range(2000)))
+    assert "(m56): a layer of 72 kernels at most; a file makes at most 4096" in said
+
+
+def test_no_layer_makes_more_kernels_than_it_counts_for():
+    every = """[[kernel]]
+        name = "m"
+        kind = "moe"
+        arch = "sm_90a"
+        hidden = 512
+        intermediate = 512
+        experts = 16
+        topk = 4
+        bias = true
+        shared = 512
+        keep = "x"
+        router = { bias = true, aux_loss = true, score_function = "sigmoid", expert_bias = true }"""
+    assert len(parse_text("schema = 1\n" + every, "s")) <= layer.MOST_KERNELS
 
 
 def test_kernels_that_differ_in_their_problem_are_checked_once(monkeypatch):
