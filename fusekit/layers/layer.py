@@ -272,7 +272,7 @@ def layers_of(library: Library) -> dict[str, Options]:
         said = listing.record.spec.get("layer")
         if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" not in found:
             with suppress(TypeError):
-                options = Options(**said)
+                options = Options.of(said)
                 found[f"{options.file}/{options.name}"] = options
     return found
 

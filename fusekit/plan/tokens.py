@@ -21,8 +21,8 @@ class Operand:
     """A tensor, or a scalar, which has no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
-    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, W words of a routing map
-    and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
+    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
+    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
     experts' elements of [T, X] are read.
     """
 
@@ -38,6 +38,7 @@ class Operand:
         """The shape: numbers, names of dims, and an expression for TK."""
         experts, topk = keys["experts"], keys["topk"]
         known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
+        known["NX"] = keys.get("terms", 0) * experts
         return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
 
     def dtype_of(self, keys: Keys) -> str:
@@ -297,6 +298,26 @@ _ROWS = (
             replace(_WEIGHTS, when=bool),
             Operand("probs", OUTPUT, "out_dtype", "T X",
                     "The weight of each expert for each token; 0 where it was not chosen."),
+        ),
+    ),
+    TokenOperation(
+        "router-split",
+        PERMUTATION,
+        "fusekit.kernels.router.terms:RouterSplit",
+        (
+            Operand("w", INPUT, "f32", "T H", "Float32 numbers, such as a router's weights: T experts."),
+            Operand("terms", OUTPUT, "dtype", "M H",
+                    "The numbers rounded; after these T rows, what was left of each, rounded; and so on."),
+        ),
+    ),
+    TokenOperation(
+        "router-sum",
+        PERMUTATION,
+        "fusekit.kernels.router.terms:RouterSum",
+        (
+            Operand("x", INPUT, "f32", "T NX", "Each token's products with the first terms, then with the second."),
+            Operand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
+            Operand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
         ),
     ),
     TokenOperation(

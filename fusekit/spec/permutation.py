@@ -1,4 +1,4 @@
-"""Specs of the operations between router and grouped GEMM: row order, rows to experts and back."""
+"""Specs of the operations around router and grouped GEMM: row order, rows to experts and back, float32 weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,11 @@ INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", 
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
+SPLIT, SUM = "router-split", "router-sum"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
+MOST_TERMS = 3  # which are all bits of a float32
 
 _NAME = Key("name", "string", "The kernel's name in this file.", required=True)
 _SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
@@ -41,6 +43,8 @@ _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies b
                 default=False)  # fmt: skip
 _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
               default=False)  # fmt: skip
+_TERMS = Key("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
+             default=MOST_TERMS)  # fmt: skip
 PERMUTATION_KEYS = {
     INDEX: (
         _NAME,
@@ -86,6 +90,17 @@ PERMUTATION_KEYS = {
         _WARPS,
         _PROBLEM,
     ),
+    SPLIT: (_NAME, _SUMMARY, _ARCH, _TERMS, _WARPS, _ROWS[-1]),
+    SUM: (
+        _NAME,
+        _SUMMARY,
+        _ARCH,
+        _EXPERTS,
+        _TERMS,
+        Key("bias", "bool", "Adds bias[X], f32.", default=False),
+        _WARPS,
+        _PROBLEM,
+    ),
     CHECK: (
         _NAME,
         _SUMMARY,
@@ -106,7 +121,10 @@ NEUTRAL = {
     "counts": False,
     "tokens": False,
     "addends": 0,
+    "terms": 0,
+    "bias": False,
 }
+LATER = ("tokens", "terms", "bias")  # keys that a kernel without them has no word of
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
@@ -116,7 +134,7 @@ class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
     A key that the operation lacks has its value in `NEUTRAL`. Backward operations are
-    weighted, moe-permute-bwd is scaled.
+    weighted, moe-permute-bwd is scaled; router-split gives bf16.
     """
 
     file: str
@@ -133,15 +151,17 @@ class PermutationSpec(TokenSpec):
     counts: bool
     tokens: bool
     addends: int
+    terms: int
+    bias: bool
     warps: int
     problem: TokenProblem | None
     summary: str
     layer: Any = None
 
     def device_spec(self) -> dict[str, Any]:
-        """As ever, without `tokens` where they are not asked for."""
+        """As ever, without the keys `LATER` where they are not asked for."""
         made = TokenSpec.device_spec(self)
-        return {key: value for key, value in made.items() if key != "tokens" or value}
+        return {key: value for key, value in made.items() if key not in LATER or value}
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
@@ -152,6 +172,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Per
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
     op = values["op"]
     made = {"weighted": op in BACKWARDS, "scaled": op == PERMUTE_BACKWARD}
+    made |= {"dtype": "bf16"} if op == SPLIT else {}
     return PermutationSpec(
         file=file,
         kernel=values["name"],
@@ -176,6 +197,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("scaled", True, rule))
     if not 0 <= spec.addends <= MOST_ADDENDS:
         found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
+    if spec.terms > MOST_TERMS:
+        found.append(("terms", spec.terms, f"must be from 1 to {MOST_TERMS}, which are all bits of a float32"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))

@@ -48,6 +48,8 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
     "moe-probs": ["experts = 16\ntopk = 2\n"],
+    "router-split": [""],
+    "router-sum": ["experts = 16\nbias = true\n"],
     "moe-check": [""],
 }
 

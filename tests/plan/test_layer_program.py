@@ -19,6 +19,7 @@ CASES = {
     "gpt-oss-as-stored": {"bias": True, "b_major": "n", "glu_layout": "interleaved", "router": {"bias": True}},
     "deepseek": {"shared": J, "router": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4,
                                          "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
+    "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}, "grad_dtype": "bf16"},
     "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
     "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
     "recompute": {"keep": "x", "bias": True, "shared": J},

@@ -14,6 +14,7 @@ from fusekit.plan.tiles import GLU_LAYOUTS
 MOE, MLP = "moe", "mlp"
 KINDS = (MOE, MLP)
 X, LOGITS, CHOICES = "x", "logits", "choices"
+F32 = "f32"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 
@@ -21,6 +22,8 @@ ROUTER_KEYS = (
     Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
         '"logits" [T, X] as well; or "choices": indices and weights [T, K].', choices=(X, LOGITS, CHOICES), default=X),
     Key("bias", "bool", "The logits have a bias: the parameter router_bias [X].", default=False),
+    Key("weight_dtype", "choice", "Type of router, router_bias and their gradients; default: dtype, and grad_dtype.",
+        choices=("bf16", F32)),
     Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
     Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False),
     Key("expert_bias", "bool", "Chooses by score + expert_bias [X]; sigmoid and sqrtsoftplus only.", default=False),
@@ -56,6 +59,14 @@ class Options:
     grad_dtype: str
     accumulate: bool
     tokens: int
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Options:
+        """Those of a stored table. Raises TypeError for one of other keys."""
+        found = cls(**said)
+        if differ := set(found.router) ^ ({key.name for key in ROUTER_KEYS} if found.kind == MOE else set()):
+            raise TypeError(f"router: {', '.join(sorted(differ))}")
+        return found
 
     @property
     def gated(self) -> bool:
@@ -150,6 +161,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             of = "the router's weights" if options.router["input"] == X else "b2"
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
             yield "experts", options.experts, f"{rule}; say a multiple of 8"
+        if options.router["input"] != X and options.router["weight_dtype"]:
+            rule = f'with input = "{options.router["input"]}" the router\'s weights are not the layer\'s; leave it out'
+            yield "router.weight_dtype", options.router["weight_dtype"], rule
         if options.router["input"] == CHOICES:
             for key in ("bias", "expert_bias", "aux_loss"):
                 if options.router[key]:

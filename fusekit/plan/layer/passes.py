@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
+from fusekit.plan.layer.options import CHOICES, F32, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
-    ARGUMENT,
-    BACKWARD,
-    FORWARD,
-    INFERENCE,
-    KEPT,
-    SCRATCH,
-    Buffer,
-    Program,
-    Step,
+    ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH, Buffer, Program, Step,
 )  # fmt: skip
 from fusekit.plan.operands.split import parts
 
@@ -27,6 +19,7 @@ AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass 
 BOTH = (FORWARD, INFERENCE)
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")
 CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
+TERMS = 3  # bf16 numbers that are a float32 one
 Names = Mapping[str, str]
 
 
@@ -83,9 +76,9 @@ class _Passes:
         """The keys of a weight gradient."""
         return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
 
-    def parameter(self, name: str, *shape: int, grad: str = "") -> tuple[str, str]:
+    def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "") -> tuple[str, str]:
         """A parameter and its gradient."""
-        own = self.buffer(name, *shape, place=ARGUMENT)
+        own = self.buffer(name, *shape, dtype=dtype, place=ARGUMENT)
         return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
     def mlp(self, prefix: str, width: int, y: str, dx: str) -> None:
@@ -153,6 +146,7 @@ class _Experts:
         self.router = self.o.router
         self.by_input = self.router["scale"] == "input"
         self.given = self.router["input"] == CHOICES
+        self.wide = self.router["weight_dtype"] == F32
         self.n = self.o.sides * self.o.intermediate
         self.other = "n" if self.o.b_major == "k" else "k"  # how a gradient through a projection reads its weights
 
@@ -198,11 +192,7 @@ class _Experts:
         p.buffer("weights", "T", o.topk, dtype="f32", place=place)
         if r["input"] == X:
             p.buffer("logits", "T", o.experts, dtype="f32", place=KEPT)
-            reads = {"x": "x", "w": p.parameter("router", o.experts, o.hidden)[0]}
-            if r["bias"]:
-                reads["bias"] = p.parameter("router_bias", o.experts, grad="f32")[0]
-            keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32", bias=r["bias"])
-            p.step(BOTH, "router", keys, reads, {"y": "logits"})
+            self.logits()
         elif r["input"] == LOGITS:
             p.buffer("logits", "T", o.experts, dtype="f32", place=ARGUMENT)
         if not self.given:
@@ -212,6 +202,28 @@ class _Experts:
             keys = self.router_op("router-topk", outputs="compact", **{name: r[name] for name in CHOICE})
             p.step(BOTH, "router-topk", keys, reads, {"indices": "indices", "weights": "weights"})
         self.index()
+
+    def logits(self) -> None:
+        """x . router^T + router_bias; with float32 weights, the sum of x's products with their bf16 terms."""
+        p, o, bias = self.passes, self.o, self.router["bias"]
+        own = {"dtype": F32, "grad": F32} if self.wide else {}
+        w = p.parameter("router", o.experts, o.hidden, **own)[0]
+        biased = {"bias": p.parameter("router_bias", o.experts, **{"grad": F32} | own)[0]} if bias else {}
+        if not self.wide:
+            keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype=F32, bias=bias)
+            p.step(BOTH, "router", keys, {"x": "x", "w": w, **biased}, {"y": "logits"})
+            return
+        terms = p.buffer("router_terms", TERMS * o.experts, o.hidden)
+        sums = p.buffer("router_products", "T", TERMS * o.experts, dtype=F32)
+        p.step(BOTH, "router-split", self.split(TERMS), {"w": w}, {"terms": terms})
+        keys = p.gemm("dense-gemm", TERMS * o.experts, o.hidden, out_dtype=F32)
+        p.step(BOTH, "router", keys, {"x": "x", "w": terms}, {"y": sums})
+        keys = {"op": "router-sum", "experts": o.experts, "terms": TERMS, "bias": bias, "problem": {"T": o.tokens}}
+        p.step(BOTH, "router-sum", keys, {"x": sums, **biased}, {"y": "logits"})
+
+    def split(self, terms: int) -> dict[str, Any]:
+        """The table of what makes bf16 terms of the router's weights."""
+        return {"op": "router-split", "terms": terms, "problem": {"T": self.o.experts, "H": self.o.hidden}}
 
     def index(self) -> None:
         """The rows of the choices, sorted by expert."""
@@ -348,8 +360,12 @@ class _Experts:
         p.step(THROUGH, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
         if own:
             p.buffer("router_dx", "T", o.hidden)
+            w = "router"
+            if self.wide:  # rounded like dlogits and dx are
+                w = p.buffer("router_rounded", o.experts, o.hidden)
+                p.step(THROUGH, "router-round", self.split(1), {"w": "router"}, {"terms": w})
             keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")
-            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": "router"}, {"y": "router_dx"})
+            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
 
     def sum_dx(self) -> None:
         """dx, of all that came through."""
@@ -376,3 +392,4 @@ class _Experts:
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
             p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)
+            p.parts["router-wgrad"] |= {"out_dtype": F32} if self.wide else {}
