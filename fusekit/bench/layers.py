@@ -10,10 +10,8 @@ from typing import Any
 
 from fusekit.bench.gemms import Line, Options, first_line
 from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
-from fusekit.bench.replay import Replay
 from fusekit.bench.roofline import Work, peak_of
 from fusekit.bench.timing import Run, Stopwatch, median
-from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.runtime import Device, Library
 
 
@@ -37,25 +35,15 @@ class LayerBench:
         layer = self.library.layer(name, self.arch, self.device.ordinal)
         count = layer.options.tokens if tokens is None else tokens
         trial = LayerTrial(self.library, layer, count, self.options.seed, self.device.ordinal)
-        graph: Replay | None = None
         try:
-            forward, backward = trial.bind(FORWARD), trial.bind(BACKWARD)
-
-            def both(handle: int) -> None:
-                forward(handle)
-                backward(handle)
-
-            graph = Replay(self.library.devices, [both], 1, stream)
-            lines = [
-                Line("fusekit", run, which, Work(flops(layer, which, count), 0))
-                for which, run in ((FORWARD, forward), (BACKWARD, backward), (BOTH, graph))
-            ]
-            self._time([(line, line.run) for line in lines], stream)
+            with trial.runs(stream) as runs:
+                lines = [
+                    Line("fusekit", run, which, Work(flops(layer, which, count), 0)) for which, run in runs.items()
+                ]
+                self._time([(line, line.run) for line in lines], stream)
         finally:
-            if graph is not None:
-                graph.close()
             trial.close()
-        shapes = {which: gemms(layer, which, count) for which in (FORWARD, BACKWARD)}
+        shapes = {which: gemms(layer, which, count) for which in trial.passes}
         dense = self._dense({shape for each in shapes.values() for shape in each}, layer.options.dtype, stream)
         sums = {which: sum(dense[shape] for shape in each) for which, each in shapes.items()} if dense else {}
         sums |= {BOTH: sum(sums.values())} if sums else {}

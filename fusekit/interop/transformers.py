@@ -31,6 +31,8 @@ NAMES = {"w1": ("gate_up_proj", "up_proj"), "w2": ("down_proj",) * 2, "b1": ("ga
          "b2": ("down_proj_bias",) * 2}  # fmt: skip
 """A layer's parameters in an experts module: (gated, not gated)."""
 
+KEEPS = ("z", "x", "none")  # the sooner, the rather a layer is taken
+
 # Numbers that modules keep for their gate.
 _NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
 _GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
@@ -78,7 +80,7 @@ def register(library: Library | None = None, name: str = "fusekit", layers: str 
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
-    keeps z, and then the first by name. With `accumulate`, each weight needs a float32 `main_grad`, as
+    keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32 `main_grad`, as
     `fusekit.interop.torch.MoE` says.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
@@ -133,7 +135,7 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
     known = library.layers()
     fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
     if fitting:
-        return min(fitting, key=lambda name: (known[name].accumulate, known[name].keep != "z", name))
+        return min(fitting, key=lambda name: (known[name].accumulate, KEEPS.index(known[name].keep), name))
     if experts.dtype not in ("bf16", "fp16"):
         raise ArgumentError(
             f"{module} has parameters of {experts.dtype}; layers have bf16 or fp16: load the model with"

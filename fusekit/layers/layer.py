@@ -189,7 +189,9 @@ class Layer:
         ]
 
     def _known(self, which: str, given: Collection[str]) -> set[str]:
-        """The outputs among `given`, of which every one must be an argument."""
+        """The outputs among `given`, of which every one must be an argument. Raises ArgumentError."""
+        if not self.program.steps[which]:
+            raise ArgumentError(untrained(self.options, which))
         inputs, outputs = self.program.arguments(which)
         unknown = sorted(set(given) - inputs.keys() - outputs.keys())
         if unknown:
@@ -263,6 +265,14 @@ class Layer:
         if record.name not in self._kernels:
             self._kernels[record.name] = self._library.load(record.name, self._arch, self._device)
         return self._kernels[record.name]
+
+
+def untrained(options: Options, which: str = BACKWARD) -> str:
+    """That a layer for inference has no such pass, in words."""
+    return (
+        f"{options.file}/{options.name} was built for inference alone (keep = \"none\") and has no {which} pass; build it"
+        " with keep = \"z\" to train it"
+    )
 
 
 def layers_of(library: Library) -> dict[str, Options]:

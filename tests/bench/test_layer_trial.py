@@ -122,6 +122,21 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert any("bytes after the buffer were written to" in line for line in document["problems"])
 
 
+def test_a_layer_for_inference(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    layer = publish(tmp_path, small(keep="none", bias=True, router={"aux_loss": True}))
+    install(monkeypatch, rig)
+    code, document = run(capsys, layer, "--check", "--time")
+    assert (code, document["problems"]) == (0, [])
+    assert set(document["errors"]) == {"y", "loss", "inference y", "inference loss"}
+    assert set(document["passes"]) == {"forward", "both"}
+    assert (document["memory"]["kept"], document["memory"]["backward"]) == (0, 0)
+    assert main(["bench", layer, "--alone", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["layers"]
+    assert [line["variant"] for line in found["lines"]] == ["forward", "both"]
+    install(monkeypatch, rig, off("fc2", "y", without_last))
+    assert run(capsys, layer, "--check")[0] == 1
+
+
 @pytest.fixture
 def idle(monkeypatch: Any) -> None:
     """Kernels that take their time and compute nothing."""

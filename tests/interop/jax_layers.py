@@ -199,6 +199,15 @@ def test_kernels_are_loaded_when_a_call_is_traced(made):
     assert layer.loaded == [T] and not layer.launched
 
 
+def test_a_layer_for_inference_has_no_derivative(made):
+    layer, f = made(layer_of("gpt-oss", keep="none"))
+    x, params, _ = inputs_of(layer)
+    with jax.default_matmul_precision("highest"):
+        close(jax.jit(f)(x, params), plain(layer.options)(x, params))
+    with pytest.raises(ArgumentError, match="has no backward pass"):
+        jax.jit(jax.grad(total(f)))(x, params, {})
+
+
 def test_gradients_that_are_added_to_are_refused(made):
     with pytest.raises(ArgumentError, match="accumulate = false and add in JAX"):
         made(layer_of("plain", accumulate=True))

@@ -12,9 +12,10 @@ SMALL = {"dtype": "bf16", "grad_dtype": "bf16", "hidden": 64, "intermediate": 32
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
+def uncompiled():
     """Megatron compiles small functions: minutes on a CPU."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def stand_in(**said):

@@ -423,3 +423,15 @@ def test_kept_memory_is_bounded_by_a_line():
             assert size <= slope * tokens + rest
             assert slope * tokens + rest - size <= 2 * rest
     assert np.isscalar(rest)
+
+
+def test_a_layer_for_inference():
+    moe, trained = module({"keep": "none"}), module({})
+    assert not any(parameter.requires_grad for parameter in moe.parameters())
+    moe.load_state_dict(trained.state_dict())
+    (x,) = inputs_of(moe, 7)
+    with torch.no_grad():
+        assert torch.equal(moe(x), trained(x))
+    moe(x.detach())
+    with pytest.raises(ArgumentError, match=r"has no backward pass.*or call it under torch.no_grad\(\)"):
+        moe(x)

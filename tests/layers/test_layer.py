@@ -13,8 +13,8 @@ TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32"}
 KEPT, SCRATCH = 0x7000_0000, 0x8000_0000
 
 
-def opened(tmp_path, name="gpt-oss"):
-    made, fake = library(tmp_path / "store", options(**CASES[name]))
+def opened(tmp_path, name="gpt-oss", **more):
+    made, fake = library(tmp_path / "store", options(**CASES[name] | more))
     return made.layer("layers/moe"), fake
 
 
@@ -74,6 +74,22 @@ def test_without_kept_memory_nothing_is_kept(tmp_path):
     layer.bind_forward(**given, scratch=memory(layer)["scratch"])(0)
     assert all(KEPT not in [int.from_bytes(each, "little") for each in launch.parameters] for launch in fake.launches)
     assert len(fake.launches) == len(layer.program.steps[INFERENCE])
+
+
+def test_a_layer_for_inference_refuses_a_backward_pass(tmp_path):
+    layer, fake = opened(tmp_path, keep="none")
+    sizes = layer.sizes(T)
+    assert (sizes.kept, sizes.backward) == (0, 0) and sizes.scratch == sizes.inference
+    given = tensors(layer, INFERENCE)
+    scratch = Torchlike((sizes.scratch,), "torch.uint8", SCRATCH)
+    layer.bind_forward(**given, scratch=scratch)(0)
+    layer.load()
+    assert fake.loaded == len(layer.program.parts) == len(layer.program.steps[INFERENCE])
+    rule = r'layers/moe was built for inference alone \(keep = "none"\) and has no backward pass; build it with keep = "z"'
+    with pytest.raises(ArgumentError, match=rule):
+        layer.bind_backward(dy=given["x"], x=given["x"], kept=scratch, scratch=scratch)
+    with pytest.raises(ArgumentError, match=rule):
+        layer.sizes(T, gradients=["dx"])
 
 
 def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):

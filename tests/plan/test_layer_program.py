@@ -19,7 +19,7 @@ CASES = {
     "gpt-oss-as-stored": {"bias": True, "b_major": "n", "glu_layout": "interleaved", "router": {"bias": True}},
     "deepseek": {"shared": J, "router": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4,
                                          "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
-    "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}, "grad_dtype": "bf16"},
+    "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}},
     "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
     "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
     "recompute": {"keep": "x", "bias": True, "shared": J},
@@ -174,3 +174,26 @@ def test_no_tokens_have_places_too(tokens):
     dims = made.dims(tokens)
     places, total = made.kept(dims)
     assert total >= 256 * len(places)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
+    o = options(**CASES[name] | {"keep": "none"})
+    made, whole = program(o), program(options(**CASES[name]))
+    assert made.steps[BACKWARD] == () and made.steps[FORWARD] == made.steps[INFERENCE]
+    assert made.parts.keys() == {step.part for step in whole.steps[INFERENCE]}
+    assert made.kept(made.dims(100)) == ({}, 0)
+    assert made.arguments(INFERENCE) == whole.arguments(INFERENCE)
+    _, given, want, _ = forward(name, INFERENCE)
+    found = layer_meaning.run(made, INFERENCE, given, T)
+    assert all(np.array_equal(found[each], want[each]) for each in made.arguments(INFERENCE)[1])
+
+
+def test_float32_weights_of_a_router_have_float32_gradients():
+    made = program(options(**CASES["router-f32"] | {"grad_dtype": "bf16"}))
+    kinds = {name: made.buffers[name].dtype for name in ("router", "router_bias", "drouter", "drouter_bias", "dw1")}
+    assert kinds == dict.fromkeys(("router", "router_bias", "drouter", "drouter_bias"), "f32") | {"dw1": "bf16"}
+    assert made.parts["router-wgrad"]["out_dtype"] == "f32"
+    assert made.parts["router"]["problem"]["N"] == 3 * X
+    frozen = [step.part for step in made.needed(BACKWARD, ["dw2"])]
+    assert "router-round" not in frozen

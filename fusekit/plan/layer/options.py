@@ -14,7 +14,7 @@ from fusekit.plan.tiles import GLU_LAYOUTS
 MOE, MLP = "moe", "mlp"
 KINDS = (MOE, MLP)
 X, LOGITS, CHOICES = "x", "logits", "choices"
-F32 = "f32"
+F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 
@@ -74,6 +74,11 @@ class Options:
         return kind_of(self.activation["kind"]).gated
 
     @property
+    def trained(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.keep != NOTHING
+
+    @property
     def sides(self) -> int:
         """Columns of z for each of the activation's."""
         return 2 if self.gated else 1
@@ -105,7 +110,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             choices=("k", "n"), default="k"),
         Key("shared", "int", "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
         Key("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
-            'projection\'s result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
+            'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
+            "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
         Key("problem", "table", "The tokens that variants are chosen for.",

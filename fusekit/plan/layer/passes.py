@@ -34,6 +34,8 @@ def program(options: Options) -> Program:
         _Experts(passes).write()
     backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
+    if not options.trained:
+        steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
     return Program(passes.parts, passes.buffers, steps, options.topk)
 
 
@@ -48,6 +50,7 @@ class _Passes:
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
         """A buffer, of the layer's dtype unless told otherwise; its name."""
+        place = SCRATCH if place == KEPT and not self.options.trained else place
         self.buffers[name] = Buffer(name, dtype or self.options.dtype, shape, place)
         return name
 
@@ -55,8 +58,11 @@ class _Passes:
         self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names
     ) -> None:
         """A launch of `part`, whose table has `keys`, in the passes `which`."""
-        self.parts[part] = dict(keys)
-        for each in (which,) if isinstance(which, str) else which:
+        asked = (which,) if isinstance(which, str) else which
+        asked = asked if self.options.trained else tuple(each for each in asked if each == INFERENCE)
+        if asked:
+            self.parts[part] = dict(keys)
+        for each in asked:
             self.steps[each].append(Step(part, dict(reads), dict(writes)))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
@@ -162,6 +168,8 @@ class _Experts:
             p.mlp("shared_", o.shared, "shared_y", "shared_dx")
         self.parameters()
         self.forward()
+        if not o.trained:
+            return
         self.through()
         self.choices_backward()
         self.sum_dx()
@@ -235,7 +243,7 @@ class _Experts:
             "inverse": p.buffer("inverse", "T", o.topk, dtype="i32", place=KEPT),
             "token": p.buffer("token", "M", dtype="i32", place=KEPT),
         }
-        if not self.by_input:
+        if not self.by_input and o.trained:
             keys["weighted"] = True
             reads["weights"] = "weights"
             made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
