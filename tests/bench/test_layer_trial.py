@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from fusekit.bench import layer_trial
+from fusekit.choice.tuning import Tuning
 from fusekit.plan.layer import program
+from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime import open_library
 from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish
@@ -196,6 +199,46 @@ def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkey
     out = capsys.readouterr().out
     assert "layers/moe" in out
     assert "backward" in out
+    assert not rig.memory
+
+
+SWEPT = """
+schema = 1
+[[kernel]]
+name = "moe"
+kind = "moe"
+arch = "sm_90a"
+hidden = 64
+intermediate = 64
+experts = 8
+topk = 2
+tile = [[128, 64], [128, 128], [256, 128]]
+cluster = [[1, 1], [2, 1]]
+problem = { T = 80 }
+"""
+
+
+def test_a_sweep_of_a_layer_decides_what_it_loads(
+    rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    rig.publish(tmp_path, SWEPT, "model")
+    best = {"fc1-fwd": "128x128-c2x1-dynamic", "fc2-dgrad": "128x64-c2x1-dynamic", "fc1-wgrad": "128x64-c1x1-dynamic"}
+    rig.cost = lambda name: 1.0 if best.get(name.partition(".")[2].partition("@")[0]) == name.partition("@")[2] else 2.0
+    assert main(["bench", "model/moe", "--sweep", "--rows", "80", "--rows", "200", "--seconds", "0.01", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    made = open_library().layer("model/moe")
+    gemms = [part for part, keys in made.program.parts.items() if OPERATIONS[keys["op"]].family == GEMM]
+    assert document["layers"] == [] and [each["model"] for each in document["models"]] == ["model/moe"] * 2
+    for each, tokens in zip(document["models"], (80, 200), strict=True):
+        assert [kernel["name"] for kernel in each["kernels"]] == [f"model/moe.{part}" for part in gemms]
+        rows = {kernel["name"].partition(".")[2]: kernel["problem"]["M"] for kernel in each["kernels"]}
+        assert rows == {part: tokens * (1 if part.startswith("router") else 2) for part in gemms}
+    table = Tuning.from_bytes((tmp_path / "tuning" / "sm_90a.json").read_bytes(), "x", "sm_90a")
+    gathering = [row for row in table.rows if row.features.get("gather")]
+    assert document["tuning"]["rows"] == len(table.rows) and len(gathering) >= 4
+    for part, variant in best.items():
+        assert made._kernel(part, made.program.dims(80)).name == f"model/moe.{part}@{variant}"
+        assert made._kernel(part, made.program.dims(150)).name == f"model/moe.{part}@{variant}"
     assert not rig.memory
 
 

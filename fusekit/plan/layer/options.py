@@ -9,7 +9,7 @@ from typing import Any
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.keys import Key
-from fusekit.plan.tiles import GLU_LAYOUTS
+from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
 MOE, MLP = "moe", "mlp"
 KINDS = (MOE, MLP)
@@ -114,6 +114,9 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
+            "Default: chosen for the problem.", sweep=True),
+        Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
