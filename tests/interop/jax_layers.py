@@ -13,7 +13,8 @@ from fusekit.layers import memory
 from tests.plan.test_layer_program import CASES, H, K, T, X, options
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
-from .host_layer import HostLayer  # noqa: E402
+from tests.layers.host import HostLayer  # noqa: E402
+
 from .plain_jax import arguments, plain  # noqa: E402
 
 jnp = jax.numpy
@@ -23,11 +24,10 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def made(monkeypatch):
-    """made(options) -> (layer, f). XLA's CPU has no streams, and aligns memory to 64."""
+    """made(options) -> (layer, f). XLA's CPU has no streams."""
     from fusekit.interop import jax as interop
 
     monkeypatch.setattr(interop.xla, "stream_of", lambda frame: (None, STREAM))
-    monkeypatch.setattr(memory, "ALIGNMENT", 64)
 
     def make(said):
         layer = HostLayer(said)
