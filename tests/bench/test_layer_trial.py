@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fusekit.bench import layer_trial
+from fusekit.bench.pinned import main as bench_pinned
 from fusekit.choice.tuning import Tuning
 from fusekit.plan.layer import program
 from fusekit.plan.operations import GEMM, OPERATIONS
@@ -240,6 +241,30 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
         assert made._kernel(part, made.program.dims(80)).name == f"model/moe.{part}@{variant}"
         assert made._kernel(part, made.program.dims(150)).name == f"model/moe.{part}@{variant}"
     assert not rig.memory
+
+
+def test_bits_that_hang_on_a_tile_hang_on_no_batch(
+    rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The kernel of dprob is one for any number of tokens, whatever the table says; others follow it."""
+    rig.publish(tmp_path, SWEPT, "model")
+    rig.cost = lambda name: float(("128x64" in name) + (1 if rig_tokens[0] > 500 else -1) * ("128x128" in name) + 3)
+    rig_tokens = [80]
+    for rig_tokens[0] in (80, 4096):
+        assert main(["bench", "model/moe", "--sweep", "--rows", str(rig_tokens[0]), "--seconds", "0.01", "--json"]) == 0
+    capsys.readouterr()
+    made = open_library().layer("model/moe")
+    counts = (1, 80, 100, 2048, 4096, 8000)
+    assert made.program.parts["fc2-dgrad"]["dprob"]
+    assert len({made.kernel_name("fc2-dgrad", tokens) for tokens in counts}) == 1
+    assert len({made.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
+    monkeypatch.setattr(rig, "_compute", lambda spec, launched: None)
+    assert bench_pinned(["model/moe", "--rows", "4096", "--seconds", "0.01"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert (found["kernel"], found["tokens"]) == ("model/moe.fc2-dgrad", 4096)
+    assert found["pinned"]["variant"].startswith("128x128") and found["pinned"]["ms"] == 4.0
+    assert found["fastest"]["variant"].startswith("256x128") and found["fastest"]["ms"] == 3.0
+    assert found["cost"] == pytest.approx(1.0 / found["layer_ms"])
 
 
 def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:

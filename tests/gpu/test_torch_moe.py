@@ -5,6 +5,7 @@ FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_torch_moe.py
 """
 
 import copy
+from functools import cache
 
 import pytest
 
@@ -13,11 +14,12 @@ interop = pytest.importorskip("fusekit.interop.torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from fusekit.errors import ArgumentError  # noqa: E402
 from tests.interop import plain_torch  # noqa: E402
 
 NAMES = (
     "qwen3", "gpt-oss", "mixtral", "deepseek", "llama4", "logits", "choices", "recompute", "gradients-f32", "plain",
-    "mlp",
+    "router-f32", "mlp",
 )  # fmt: skip
 COEFFICIENT = 0.02
 # Relative Frobenius error against float64: bf16 rounds z, a, o and y, and in the gradients also dz; one rounding is
@@ -83,10 +85,10 @@ def tensors_of(moe, dtype):
     return found
 
 
+@cache
 def direction(shape):
-    """What y is multiplied by to make a number: a dy of the size of real ones, in bf16."""
-    torch.manual_seed(5)
-    return torch.randn(shape, device="cuda").bfloat16()
+    """What y is multiplied by to make a number: a dy of the size of real ones, in bf16. Made before any capture."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).bfloat16().to("cuda")
 
 
 def total(made):
@@ -150,6 +152,15 @@ def test_results_and_gradients(layers, name, tokens):
     with torch.no_grad():
         again = moe(*given)
     assert same(again[0] if isinstance(again, tuple) else again, made[0])  # the pass that keeps nothing
+
+
+def test_a_layer_for_inference(layers):
+    """Its results are those of the layer that is trained, whose kernels it shares."""
+    moe, trained = module(layers, "inference"), module(layers, "qwen3")
+    (x,) = inputs(trained, 300)
+    assert same(moe(x.detach()), trained(x).detach())
+    with pytest.raises(ArgumentError, match="has no backward pass"):
+        moe(x)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,7 @@
 """A layer on a fake driver: which kernels are launched on which memory, and what is refused."""
 
+import copy
+
 import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError
@@ -85,7 +87,9 @@ def test_a_layer_for_inference_refuses_a_backward_pass(tmp_path):
     layer.bind_forward(**given, scratch=scratch)(0)
     layer.load()
     assert fake.loaded == len(layer.program.parts) == len(layer.program.steps[INFERENCE])
-    rule = r'layers/moe was built for inference alone \(keep = "none"\) and has no backward pass; build it with keep = "z"'
+    rule = (
+        r'layers/moe was built for inference alone \(keep = "none"\) and has no backward pass; build it with keep = "z"'
+    )
     with pytest.raises(ArgumentError, match=rule):
         layer.bind_backward(dy=given["x"], x=given["x"], kept=scratch, scratch=scratch)
     with pytest.raises(ArgumentError, match=rule):
@@ -102,8 +106,10 @@ def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):
 
 
 def test_kernels_are_loaded_once(tmp_path):
+    """Those of a copy are the layer's own: a copied module holds one."""
     layer, fake = opened(tmp_path)
     layer.load(T)
+    assert copy.deepcopy({"layer": layer})["layer"] is layer
     loaded = fake.loaded
     assert loaded == len(layer.program.parts)
     layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))

@@ -145,7 +145,11 @@ def summed(keys, given, dims):
 
 def aux_score(keys, given, dims):
     scores, total = router.aux_scores({**TYPES, **keys}, given)
-    return {"scores": scores, "score_sum": None if total is None else total[:, 0], "routing_map": np.zeros_like(scores)}
+    return {
+        "scores": scores,
+        "score_sum": None if total is None else total[:, 0],
+        "routing_map": np.zeros(scores.shape, np.uint8),
+    }
 
 
 def aux_score_bwd(keys, given, dims):

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_KEYS, Options
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
+from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 
@@ -197,3 +199,23 @@ def test_float32_weights_of_a_router_have_float32_gradients():
     assert made.parts["router"]["problem"]["N"] == 3 * X
     frozen = [step.part for step in made.needed(BACKWARD, ["dw2"])]
     assert "router-round" not in frozen
+
+
+# Keys of GEMMs in layers: a row's results have the same bits in every variant with these. `dbias` and `split` sum over
+# the batch.
+SAME_BITS = {
+    "op", "dtype", "out_dtype", "problem", "b_major", "bias", "activation", "glu_layout", "save_preactivation",
+    "row_scale", "recompute", "gather", "accumulate", "dbias", "split",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_key_of_a_gemm_is_known_to_keep_a_rows_bits_or_pins_its_variant(name):
+    parts = program(options(**CASES[name])).parts
+    gemms = {part: keys for part, keys in parts.items() if OPERATIONS[keys["op"]].family == GEMM}
+    for part, keys in gemms.items():
+        assert set(keys) - SAME_BITS == ({"dprob"} if pinned(keys) else set()), part
+    by_output = options(**CASES[name]).router.get("scale") == "output"
+    assert [part for part, keys in gemms.items() if pinned(keys)] == (["fc2-dgrad"] if by_output else [])
+    # What works token by token has one variant, whatever the tokens.
+    assert not any("warps" in keys or "tile" in keys for keys in parts.values())

@@ -171,7 +171,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
             yield "experts", options.experts, f"{rule}; say a multiple of 8"
         if options.router["input"] != X and options.router["weight_dtype"]:
-            rule = f'with input = "{options.router["input"]}" the router\'s weights are not the layer\'s; leave it out'
+            rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
             yield "router.weight_dtype", options.router["weight_dtype"], rule
         if options.router["input"] == CHOICES:
             for key in ("bias", "expert_bias", "aux_loss"):
