@@ -106,6 +106,11 @@ def backend(library: Library | None = None, layers: str = "*") -> Callable[..., 
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         """Transformers' call: [T, H], [T, K] and [T, K] to [T, H]."""
+        if getattr(module, "has_post_expert_norm", False):
+            raise ArgumentError(
+                f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
+                ' experts_implementation="grouped_mm" for this model'
+            )
         dtype, device = module.down_proj.dtype, hidden_states.device.type
         casting = torch.is_autocast_enabled(device)
         if casting:

@@ -92,6 +92,14 @@ def test_inference_keeps_nothing(registered):
     assert {which for which, *_ in passes} == {"inference"}
 
 
+def test_a_norm_behind_the_experts_is_refused(registered):
+    experts = models.model("mixtral", "fusekit-test", H, I).model.layers[0].mlp.experts
+    experts.has_post_expert_norm = True
+    given = torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    with pytest.raises(ArgumentError, match="MixtralExperts: it normalises what each expert gives"):
+        experts(*given)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_without_a_break(registered, name):
     torch._dynamo.reset()
