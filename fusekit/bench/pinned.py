@@ -1,4 +1,4 @@
-"""What batch invariance costs a layer: its kernels whose bits hang on the tile, which is the same for any batch.
+"""What batch invariance costs a layer: its kernels whose bits depend on the tile have one variant for any batch.
 
     python -m fusekit.bench.pinned LAYER [--rows T ...] [--seconds 1]
 

@@ -259,8 +259,8 @@ class Layer:
         return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
 
     def kernel_name(self, part: str, tokens: int) -> str:
-        """The full name of the variant of a part for so many tokens. Of a part whose bits hang on its tile it is always
-        that for the tokens of the spec.
+        """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is
+        always that for the tokens of the spec.
         """
         keys = self.program.parts[part]
         operation = OPERATIONS[keys["op"]]
@@ -279,7 +279,7 @@ class Layer:
 
 
 def pinned(keys: Mapping[str, Any]) -> bool:
-    """Whether the bits of a row's results hang on the variant. keys: of a kernel's table."""
+    """Whether the bits of a row's results depend on the variant. keys: of a kernel's table."""
     return any(keys.get(name) for name in _BY_TILE)
 
 

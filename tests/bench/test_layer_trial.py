@@ -243,7 +243,7 @@ def test_a_sweep_of_a_layer_decides_what_it_loads(
     assert not rig.memory
 
 
-def test_bits_that_hang_on_a_tile_hang_on_no_batch(
+def test_bits_that_depend_on_a_tile_depend_on_no_batch(
     rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The kernel of dprob is one for any number of tokens, whatever the table says; others follow it."""

@@ -28,7 +28,7 @@ def usable():
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", ["layers/qwen3", "layers/gpt-oss", "layers/deepseek", "layers/choices"])
+@pytest.mark.parametrize("name", ["layers/qwen3", "layers/gpt-oss", "layers/deepseek", "layers/choices", "layers/router-f32"])
 def test_layer(opened, usable, name, flags):
     try:
         opened.layer(name)

@@ -127,6 +127,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     activation = dict(values["activation"] or {"kind": "swiglu"})
     gated = kind_of(activation["kind"]).gated
     router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
+    router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     return Options(
         file=file,
         name=values["name"],
@@ -170,7 +171,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             of = "the router's weights" if options.router["input"] == X else "b2"
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
             yield "experts", options.experts, f"{rule}; say a multiple of 8"
-        if options.router["input"] != X and options.router["weight_dtype"]:
+        if options.router["input"] != X and options.router["weight_dtype"] == F32:
             rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
             yield "router.weight_dtype", options.router["weight_dtype"], rule
         if options.router["input"] == CHOICES:
