@@ -58,7 +58,8 @@ MOST_ROWS = 2**31 - 1
 @click.option(
     "--sweep",
     is_flag=True,
-    help="--all --steady, without peers, and write what is fastest into the tuning table; of a layer, each of its GEMMs.",
+    help="--all --steady, without peers, and write what is fastest into the tuning table; of a layer, for each of its"
+    " GEMMs.",
 )
 @click.option(
     "--table",

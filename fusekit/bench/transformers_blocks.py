@@ -5,8 +5,8 @@
 
 Each block is Transformers' own class at a model's sizes, in bf16, with random weights and its own router. Both backends
 run on the same weights and inputs, in turns: the forward pass without gradients, and forward and backward together.
-Prints one JSON document: median milliseconds, memory beyond weights and input (gradients included) at its peak, how many times as fast
-fusekit is, and how far its result is from the other's.
+Prints one JSON document: median milliseconds, memory beyond weights and input at its peak (gradients included), how
+many times as fast fusekit is, and how far its result is from the other's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -115,7 +116,7 @@ def measure(case: Case, tokens: int, seconds: float, backends: Sequence[str], de
                 made[backend] = block.forward(backend).float()
             block.both(backend)
             block.clear()
-            found[backend]["peak_bytes"] = _peak(lambda name=backend: block.both(name))
+            found[backend]["peak_bytes"] = _peak(partial(block.both, backend))
         except Exception as error:  # a backend that cannot run this is a result too
             found[backend]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             made.pop(backend, None)
@@ -155,7 +156,7 @@ def _rounds(run: Callable[[str], Any], backends: Sequence[str], seconds: float) 
     import torch
 
     times: dict[str, list[float]] = {backend: [] for backend in backends}
-    spent = rounds = 0
+    spent, rounds = 0.0, 0
     while backends and (rounds < LEAST_ROUNDS or spent < 1e3 * seconds * len(backends)):
         turn = rounds % len(backends)
         for backend in (*backends[turn:], *backends[:turn]):

@@ -80,8 +80,8 @@ def register(library: Library | None = None, name: str = "fusekit", layers: str 
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
-    keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32 `main_grad`, as
-    `fusekit.interop.torch.MoE` says.
+    keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
+    `main_grad`, as `fusekit.interop.torch.MoE` says.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
     kernels for it. Under autocast the module's tensors are cast. Indices outside the experts, as expert parallelism

@@ -22,8 +22,8 @@ class Operand:
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
     E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
-    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
-    experts' elements of [T, X] are read.
+    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse:
+    whether only the chosen experts' elements of [T, X] are read.
     """
 
     name: str

@@ -58,7 +58,7 @@ def host(**said):
 
 
 def compute(keys, tensors, dims, change=lambda made: None):
-    """What the kernel with the table `keys` writes into its tensors. change: is given the results by name, unrounded."""
+    """What the kernel with the table `keys` writes into its tensors. change: given the results by name, unrounded."""
     arrays = {name: array(tensor) for name, tensor in tensors.items()}
     with np.errstate(all="ignore"):  # of memory that nothing has written yet
         given = {name: wide(each, tensors[name].dtype) for name, each in arrays.items()}

@@ -68,7 +68,7 @@ class RouterSplit:
 def left(value: Float32, taken: Float32) -> Float32:
     """value - taken, which has no rounding; 0 where that is no number."""
     found = add(value, -taken)
-    return choose(found == found, found, Float32(0.0))  # noqa: PLR0124
+    return choose(found == found, found, Float32(0.0))
 
 
 class RouterSum:

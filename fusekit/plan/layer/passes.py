@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusekit.plan.layer.options import CHOICES, F32, LOGITS, MLP, Options, X
+from fusekit.plan.layer.logits import logits, rounded
+from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
-    ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH, Buffer, Program, Step,
+    ARGUMENT,
+    BACKWARD,
+    FORWARD,
+    INFERENCE,
+    KEPT,
+    SCRATCH,
+    Buffer,
+    Program,
+    Step,
 )  # fmt: skip
 from fusekit.plan.operands.split import parts
 
@@ -19,7 +28,6 @@ AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass 
 BOTH = (FORWARD, INFERENCE)
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")
 CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
-TERMS = 3  # bf16 numbers that are a float32 one
 Names = Mapping[str, str]
 
 
@@ -152,7 +160,6 @@ class _Experts:
         self.router = self.o.router
         self.by_input = self.router["scale"] == "input"
         self.given = self.router["input"] == CHOICES
-        self.wide = self.router["weight_dtype"] == F32
         self.n = self.o.sides * self.o.intermediate
         self.other = "n" if self.o.b_major == "k" else "k"  # how a gradient through a projection reads its weights
 
@@ -200,7 +207,7 @@ class _Experts:
         p.buffer("weights", "T", o.topk, dtype="f32", place=place)
         if r["input"] == X:
             p.buffer("logits", "T", o.experts, dtype="f32", place=KEPT)
-            self.logits()
+            logits(p)
         elif r["input"] == LOGITS:
             p.buffer("logits", "T", o.experts, dtype="f32", place=ARGUMENT)
         if not self.given:
@@ -210,28 +217,6 @@ class _Experts:
             keys = self.router_op("router-topk", outputs="compact", **{name: r[name] for name in CHOICE})
             p.step(BOTH, "router-topk", keys, reads, {"indices": "indices", "weights": "weights"})
         self.index()
-
-    def logits(self) -> None:
-        """x . router^T + router_bias; with float32 weights, the sum of x's products with their bf16 terms."""
-        p, o, bias = self.passes, self.o, self.router["bias"]
-        own = {"dtype": F32, "grad": F32} if self.wide else {}
-        w = p.parameter("router", o.experts, o.hidden, **own)[0]
-        biased = {"bias": p.parameter("router_bias", o.experts, **{"grad": F32} | own)[0]} if bias else {}
-        if not self.wide:
-            keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype=F32, bias=bias)
-            p.step(BOTH, "router", keys, {"x": "x", "w": w, **biased}, {"y": "logits"})
-            return
-        terms = p.buffer("router_terms", TERMS * o.experts, o.hidden)
-        sums = p.buffer("router_products", "T", TERMS * o.experts, dtype=F32)
-        p.step(BOTH, "router-split", self.split(TERMS), {"w": w}, {"terms": terms})
-        keys = p.gemm("dense-gemm", TERMS * o.experts, o.hidden, out_dtype=F32)
-        p.step(BOTH, "router", keys, {"x": "x", "w": terms}, {"y": sums})
-        keys = {"op": "router-sum", "experts": o.experts, "terms": TERMS, "bias": bias, "problem": {"T": o.tokens}}
-        p.step(BOTH, "router-sum", keys, {"x": sums, **biased}, {"y": "logits"})
-
-    def split(self, terms: int) -> dict[str, Any]:
-        """The table of what makes bf16 terms of the router's weights."""
-        return {"op": "router-split", "terms": terms, "problem": {"T": self.o.experts, "H": self.o.hidden}}
 
     def index(self) -> None:
         """The rows of the choices, sorted by expert."""
@@ -368,10 +353,7 @@ class _Experts:
         p.step(THROUGH, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
         if own:
             p.buffer("router_dx", "T", o.hidden)
-            w = "router"
-            if self.wide:  # rounded like dlogits and dx are
-                w = p.buffer("router_rounded", o.experts, o.hidden)
-                p.step(THROUGH, "router-round", self.split(1), {"w": "router"}, {"terms": w})
+            w = rounded(p, THROUGH)
             keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")
             p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
 
@@ -400,4 +382,4 @@ class _Experts:
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
             p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)
-            p.parts["router-wgrad"] |= {"out_dtype": F32} if self.wide else {}
+            p.parts["router-wgrad"] |= {"out_dtype": p.buffers["drouter"].dtype}
