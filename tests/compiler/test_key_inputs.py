@@ -311,6 +311,18 @@ def test_what_is_for_people_is_no_input(copy, spec):
         (copy / name).write_text(text)
 
 
+@EACH
+def test_how_a_source_is_written_down_is_no_input(copy, spec):
+    """The same syntax tree in lines of other lengths, with other quotes and brackets."""
+    before = Sources(copy).closure(roots_of(spec))
+    kept = {name: (copy / name).read_text() for name in before}
+    for name, text in kept.items():
+        (copy / name).write_text(ast.unparse(ast.parse(text)))
+    assert Sources(copy).closure(roots_of(spec)) == before
+    for name, text in kept.items():
+        (copy / name).write_text(text)
+
+
 def reworded(text):
     """The same code with another docstring, other messages and a comment behind each statement that has room."""
     tree, lines = ast.parse(text), text.splitlines()
