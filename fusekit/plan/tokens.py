@@ -64,6 +64,16 @@ class TokenOperation:
         """The operands of a kernel with these keys, in the order of its host function, scalars last."""
         return tuple(operand for operand in self.operands if operand.when(keys))
 
+    def facts(self, keys: Keys) -> dict[str, Any]:
+        """All that a kernel with these keys is made from, in JSON types; of an operand that it lacks the name alone."""
+        operands = [
+            {"name": each.name, "role": each.role, "dtype": each.dtype_of(keys), "shape": list(each.extents(keys))}
+            if each.when(keys)
+            else {"name": each.name}
+            for each in self.operands
+        ]
+        return {"family": self.family, "class": self.kernel, "operands": operands}
+
 
 def _compact(keys: Keys) -> bool:
     return bool(keys["outputs"] == "compact")

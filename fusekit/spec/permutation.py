@@ -138,11 +138,6 @@ class PermutationSpec(TokenSpec):
     summary: str
     layer: Any = None
 
-    def device_spec(self) -> dict[str, Any]:
-        """As ever, without `tokens` where they are not asked for."""
-        made = TokenSpec.device_spec(self)
-        return {key: value for key, value in made.items() if key != "tokens" or value}
-
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
         return {}

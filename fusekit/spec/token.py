@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
+from fusekit.plan.tokens import TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class TokenProblem:
@@ -16,13 +18,7 @@ class TokenSpec:
     """Names and forms of a frozen dataclass with the fields file, kernel, arch, warps, problem, summary and layer."""
 
     __slots__ = ()
-    APART: ClassVar[tuple[str, ...]] = (
-        "file",
-        "kernel",
-        "problem",
-        "summary",
-        "layer",
-    )  # fields that no cubin depends on
+    APART: ClassVar[tuple[str, ...]] = ("file", "kernel", "problem", "summary", "layer")  # no cubin depends on them
 
     @property
     def name(self) -> str:
@@ -51,5 +47,8 @@ class TokenSpec:
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem."""
-        return {key: value for key, value in self.canonical().items() if key not in self.APART}
+        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem. And the facts of
+        an operation of fusekit's, of which no source is in a key.
+        """
+        own = {key: value for key, value in self.canonical().items() if key not in self.APART}
+        return own | ({"operation": TOKENS[own["op"]].facts(own)} if own["op"] in TOKENS else {})
