@@ -4,7 +4,8 @@ Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.
 modules that the kernel's plan names (its operands, its activation, its epilogue), and from what compiles it
 (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of `fusekit.spec`,
 the module itself counts, and neither its imports nor its package. The DSL reaches a key by its version. The proof of a
-launch record changes nothing in it: its modules are left out.
+launch record changes nothing in it: its modules are left out; so is the table of operations that work token by token,
+of which a spec has its own row.
 
 Of a file its syntax tree counts, not how it is written down: no comment, no line's number or length reaches a cubin.
 What is for people does not count either: docstrings, what a `raise` says; and of an operand its key, words and rules,
@@ -27,7 +28,7 @@ from fusekit.errors import BuildError
 
 _FOLLOWED = ("kernels", "compiler", "plan", "abi")
 _ALWAYS = ("fusekit.compiler.trace",)
-_APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder"})
+_APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder", "fusekit.plan.tokens"})
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})

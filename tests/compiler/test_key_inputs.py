@@ -399,7 +399,7 @@ def test_words_and_other_operations_change_no_key_of_a_token_operation(monkeypat
     specs = find(["router", "permutation"])
     old = [key(spec) for spec in specs]
     for name, row in TOKENS.items():
-        reworded = tuple(dataclasses.replace(each, words="Other words.", sparse=True) for each in row.operands)
+        reworded = tuple(dataclasses.replace(each, words="Other words.") for each in row.operands)
         monkeypatch.setitem(TOKENS, name, dataclasses.replace(row, operands=reworded))
     assert [key(spec) for spec in specs] == old
     for change in ({"role": "inout"}, {"dtype": "fp16"}, {"shape": "T 7"}, {"name": "other"}, {"when": lambda keys: 0}):
