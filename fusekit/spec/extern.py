@@ -5,9 +5,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
-from fusekit.errors import SpecError
 from fusekit.spec.keys import Key
 from fusekit.spec.token import TokenSpec
 from fusekit.spec.values import show
@@ -104,20 +103,6 @@ class ExternSpec(TokenSpec):
         values |= {key: list(values[key]) for key in ("distributions", "ran_on")}
         values["status"] = RUN if self.arch in self.ran_on else NOT_RUN
         return dict(sorted(values.items()))
-
-    @classmethod
-    def from_canonical(cls, data: Mapping[str, Any]) -> Self:
-        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
-        expected = {field.name for field in fields(cls)}
-        if set(data) != expected | {"status"}:
-            odd = ", ".join(sorted((expected | {"status"}) ^ set(data)))
-            raise SpecError(
-                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
-            )
-        values: dict[str, Any] = {
-            key: tuple(data[key]) if key in ("distributions", "ran_on") else data[key] for key in expected
-        }
-        return cls(**values)
 
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names and no words."""
