@@ -1,7 +1,5 @@
 """`fusekit gc`: shrink the writable store."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -1,7 +1,5 @@
 """`fusekit lock`: the cache manifests, from what was built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

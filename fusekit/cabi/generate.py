@@ -1,7 +1,5 @@
 """One header and one source file for some kernels."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

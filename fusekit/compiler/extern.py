@@ -4,8 +4,6 @@ What the host code computes is read out of it, as for every kernel. The spec say
 of workspaces. Divisors and alignments are those of the fakes.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

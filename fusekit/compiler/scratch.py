@@ -2,8 +2,6 @@
 later one of the same user removes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

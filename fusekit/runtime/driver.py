@@ -3,8 +3,6 @@
 Tests pass another object with the same functions instead of ``cuda.bindings.driver``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import weakref

@@ -3,8 +3,6 @@
 Writing is `fusekit.store.publishing`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

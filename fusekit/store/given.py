@@ -1,7 +1,5 @@
 """Files that a person names: a bundle, a key. Links are followed, other than in a store."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

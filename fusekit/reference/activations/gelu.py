@@ -1,7 +1,5 @@
 """z Phi(z), Phi the normal distribution; or its tanh form."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

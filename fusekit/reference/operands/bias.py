@@ -1,7 +1,5 @@
 """bias[e, n]: added to every row of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
