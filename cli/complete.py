@@ -1,5 +1,7 @@
 """What a shell offers for arguments: names of packaged specs or of the store, stage by stage, and spec files."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase

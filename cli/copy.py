@@ -1,5 +1,7 @@
 """`fusekit copy`: bring kernels from read-only layers into the writable store."""
 
+from __future__ import annotations
+
 import click
 
 from fusekit_cli import complete, output

@@ -1,5 +1,7 @@
 """`fusekit doctor`: what this machine can do. Each probe fails softly: what is missing is part of the answer."""
 
+from __future__ import annotations
+
 import contextlib
 import platform
 import subprocess

@@ -1,5 +1,7 @@
 """`fusekit explain`: why a build would find a kernel in the store, or would not."""
 
+from __future__ import annotations
+
 import click
 
 from fusekit.errors import ToolchainError

@@ -1,5 +1,7 @@
 """`fusekit export`: kernels of the store in one file."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import click

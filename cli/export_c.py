@@ -1,5 +1,7 @@
 """`fusekit export --lang c`: stored kernels as C source, or a loader of bundles, for programs without Python."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from operator import methodcaller
 from pathlib import Path

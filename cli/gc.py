@@ -1,5 +1,7 @@
 """`fusekit gc`: shrink the writable store."""
 
+from __future__ import annotations
+
 import re
 from decimal import Decimal
 

@@ -1,5 +1,7 @@
 """`fusekit import`: a bundle into the writable store."""
 
+from __future__ import annotations
+
 import sys
 
 import click

@@ -1,5 +1,7 @@
 """`fusekit key`: keys that sign, and what they sign."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import click

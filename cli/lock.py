@@ -1,5 +1,7 @@
 """`fusekit lock`: the cache manifests, from what was built."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

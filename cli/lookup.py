@@ -1,5 +1,7 @@
 """From what a person typed to name records of the store."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from fusekit.errors import IntegrityError, NotBuiltError

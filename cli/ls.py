@@ -1,5 +1,7 @@
 """`fusekit ls`: what the store holds, all layers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

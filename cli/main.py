@@ -4,6 +4,8 @@ A verb's return value, if it is an int, is the exit code: 0 done, 1 what was ask
 not in the store, 4 no usable GPU or driver; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import io

@@ -1,5 +1,7 @@
 """`fusekit push`: kernels of the store to a remote."""
 
+from __future__ import annotations
+
 import click
 
 from fusekit_cli import complete, output

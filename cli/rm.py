@@ -1,5 +1,7 @@
 """`fusekit rm`: take names out of the writable store, with what only they kept."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import click

@@ -1,5 +1,7 @@
 """`fusekit schema`: the JSON Schema of spec files, for editors."""
 
+from __future__ import annotations
+
 import click
 
 from fusekit_cli import output

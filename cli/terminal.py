@@ -1,5 +1,7 @@
 """What may reach a terminal: no control character of a name, a path or a spec, and no message of megabytes."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import re

@@ -4,6 +4,8 @@ A row's `name` is what spec files and launch records call the type. The other co
 elsewhere, and the limits of its numbers; an empty column: there is none.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

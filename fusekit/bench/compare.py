@@ -1,5 +1,7 @@
 """A launch's outputs against the reference: all of them, or a sample where that would take too long."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

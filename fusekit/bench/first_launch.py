@@ -14,6 +14,8 @@ started, and from before its first import, both until the result's first bytes a
 JSON document with the medians, and each line of a table on stderr as soon as it is measured.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import subprocess

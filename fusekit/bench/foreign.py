@@ -4,6 +4,8 @@ What such a kernel computes is not known here, so nothing is compared. Floating-
 zeros: they may be indices, of which no other is known to be inside of what they point into.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,6 +7,8 @@ Prints one JSON document: microseconds of each way to launch, and as a multiple 
 median of rounds of 20 launches, few enough that the driver's queue never fills and makes the host wait.
 """
 
+from __future__ import annotations
+
 import json
 import statistics
 import sys

@@ -9,6 +9,8 @@ first, or second. Prints one JSON document: for each margin, counted in multipro
 both are done (`step`), until the GEMM is, and until the copy is.
 """
 
+from __future__ import annotations
+
 import json
 import statistics
 import sys

@@ -3,6 +3,8 @@
 Launches rotate over sets of buffers that together are larger than the L2 cache, so each finds its data in memory.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

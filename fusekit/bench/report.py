@@ -3,6 +3,8 @@
 The page is a single file: plots are SVG inside it, drawn by matplotlib (extra `plot`); a browser loads nothing else.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

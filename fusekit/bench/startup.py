@@ -6,6 +6,8 @@ The bare script is written out for the same cubin, launch and sizes: it knows ev
 but the driver calls. Prints one JSON document with the median seconds of both, and their quotient.
 """
 
+from __future__ import annotations
+
 import json
 import statistics
 import subprocess

@@ -4,6 +4,8 @@ Each is timed as replays of a CUDA graph of many launches that rotate over sets 
 in interleaved rounds. The copy is the driver's, and moves as many bytes, read and written together, as the kernel must.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """One header and one source file for some kernels."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 import struct

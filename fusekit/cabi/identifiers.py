@@ -1,5 +1,7 @@
 """Names that C and C++ both accept."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Sequence
 

@@ -15,6 +15,8 @@ rules: a row in memory is the row in the file, a pointer in the place of what it
 | expression | 0, the number of steps | the steps: operation and value each, in postfix order |
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

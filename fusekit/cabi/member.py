@@ -5,6 +5,8 @@ finds it from the end of the file. The directory says where each record and each
 and digests, and the footer has the directory's digest: that one stands for everything that can be loaded.
 """
 
+from __future__ import annotations
+
 import hashlib
 import struct
 from collections.abc import Mapping

@@ -5,6 +5,8 @@ quotient and remainder gives sets at a multiple of its divisor and one step eith
 comparison and choice gives the last set on one side and the first on the other.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ The facts stand in the ``.nv.info`` sections, lists of attributes. Each has a 4-
 (tests/compiler/test_cubin.py compares).
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

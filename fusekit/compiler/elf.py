@@ -1,5 +1,7 @@
 """Sections and symbols of a 64-bit little-endian ELF file: what a cubin and the DSL's host object both are."""
 
+from __future__ import annotations
+
 import struct
 from dataclasses import dataclass
 

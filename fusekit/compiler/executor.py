@@ -8,6 +8,8 @@ A process compares the key fields of what it is about to compile with those of i
 differs: no cluster of mixed versions can fill one key with two kernels.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import logging

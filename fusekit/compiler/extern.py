@@ -4,6 +4,8 @@ What the host code computes is read out of it, as for every kernel. The spec say
 of workspaces. Divisors and alignments are those of the fakes.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 import sys

@@ -6,6 +6,8 @@ own top package or folder; of the distributions that those import, every file wh
 DSL, else the version. `distributions` of the spec names those that no import statement shows.
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
 import importlib.util

@@ -11,6 +11,8 @@ A request is one message: the scratch folder and the limit of memory as JSON, wi
 the new process works on, its log, and a pipe that the server writes the exit status to.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import json

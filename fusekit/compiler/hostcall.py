@@ -4,6 +4,8 @@ A tensor is a struct: the address, then the extents that are dynamic, then the s
 the fake tensor declares it. Everything else is passed by the address of its value.
 """
 
+from __future__ import annotations
+
 import ctypes
 import struct
 from typing import Any

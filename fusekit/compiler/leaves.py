@@ -4,6 +4,8 @@ Names come from the host function's signature; members of tuples, NamedTuples an
 underscore.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import inspect

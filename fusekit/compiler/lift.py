@@ -5,6 +5,8 @@ nothing but integers of expressions, each the value itself, a multiple of it, or
 the variable in its place. No other power, quotient or limit of the value has that form at both.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

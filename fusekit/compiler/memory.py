@@ -1,5 +1,7 @@
 """How much memory the compile processes may take together, and each of them."""
 
+from __future__ import annotations
+
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The text of a spec for a foreign kernel, as far as tracing its source tells it: `fusekit new --from`."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

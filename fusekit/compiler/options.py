@@ -4,6 +4,8 @@ The DSL, and the compilers inside it, read options, dump requests and the place 
 So a compile process begins with what is listed here, and with nothing else.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from pathlib import Path

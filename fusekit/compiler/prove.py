@@ -5,6 +5,8 @@ name), grid, block, cluster, dynamic shared memory, stream, symbol and the launc
 the build with a ProofError.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import struct

@@ -5,6 +5,8 @@ callbacks: the object is linked against them by LLVM's MCJIT, the host function 
 what it hands to the launch is copied out. No GPU, driver or C compiler takes part, and no address is ever read through.
 """
 
+from __future__ import annotations
+
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence

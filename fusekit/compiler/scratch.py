@@ -2,6 +2,8 @@
 later one of the same user removes it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

@@ -13,6 +13,8 @@ since what comes of them stands in the spec. The package of an operation that is
 it imports of fusekit.
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
 import sys

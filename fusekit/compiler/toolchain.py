@@ -1,5 +1,7 @@
 """Which compiler is installed, read from the package metadata; imports none of it."""
 
+from __future__ import annotations
+
 import ctypes
 import platform
 import re

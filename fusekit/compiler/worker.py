@@ -5,6 +5,8 @@ It is forked with a socket to speak over, in a scratch folder that the DSL may f
 environment it has.
 """
 
+from __future__ import annotations
+
 import os
 import time
 import traceback

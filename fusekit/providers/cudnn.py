@@ -5,6 +5,8 @@ its signature names. M tokens, N columns of B, K depth, E experts; D has N2 colu
 behind its derivative). `precision`: mxfp8 (e4m3 codes, e8m0 scales of 32), nvfp4 (e2m1, e4m3 of 16), bf16.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module

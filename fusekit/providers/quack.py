@@ -4,6 +4,8 @@ Every function calls QuACK's own compile function, with QuACK's own fake argumen
 `fusekit.dtypes`; None leaves an optional tensor out. `arch` comes from the spec: it decides QuACK's kernel class.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ that were proved, the seconds to read and prove it, those to trace, compile, rea
 is lifted; of reading and proof the longer one). The last line has the largest of the former.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator, Sequence
 

@@ -1,5 +1,7 @@
 """What a backward epilogue has when its operands give their outputs, and float32 sums of it."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

@@ -7,6 +7,8 @@ N = 2I columns of the pre-activation (and of the weights) hold I gate columns g 
 - ``interleaved-32``: 32 columns of g, the 32 columns of u that belong to them, and so on.
 """
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 

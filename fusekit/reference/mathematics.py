@@ -1,5 +1,7 @@
 """Functions that NumPy lacks, or that lose digits as they are usually written."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

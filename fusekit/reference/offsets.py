@@ -1,5 +1,7 @@
 """Ends of groups: what they must be, and what moe-check says of those that are not."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

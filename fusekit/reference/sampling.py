@@ -1,5 +1,7 @@
 """Which elements to compare when the reference of all would take too long."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 

@@ -8,6 +8,8 @@ captured into graphs as any others are, and every replay checks again.
 An unchecked library knows nothing of this: its kernels are of another class.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """Devices and their primary contexts: each is asked once, and a context is made current only where another one is."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 Tests pass another object with the same functions instead of ``cuda.bindings.driver``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import weakref

@@ -1,5 +1,7 @@
 """Device memory of our own, where no framework is at hand: what `fusekit run` and small programs launch on."""
 
+from __future__ import annotations
+
 import ctypes
 from typing import Any
 

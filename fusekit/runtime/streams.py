@@ -1,5 +1,7 @@
 """Streams of any owner as the driver's integer handle."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from fusekit.errors import ArgumentError

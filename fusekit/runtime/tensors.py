@@ -5,6 +5,8 @@ combination of shapes, strides, dtypes and devices. No framework is imported. A 
 synchronisation: that the data are ready in the stream of the launch is the caller's business.
 """
 
+from __future__ import annotations
+
 import ctypes
 from dataclasses import dataclass
 from typing import Any

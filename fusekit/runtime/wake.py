@@ -4,6 +4,8 @@
 wait for an import; where anything is wrong it says nothing, and the driver proper says it afterwards.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import threading

@@ -5,6 +5,8 @@ the types of what it reads itself. What it only keeps (launch records, specs, tu
 same functions when it is imported, pulled, verified and loaded.
 """
 
+from __future__ import annotations
+
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.choice.tuning import Tuning
 from fusekit.choice.variants import check_name

@@ -4,6 +4,8 @@ A launch leaves its workspace as the next one needs it, so launches that share o
 may those that share scratch. Those of one stream do not; so every stream has memory of its own.
 """
 
+from __future__ import annotations
+
 import threading
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How much is taken from a remote, and how long is waited for it."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -22,6 +22,8 @@ that changes under its eyes is refused too. Cubins come before entries and entri
 import that is killed leaves nothing that is wrong, and the same import finishes it.
 """
 
+from __future__ import annotations
+
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -7,6 +7,8 @@ A digest says nothing about who made it. So what is read is bounded as well, in 
 whatever passes can be walked, compared and printed by plain recursive code.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from typing import Any, NoReturn

@@ -1,5 +1,7 @@
 """`push` and `pull`: what one side lacks moves to it, the rest stays where it is. See `fusekit.store.remote`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

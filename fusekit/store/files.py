@@ -3,6 +3,8 @@
 Writing is `fusekit.store.publishing`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

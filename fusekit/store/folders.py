@@ -5,6 +5,8 @@ collection elsewhere. So whatever walks, writes or removes opens the folder firs
 names files relative to that descriptor. The root is the user's own choice, and may be a link.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -1,5 +1,7 @@
 """Files that a person names: a bundle, a key. Links are followed, other than in a store."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import stat

@@ -10,6 +10,8 @@ version, the compile options, the digest of each source file that takes part. Ne
 a time, an object's address, a pickle, the order of a dict.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json

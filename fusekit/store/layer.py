@@ -18,6 +18,8 @@ A folder is listed only if no part of its path below the root is a link. A file 
 by its whole path, which is faster: wherever that leads, its digest vouches for the bytes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -4,6 +4,8 @@ Whatever has another name, or is no plain file in no plain folder, is a stranger
 opened and never removed. Folders are opened as `fusekit.store.folders` does, so no link is followed.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import re

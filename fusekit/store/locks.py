@@ -4,6 +4,8 @@ An advisory lock (flock) is held by an open file, so the system lets go of it wh
 mounts it stops at the host: then two hosts may compile one kernel twice, and the first one's stands.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import time

@@ -1,5 +1,7 @@
 """What a layered store finds: entries, cubins and names of the first layer that has them good."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import time

@@ -4,6 +4,8 @@ The marker is written before anything else, so that nobody can write, or collect
 Older stores have none: they are known by what they hold, and get theirs at the next write.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

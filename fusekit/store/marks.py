@@ -15,6 +15,8 @@ Stamps are the file system's own (a touch, not a time that a host names), and ar
 of the same file system: hosts need not agree on the time.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import threading

@@ -5,6 +5,8 @@ An owner is `<host>-<pid>`. The host part stands for one boot of one machine and
 else has to go by age.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os

@@ -14,6 +14,8 @@ How much is read, and how long is waited, is bounded: `fusekit.store.bounds`.
 A folder of this machine is written as a store is: by `Publisher`, so that no link in it leads a push elsewhere.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import functools

@@ -4,6 +4,8 @@ See fusekit.store.gc for the rule that this is one half of. Names are synced bef
 go: after a power loss too, no name leads nowhere and no entry lacks its cubin.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -1,5 +1,7 @@
 """What a collection and a removal say that they did."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 

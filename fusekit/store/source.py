@@ -1,5 +1,7 @@
 """Where a bundle or a set of names may come from: a file, standard input, a URL, a remote."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -1,5 +1,7 @@
 """What `push` and `pull` have in common: steps in parallel, their report, documents with signatures."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field

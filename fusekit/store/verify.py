@@ -1,5 +1,7 @@
 """Checking a whole store: every document, every name, every cubin."""
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Callable, Mapping

@@ -4,6 +4,8 @@ fsspec opens the session; what it reads itself it reads whole, whatever its size
 within `Bounds`. No compressed answer is asked for, and one that comes all the same is refused: it could be of any size.
 """
 
+from __future__ import annotations
+
 import contextlib
 import html
 import math

@@ -4,6 +4,8 @@ Nodes are interned, so that equal ones are identical and a shared part is there 
 constant. Nothing is simplified beyond that: `lower` turns nodes into expressions.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

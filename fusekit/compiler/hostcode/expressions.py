@@ -1,5 +1,7 @@
 """Terms as expressions of a launch record."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 

@@ -6,6 +6,8 @@ do not show that, a wrapped value is written as a remainder if it is meant (a di
 address), and else becomes a guard: the record refuses arguments with which the host code itself would overflow.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

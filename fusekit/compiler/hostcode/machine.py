@@ -6,6 +6,8 @@ on the arguments is known only as the logarithm of fast division (`loops`); what
 error only where a launch is made of it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

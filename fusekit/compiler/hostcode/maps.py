@@ -5,6 +5,8 @@ are not looked at; any other bit that no field explains is an error. A field tha
 for the whole value: a launcher refuses what does not fit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """A function of the host module, decoded once: blocks, instructions with numbered operands, where branches meet."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

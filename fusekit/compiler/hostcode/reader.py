@@ -1,5 +1,7 @@
 """From the DSL's host module to a launch record: what each launch is given, as expressions over the arguments."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ A sum is a linear form, so that equal sums are identical. Terms are unbounded in
 narrow is the business of `lower`.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping

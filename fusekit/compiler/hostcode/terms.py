@@ -4,6 +4,8 @@ A rule is applied only where it holds for every value that the variables may hav
 never guessed. A quotient by a constant gives up what is divisible; a remainder drops it.
 """
 
+from __future__ import annotations
+
 import math
 
 from fusekit.abi import Expr

@@ -5,6 +5,8 @@ Plain kinds map z [..., N] to [..., N]; gated kinds split z [..., 2I] by ``glu_l
 The derivative of a clamped element is zero; one that equals the limit is not clamped.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

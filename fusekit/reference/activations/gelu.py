@@ -1,5 +1,7 @@
 """z Phi(z), Phi the normal distribution; or its tanh form."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,5 +1,7 @@
 """max(z, 0)."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from fusekit.reference.formats import Array

@@ -1,5 +1,7 @@
 """z sigmoid(z)."""
 
+from __future__ import annotations
+
 from fusekit.reference.formats import Array
 from fusekit.reference.mathematics import sigmoid
 from fusekit.spec import Activation

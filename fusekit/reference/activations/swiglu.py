@@ -1,5 +1,7 @@
 """g sigmoid(alpha g), the gate of swiglu."""
 
+from __future__ import annotations
+
 from fusekit.reference.formats import Array
 from fusekit.reference.mathematics import sigmoid
 from fusekit.spec import Activation

@@ -10,6 +10,8 @@ A twin has what it needs of five functions. `step` is the place of its stage in 
     gradient(means, made)                                 its output of a backward epilogue, from `Gradients`
 """
 
+from __future__ import annotations
+
 from functools import cache
 from importlib import import_module
 from pathlib import Path

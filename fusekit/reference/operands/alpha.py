@@ -1,5 +1,7 @@
 """alpha: the product times a number, or times alpha[e]."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """bias[e, n]: added to every row of a group."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """index[m]: row m of the gathered factor is that row of a tensor with a row for each token; outside [0, T) zeros."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

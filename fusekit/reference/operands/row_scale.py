@@ -1,5 +1,7 @@
 """row_scale[m]: the output of row m times its router weight."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
