@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
@@ -18,12 +19,16 @@ MOST_GROUPS = 65536
 
 
 def plan(spec: Any) -> TracePlan:
-    """Trace plan of an operation that works token by token. Imports the DSL."""
+    """Trace plan of an operation that works token by token. Imports the DSL.
+
+    The kernel's class sees of the spec what the key holds.
+    """
     operation, made = TOKENS[spec.op], signature(spec)
     module, _, kernel = operation.kernel.partition(":")
     scalars = {scalar.name for scalar in made.scalars}
     names = dict.fromkeys(operand.name for operand in operation.operands if operand.name not in scalars)
-    return token_wise(getattr(import_module(module), kernel).of(spec), names, made)
+    own = SimpleNamespace(**spec.device_spec())
+    return token_wise(getattr(import_module(module), kernel).of(own), names, made)
 
 
 def signature(spec: Any) -> Signature:

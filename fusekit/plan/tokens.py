@@ -7,7 +7,7 @@ launch moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 Keys = Mapping[str, Any]
@@ -64,6 +64,20 @@ class TokenOperation:
     def of(self, keys: Keys) -> tuple[Operand, ...]:
         """The operands of a kernel with these keys, in the order of its host function, scalars last."""
         return tuple(operand for operand in self.operands if operand.when(keys))
+
+    def facts(self, keys: Keys) -> dict[str, Any]:
+        """In JSON types, all that a kernel with these keys is made from: a key holds that, and not this file."""
+        operands = [
+            _told(each, keys) | {"dtype": each.dtype_of(keys), "extents": list(each.extents(keys))}
+            for each in self.operands
+        ]
+        return _told(self, keys) | {"wide": self.wide, "operands": operands}
+
+
+def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:
+    """Its fields, what depends on the keys as it is with these; but for what reaches no kernel."""
+    told = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in ("words", "long_row")}
+    return {name: value(keys) if callable(value) else value for name, value in told.items()}
 
 
 def _compact(keys: Keys) -> bool:

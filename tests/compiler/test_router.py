@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler import sass
 from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.errors import ToolchainError
 from fusekit.spec import parse_text
+from tests.compiler import sass
 
 HEAD = """
 schema = 1
