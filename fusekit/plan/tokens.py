@@ -10,20 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusekit.abi import Constraint, Expr
+from fusekit.plan.exchange import GRAIN, window_bytes
+
 Keys = Mapping[str, Any]
 Extent = int | str | list[Any]
-ROUTER, PERMUTATION, CHECK = "router", "permutation", "check"
-INPUT, OUTPUT, INOUT, SCALAR = "input", "output", "inout", "scalar"
+ROUTER, PERMUTATION, EXCHANGE, CHECK = "router", "permutation", "exchange", "check"
+INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "peers"
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor, or a scalar, which has no shape.
+    """A tensor, or a scalar, or the windows of all ranks; these have no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
     E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, W words of a routing map
     and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
-    experts' elements of [T, X] are read.
+    experts' elements of [T, X] are read. bounds: minimum, maximum and divisor of a scalar. size: bytes of a window.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Operand:
     words: str
     when: Callable[[Keys], Any] = bool
     sparse: bool = False
+    bounds: Callable[[Keys], tuple[int, int, int]] | None = None
+    size: Callable[[Keys], Expr] | None = None
 
     def extents(self, keys: Keys) -> tuple[Extent, ...]:
         """The shape: numbers, names of dims, and an expression for TK."""
@@ -47,13 +52,17 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class TokenOperation:
-    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`."""
+    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`.
+
+    constraints: of the launch record.
+    """
 
     name: str
     family: str
     kernel: str
     operands: tuple[Operand, ...]
     long_row: int = 0
+    constraints: Callable[[Keys], tuple[Constraint, ...]] | None = None
 
     @property
     def wide(self) -> bool:
@@ -101,6 +110,25 @@ _INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
 _WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
+
+
+_WINDOW = Operand("window", PEERS, "u8", "", "The window of each rank, in the order of ranks.", size=window_bytes)
+_RANK = Operand("rank", SCALAR, "i32", "", "Which rank this is, from 0.", bounds=lambda keys: (0, keys["ranks"] - 1, 1))
+_EXCHANGED = (
+    _WINDOW,
+    _RANK,
+    Operand("capacity", SCALAR, "i32", "", f"Tokens that a rank may have; a multiple of {GRAIN}, the same on all.",
+            bounds=lambda keys: (GRAIN, 2**31 // (keys["ranks"] * keys["topk"]) // GRAIN * GRAIN - GRAIN, GRAIN)),
+    Operand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
+            bounds=lambda keys: (1, 2**31 - 1, 1)),
+)  # fmt: skip
+_FITS = Constraint(("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
+
+
+def _room(keys: Keys) -> tuple[Constraint, ...]:
+    slots = ("mul", keys["ranks"], "capacity")
+    rule = f"S must be at least {keys['ranks']} times capacity: a place for each token of each rank"
+    return _FITS, Constraint(("max", 0, ("sub", slots, "S")), rule)
 
 
 def _map(role: str) -> tuple[Operand, ...]:
@@ -298,6 +326,35 @@ _ROWS = (
             Operand("probs", OUTPUT, "out_dtype", "T X",
                     "The weight of each expert for each token; 0 where it was not chosen."),
         ),
+    ),
+    TokenOperation(
+        "moe-dispatch",
+        EXCHANGE,
+        "fusekit.kernels.exchange.dispatch:MoeDispatch",
+        (
+            Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            _INDICES,
+            replace(_WEIGHTS, when=lambda keys: keys["weighted"]),
+            *_EXCHANGED,
+        ),
+        constraints=lambda keys: (_FITS,),
+    ),
+    TokenOperation(
+        "moe-combine",
+        EXCHANGE,
+        "fusekit.kernels.exchange.combine:MoeCombine",
+        (
+            Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
+            Operand("inverse", INPUT, "i32", "S K", _ROW),
+            Operand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
+            Operand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.", lambda keys: keys["gradients"]),
+            _INDICES,
+            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token."),
+            Operand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
+                    lambda keys: keys["gradients"]),
+            *_EXCHANGED,
+        ),
+        constraints=_room,
     ),
     TokenOperation(
         "moe-check",

@@ -1,0 +1,184 @@
+"""moe-combine: what the experts made of each token back to its rank, one row from each rank that has some of them.
+
+    of rank d, for token t of rank s   part[s, t] = sum over k of weights[s, t, k] x[inverse[s, t, k]], as moe-unpermute
+    of rank s                          y[t] = sum over d of what d sent for t, in float32, in the order of ranks
+
+Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits of
+moe-unpermute. With gradients, grad_weights[s, t, k] go back too, each from the rank of its expert.
+
+The blocks that send are the first to run; each of the others sums one chunk of tokens, as soon as that has come from all
+ranks. How the ranks agree: base.py.
+"""
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes
+from fusekit.kernels.exchange import signals
+from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
+from fusekit.kernels.floats import choose, fma
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.permutation.permute import LINE
+from fusekit.kernels.ptx import divide
+from fusekit.plan.exchange import STATUS
+
+NAN = 0x7FFFFFFF
+
+
+class MoeCombine(Exchange):
+    """The kernel; calling it traces host function and kernel."""
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, inverse: cute.Tensor, weights, grad_weights, indices: cute.Tensor, y: cute.Tensor,
+        returned, window: tuple, rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
+    ):  # fmt: skip
+        """Launch; weights, grad_weights and returned may be None. window: of every rank."""
+        gradients = (
+            (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
+        )
+        summing = cutlass.max((y.shape[0] - 1) // CHUNK + 1, 1)
+        self.kernel(
+            (x.iterator, Int64(x.stride[0]) * self.size),
+            inverse.iterator,
+            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            gradients,
+            indices.iterator,
+            (y.iterator, Int64(y.stride[0]) * self.size),
+            list(window),
+            y.shape[0],
+            y.shape[1] * self.size,
+            rank,
+            capacity,
+            timeout,
+        ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, x: tuple, inverse: cute.Pointer, weights, gradients, indices: cute.Pointer, y: tuple, windows: list,
+        tokens: Int32, row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
+    ):  # fmt: skip
+        """See the module's docstring. x, y: pointer and row stride in bytes."""
+        thread, _, _ = cute.arch.thread_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
+        own = self.of_rank(windows, rank)
+        turn, epoch, failed = self.arrive(own, thread)
+        if turn >= self.blocks:
+            self.sum(own, indices, gradients, y, turn - self.blocks, (tokens, row_bytes, capacity), epoch, failed, deadline)
+        elif failed == 0:
+            if self.open(windows, rank, thread, epoch, deadline) != 0:
+                # The ranks in turn, so that no link is idle; each begins with the one behind itself.
+                for at in cutlass.range(turn, chunks(capacity) * self.ranks, self.blocks):
+                    chunk = divide(at, self.ranks)
+                    target = rank + 1 + (at - chunk * self.ranks)
+                    target = cutlass.select_(target < self.ranks, target, target - self.ranks)
+                    there = self.of_rank(windows, target)
+                    self.send(there, x, inverse, weights, gradients, target, chunk, (row_bytes, capacity), rank)
+                    cute.arch.sync_threads()
+                    flags = self.regions(capacity, row_bytes).flags
+                    if thread == 0:
+                        signals.release(there + flags + Int64(rank * chunks(capacity) + chunk) * 4, epoch)
+        self.leave(own, thread, epoch, blocks)
+
+    @cute.jit
+    def send(
+        self, there: Int64, x: tuple, inverse: cute.Pointer, weights, gradients, target: Int32, chunk: Int32,
+        sizes: tuple, rank: Int32,
+    ):  # fmt: skip
+        """A chunk of the tokens of rank `target` to its window: those of which this rank has an expert."""
+        row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        layout = self.regions(capacity, row_bytes)
+        base, stride = x
+        for at in cutlass.range(warp, CHUNK, self.warps):
+            token = target * capacity + chunk * CHUNK + at
+            rows = self.per_choice(inverse.toint(), token, lane, -1)
+            some = Uint32(0)
+            for row in rows:
+                some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
+            if signals.union(some) != 0:
+                given = rows
+                if cutlass.const_expr(self.weighted):
+                    given = self.per_choice(weights.toint(), token, lane, 0)
+                place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
+                for piece in cutlass.range(0, row_bytes, self.piece):
+                    start = piece + lane * 16
+                    sums = [Float32(0.0)] * (self.piece // WARP // self.size)
+                    for choice in cutlass.range_constexpr(self.topk):
+                        row = Int32(self.of_choice(rows, choice))
+                        words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
+                        if cutlass.const_expr(self.weighted):
+                            weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                            weight = choose(row >= 0, weight, Float32(0.0))
+                            sums = [fma(value, weight, sum) for value, sum in zip(self.floats(words), sums, strict=True)]
+                        else:
+                            sums = [value + sum for value, sum in zip(self.floats(words), sums, strict=True)]
+                    self.store_piece(place, start, row_bytes, lanes.pack(sums, self.dtype), row_bytes > 0)
+        if cutlass.const_expr(self.gradients):
+            source, first = gradients[0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
+            place = there + layout.weights + (Int64(rank) * capacity + chunk * CHUNK) * (self.topk * 4)
+            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+                lanes.store(place + Int64(at) * 4, lanes.load(source + first + Int64(at) * 4, 4), 4)
+
+    @cute.jit
+    def sum(
+        self, own: Int64, indices: cute.Pointer, gradients, y: tuple, chunk: Int32, sizes: tuple, epoch: Int32,
+        failed: Int32, deadline: Int64,
+    ):  # fmt: skip
+        """A chunk of this rank's tokens from what the ranks sent for them; NaN where they did not."""
+        tokens, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        layout = self.regions(capacity, row_bytes)
+        came = Int32(failed == 0)
+        if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks):
+            came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
+            signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
+        fine = signals.every(came)
+        start_value = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
+        base, stride = y
+        for at in cutlass.range(warp, CHUNK, self.warps):
+            token = chunk * CHUNK + at
+            if token < tokens:
+                owners = self.owners(indices.toint(), token, lane)
+                for piece in cutlass.range(0, row_bytes, self.piece):
+                    first = piece + lane * 16
+                    sums = [start_value] * (self.piece // WARP // self.size)
+                    for source in cutlass.range_constexpr(self.ranks):
+                        sent = (((owners >> source) & 1) != 0) & (fine != 0)
+                        place = own + layout.rows + (Int64(source) * capacity + token) * row_bytes + Int64(first)
+                        words = self.received(place, first, row_bytes, sent)
+                        sums = [value + sum for value, sum in zip(self.floats(words), sums, strict=True)]
+                    result = lanes.pack(sums, self.dtype)
+                    self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, token < tokens)
+        if cutlass.const_expr(self.gradients):
+            self.gather_gradients(own, indices, gradients[1], chunk, sizes, fine)
+
+    def received(self, place: Int64, first: Int32, row_bytes: Int32, sent) -> list:
+        """`load_piece` of what a peer stored while this kernel ran."""
+        words: list = []
+        for line in range(self.lines):
+            words += signals.load_received(place, (first + line * LINE < row_bytes) & sent, line * LINE)
+        return words
+
+    @cute.jit
+    def gather_gradients(self, own: Int64, indices: cute.Pointer, returned: cute.Pointer, chunk: Int32, sizes: tuple,
+                         fine: Int32):  # fmt: skip
+        """Each choice's gradient from the rank of its expert; 0 where it has none."""
+        tokens, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        weights = self.regions(capacity, row_bytes).weights
+        for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+            choice = chunk * (CHUNK * self.topk) + at
+            there = choice < tokens * self.topk
+            expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]
+            source = Int64(expert // Uint32(self.local)) * capacity * (self.topk * 4) + Int64(choice) * 4
+            known = there & (expert < Uint32(self.experts)) & (fine != 0)
+            value = signals.load_word(own + weights + source, known)
+            value = cutlass.select_(fine != 0, value, Uint32(NAN))
+            lanes.store(returned.toint() + Int64(choice) * 4, [value], 4, there)
