@@ -175,6 +175,14 @@ class DriverError(FusekitError):
         self.text = text
 
 
+class PeerTimeoutError(FusekitError):
+    """A launch that gave up waiting for another rank. rank: the one that did not come."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class ArchMismatchError(FusekitError):
     """A cubin for another architecture than the device's. expected: the cubin's; found: the device's."""
 

@@ -1,12 +1,13 @@
 """The window of a rank: memory of one layout on every rank, into which the others store. See kernels/exchange.
 
     header    HEADER bytes: the words below
+    flags     [ranks, capacity / CHUNK] u32: the launch, counted from 1, whose rows of a chunk are all there
     rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]
     indices   [ranks, capacity, K] i32, of a dispatch: the token's experts here, counted from the rank's first; else -1
     weights   [ranks, capacity, K] f32, of a weighted dispatch, or of a combine that returns gradients
-    flags     [ranks, capacity / CHUNK] u32: the launch, counted from 1, whose rows of a chunk are all there
 
-`capacity`, a multiple of GRAIN, is how many tokens a rank may have at most.
+`capacity`, a multiple of GRAIN, is how many tokens a rank may have at most. Launches on one window may differ in H, not
+in capacity: a flag is always a flag.
 """
 
 from __future__ import annotations
@@ -25,26 +26,28 @@ GRAIN = 128  # every region then begins at a multiple of 128 bytes
 EPOCH, TICKET, DONE, STATUS, OPEN, HEADER = 0, 4, 8, 16, 128, 256
 STATUS_WORDS = 3
 STAGES = ("", "let its window be written to", "send its rows")
+LINE = 128  # bytes that regions are aligned to
+PER_LINE = LINE // 4 * CHUNK  # tokens with flags in a line
 MOST_RANKS = (HEADER - OPEN) // 4
 
 
 class Regions(NamedTuple):
     """Where each part of a window begins, in bytes; `end` is its size."""
 
+    flags: Any
     rows: Any
     indices: Any
     weights: Any
-    flags: Any
     end: Any
 
 
 def regions(capacity: Any, row_bytes: Any, ranks: int, index_bytes: int, weight_bytes: int) -> Regions:
     """Of numbers, on the host or on the device. index_bytes, weight_bytes: of a token; 0 where there are none."""
     slots = capacity * ranks
-    indices = HEADER + slots * row_bytes
+    rows = HEADER + (slots + PER_LINE - 1) // PER_LINE * LINE
+    indices = rows + slots * row_bytes
     weights = indices + slots * index_bytes
-    flags = weights + slots * weight_bytes
-    return Regions(HEADER, indices, weights, flags, flags + slots // (CHUNK // 4))
+    return Regions(HEADER, rows, indices, weights, weights + slots * weight_bytes)
 
 
 def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
@@ -59,4 +62,5 @@ def window_bytes(keys: Mapping[str, Any]) -> Expr:
     """The size of a window over H and capacity."""
     ranks, size = keys["ranks"], DTYPES[keys["dtype"]].bytes
     token = ("add", ("mul", ranks * size, "H"), ranks * sum(parts(keys)))
-    return ("add", HEADER, ("mul", "capacity", token), ("floordiv", ("mul", ranks, "capacity"), CHUNK // 4))
+    flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
+    return ("add", HEADER, flags, ("mul", "capacity", token))
