@@ -13,6 +13,7 @@
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings; layers, for `library.layer` |
 | layers | errors, plan, runtime |
+| exchange | errors, plan, runtime |
 | interop | errors, abi, runtime, layers; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
@@ -60,6 +61,7 @@ MAY = {
         "fusekit.layers",
     },
     "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
+    "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.abi import TensorArgument
+from fusekit.abi import PeersArgument, TensorArgument
 from fusekit.compiler.families import plan
 from fusekit.reference.layouts import gate_columns
 from fusekit.spec import parse_text
@@ -48,6 +48,8 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
     "moe-probs": ["experts = 16\ntopk = 2\n"],
+    "moe-dispatch": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
+    "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\n"],
     "moe-check": [""],
 }
 
@@ -86,8 +88,10 @@ def test_a_section_has_the_arguments_of_its_launches(op):
         for argument in signature.arguments:
             role, dtype, what = rows[argument.name]
             seen.add(argument.name)
-            assert (argument.role if isinstance(argument, TensorArgument) else "scalar") in role.split(" or ")
-            assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
+            kind = "peers" if isinstance(argument, PeersArgument) else "scalar"
+            assert (argument.role if isinstance(argument, TensorArgument) else kind) in role.split(" or ")
+            if kind != "peers":
+                assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
             assert what == OPERANDS[op][argument.name]
     assert set(rows) == seen, "a row for an argument that no launch has"
     assert seen <= set(OPERANDS[op])
