@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fusekit.abi import Expr
 from fusekit.dtypes import DTYPES
 
-CHUNK = 32  # tokens that one flag speaks of
+CHUNK = 16  # tokens that one flag speaks of
 GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # Words of the header, in bytes. EPOCH: launches that are done; TICKET and DONE: blocks of this launch that began, that
 # ended; STATUS: what went wrong first, 0: nothing (1 + the rank that did not come, stage, launch); OPEN: of each rank,

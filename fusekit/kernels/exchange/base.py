@@ -3,9 +3,10 @@
 Every rank launches the same operations on its windows in the same order. A launch is numbered by its epoch, a word of
 the window that only its own rank reads and writes, so a graph can be replayed. In launch e
 
-1. a rank writes e to the OPEN words of all windows: the launches before this one in its stream have read what it was
-   sent, so its window may be written to;
-2. a block that sends waits until all ranks have opened theirs, stores rows into their windows with ordinary 16-byte
+1. a rank says to the others, in the OPEN words of their windows, that its own may be written to: a dispatch writes e
+   when it begins, since the launches before it in its stream have read what came; a combine writes e when it ends, for
+   launch e + 1, since it alone reads what it is sent;
+2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with ordinary 16-byte
    stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
 3. a block that receives waits for the flags, with acquire at system scope.
 
@@ -60,9 +61,12 @@ class Exchange(Permutation):
     def arrive(self, own: Int64, thread: Int32):
         """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread."""
         shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
+        # Three warps, so that none waits for another one's word.
         if thread == 0:
-            lanes.shared_store_u32(shared, signals.add(own + TICKET, 1))
+            lanes.shared_store_u32(shared, signals.draw(own + TICKET))
+        if thread == WARP:
             lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
+        if thread == 2 * WARP:
             lanes.shared_store_u32(shared + 8, signals.load(own + STATUS))
         cute.arch.sync_threads()
         turn = Int32(lanes.shared_load_u32(shared))
@@ -72,7 +76,8 @@ class Exchange(Permutation):
 
     @cute.jit
     def leave(self, own: Int64, thread: Int32, epoch: Int32, blocks: Int32):
-        """Ends the block; the last one counts the launch as done."""
+        """Ends the block: 1 in every thread of the last one, which counts the launch as done, else 0."""
+        shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
         cute.arch.sync_threads()
         if thread == 0:
             ended = Int32(signals.add(own + DONE, 1)) + 1
@@ -80,24 +85,32 @@ class Exchange(Permutation):
                 signals.store(own + TICKET, 0)
                 signals.store(own + DONE, 0)
                 signals.store(own + EPOCH, epoch)
+            lanes.shared_store_u32(shared, Uint32(ended == blocks))
+        cute.arch.sync_threads()
+        return Int32(lanes.shared_load_u32(shared))
 
     @cute.jit
-    def open(self, windows: list, rank: Int32, thread: Int32, epoch: Int32, deadline: Int64):
-        """Opens this rank's window, and waits until all are open: 1, or 0 where one was not in time."""
-        own = self.of_rank(windows, rank)
+    def open(self, windows: list, rank: Int32, thread: Int32, word: Int32):
+        """Writes `word` to this rank's place among the OPEN words of all windows."""
+        if thread < self.ranks:
+            signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, word)
+
+    @cute.jit
+    def opened(self, own: Int64, thread: Int32, word: Int32, epoch: Int32, deadline: Int64):
+        """Waits until all ranks have written `word` or more: 1, or 0 where one has not in time."""
         came = Int32(1)
         if thread < self.ranks:
-            signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, epoch)
-            came = signals.wait(own + OPEN + Int64(thread) * 4, epoch, deadline)
+            came = signals.wait(own + OPEN + Int64(thread) * 4, word, deadline)
             signals.fail(own + STATUS, thread, OPENING, epoch, came == 0)
         return signals.every(came)
 
     @cute.jit
-    def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32):
-        """After the block's stores: a flag at `address` of every window."""
+    def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
+        """After the block's stores: a flag at `address` of the windows of `targets`."""
         cute.arch.sync_threads()
         if thread < self.ranks:
-            signals.release(self.of_rank(windows, thread) + address, epoch)
+            if ((targets >> thread) & 1) != 0:
+                signals.release(self.of_rank(windows, thread) + address, epoch)
 
     def owners(self, indices: Int64, token: Int32, lane: Int32) -> Uint32:
         """The ranks of a token's experts, as bits, in every lane."""

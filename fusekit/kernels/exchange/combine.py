@@ -6,8 +6,10 @@
 Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits of
 moe-unpermute. With gradients, grad_weights[s, t, k] go back too, each from the rank of its expert.
 
-The blocks that send are the first to run; each of the others sums one chunk of tokens, as soon as that has come from all
-ranks. How the ranks agree: base.py.
+Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
+
+The blocks that send to other ranks are the first to run; each of the others sums one chunk of tokens, its own rank's
+part and, as soon as they are there, those of the others. How the ranks agree: base.py.
 """
 
 import cutlass
@@ -65,99 +67,109 @@ class MoeCombine(Exchange):
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
+        sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
         if turn >= self.blocks:
-            self.sum(own, indices, gradients, y, turn - self.blocks, (tokens, row_bytes, capacity), epoch, failed, deadline)
+            self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
         elif failed == 0:
-            if self.open(windows, rank, thread, epoch, deadline) != 0:
+            if self.opened(own, thread, epoch - 1, epoch, deadline) != 0:
+                others = self.ranks - 1
                 # The ranks in turn, so that no link is idle; each begins with the one behind itself.
-                for at in cutlass.range(turn, chunks(capacity) * self.ranks, self.blocks):
-                    chunk = divide(at, self.ranks)
-                    target = rank + 1 + (at - chunk * self.ranks)
+                for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
+                    chunk = divide(at, max(others, 1))
+                    target = rank + 1 + (at - chunk * others)
                     target = cutlass.select_(target < self.ranks, target, target - self.ranks)
                     there = self.of_rank(windows, target)
-                    self.send(there, x, inverse, weights, gradients, target, chunk, (row_bytes, capacity), rank)
+                    self.send(there, source, target, chunk, sizes, rank)
                     cute.arch.sync_threads()
                     flags = self.regions(capacity, row_bytes).flags
                     if thread == 0:
                         signals.release(there + flags + Int64(rank * chunks(capacity) + chunk) * 4, epoch)
-        self.leave(own, thread, epoch, blocks)
+        if self.leave(own, thread, epoch, blocks) != 0:
+            self.open(windows, rank, thread, epoch)
+
+    def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
+        """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""
+        (base, stride), _, weights, _ = source
+        sums = [Float32(0.0)] * (self.piece // WARP // self.size)
+        for choice in range(self.topk):
+            row = Int32(self.of_choice(rows, choice))
+            words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
+            if weights is not None:
+                weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                weight = choose(row >= 0, weight, Float32(0.0))
+                sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
+            else:
+                sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+        return lanes.pack(sums, self.dtype)
+
+    def placed(self, source: tuple, place: Int32, lane: Int32):
+        """(rows, weights) of the choices of a place, by lane."""
+        _, inverse, weights, _ = source
+        rows = self.per_choice(inverse.toint(), place, lane, -1)
+        return rows, rows if weights is None else self.per_choice(weights.toint(), place, lane, 0)
 
     @cute.jit
-    def send(
-        self, there: Int64, x: tuple, inverse: cute.Pointer, weights, gradients, target: Int32, chunk: Int32,
-        sizes: tuple, rank: Int32,
-    ):  # fmt: skip
+    def send(self, there: Int64, source: tuple, target: Int32, chunk: Int32, sizes: tuple, rank: Int32):
         """A chunk of the tokens of rank `target` to its window: those of which this rank has an expert."""
-        row_bytes, capacity = sizes
+        _, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(divide(thread, WARP))
         layout = self.regions(capacity, row_bytes)
-        base, stride = x
         for at in cutlass.range(warp, CHUNK, self.warps):
-            token = target * capacity + chunk * CHUNK + at
-            rows = self.per_choice(inverse.toint(), token, lane, -1)
+            rows, given = self.placed(source, target * capacity + chunk * CHUNK + at, lane)
             some = Uint32(0)
             for row in rows:
                 some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
             if signals.union(some) != 0:
-                given = rows
-                if cutlass.const_expr(self.weighted):
-                    given = self.per_choice(weights.toint(), token, lane, 0)
                 place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
                 for piece in cutlass.range(0, row_bytes, self.piece):
                     start = piece + lane * 16
-                    sums = [Float32(0.0)] * (self.piece // WARP // self.size)
-                    for choice in cutlass.range_constexpr(self.topk):
-                        row = Int32(self.of_choice(rows, choice))
-                        words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
-                        if cutlass.const_expr(self.weighted):
-                            weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
-                            weight = choose(row >= 0, weight, Float32(0.0))
-                            sums = [fma(value, weight, sum) for value, sum in zip(self.floats(words), sums, strict=True)]
-                        else:
-                            sums = [value + sum for value, sum in zip(self.floats(words), sums, strict=True)]
-                    self.store_piece(place, start, row_bytes, lanes.pack(sums, self.dtype), row_bytes > 0)
+                    words = self.part(source, rows, given, start, row_bytes)
+                    self.store_piece(place, start, row_bytes, words, row_bytes > 0)
         if cutlass.const_expr(self.gradients):
-            source, first = gradients[0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
+            from_here, first = source[3][0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
             place = there + layout.weights + (Int64(rank) * capacity + chunk * CHUNK) * (self.topk * 4)
             for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
-                lanes.store(place + Int64(at) * 4, lanes.load(source + first + Int64(at) * 4, 4), 4)
+                lanes.store(place + Int64(at) * 4, lanes.load(from_here + first + Int64(at) * 4, 4), 4)
 
     @cute.jit
     def sum(
-        self, own: Int64, indices: cute.Pointer, gradients, y: tuple, chunk: Int32, sizes: tuple, epoch: Int32,
-        failed: Int32, deadline: Int64,
+        self, own: Int64, source: tuple, indices: cute.Pointer, y: tuple, chunk: Int32, sizes: tuple, rank: Int32,
+        epoch: Int32, failed: Int32, deadline: Int64,
     ):  # fmt: skip
-        """A chunk of this rank's tokens from what the ranks sent for them; NaN where they did not."""
+        """A chunk of this rank's tokens from the parts of all ranks; NaN where one did not come."""
         tokens, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(divide(thread, WARP))
         layout = self.regions(capacity, row_bytes)
         came = Int32(failed == 0)
-        if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks):
+        if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
             signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
         fine = signals.every(came)
-        start_value = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
+        begin = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
         base, stride = y
         for at in cutlass.range(warp, CHUNK, self.warps):
             token = chunk * CHUNK + at
             if token < tokens:
                 owners = self.owners(indices.toint(), token, lane)
+                rows, given = self.placed(source, rank * capacity + token, lane)
                 for piece in cutlass.range(0, row_bytes, self.piece):
                     first = piece + lane * 16
-                    sums = [start_value] * (self.piece // WARP // self.size)
-                    for source in cutlass.range_constexpr(self.ranks):
-                        sent = (((owners >> source) & 1) != 0) & (fine != 0)
-                        place = own + layout.rows + (Int64(source) * capacity + token) * row_bytes + Int64(first)
+                    mine = self.part(source, rows, given, first, row_bytes)
+                    sums = [begin] * (self.piece // WARP // self.size)
+                    for other in cutlass.range_constexpr(self.ranks):
+                        sent = (((owners >> other) & 1) != 0) & (fine != 0) & (rank != other)
+                        place = own + layout.rows + (Int64(other) * capacity + token) * row_bytes + Int64(first)
                         words = self.received(place, first, row_bytes, sent)
-                        sums = [value + sum for value, sum in zip(self.floats(words), sums, strict=True)]
+                        words = [cutlass.select_(rank == other, a, b) for a, b in zip(mine, words, strict=True)]
+                        sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
                     result = lanes.pack(sums, self.dtype)
                     self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, token < tokens)
         if cutlass.const_expr(self.gradients):
-            self.gather_gradients(own, indices, gradients[1], chunk, sizes, fine)
+            self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
 
     def received(self, place: Int64, first: Int32, row_bytes: Int32, sent) -> list:
         """`load_piece` of what a peer stored while this kernel ran."""
@@ -167,18 +179,22 @@ class MoeCombine(Exchange):
         return words
 
     @cute.jit
-    def gather_gradients(self, own: Int64, indices: cute.Pointer, returned: cute.Pointer, chunk: Int32, sizes: tuple,
-                         fine: Int32):  # fmt: skip
+    def gather_gradients(
+        self, own: Int64, indices: cute.Pointer, gradients: tuple, chunk: Int32, sizes: tuple, rank: Int32, fine: Int32
+    ):
         """Each choice's gradient from the rank of its expert; 0 where it has none."""
         tokens, row_bytes, capacity = sizes
+        grad_weights, returned = gradients
         thread, _, _ = cute.arch.thread_idx()
         weights = self.regions(capacity, row_bytes).weights
         for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
             choice = chunk * (CHUNK * self.topk) + at
             there = choice < tokens * self.topk
             expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]
-            source = Int64(expert // Uint32(self.local)) * capacity * (self.topk * 4) + Int64(choice) * 4
+            owner = Int32(expert // Uint32(self.local))
             known = there & (expert < Uint32(self.experts)) & (fine != 0)
-            value = signals.load_word(own + weights + source, known)
-            value = cutlass.select_(fine != 0, value, Uint32(NAN))
+            source = Int64(owner) * capacity * (self.topk * 4) + Int64(choice) * 4
+            sent = signals.load_word(own + weights + source, known & (owner != rank))
+            mine = lanes.load(grad_weights.toint() + source, 4, known & (owner == rank))[0]
+            value = cutlass.select_(fine != 0, sent | mine, Uint32(NAN))
             lanes.store(returned.toint() + Int64(choice) * 4, [value], 4, there)

@@ -3,6 +3,9 @@
 Token t of rank s lies at [s, t] of the window of each rank that it is sent to. What a rank receives has that place
 whatever else is sent, so no counts are exchanged: `indices` of the window say which tokens have experts here, -1 where
 there is none, and moe-index makes the rows of groups of them. How the ranks agree: base.py.
+
+As many blocks as send to the other ranks copy what stays here, so that the links are never idle for it. One more waits
+for what the ranks send.
 """
 
 import cutlass
@@ -38,7 +41,7 @@ class MoeDispatch(Exchange):
             rank,
             capacity,
             timeout,
-        ).launch(grid=[self.blocks + 1, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[2 * self.blocks + 1, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
@@ -50,24 +53,39 @@ class MoeDispatch(Exchange):
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
-        if failed == 0:
-            if turn < self.blocks:
-                if self.open(windows, rank, thread, epoch, deadline) != 0:
-                    for chunk in cutlass.range(turn, chunks(capacity), self.blocks):
-                        self.choices(indices, weights, windows, chunk, tokens, row_bytes, rank, capacity)
-                        self.rows(x, indices, windows, chunk, tokens, row_bytes, x_stride, rank, capacity)
-                        flags = self.regions(capacity, row_bytes).flags
-                        self.tell(windows, flags + Int64(rank * chunks(capacity) + chunk) * 4, thread, epoch)
-        if turn == self.blocks:
-            self.receive(own, thread, epoch, deadline, failed, row_bytes, capacity)
-        self.leave(own, thread, epoch, Int32(self.blocks + 1))
+        sizes = (tokens, row_bytes, capacity)
+        if turn == 0:
+            self.open(windows, rank, thread, epoch)
+        if turn == 2 * self.blocks:
+            self.receive(own, thread, epoch, deadline, failed, sizes)
+        elif failed == 0:
+            here = Uint32(1) << Uint32(rank)
+            if turn >= self.blocks:
+                self.send(x, indices, weights, windows, turn - self.blocks, sizes, x_stride, rank, epoch, here)
+            elif self.opened(own, thread, epoch, epoch, deadline) != 0:
+                self.send(x, indices, weights, windows, turn, sizes, x_stride, rank, epoch, ~here)
+        self.leave(own, thread, epoch, Int32(2 * self.blocks + 1))
+
+    @cute.jit
+    def send(
+        self, x: cute.Pointer, indices: cute.Pointer, weights, windows: list, first: Int32, sizes: tuple,
+        x_stride: Int64, rank: Int32, epoch: Int32, targets: Uint32,
+    ):  # fmt: skip
+        """Every `blocks`-th chunk from `first` on to the ranks of `targets`, bits."""
+        thread, _, _ = cute.arch.thread_idx()
+        tokens, row_bytes, capacity = sizes
+        flags = self.regions(capacity, row_bytes).flags
+        for chunk in cutlass.range(first, chunks(capacity), self.blocks):
+            self.choices(indices, weights, windows, chunk, sizes, rank, targets)
+            self.rows(x, indices, windows, chunk, sizes, x_stride, rank, targets)
+            self.tell(windows, flags + Int64(rank * chunks(capacity) + chunk) * 4, thread, epoch, targets)
 
     @cute.jit
     def choices(
-        self, indices: cute.Pointer, weights, windows: list, chunk: Int32, tokens: Int32, row_bytes: Int32,
-        rank: Int32, capacity: Int32,
-    ):  # fmt: skip
-        """The experts of a chunk's tokens, and their weights, to every rank; -1 for those that are not its own."""
+        self, indices: cute.Pointer, weights, windows: list, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32
+    ):
+        """The experts of a chunk's tokens, and their weights, to each target; -1 for those that are not its own."""
+        tokens, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
         layout = self.regions(capacity, row_bytes)
         first = chunk * (CHUNK * self.topk)  # of the chunk's choices among the rank's
@@ -80,27 +98,30 @@ class MoeDispatch(Exchange):
             place = Int64(rank) * (Int64(capacity) * (self.topk * 4)) + Int64(choice) * 4
             for target in cutlass.range_constexpr(self.ranks):
                 local = expert - Uint32(target * self.local)
-                mine = local < Uint32(self.local)
+                mine, wanted = local < Uint32(self.local), ((targets >> target) & 1) != 0
                 told = cutlass.select_(mine, local, Uint32(0xFFFFFFFF))
-                lanes.store(windows[target].toint() + layout.indices + place, [told], 4)
+                lanes.store(windows[target].toint() + layout.indices + place, [told], 4, wanted)
                 if cutlass.const_expr(self.weighted):
                     told = cutlass.select_(mine, weight, Uint32(0))
-                    lanes.store(windows[target].toint() + layout.weights + place, [told], 4)
+                    lanes.store(windows[target].toint() + layout.weights + place, [told], 4, wanted)
 
     @cute.jit
     def rows(
-        self, x: cute.Pointer, indices: cute.Pointer, windows: list, chunk: Int32, tokens: Int32, row_bytes: Int32,
-        x_stride: Int64, rank: Int32, capacity: Int32,
+        self, x: cute.Pointer, indices: cute.Pointer, windows: list, chunk: Int32, sizes: tuple, x_stride: Int64,
+        rank: Int32, targets: Uint32,
     ):  # fmt: skip
-        """The rows of a chunk's tokens to the ranks of their experts."""
+        """The rows of a chunk's tokens to those targets that are ranks of their experts."""
+        tokens, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(divide(thread, 32))
         layout = self.regions(capacity, row_bytes)
         for at in cutlass.range(warp, CHUNK, self.warps):
             token = chunk * CHUNK + at
+            owners = Uint32(0)
             if token < tokens:
-                owners = self.owners(indices.toint(), token, lane)
+                owners = self.owners(indices.toint(), token, lane) & targets
+            if owners != 0:
                 place = layout.rows + (Int64(rank) * capacity + token) * row_bytes
                 source = x.toint() + Int64(token) * x_stride
                 for piece in cutlass.range(0, row_bytes, self.piece):
@@ -112,10 +133,10 @@ class MoeDispatch(Exchange):
 
     @cute.jit
     def receive(
-        self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, row_bytes: Int32,
-        capacity: Int32,
-    ):  # fmt: skip
+        self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple
+    ):
         """Waits for every chunk of every rank. Where one is missing, no token has experts here."""
+        _, row_bytes, capacity = sizes
         layout = self.regions(capacity, row_bytes)
         came = Int32(failed == 0)
         if failed == 0:

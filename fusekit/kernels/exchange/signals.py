@@ -62,6 +62,13 @@ def store(address: Int64, value) -> None:
     cute.arch.inline_ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, Int32(value)])
 
 
+def draw(address: Int64) -> Uint32:
+    """The next number of a word of this GPU, from 0; it orders nothing."""
+    return cute.arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Uint32], read_only_args=[address]
+    )
+
+
 def add(address: Int64, value: int) -> Uint32:
     """Adds to a word of this GPU, and gives what it was."""
     return cute.arch.inline_ptx(
