@@ -36,7 +36,8 @@ from fusekit.dtypes import DTYPES
 
 __all__ = [
     "SCHEMAS", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "LaunchStep",
-    "Parameter", "PeersArgument", "PointerParameter", "ScalarArgument", "StructParameter", "TensorArgument", "TensorMapParameter",
+    "Parameter", "PeersArgument", "PointerParameter", "ScalarArgument", "StructParameter", "TensorArgument",
+    "TensorMapParameter",
 ]  # fmt: skip
 
 # A record is written in the first of them that can say it.

@@ -116,11 +116,9 @@ class Wrapper:
         return lines
 
     def _peers(self, peers: PeersArgument) -> list[str]:
-        size = _renamed(render(peers.bytes), self._record, self._member)
-        return [
-            f"    void *{self._member[peers.name]}[{peers.count}]; /* the windows of ranks 0 to {peers.count - 1}, each of"
-            f" {size} bytes, {peers.alignment}-byte aligned */"
-        ]
+        size, last = _renamed(render(peers.bytes), self._record, self._member), peers.count - 1
+        rule = f"the windows of ranks 0 to {last}, each of {size} bytes, {peers.alignment}-byte aligned"
+        return [f"    void *{self._member[peers.name]}[{peers.count}]; /* {rule} */"]
 
     def _scalar(self, scalar: ScalarArgument) -> list[str]:
         default = default_of(scalar, self._defaults)

@@ -39,8 +39,8 @@ class Part:
 class Layout:
     """The windows of one kernel.
 
-    spec: its canonical form (`Kernel.spec`), of moe-dispatch or moe-combine. tokens: that a rank has at most; `capacity`
-    is that rounded up, and what every launch is given. hidden: elements of a row.
+    spec: its canonical form (`Kernel.spec`), of moe-dispatch or moe-combine. tokens: that a rank has at most;
+    `capacity` is that rounded up, and what every launch is given. hidden: elements of a row.
     """
 
     spec: Mapping[str, Any]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from fusekit.errors import ArgumentError, DriverError, PeerTimeoutError
+from fusekit.errors import ArgumentError, FusekitError, PeerTimeoutError
 from fusekit.plan.exchange import MOST_RANKS, STAGES, STATUS, STATUS_WORDS
 from fusekit.runtime.devices import Device, Devices
 
@@ -77,8 +76,8 @@ class Window:
                 check(api.cuIpcCloseMemHandle(self._opened.pop()), "cuIpcCloseMemHandle")
             if gather is not None:
                 gather(b"")
-            if own:
-                check(api.cuMemFree(own), "cuMemFree")
+        if own:
+            _free(self._devices, self._device, own)
 
 
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
@@ -91,8 +90,18 @@ def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Win
     for device in placed:
         for other in placed:
             _reach(devices, device, other)
-    addresses = [_allocate(devices, device, size) for device in placed]
-    return [Window(devices, device, rank, addresses, size) for rank, device in enumerate(placed)]
+    addresses: list[int] = []
+    windows = [Window(devices, device, rank, (), size) for rank, device in enumerate(placed)]
+    try:
+        for device in placed:
+            addresses.append(_allocate(devices, device, size))
+    except FusekitError:
+        for device, address in zip(placed, addresses, strict=False):
+            _free(devices, device, address)
+        raise
+    for window in windows:
+        window.peers = list(addresses)
+    return windows
 
 
 def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gather: Gather) -> Window:
@@ -103,29 +112,42 @@ def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gath
     ArgumentError for sizes that differ, DriverError.
     """
     device = devices.get(ordinal)
-    api, check = devices.driver.api, devices.driver.check
+    window = Window(devices, device, rank, (), size)
     own = _allocate(devices, device, size)
+    try:
+        window.peers = _exchanged(window, own, gather)
+    except FusekitError:
+        window.close(alone=True)
+        _free(devices, device, own)
+        raise
+    window._gather = gather
+    return window
+
+
+def _exchanged(window: Window, own: int, gather: Gather) -> list[int]:
+    """The address of each rank's window in this process; `own` is this rank's."""
+    devices, device = window._devices, window._device
+    api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
         handle = bytes(check(api.cuIpcGetMemHandle(own), "cuIpcGetMemHandle").reserved)
-    told = [bytes(each) for each in gather(size.to_bytes(8, "little") + handle)]
+    told = [bytes(each) for each in gather(window.size.to_bytes(8, "little") + handle)]
     _check_ranks(len(told))
     sizes = [int.from_bytes(each[:8], "little") for each in told]
     if len(set(sizes)) > 1:
         raise ArgumentError(f"the ranks' windows have {sizes} bytes; give every rank the same size", argument="size")
-    peers, opened = [], []
+    peers = []
+    flags = int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
     with devices.active(device), devices.apart():
-        for other, each in enumerate(told):
-            if other == rank:
+        for rank, each in enumerate(told):
+            if rank == window.rank:
                 peers.append(own)
                 continue
             there = api.CUipcMemHandle()
             there.reserved = each[8:]
-            flags = int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-            opened.append(int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {other}")))
-            peers.append(opened[-1])
-    window = Window(devices, device, rank, peers, size)
-    window._opened, window._gather = opened, gather
-    return window
+            opened = int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {rank}"))
+            window._opened.append(opened)
+            peers.append(opened)
+    return peers
 
 
 def _check_ranks(count: int) -> None:
@@ -145,6 +167,11 @@ def _allocate(devices: Devices, device: Device, size: int) -> int:
     return address
 
 
+def _free(devices: Devices, device: Device, address: int) -> None:
+    with devices.active(device), devices.apart():
+        devices.driver.check(devices.driver.api.cuMemFree(address), "cuMemFree")
+
+
 def _reach(devices: Devices, device: Device, other: Device) -> None:
     """Lets kernels of `device` address the memory of `other`."""
     api, check = devices.driver.api, devices.driver.check
@@ -155,8 +182,4 @@ def _reach(devices: Devices, device: Device, other: Device) -> None:
     with devices.active(device):
         status = api.cuCtxEnablePeerAccess(other.context, 0)
         if status[0] and status[0] != api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            raise _refused(devices, status, device, other)
-
-
-def _refused(devices: Devices, status: Any, device: Device, other: Device) -> DriverError:
-    return devices.driver.error(status[0], f"cuCtxEnablePeerAccess of {device} to {other}")
+            raise devices.driver.error(status[0], f"cuCtxEnablePeerAccess of {device} to {other}")

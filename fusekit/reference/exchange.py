@@ -1,7 +1,7 @@
 """What moe-dispatch and moe-combine mean, over all ranks at once.
 
-Rank r has experts [r L, (r + 1) L), L = experts / ranks. A place of a window is (source, token): S = ranks * capacity of
-them, row-major. What is of a rank stands in lists, in the order of ranks.
+Rank r has experts [r L, (r + 1) L), L = experts / ranks. A place of a window is (source, token): S = ranks *
+capacity of them, row-major. What is of a rank stands in lists, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def combine(
 ) -> list[tuple[Array, Array]]:  # fmt: skip
     """Of each rank y [T, H] in the rows' format, and float64 sums of magnitudes.
 
-    x: [M, H] rows in expert order of each rank; inverse, weights: [S, K], of what it received; indices: [T, K], what its
-    own tokens chose. A part is summed in float32 in the order of k and rounded; parts are so in the order of ranks.
+    x: [M, H] rows in expert order of each rank; inverse, weights: [S, K], of what it received; indices: [T, K], what
+    its own tokens chose. A part is summed in float32 in the order of k and rounded; parts are so in the order of ranks.
     """
     ranks, dtype = spec["ranks"], spec["dtype"]
     parts, sizes = [], []
@@ -85,7 +85,7 @@ def combine(
 def returned(
     spec: Mapping[str, Any], grad_weights: Sequence[Array], indices: Sequence[Array], capacity: int
 ) -> list[Array]:
-    """float32 [T, K] of each rank: what the rank of each choice's expert has in grad_weights [S, K]; 0 for no expert."""
+    """float32 [T, K] of each rank: what the rank of a choice's expert has in grad_weights [S, K]; 0 for no expert."""
     ranks, experts = spec["ranks"], spec["experts"]
     made = []
     for rank, choices in enumerate(indices):

@@ -81,6 +81,4 @@ def check_windows(record: LaunchRecord, views: Sequence[View], values: Mapping[s
 
 def placed(record: LaunchRecord, views: Sequence[View]) -> list[View]:
     """The views as `bind` takes them: a window is an address, of no device in particular."""
-    return [
-        _ANYWHERE if tensor.role == PEER else view for tensor, view in zip(record.tensors, views, strict=True)
-    ]
+    return [_ANYWHERE if tensor.role == PEER else view for tensor, view in zip(record.tensors, views, strict=True)]

@@ -51,7 +51,9 @@ def test_windows_are_tensors_without_dims():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("made", [record(), replace(record(), arguments=(*record().arguments, ScalarArgument("n", "i32")))])
+@pytest.mark.parametrize(
+    "made", [record(), replace(record(), arguments=(*record().arguments, ScalarArgument("n", "i32")))]
+)
 def test_what_needs_neither_is_of_an_earlier_schema(made):
     assert made.schema < 3
 

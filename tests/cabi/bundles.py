@@ -177,7 +177,9 @@ class BundleLauncher:
                     tensor(argument.name, values[f"{argument.name}.address"], argument.dtype, shape, strides)
                 )
             elif isinstance(argument, PeersArgument):
-                tensors += [tensor(each.name, values[f"{each.name}.address"], "u8", [], []) for each in argument.tensors]
+                tensors += [
+                    tensor(each.name, values[f"{each.name}.address"], "u8", [], []) for each in argument.tensors
+                ]
             elif argument.name in values:
                 scalars[argument.name] = values[argument.name]
         given = {"has_cluster_margin": 1, "cluster_margin": values.get("cluster_margin", 0), **extra}

@@ -1,8 +1,8 @@
 """The protocol of moe-dispatch and moe-combine as a state machine, and a memory that delivers stores in any order.
 
-A block is a generator of operations, step by step what fusekit/kernels/exchange does, with the names of base.py. Ordinary
-stores of a block are delivered whenever the scheduler likes, in any order but that of one address; a release is
-delivered when all stores of its block before it are. Loads after a wait see what is delivered. A launch has ended when
+A block is a generator of operations, step by step what fusekit/kernels/exchange does, with the names of base.py.
+Ordinary stores of a block are delivered whenever the scheduler likes, in any order but that of one address; a release
+is delivered when all stores of its block before it are. Loads after a wait see what is delivered. A launch ends when
 its blocks have and all their stores are delivered. At most `resident` blocks of a launch run at a time, begun in any
 order. Of timeouts there are none: a rank that waits for ever is a deadlock, which is found.
 
@@ -19,13 +19,14 @@ from typing import Any
 Operation = tuple[Any, ...]
 Block = Generator[Operation, Any, None]
 FAULTS = (
-    "flags do not wait for the rows", "rows are sent to windows that are not open", "windows open before they were read",
-    "flags of earlier launches count", "blocks that wait run first", "one flag is never written",
+    "flags do not wait for the rows", "rows are sent to windows that are not open",
+    "windows open before they were read", "flags of earlier launches count", "blocks that wait run first",
+    "one flag is never written",
     "a window opens before its sums are made", "the epoch is counted by the first block to end",
 )  # fmt: skip
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """The protocol did not do what it must."""
 
 
@@ -159,14 +160,14 @@ class Machine:
         self.ranks = [Rank(self, number) for number in range(setting.ranks)]
 
     def run(self) -> int:
-        """Until all streams are empty; how many steps. Raises Broken for wrong rows and for a deadlock."""
+        """Until all streams are empty; how many steps. Raises BrokenError for wrong rows and for a deadlock."""
         for rank in self.ranks:
             rank.advance()
         steps, ahead = 0, 0
         while not all(rank.done for rank in self.ranks):
             able = {rank.number: actions for rank in self.ranks if (actions := rank.actions())}
             if not able:
-                raise Broken(f"all ranks wait: {self.setting}")
+                raise BrokenError(f"all ranks wait: {self.setting}")
             if self.source.random() < 0.02:  # another rank runs ahead of the others
                 ahead = self.source.randrange(self.setting.ranks)
             chosen = ahead if ahead in able and self.source.random() < 0.7 else self.source.choice(list(able))
@@ -251,10 +252,10 @@ def consume(rank: Rank, launch: int) -> Block:
             sent = rank.number in routes[launch, source, token]
             found = yield ("read", ("rows", "indices", source, token))
             if found != (launch, sent):
-                raise Broken(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+                raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
             row = yield ("read", ("rows", "row", source, token))
             if sent and row != (launch, source, token):
-                raise Broken(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")
+                raise BrokenError(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")
 
 
 def combine(rank: Rank, launch: int) -> Block:
@@ -271,7 +272,7 @@ def combine(rank: Rank, launch: int) -> Block:
         for source in range(setting.ranks):
             part = yield ("read", ("parts", "row", source, chunk))
             if source != own and source in routes[launch, own, chunk] and part != (launch, source, own, chunk):
-                raise Broken(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
+                raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
     else:
         yield from opened(rank, "parts", epoch - 1)
         for at in range(turn, setting.chunks * (setting.ranks - 1), setting.blocks):

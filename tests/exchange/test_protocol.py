@@ -1,4 +1,4 @@
-"""The protocol between ranks does what it must whatever the order of stores and blocks, and its model finds mistakes."""
+"""The protocol between ranks is right in whatever order stores and blocks come, and its model finds mistakes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .protocol import FAULTS, Broken, Machine, Setting
+from .protocol import FAULTS, BrokenError, Machine, Setting
 
 SETTINGS = st.builds(
     Setting,
@@ -33,6 +33,6 @@ def test_a_mistake_is_found(fault):
         setting = Setting(2 + seed % 3 % 2, 1 + seed % 2, 2, program, 1 + seed % 4, seed, fault)
         try:
             Machine(setting).run()
-        except Broken:
+        except BrokenError:
             return
     pytest.fail(f"{fault}: not found")

@@ -84,7 +84,7 @@ def test_missing_windows_are_named(loaded):
     kernel, _ = loaded
     given = usual()
     del given["window"]
-    with pytest.raises(ArgumentError, match="window is missing; .* needs the windows of 2 ranks"):
+    with pytest.raises(ArgumentError, match=r"window is missing; .* needs the windows of 2 ranks"):
         kernel(**given)
 
 
@@ -93,6 +93,6 @@ def test_a_size_is_that_of_the_launch(loaded):
     kernel, fake = loaded
     window = [Torchlike((NEEDED,), "torch.uint8", each) for each in ADDRESSES]
     kernel(**usual(window=window), stream=77)
-    with pytest.raises(ArgumentError, match="window.0 has"):
+    with pytest.raises(ArgumentError, match=r"window\.0 has"):
         kernel(**usual(window=window, capacity=384), stream=77)
     assert len(fake.launches) == 1

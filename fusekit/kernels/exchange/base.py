@@ -6,13 +6,13 @@ the window that only its own rank reads and writes, so a graph can be replayed. 
 1. a rank says to the others, in the OPEN words of their windows, that its own may be written to: a dispatch writes e
    when it begins, since the launches before it in its stream have read what came; a combine writes e when it ends, for
    launch e + 1, since it alone reads what it is sent;
-2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with ordinary 16-byte
-   stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
+2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
+   ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
 3. a block that receives waits for the flags, with acquire at system scope.
 
-Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks, never
-for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run at a
-time, or in which order. The last block to end counts the launch as done.
+Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
+never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run
+at a time, or in which order. The last block to end counts the launch as done.
 
 Each wait ends by a deadline. Then the first failure is kept in the STATUS words, nothing more is sent, and later
 launches on this window wait for nothing.
@@ -108,9 +108,8 @@ class Exchange(Permutation):
     def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
         """After the block's stores: a flag at `address` of the windows of `targets`."""
         cute.arch.sync_threads()
-        if thread < self.ranks:
-            if ((targets >> thread) & 1) != 0:
-                signals.release(self.of_rank(windows, thread) + address, epoch)
+        if (thread < self.ranks) & (((targets >> (thread & 31)) & 1) != 0):
+            signals.release(self.of_rank(windows, thread) + address, epoch)
 
     def owners(self, indices: Int64, token: Int32, lane: Int32) -> Uint32:
         """The ranks of a token's experts, as bits, in every lane."""

@@ -3,8 +3,8 @@
     of rank d, for token t of rank s   part[s, t] = sum over k of weights[s, t, k] x[inverse[s, t, k]], as moe-unpermute
     of rank s                          y[t] = sum over d of what d sent for t, in float32, in the order of ranks
 
-Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits of
-moe-unpermute. With gradients, grad_weights[s, t, k] go back too, each from the rank of its expert.
+Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits
+of moe-unpermute. With gradients, grad_weights[s, t, k] go back too, each from the rank of its expert.
 
 Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
 
@@ -37,9 +37,7 @@ class MoeCombine(Exchange):
         returned, window: tuple, rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
     ):  # fmt: skip
         """Launch; weights, grad_weights and returned may be None. window: of every rank."""
-        gradients = (
-            (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
-        )
+        gradients = (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
         summing = cutlass.max((y.shape[0] - 1) // CHUNK + 1, 1)
         self.kernel(
             (x.iterator, Int64(x.stride[0]) * self.size),
@@ -71,21 +69,30 @@ class MoeCombine(Exchange):
         if turn >= self.blocks:
             self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
         elif failed == 0:
-            if self.opened(own, thread, epoch - 1, epoch, deadline) != 0:
-                others = self.ranks - 1
-                # The ranks in turn, so that no link is idle; each begins with the one behind itself.
-                for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
-                    chunk = divide(at, max(others, 1))
-                    target = rank + 1 + (at - chunk * others)
-                    target = cutlass.select_(target < self.ranks, target, target - self.ranks)
-                    there = self.of_rank(windows, target)
-                    self.send(there, source, target, chunk, sizes, rank)
-                    cute.arch.sync_threads()
-                    flags = self.regions(capacity, row_bytes).flags
-                    if thread == 0:
-                        signals.release(there + flags + Int64(rank * chunks(capacity) + chunk) * 4, epoch)
+            self.send_all(windows, source, turn, sizes, rank, epoch, deadline)
         if self.leave(own, thread, epoch, blocks) != 0:
             self.open(windows, rank, thread, epoch)
+
+    @cute.jit
+    def send_all(
+        self, windows: list, source: tuple, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32, deadline: Int64
+    ):
+        """Every `blocks`-th chunk of the other ranks from `turn` on, once all may be sent to."""
+        _, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        others = self.ranks - 1
+        flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
+        if self.opened(self.of_rank(windows, rank), thread, epoch - 1, epoch, deadline) != 0:
+            # The ranks in turn, so that no link is idle; each begins with the one behind itself.
+            for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
+                chunk = divide(at, max(others, 1))
+                target = rank + 1 + (at - chunk * others)
+                target = cutlass.select_(target < self.ranks, target, target - self.ranks)
+                there = self.of_rank(windows, target)
+                self.send(there, source, target, chunk, sizes, rank)
+                cute.arch.sync_threads()
+                if thread == 0:
+                    signals.release(there + flag + Int64(chunk) * 4, epoch)
 
     def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
         """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""

@@ -73,7 +73,7 @@ class MoeDispatch(Exchange):
     ):  # fmt: skip
         """Every `blocks`-th chunk from `first` on to the ranks of `targets`, bits."""
         thread, _, _ = cute.arch.thread_idx()
-        tokens, row_bytes, capacity = sizes
+        _, row_bytes, capacity = sizes
         flags = self.regions(capacity, row_bytes).flags
         for chunk in cutlass.range(first, chunks(capacity), self.blocks):
             self.choices(indices, weights, windows, chunk, sizes, rank, targets)
@@ -132,9 +132,7 @@ class MoeDispatch(Exchange):
                         self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
 
     @cute.jit
-    def receive(
-        self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple
-    ):
+    def receive(self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple):
         """Waits for every chunk of every rank. Where one is missing, no token has experts here."""
         _, row_bytes, capacity = sizes
         layout = self.regions(capacity, row_bytes)
