@@ -276,7 +276,9 @@ def scalar_from_json(value: Any, where: str) -> float | int | None:
 
 def argument_from_json(value: Any, where: str) -> Argument:
     reader = Reader(value, where)
-    kinds = {"tensor": TensorArgument, "scalar": ScalarArgument, "peers": PeersArgument}
+    kinds: dict[str, type[TensorArgument | ScalarArgument | PeersArgument]] = {
+        "tensor": TensorArgument, "scalar": ScalarArgument, "peers": PeersArgument,
+    }  # fmt: skip
     argument: Argument = kinds[reader.string("kind", tuple(kinds))].read(reader)
     reader.end()
     return argument

@@ -50,6 +50,8 @@ def operator(
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
         raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
+    if record.peers:
+        raise ArgumentError(f"{kernel.name} takes the windows of other ranks, which are no arrays; call it directly")
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
     types = {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
