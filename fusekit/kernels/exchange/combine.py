@@ -151,6 +151,9 @@ class MoeCombine(Exchange):
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(divide(thread, WARP))
         layout = self.regions(capacity, row_bytes)
+        known = None
+        if cutlass.const_expr(self.warps == CHUNK):  # read while the others' rows are under way
+            known = self.needed(source, indices, chunk * CHUNK + warp, sizes, rank, lane)
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
@@ -161,8 +164,10 @@ class MoeCombine(Exchange):
         for at in cutlass.range(warp, CHUNK, self.warps):
             token = chunk * CHUNK + at
             if token < tokens:
-                owners = self.owners(indices.toint(), token, lane)
-                rows, given = self.placed(source, rank * capacity + token, lane)
+                if cutlass.const_expr(known is None):
+                    owners, rows, given = self.needed(source, indices, token, sizes, rank, lane)
+                else:
+                    owners, rows, given = known
                 for piece in cutlass.range(0, row_bytes, self.piece):
                     first = piece + lane * 16
                     mine = self.part(source, rows, given, first, row_bytes)
@@ -177,6 +182,15 @@ class MoeCombine(Exchange):
                     self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, token < tokens)
         if cutlass.const_expr(self.gradients):
             self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
+
+    def needed(self, source: tuple, indices: cute.Pointer, token: Int32, sizes: tuple, rank: Int32, lane: Int32):
+        """Of one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane."""
+        tokens, _, capacity = sizes
+        # What does not exist is read from somewhere else, and not used.
+        token = cutlass.max(cutlass.min(token, tokens - 1), 0)
+        chosen = cutlass.select_(tokens > 0, indices.toint(), source[1].toint())
+        rows, given = self.placed(source, rank * capacity + token, lane)
+        return self.owners(chosen, token, lane), rows, given
 
     def received(self, place: Int64, first: Int32, row_bytes: Int32, sent) -> list:
         """`load_piece` of what a peer stored while this kernel ran."""
