@@ -61,11 +61,11 @@ def samples() -> list[Exported]:
         attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
                     "non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
+    exported.append(Exported("sample/peers@1", complete(peers()), CUBIN, {"timeout": 1000}))
     exported += [
         Exported(f"sample/{name}@1", complete(made), CUBIN, {})
         for name, made in (("expressions", expressions()), ("schema-2", schema_2()))
     ]
-    exported += [Exported("sample/peers@1", complete(peers()), CUBIN, {"timeout": 1000})]
     return [*exported, Exported("sample/every-field@1", complete(everything), CUBIN, {"cluster_margin": 4})]
 
 
