@@ -2,7 +2,7 @@
 
     header    HEADER bytes: the words below
     flags     [ranks, capacity / CHUNK] u32: the launch, counted from 1, whose rows of a chunk are all there
-    rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]
+    rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]; a combine may do without
     indices   [ranks, capacity, K] i32, of a dispatch: the token's experts here, counted from the rank's first; else -1
     weights   [ranks, capacity, K] f32, of a weighted dispatch, or of a combine that returns gradients
 
@@ -22,8 +22,8 @@ CHUNK = 16  # tokens that one flag speaks of
 GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # Words of the header, in bytes. EPOCH: launches that are done; TICKET and DONE: blocks of this launch that began, that
 # ended; STATUS: what went wrong first, 0: nothing (1 + the rank that did not come, stage, launch); OPEN: of each rank,
-# the last launch for which its window may be written to.
-EPOCH, TICKET, DONE, STATUS, OPEN, HEADER = 0, 4, 8, 16, 128, 256
+# the last launch for which its window may be written to. MOST is the layer's: the most rows that its experts wanted.
+EPOCH, TICKET, DONE, STATUS, MOST, OPEN, HEADER = 0, 4, 8, 16, 64, 128, 256
 STATUS_WORDS = 3
 STAGES = ("", "let its window be written to", "send its rows")
 LINE = 128  # bytes that regions are aligned to
@@ -61,6 +61,7 @@ def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
 def window_bytes(keys: Mapping[str, Any]) -> Expr:
     """The size of a window over H and capacity."""
     ranks, size = keys["ranks"], DTYPES[keys["dtype"]].bytes
-    token = ("add", ("mul", ranks * size, "H"), ranks * sum(parts(keys)))
+    choices = ranks * sum(parts(keys))
+    token = ("add", ("mul", ranks * size, "H"), choices) if keys["rows"] else choices
     flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
     return ("add", HEADER, flags, ("mul", "capacity", token))

@@ -112,6 +112,15 @@ _ROW_SCALE = "The weight of each row, which the second projection takes as row_s
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
 
+def _wide(keys: Keys) -> bool:
+    return bool(keys["rows"])
+
+
+_ADDENDS = (
+    Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
+            lambda keys: keys["addends"] > 0),
+    Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+)  # fmt: skip
 _WINDOW = Operand("window", PEERS, "u8", "", "The window of each rank, in the order of ranks.", size=window_bytes)
 _RANK = Operand("rank", SCALAR, "i32", "", "Which rank this is, from 0.", bounds=lambda keys: (0, keys["ranks"] - 1, 1))
 _EXCHANGED = (
@@ -136,6 +145,19 @@ def _map(role: str) -> tuple[Operand, ...]:
     return (
         Operand("routing_map", role, "u8", "T X", words, _bytes),
         Operand("routing_map", role, "i32", "T W", words, _bits),
+    )
+
+
+def _bounded(keys: Keys) -> bool:
+    return bool(keys["bounded"])
+
+
+def _of_rows(operand: Operand) -> tuple[Operand, ...]:
+    """As many elements as choices, or as rows where these are bounded."""
+    wanted = (lambda keys: True) if operand.when is bool else operand.when
+    return (
+        replace(operand, shape="TK", when=lambda keys: wanted(keys) and not keys["bounded"]),
+        replace(operand, shape="M", when=lambda keys: wanted(keys) and keys["bounded"]),
     )
 
 
@@ -242,12 +264,15 @@ _ROWS = (
             _WEIGHTS,
             Operand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
                     " rows from the last end on are spare."),
-            Operand("order", OUTPUT, "i32", "TK", "Which choice t K + k each row is."),
+            *_of_rows(Operand("order", OUTPUT, "i32", "", "Which choice t K + k each row is.")),
             Operand("inverse", OUTPUT, "i32", "T K", _ROW),
             Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
-            Operand("token", OUTPUT, "i32", "TK", "Which token each row is of, for a GEMM that gathers; -1: no row.",
-                    lambda keys: keys["tokens"]),
-            Operand("row_scale", OUTPUT, "f32", "TK", _ROW_SCALE, lambda keys: keys["weighted"]),
+            *_of_rows(
+                Operand("token", OUTPUT, "i32", "", "Which token each row is of, for a GEMM that gathers; -1: no row.",
+                        lambda keys: keys["tokens"]),
+            ),
+            *_of_rows(Operand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
+            Operand("most", INOUT, "i32", "1", "Raised to the rows that the choices would have without a bound.", _bounded),
         ),
     ),
     TokenOperation(
@@ -284,9 +309,7 @@ _ROWS = (
             Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
             _INVERSE,
             _WEIGHTS,
-            Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
-                    lambda keys: keys["addends"] > 0),
-            Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+            *_ADDENDS,
             Operand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
         ),
     ),
@@ -344,12 +367,13 @@ _ROWS = (
         EXCHANGE,
         "fusekit.kernels.exchange.combine:MoeCombine",
         (
-            Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
-            Operand("inverse", INPUT, "i32", "S K", _ROW),
+            Operand("x", INPUT, "dtype", "M H", "The rows in expert order.", _wide),
+            Operand("inverse", INPUT, "i32", "S K", _ROW, _wide),
             Operand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
             Operand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.", lambda keys: keys["gradients"]),
             _INDICES,
-            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token."),
+            *_ADDENDS,
+            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", _wide),
             Operand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
                     lambda keys: keys["gradients"]),
             *_EXCHANGED,

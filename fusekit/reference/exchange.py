@@ -55,12 +55,13 @@ def dispatch(
 
 def combine(
     spec: Mapping[str, Any], x: Sequence[Array], inverse: Sequence[Array], weights: Sequence[Array] | None,
-    indices: Sequence[Array], capacity: int,
+    indices: Sequence[Array], capacity: int, addends: Sequence[Sequence[Array]] = (),
 ) -> list[tuple[Array, Array]]:  # fmt: skip
     """Of each rank y [T, H] in the rows' format, and float64 sums of magnitudes.
 
     x: [M, H] rows in expert order of each rank; inverse, weights: [S, K], of what it received; indices: [T, K], what
     its own tokens chose. A part is summed in float32 in the order of k and rounded; parts are so in the order of ranks.
+    addends: of each rank, [T, H] each in the rows' format.
     """
     ranks, dtype = spec["ranks"], spec["dtype"]
     parts, sizes = [], []
@@ -78,6 +79,9 @@ def combine(
             mine = there[:, source, None]
             total = total + np.where(mine, parts[source][rank, :tokens], np.float32(0))
             magnitude += np.where(mine, sizes[source][rank, :tokens], 0)
+        for addend in addends[rank] if addends else ():
+            total = total + values(addend, dtype)
+            magnitude += np.abs(values(addend, dtype))
         results.append((encode(total, dtype), magnitude))
     return results
 

@@ -8,6 +8,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
+from fusekit.spec.permutation import MOST_ADDENDS
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import TokenProblem, TokenSpec
 
@@ -42,6 +43,9 @@ EXCHANGE_KEYS = {
         *_KEYS,
         Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
+        Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
+        Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+            default=0),
     ),
 }
 EXCHANGE_OPS = tuple(EXCHANGE_KEYS)
@@ -63,10 +67,13 @@ class ExchangeSpec(TokenSpec):
     dtype: str
     weighted: bool
     gradients: bool
+    rows: bool
+    addends: int
     blocks: int
     warps: int
     problem: TokenProblem | None
     summary: str
+    layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out."""
@@ -80,6 +87,8 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Exc
         kernel=values["name"],
         **{key: values[key] for key in ("op", "ranks", "experts", "topk", "dtype", "weighted", "blocks", "summary")},
         gradients=values.get("gradients", False),
+        rows=values.get("rows", True),
+        addends=values.get("addends", 0),
         arch=choice["arch"],
         warps=choice["warps"],
         problem=TokenProblem(**values["problem"]) if values["problem"] else None,
@@ -97,6 +106,10 @@ def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))
     if spec.topk > MAX_TOPK:
         found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
+    if not 0 <= spec.addends <= MOST_ADDENDS:
+        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
+    if not spec.rows and (spec.weighted or spec.addends or not spec.gradients):
+        found.append(("rows", False, "goes with gradients = true, and without weights and addends; leave it out"))
     if spec.warps not in WARPS:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, WARPS))}"))
     if spec.blocks > MOST_BLOCKS:

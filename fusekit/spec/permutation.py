@@ -51,6 +51,8 @@ PERMUTATION_KEYS = {
         Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
         Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
+        Key("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
+            "lie beyond has none.", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         _PROBLEM,
     ),
@@ -105,6 +107,7 @@ NEUTRAL = {
     "addend": False,
     "counts": False,
     "tokens": False,
+    "bounded": False,
     "addends": 0,
 }
 
@@ -132,6 +135,7 @@ class PermutationSpec(TokenSpec):
     addend: bool
     counts: bool
     tokens: bool
+    bounded: bool
     addends: int
     warps: int
     problem: TokenProblem | None
@@ -139,9 +143,9 @@ class PermutationSpec(TokenSpec):
     layer: Any = None
 
     def device_spec(self) -> dict[str, Any]:
-        """As ever, without `tokens` where they are not asked for."""
+        """As ever, without `tokens` and `bounded` where they are not asked for."""
         made = TokenSpec.device_spec(self)
-        return {key: value for key, value in made.items() if key != "tokens" or value}
+        return {key: value for key, value in made.items() if key not in ("tokens", "bounded") or value}
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
@@ -174,6 +178,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         found.append(("scaled", True, rule))
+    if spec.bounded and not spec.tokens:
+        found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     if not 0 <= spec.addends <= MOST_ADDENDS:
         found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))

@@ -22,6 +22,8 @@ KERNELS = {
     "dispatch-32": 'op = "moe-dispatch"\nranks = 32\nexperts = 256\ntopk = 8\n',
     "combine": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\n',
     "combine-4": 'op = "moe-combine"\nranks = 4\nexperts = 16\ntopk = 2\ngradients = true\ndtype = "f32"\n',
+    "combine-sums": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\naddends = 2\n',
+    "combine-gradients": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\ngradients = true\nrows = false\n',
     "combine-1": 'op = "moe-combine"\nranks = 1\nexperts = 16\ntopk = 1\n',
 }
 
@@ -90,3 +92,16 @@ def test_regions_of_the_record_are_those_of_the_kernel():
 def test_a_wrong_spec_is_said_in_words(keys, text):
     with pytest.raises(SpecError, match=re.escape(text)):
         parse_text(f'{HEAD}op = "moe-dispatch"\n{keys}\n', "s")
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("rows = false", "rows = false: goes with gradients = true"),
+        ("rows = false\ngradients = true\naddends = 1", "rows = false: goes with gradients = true, and without weights"),
+        ("addends = 3", "addends = 3: must be from 0 to 2"),
+    ],
+)
+def test_a_wrong_combine_is_said_in_words(keys, text):
+    with pytest.raises(SpecError, match=re.escape(text)):
+        parse_text(f'{HEAD}op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 1\n{keys}\n', "s")

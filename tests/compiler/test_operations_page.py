@@ -41,7 +41,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "router-aux-score-bwd": [SCORES],
     "moe-aux-loss": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
     "moe-aux-loss-bwd": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
-    "moe-index": ["experts = 16\ntopk = 2\ncounts = true\ntokens = true\nweighted = true\n"],
+    "moe-index": ["experts = 16\ntopk = 2\ncounts = true\ntokens = true\nweighted = true\nbounded = true\n"],
     "moe-permute": ["topk = 2\nweighted = true\n", "topk = 2\nscaled = true\n"],
     "moe-permute-bwd": ["topk = 2\n"],
     "moe-unpermute": ["topk = 2\nweighted = true\naddends = 2\n"],
@@ -49,7 +49,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
     "moe-probs": ["experts = 16\ntopk = 2\n"],
     "moe-dispatch": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
-    "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\n"],
+    "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
     "moe-check": [""],
 }
 

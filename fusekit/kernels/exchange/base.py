@@ -41,8 +41,8 @@ class Exchange(Permutation):
         return cls(spec)
 
     def __init__(self, spec) -> None:
-        super().__init__(spec.topk, spec.dtype, spec.weighted, False, 0, spec.warps, self.LINES)
-        self.ranks, self.blocks, self.gradients = spec.ranks, spec.blocks, spec.gradients
+        super().__init__(spec.topk, spec.dtype, spec.weighted, False, spec.addends, spec.warps, self.LINES)
+        self.ranks, self.blocks, self.gradients, self.wide = spec.ranks, spec.blocks, spec.gradients, spec.rows
         self.experts, self.local = spec.experts, spec.experts // spec.ranks
         self.index_bytes, self.weight_bytes = parts(spec.canonical())
 

@@ -4,7 +4,8 @@
     of rank s                          y[t] = sum over d of what d sent for t, in float32, in the order of ranks
 
 Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits
-of moe-unpermute. With gradients, grad_weights[s, t, k] go back too, each from the rank of its expert.
+of moe-unpermute. Addends [T, H] are added after the parts, before the sum is rounded. With gradients,
+grad_weights[s, t, k] go back too, each from the rank of its expert; or alone, where the sums need what is made of them.
 
 Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
 
@@ -33,33 +34,38 @@ class MoeCombine(Exchange):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, inverse: cute.Tensor, weights, grad_weights, indices: cute.Tensor, y: cute.Tensor,
-        returned, window: tuple, rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
+        self, x, inverse, weights, grad_weights, indices: cute.Tensor, addend0, addend1, y, returned, window: tuple,
+        rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
     ):  # fmt: skip
-        """Launch; weights, grad_weights and returned may be None. window: of every rank."""
+        """Launch; what the spec does without is None. window: of every rank."""
         gradients = (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
-        summing = cutlass.max((y.shape[0] - 1) // CHUNK + 1, 1)
+        summing = cutlass.max((indices.shape[0] - 1) // CHUNK + 1, 1)
+        addends = (addend0, addend1)[: self.addends]
         self.kernel(
-            (x.iterator, Int64(x.stride[0]) * self.size),
-            inverse.iterator,
+            self.rows_at(x) if cutlass.const_expr(self.wide) else None,
+            inverse.iterator if cutlass.const_expr(self.wide) else None,
             weights.iterator if cutlass.const_expr(self.weighted) else None,
             gradients,
             indices.iterator,
-            (y.iterator, Int64(y.stride[0]) * self.size),
+            [self.rows_at(each) for each in (y, *addends)] if cutlass.const_expr(self.wide) else [],
             list(window),
-            y.shape[0],
-            y.shape[1] * self.size,
+            indices.shape[0],
+            y.shape[1] * self.size if cutlass.const_expr(self.wide) else Int32(0),
             rank,
             capacity,
             timeout,
         ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
+    def rows_at(self, tensor: cute.Tensor) -> tuple:
+        """A tensor's pointer, and its row stride in bytes."""
+        return tensor.iterator, Int64(tensor.stride[0]) * self.size
+
     @cute.kernel
     def kernel(
-        self, x: tuple, inverse: cute.Pointer, weights, gradients, indices: cute.Pointer, y: tuple, windows: list,
-        tokens: Int32, row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
+        self, x, inverse, weights, gradients, indices: cute.Pointer, y: list, windows: list, tokens: Int32,
+        row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
     ):  # fmt: skip
-        """See the module's docstring. x, y: pointer and row stride in bytes."""
+        """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise."""
         thread, _, _ = cute.arch.thread_idx()
         blocks, _, _ = cute.arch.grid_dim()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
@@ -123,17 +129,18 @@ class MoeCombine(Exchange):
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(divide(thread, WARP))
         layout = self.regions(capacity, row_bytes)
-        for at in cutlass.range(warp, CHUNK, self.warps):
-            rows, given = self.placed(source, target * capacity + chunk * CHUNK + at, lane)
-            some = Uint32(0)
-            for row in rows:
-                some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
-            if signals.union(some) != 0:
-                place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
-                for piece in cutlass.range(0, row_bytes, self.piece):
-                    start = piece + lane * 16
-                    words = self.part(source, rows, given, start, row_bytes)
-                    self.store_piece(place, start, row_bytes, words, row_bytes > 0)
+        if cutlass.const_expr(self.wide):
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                rows, given = self.placed(source, target * capacity + chunk * CHUNK + at, lane)
+                some = Uint32(0)
+                for row in rows:
+                    some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
+                if signals.union(some) != 0:
+                    place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
+                    for piece in cutlass.range(0, row_bytes, self.piece):
+                        start = piece + lane * 16
+                        words = self.part(source, rows, given, start, row_bytes)
+                        self.store_piece(place, start, row_bytes, words, row_bytes > 0)
         if cutlass.const_expr(self.gradients):
             from_here, first = source[3][0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
             place = there + layout.weights + (Int64(rank) * capacity + chunk * CHUNK) * (self.topk * 4)
@@ -142,7 +149,7 @@ class MoeCombine(Exchange):
 
     @cute.jit
     def sum(
-        self, own: Int64, source: tuple, indices: cute.Pointer, y: tuple, chunk: Int32, sizes: tuple, rank: Int32,
+        self, own: Int64, source: tuple, indices: cute.Pointer, y: list, chunk: Int32, sizes: tuple, rank: Int32,
         epoch: Int32, failed: Int32, deadline: Int64,
     ):  # fmt: skip
         """A chunk of this rank's tokens from the parts of all ranks; NaN where one did not come."""
@@ -152,36 +159,49 @@ class MoeCombine(Exchange):
         warp = cute.arch.make_warp_uniform(divide(thread, WARP))
         layout = self.regions(capacity, row_bytes)
         known = None
-        if cutlass.const_expr(self.warps == CHUNK):  # read while the others' rows are under way
+        if cutlass.const_expr(self.wide and self.warps == CHUNK):  # read while the others' rows are under way
             known = self.needed(source, indices, chunk * CHUNK + warp, sizes, rank, lane)
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
             signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
         fine = signals.every(came)
-        begin = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
-        base, stride = y
-        for at in cutlass.range(warp, CHUNK, self.warps):
-            token = chunk * CHUNK + at
-            if token < tokens:
-                if cutlass.const_expr(known is None):
-                    owners, rows, given = self.needed(source, indices, token, sizes, rank, lane)
-                else:
-                    owners, rows, given = known
-                for piece in cutlass.range(0, row_bytes, self.piece):
-                    first = piece + lane * 16
-                    mine = self.part(source, rows, given, first, row_bytes)
-                    sums = [begin] * (self.piece // WARP // self.size)
-                    for other in cutlass.range_constexpr(self.ranks):
-                        sent = (((owners >> other) & 1) != 0) & (fine != 0) & (rank != other)
-                        place = own + layout.rows + (Int64(other) * capacity + token) * row_bytes + Int64(first)
-                        words = self.received(place, first, row_bytes, sent)
-                        words = [cutlass.select_(rank == other, a, b) for a, b in zip(mine, words, strict=True)]
-                        sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
-                    result = lanes.pack(sums, self.dtype)
-                    self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, token < tokens)
+        if cutlass.const_expr(self.wide):
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                token = chunk * CHUNK + at
+                if token < tokens:
+                    if cutlass.const_expr(known is None):
+                        self.add(own, source, y, self.needed(source, indices, token, sizes, rank, lane), token, sizes,
+                                 rank, fine)  # fmt: skip
+                    else:
+                        self.add(own, source, y, known, token, sizes, rank, fine)
         if cutlass.const_expr(self.gradients):
             self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
+
+    @cute.jit
+    def add(self, own: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32):
+        """One token's row of y, from `needed`'s own part and what the other ranks sent."""
+        _, row_bytes, capacity = sizes
+        owners, rows, given = needed
+        lane = cute.arch.lane_idx()
+        begin = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
+        from_others = own + self.regions(capacity, row_bytes).rows
+        for piece in cutlass.range(0, row_bytes, self.piece):
+            first = piece + lane * 16
+            mine = self.part(source, rows, given, first, row_bytes)
+            sums = [begin] * (self.piece // WARP // self.size)
+            for other in cutlass.range_constexpr(self.ranks):
+                sent = (((owners >> other) & 1) != 0) & (fine != 0) & (rank != other)
+                place = from_others + (Int64(other) * capacity + token) * row_bytes + Int64(first)
+                words = self.received(place, first, row_bytes, sent)
+                words = [cutlass.select_(rank == other, a, b) for a, b in zip(mine, words, strict=True)]
+                sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+            for addend, stride in y[1:]:
+                words = self.load_piece(addend.toint() + Int64(token) * stride, first, row_bytes)
+                sums = [total + value for value, total in zip(self.floats(words), sums, strict=True)]
+            base, stride = y[0]
+            result = lanes.pack(sums, self.dtype)
+            self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, fine >= 0)
 
     def needed(self, source: tuple, indices: cute.Pointer, token: Int32, sizes: tuple, rank: Int32, lane: Int32):
         """Of one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane."""
