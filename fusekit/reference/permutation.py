@@ -91,9 +91,9 @@ def by_choice(inputs: Mapping[str, Any]) -> Array:
     return np.where(there, made, 0)
 
 
-def by_expert(indices: Array, weights: Array, experts: int) -> Array:
-    """float32 [T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
-    made = np.zeros((len(indices), experts), np.float32)
+def by_expert(indices: Array, weights: Array, experts: int, dtype: Any = np.float32) -> Array:
+    """[T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
+    made = np.zeros((len(indices), experts), dtype)
     for k in range(indices.shape[1]):
         token = np.flatnonzero((indices[:, k] >= 0) & (indices[:, k] < experts))
         made[token, indices[token, k]] = weights[token, k]

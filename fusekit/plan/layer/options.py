@@ -8,6 +8,7 @@ from typing import Any
 
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
+from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.keys import Key
 from fusekit.plan.tiles import GLU_LAYOUTS
 
@@ -56,6 +57,12 @@ class Options:
     grad_dtype: str
     accumulate: bool
     tokens: int
+    ranks: int = 1
+
+    @property
+    def local(self) -> int:
+        """The experts of a rank."""
+        return self.experts // self.ranks
 
     @property
     def gated(self) -> bool:
@@ -97,6 +104,7 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             'projection\'s result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", default=1),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
@@ -126,6 +134,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         grad_dtype=values["grad_dtype"] or values["dtype"],
         accumulate=values["accumulate"],
         tokens=(values["problem"] or {}).get("T", TOKENS),
+        ranks=values["ranks"],
     )
 
 
@@ -139,6 +148,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield "dtype", options.dtype, 'the kernels that move rows and choose experts take bf16; say dtype = "bf16"'
         if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
+        if not 1 <= options.ranks <= MOST_RANKS or options.experts % max(options.ranks, 1):
+            rule = f"each rank has as many of the {options.experts} experts; say a divisor of them from 1 to {MOST_RANKS}"
+            yield "ranks", options.ranks, rule
         if options.router["scale"] == "input" and options.bias:
             yield (
                 "bias",
@@ -146,6 +158,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 'the weights multiply the experts\' input (scale = "input"), and b2 has no row to '
                 "belong to; leave one of the two out",
             )
+        if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
+            rule = "the gradient of b2 reads rows of a rank's experts, which must be multiples of 16 bytes"
+            yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
         if options.experts % 8 and (options.router["input"] == X or options.bias):
             of = "the router's weights" if options.router["input"] == X else "b2"
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
@@ -155,7 +170,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 if options.router[key]:
                     yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for key in ("experts", "topk", "shared", "router"):
+        for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
     if kind_of(options.activation["kind"]).backward:
