@@ -8,7 +8,7 @@ from typing import Any
 from fusekit.abi import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import EXCHANGE, OUTPUT, PEERS, ROUTER, SCALAR, TOKENS, Extent, Keys, Operand, TokenOperation
+from fusekit.plan.tokens import EXCHANGE, INOUT, OUTPUT, PEERS, ROUTER, SCALAR, TOKENS, Extent, Keys, Operand, TokenOperation
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31
@@ -33,7 +33,7 @@ def signature(spec: Any) -> Signature:
     operands = operation.of(keys)
     shapes = [operand.extents(keys) for operand in operands]
     named = {dim for shape in shapes for dim in shape if isinstance(dim, str)}
-    written = [shape for operand, shape in zip(operands, shapes, strict=True) if operand.role == OUTPUT]
+    written = [shape for operand, shape in zip(operands, shapes, strict=True) if operand.role in (OUTPUT, INOUT)]
     # What is written for the experts is written without tokens, too, and other ranks wait for one that has none.
     skips = written and all(shape[0] in ("T", "M") for shape in written)
     return Signature(

@@ -351,6 +351,15 @@ _ROWS = (
         ),
     ),
     TokenOperation(
+        "moe-blank",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoeBlank",
+        (
+            Operand("indices", INPUT, "i32", "T K", "The experts of each token; below 0: no expert.", lambda keys: True),
+            Operand("rows", INOUT, "dtype", "T H", "The rows of tokens; those of tokens without experts become zeros."),
+        ),
+    ),
+    TokenOperation(
         "moe-dispatch",
         EXCHANGE,
         "fusekit.kernels.exchange.dispatch:MoeDispatch",

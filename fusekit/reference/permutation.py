@@ -134,6 +134,8 @@ def permutation_inputs(
             return bits((rows, H), "bf16", seed + number)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
+    if keys["op"] == "moe-blank":
+        return {"indices": np.where(rng.random((T, 1)) < 0.5, -1, indices).astype(np.int32)}  # half have none
     inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
@@ -154,6 +156,11 @@ def permutation_check(
     keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), inputs, outputs)
+    if keys["op"] == "moe-blank":
+        none, rows = (inputs["indices"] < 0).all(axis=1), outputs["rows"]
+        wrong = [(int((rows[none] != 0).any(axis=1).sum()), "are not zeros")]
+        wrong.append((int((~poisoned(rows[~none])).any(axis=1).sum()), "of tokens with experts were written to"))
+        return [], [f"rows: {count} {what}" for count, what in wrong if count]
     if keys["op"] == "moe-weights-bwd":
         return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
     if keys["op"] == "moe-probs":

@@ -13,7 +13,7 @@ from fusekit.spec.token import TokenProblem, TokenSpec
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
+WEIGHTS_BACKWARD, PROBS, BLANK = "moe-weights-bwd", "moe-probs", "moe-blank"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
@@ -88,6 +88,7 @@ PERMUTATION_KEYS = {
         _WARPS,
         _PROBLEM,
     ),
+    BLANK: _ROWS,
     CHECK: (
         _NAME,
         _SUMMARY,

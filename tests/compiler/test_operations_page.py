@@ -48,6 +48,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
     "moe-probs": ["experts = 16\ntopk = 2\n"],
+    "moe-blank": ["topk = 2\n"],
     "moe-dispatch": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
     "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
     "moe-check": [""],

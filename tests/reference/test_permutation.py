@@ -82,6 +82,7 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
+        ("moe-blank", {}), ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -198,6 +199,22 @@ def test_what_is_exact_passes(op, keys, tokens):
     else:
         outputs = {"grad_weights": permutation.by_choice(inputs)}
     assert permutation_check(spec, inputs, outputs) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_only_rows_without_experts_are_blanked(dtype):
+    spec = spec_of("moe-blank", dtype=dtype)
+    inputs = permutation_inputs(spec, T=50, H=16, seed=4)
+    none = (inputs["indices"] < 0).all(axis=1)
+    (shape, kind) = token_output_shapes(spec, T=50, H=16)["rows"]
+    rows = np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[kind]).itemsize, TYPES[kind]).reshape(shape)
+    right = np.where(none[:, None], 0, rows).astype(rows.dtype)
+    right.view(np.uint8)[~none] = 0xFF
+    assert 0 < none.sum() < 50 and permutation_check(spec, inputs, {"rows": right}) == ([], [])
+    right[~none] = 0
+    assert permutation_check(spec, inputs, {"rows": right})[1] == [
+        f"rows: {(~none).sum()} of tokens with experts were written to"
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
