@@ -11,8 +11,8 @@
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
-| runtime | errors, config, abi, store, choice, cuda.bindings; layers, for `library.layer` |
-| layers | errors, plan, runtime |
+| runtime | errors, config, abi, store, choice, cuda.bindings; layers and exchange, for `library.layer` |
+| layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
 | interop | errors, abi, runtime, layers; each framework in the module of its name alone |
 | cabi | errors, abi, store |
@@ -58,9 +58,9 @@ MAY = {
     },
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
-        "fusekit.layers",
+        "fusekit.layers", "fusekit.exchange",
     },
-    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
+    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
     "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},

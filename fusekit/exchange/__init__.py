@@ -6,6 +6,7 @@ the caller has (`gather`).
 """
 
 from fusekit.exchange.layout import Layout, Part
+from fusekit.exchange.ranks import Ranks
 from fusekit.exchange.windows import Window, between_processes, in_process
 
-__all__ = ["Layout", "Part", "Window", "between_processes", "in_process"]
+__all__ = ["Layout", "Part", "Ranks", "Window", "between_processes", "in_process"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
-from fusekit.plan.exchange import CHUNK, GRAIN, parts, regions
+from fusekit.plan.exchange import CHUNK, GRAIN, parts, regions, wide
 from fusekit.runtime.tensors import compact_strides
 
 
@@ -40,7 +40,7 @@ class Layout:
     """The windows of one kernel.
 
     spec: its canonical form (`Kernel.spec`), of moe-dispatch or moe-combine. tokens: that a rank has at most;
-    `capacity` is that rounded up, and what every launch is given. hidden: elements of a row.
+    `capacity` is that rounded up, and what every launch is given. hidden: elements of a row, where rows are sent.
     """
 
     spec: Mapping[str, Any]
@@ -68,11 +68,13 @@ class Layout:
 
     def parts(self, address: int, device: int) -> dict[str, Part]:
         """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] where it has them, and
-        flags [ranks, capacity / 32].
+        flags [ranks, capacity / 16].
         """
         found, topk = self._regions(), self.spec["topk"]
         index_bytes, weight_bytes = parts(self.spec)
-        made = {"rows": Part(address + found.rows, (self.slots, self.hidden), self.spec["dtype"], device)}
+        made = {}
+        if wide(self.spec):
+            made["rows"] = Part(address + found.rows, (self.slots, self.hidden), self.spec["dtype"], device)
         if index_bytes:
             made["indices"] = Part(address + found.indices, (self.slots, topk), "i32", device)
         if weight_bytes:
@@ -81,5 +83,5 @@ class Layout:
         return {**made, "flags": Part(address + found.flags, flags, "u32", device)}
 
     def _regions(self) -> Any:
-        row = self.hidden * DTYPES[self.spec["dtype"]].bytes
+        row = self.hidden * DTYPES[self.spec["dtype"]].bytes if wide(self.spec) else 0
         return regions(self.capacity, row, self.spec["ranks"], *parts(self.spec))

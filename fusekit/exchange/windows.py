@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 from fusekit.errors import ArgumentError, FusekitError, PeerTimeoutError
-from fusekit.plan.exchange import MOST_RANKS, STAGES, STATUS, STATUS_WORDS
+from fusekit.plan.exchange import MOST_RANKS, OPEN, STAGES, STATUS, STATUS_WORDS
 from fusekit.runtime.devices import Device, Devices
 
 GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
@@ -44,15 +44,7 @@ class Window:
         Does not wait for launches, nor for any stream. After the error the windows are of no further use: the ranks no
         longer agree on which launch is the next. Make new ones.
         """
-        words = (ctypes.c_int32 * STATUS_WORDS)()
-        api, check = self._devices.driver.api, self._devices.driver.check
-        with self._devices.active(self._device), self._devices.apart():
-            stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
-            copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), self.address + STATUS, ctypes.sizeof(words), stream)
-            check(copied, "cuMemcpyDtoHAsync")
-            check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
-            check(api.cuStreamDestroy(stream), "cuStreamDestroy")
-        missing, stage, launch = words
+        missing, stage, launch = self.words()[STATUS // 4 :][:STATUS_WORDS]
         if missing:
             raise PeerTimeoutError(
                 f"rank {self.rank} waited in launch {launch} on this window for rank {missing - 1} to {STAGES[stage]}, "
@@ -60,6 +52,18 @@ class Window:
                 " up that rank, make new windows, or give a longer timeout",
                 rank=missing - 1,
             )
+
+    def words(self) -> list[int]:
+        """The words of this window's header that launches of this rank alone write. Waits for no stream."""
+        words = (ctypes.c_int32 * (OPEN // 4))()
+        api, check = self._devices.driver.api, self._devices.driver.check
+        with self._devices.active(self._device), self._devices.apart():
+            stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
+            copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), self.address, ctypes.sizeof(words), stream)
+            check(copied, "cuMemcpyDtoHAsync")
+            check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+            check(api.cuStreamDestroy(stream), "cuStreamDestroy")
+        return list(words)
 
     def close(self, *, alone: bool = False) -> None:
         """Gives the memory back, when no launch is pending. Between processes it waits for all ranks to close.

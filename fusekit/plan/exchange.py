@@ -58,10 +58,15 @@ def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
     return 0, choices if keys["gradients"] else 0
 
 
+def wide(keys: Mapping[str, Any]) -> bool:
+    """Whether rows are sent, not gradients of weights alone."""
+    return bool(keys.get("rows", True))
+
+
 def window_bytes(keys: Mapping[str, Any]) -> Expr:
     """The size of a window over H and capacity."""
     ranks, size = keys["ranks"], DTYPES[keys["dtype"]].bytes
     choices = ranks * sum(parts(keys))
-    token = ("add", ("mul", ranks * size, "H"), choices) if keys["rows"] else choices
+    token = ("add", ("mul", ranks * size, "H"), choices) if wide(keys) else choices
     flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
     return ("add", HEADER, flags, ("mul", "capacity", token))

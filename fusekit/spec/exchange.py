@@ -44,8 +44,12 @@ EXCHANGE_KEYS = {
         Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
-        Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
-            default=0),
+        Key(
+            "addends",
+            "int",
+            f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+            default=0,
+        ),
     ),
 }
 EXCHANGE_OPS = tuple(EXCHANGE_KEYS)

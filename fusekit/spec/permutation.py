@@ -51,8 +51,13 @@ PERMUTATION_KEYS = {
         Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
         Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
-        Key("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
-            "lie beyond has none.", default=False),
+        Key(
+            "bounded",
+            "bool",
+            "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
+            "lie beyond has none.",
+            default=False,
+        ),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         _PROBLEM,
     ),

@@ -98,7 +98,10 @@ def test_a_wrong_spec_is_said_in_words(keys, text):
     ("keys", "text"),
     [
         ("rows = false", "rows = false: goes with gradients = true"),
-        ("rows = false\ngradients = true\naddends = 1", "rows = false: goes with gradients = true, and without weights"),
+        (
+            "rows = false\ngradients = true\naddends = 1",
+            "rows = false: goes with gradients = true, and without weights",
+        ),
         ("addends = 3", "addends = 3: must be from 0 to 2"),
     ],
 )

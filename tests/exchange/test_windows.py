@@ -205,6 +205,7 @@ def test_a_timeout_names_the_rank(devices):
         {"weighted": False},
         {"op": "moe-combine"},
         {"op": "moe-combine", "gradients": True},
+        {"op": "moe-combine", "gradients": True, "rows": False},
         {"ranks": 8, "dtype": "f32"},
         {"ranks": 3, "topk": 1},
     ],

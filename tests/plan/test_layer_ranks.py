@@ -125,7 +125,12 @@ def routing(seed):
         tokens = [0] * (ranks - 1) + [9]
     name = ["choices", "llama4-choices", "plain"][int(source.integers(3))]
     more = {"keep": "x"} if source.random() < 0.3 else {}
-    return over(ranks, name, **more, **({"router": {"input": "choices"}} if name == "plain" else {})), tokens, every, source
+    return (
+        over(ranks, name, **more, **({"router": {"input": "choices"}} if name == "plain" else {})),
+        tokens,
+        every,
+        source,
+    )
 
 
 @pytest.mark.parametrize("seed", range(200))

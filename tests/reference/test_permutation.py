@@ -41,7 +41,6 @@ def test_rows_end_at_a_bound():
     assert permutation.index(indices, 3, bound=9)["token"].tolist() == [*whole["token"][:6], -1, -1, -1]
 
 
-
 def test_permute_and_unpermute_are_transposed():
     """<permute(x), y> = <x, unpermute(y)>: each is the other's backward."""
     rng = np.random.default_rng(0)

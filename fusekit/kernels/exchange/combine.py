@@ -179,7 +179,9 @@ class MoeCombine(Exchange):
             self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
 
     @cute.jit
-    def add(self, own: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32):
+    def add(
+        self, own: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32
+    ):
         """One token's row of y, from `needed`'s own part and what the other ranks sent."""
         _, row_bytes, capacity = sizes
         owners, rows, given = needed

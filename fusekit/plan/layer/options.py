@@ -149,7 +149,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
         if not 1 <= options.ranks <= MOST_RANKS or options.experts % max(options.ranks, 1):
-            rule = f"each rank has as many of the {options.experts} experts; say a divisor of them from 1 to {MOST_RANKS}"
+            rule = (
+                f"each rank has as many of the {options.experts} experts; say a divisor of them from 1 to {MOST_RANKS}"
+            )
             yield "ranks", options.ranks, rule
         if options.router["scale"] == "input" and options.bias:
             yield (

@@ -17,7 +17,12 @@ from fusekit.plan.layer.program import KEPT
 
 # Windows: of x, of dy, of sums of rows, and of gradients of weights.
 SENT, GRADS, SUMS, RETURNED = "sent", "grads", "sums", "returned"
-WINDOWS = {SENT: "dispatch", GRADS: "dispatch", SUMS: "combine", RETURNED: "weights-return"}  # and a part that stores into each
+WINDOWS = {
+    SENT: "dispatch",
+    GRADS: "dispatch",
+    SUMS: "combine",
+    RETURNED: "weights-return",
+}  # and a part that stores into each
 TRAINING = (GRADS, RETURNED)  # that only a backward pass needs
 
 
@@ -107,4 +112,3 @@ class RankedExperts(Experts):
             reads, made = {"indices": self.chosen}, {"rows": self.dy}
             self.passes.step(WEIGHTS, "blank", self.rows("moe-blank"), reads, made)
         super().weights()
-
