@@ -14,7 +14,7 @@
 | runtime | errors, config, abi, store, choice, cuda.bindings; layers and exchange, for `library.layer` |
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
-| interop | errors, abi, runtime, layers; each framework in the module of its name alone |
+| interop | errors, abi, runtime, layers, exchange; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
@@ -62,7 +62,7 @@ MAY = {
     },
     "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
-    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers"},
+    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers", "fusekit.exchange"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
@@ -86,6 +86,7 @@ FRAMEWORKS = {
         "fusekit/interop/torch.py",
         "fusekit/interop/torch_layer.py",
         "fusekit/interop/torch_moe.py",
+        "fusekit/interop/torch_ranks.py",
         "fusekit/interop/transformers.py",
         "fusekit/providers/quack.py",
         "fusekit/bench/torch_gemm.py",

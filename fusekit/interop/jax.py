@@ -88,6 +88,8 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     ArgumentError for a layer that adds to gradients, and (when called) for arguments that do not fit; and what loading
     the kernels raises.
     """
+    if layer.options.ranks > 1:
+        raise ArgumentError(f"{layer.name} is over {layer.options.ranks} ranks, which JAX is not bound for yet")
     if layer.options.accumulate:
         raise ArgumentError(
             f"{layer.name} adds to its weights' gradients in place (accumulate = true), which arrays of JAX's do not"

@@ -12,10 +12,10 @@ from fusekit.layers.layer import Layer, Sizes
 from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD
-from fusekit.plan.layer.ranks import SENT, TRAINING, WINDOWS
+from fusekit.plan.layer.ranks import SENT, TRAINING, WINDOWS, room, window_sizes
 
 if TYPE_CHECKING:
-    from fusekit.runtime import Kernel, Library
+    from fusekit.runtime import Devices, Kernel, Library
 
 _SECONDS = 1.0  # between two looks at what went wrong
 
@@ -48,12 +48,26 @@ class RankedLayer(Layer):
             for window, part in WINDOWS.items()
         }
         self.capacity = self._layouts[SENT].capacity
-        slots = self._layouts[SENT].slots
-        self.rows = slots * min(options.topk, options.local) if rows is None else rows
-        self.program = self.program.within({"S": slots, "M": self.rows})
+        self.program = self.program.within(room(options, self.capacity, rows))
+        self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
         self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
         self._looked = 0.0
+
+    def __deepcopy__(self, memo: Any) -> RankedLayer:
+        return self  # a copy of a module stores into the same windows
+
+    def over(self, ranks: Ranks) -> RankedLayer:
+        """The same as the layer of a rank."""
+        tokens, device = self.capacity, self._device
+        return RankedLayer(
+            self._library, self.name, self.options, self._arch, device, ranks=ranks, tokens=tokens, rows=self.rows
+        )
+
+    @property
+    def devices(self) -> Devices:
+        """Those of its library."""
+        return self._library.devices
 
     @property
     def _identity(self) -> tuple[Any, ...]:
@@ -64,7 +78,7 @@ class RankedLayer(Layer):
         "returned" are made by the first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
         """
         found = super().sizes(self.capacity if tokens is None else tokens, gradients)
-        windows = {name: layout.bytes for name, layout in self._layouts.items()}
+        windows = window_sizes(self.program, self.options)
         return Sizes(found.kept, found.forward, found.inference, found.backward, windows)
 
     def connect(self, *, training: bool = True) -> None:

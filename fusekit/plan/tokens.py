@@ -154,10 +154,9 @@ def _bounded(keys: Keys) -> bool:
 
 def _of_rows(operand: Operand) -> tuple[Operand, ...]:
     """As many elements as choices, or as rows where these are bounded."""
-    wanted = (lambda keys: True) if operand.when is bool else operand.when
     return (
-        replace(operand, shape="TK", when=lambda keys: wanted(keys) and not keys["bounded"]),
-        replace(operand, shape="M", when=lambda keys: wanted(keys) and keys["bounded"]),
+        replace(operand, shape="TK", when=lambda keys: operand.when(keys) and not keys["bounded"]),
+        replace(operand, shape="M", when=lambda keys: operand.when(keys) and keys["bounded"]),
     )
 
 
@@ -272,7 +271,8 @@ _ROWS = (
                         lambda keys: keys["tokens"]),
             ),
             *_of_rows(Operand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
-            Operand("most", INOUT, "i32", "1", "Raised to the rows that the choices would have without a bound.", _bounded),
+            Operand("most", INOUT, "i32", "1", "Raised to the rows that the choices would have without a bound.",
+                    _bounded),
         ),
     ),
     TokenOperation(
@@ -355,7 +355,7 @@ _ROWS = (
         PERMUTATION,
         "fusekit.kernels.permutation.permute:MoeBlank",
         (
-            Operand("indices", INPUT, "i32", "T K", "The experts of each token; below 0: no expert.", lambda keys: True),
+            Operand("indices", INPUT, "i32", "T K", "The experts of each token; below 0: no expert."),
             Operand("rows", INOUT, "dtype", "T H", "The rows of tokens; those of tokens without experts become zeros."),
         ),
     ),

@@ -1,5 +1,8 @@
 """A layer without a GPU: each pass is run formula by formula in float64 on tensors of PyTorch, on the CPU."""
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -7,7 +10,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.layers import Layer
 from fusekit.plan.layer import program
-from tests.plan import layer_meaning
+from tests.plan import layer_meaning, ranks_meaning
 from tests.plan.test_layer_program import options
 
 TORCH = {name: getattr(torch, DTYPES[name].framework) for name in ("bf16", "fp16", "f32", "i32", "u8")}
@@ -42,7 +45,7 @@ class StandIn(Layer):
         given = {name: array(tensor) for name, tensor in arguments.items() if name in inputs}
         if which == "backward":
             given |= {name: array(part) for name, part in self.kept(kept, dims).items()}
-        found = layer_meaning.run(self.program, which, given, tokens, asked)
+        found = self.run(which, given, tokens, asked)
         for name in asked:
             sums = any(
                 self.program.parts[step.part].get("accumulate") and step.writes.get("dw") == name
@@ -55,6 +58,10 @@ class StandIn(Layer):
             for name, part in self.kept(kept, dims).items():
                 part.copy_(torch.from_numpy(np.array(found[name])))
 
+    def run(self, which, given, tokens, asked):
+        """Every buffer after a pass."""
+        return layer_meaning.run(self.program, which, given, tokens, asked)
+
     def kept(self, memory, dims):
         """Each kept buffer as a tensor within `memory`."""
         places, size = self.program.kept(dims)
@@ -65,6 +72,35 @@ class StandIn(Layer):
             size = DTYPES[buffer.dtype].bytes * int(np.prod(buffer.extents(dims)))
             found[name] = memory[begin : begin + size].view(TORCH[buffer.dtype]).reshape(buffer.extents(dims))
         return found
+
+
+class RankedStandIn(StandIn):
+    """That of a rank. All ranks are threads of this process, and wait for each other in every pass."""
+
+    def __init__(self, rank, meeting, **said):
+        super().__init__(**said)
+        self.ranks, self.meeting = SimpleNamespace(rank=rank), meeting
+        self.program = self.program.within(meeting.world.program.room)
+
+    def run(self, which, given, tokens, asked):
+        return self.meeting.run(self.ranks.rank, which, given, asked)
+
+
+class Meeting:
+    """Where the passes of all ranks are run: by the last one to come."""
+
+    def __init__(self, options, tokens):
+        made = program(options).within(ranks_meaning.room(options, tokens))
+        self.world = ranks_meaning.World(made, options.ranks)
+        self.barrier = threading.Barrier(options.ranks, timeout=30)
+        self.given, self.found = [None] * options.ranks, None
+
+    def run(self, rank, which, given, asked):
+        self.given[rank] = given
+        if self.barrier.wait() == 0:
+            self.found = self.world.run(which, self.given, asked)
+        self.barrier.wait()
+        return self.found[rank]
 
 
 def array(tensor):

@@ -138,7 +138,7 @@ def test_another_number_of_ranks_is_refused(ranked):
     with pytest.raises(ArgumentError, match="is over 2 ranks, and there are 3; start as many, or build"):
         layer._library.layer("layers/moe", ranks=three)
     alone = layer._library.layer("layers/moe")
-    with pytest.raises(ArgumentError, match="is over 2 ranks; open it with library.layer"):
+    with pytest.raises(ArgumentError, match=r"is over 2 ranks; open it with library.layer"):
         alone.forward(**tensors(layer, FORWARD), **memory(layer))
 
 
@@ -170,11 +170,11 @@ def test_what_went_wrong_is_raised_once_a_second(ranked, monkeypatch):
     words[MOST] = 501
     layer.forward(**given, **kept)
     now[0] += 1.1
-    with pytest.raises(CapacityError, match="chosen for 501 rows and have room for 500.*give rows = 501") as error:
+    with pytest.raises(CapacityError, match=r"chosen for 501 rows and have room for 500.*give rows = 501") as error:
         layer.forward(**given, **kept)
     assert error.value.rows == 501
     words[STATUS], words[STATUS + 4] = 2, 1
-    with pytest.raises(PeerTimeoutError, match="rank 0 waited .* for rank 1"):
+    with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .* for rank 1"):
         layer.check()
 
 

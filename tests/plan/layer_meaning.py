@@ -158,6 +158,7 @@ def loss_factor(keys, given):
 OPERATIONS = {
     "dense-gemm": gemm, "grouped-gemm": gemm, "dense-wgrad": wgrad, "grouped-wgrad": wgrad, "router-topk": topk,
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
-    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "moe-blank": blank, "router-aux-score": aux_score,
-    "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
+    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "moe-blank": blank,
+    "router-aux-score": aux_score, "router-aux-score-bwd": aux_score_bwd,
+    "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
 }  # fmt: skip

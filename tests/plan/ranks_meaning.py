@@ -6,9 +6,8 @@ the last launches left there, NaN before the first: a row that nobody sent must 
 
 import numpy as np
 
-from fusekit.plan.exchange import GRAIN
 from fusekit.plan.layer.program import KEPT
-from fusekit.plan.layer.ranks import WINDOWS
+from fusekit.plan.layer.ranks import WINDOWS, room
 
 from . import layer_meaning
 
@@ -115,8 +114,4 @@ def combine(keys, reads, world, step):
 INOUT = ("rows", "most")  # arguments that are read, too
 EXCHANGES = {"moe-dispatch": dispatch, "moe-combine": combine}
 
-
-def room(options, tokens, rows=None):
-    """The room of windows for so many tokens of a rank, and of rows; None: never too few."""
-    slots = options.ranks * -(-tokens // GRAIN) * GRAIN
-    return {"S": slots, "M": slots * min(options.topk, options.local) if rows is None else rows}
+__all__ = ["WINDOWS", "World", "room"]

@@ -10,10 +10,14 @@ take as much memory as a window for each layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from fusekit.dtypes import DTYPES
+from fusekit.plan.exchange import GRAIN, parts, regions, wide
+from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import AGAIN, BOTH, THROUGH, WEIGHTS, Experts, Passes
-from fusekit.plan.layer.program import KEPT
+from fusekit.plan.layer.program import KEPT, Program
 
 # Windows: of x, of dy, of sums of rows, and of gradients of weights.
 SENT, GRADS, SUMS, RETURNED = "sent", "grads", "sums", "returned"
@@ -26,8 +30,24 @@ WINDOWS = {
 TRAINING = (GRADS, RETURNED)  # that only a backward pass needs
 
 
+def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
+    """S and M for at most so many tokens of each rank, and rows of a rank's experts; None: enough for any routing."""
+    slots = options.ranks * -(-tokens // GRAIN) * GRAIN
+    return {"S": slots, "M": slots * min(options.topk, options.local) if rows is None else rows}
+
+
+def window_sizes(program: Program, options: Options) -> dict[str, int]:
+    """Bytes of each window of a program that has its room."""
+    made = {}
+    for window, part in WINDOWS.items():
+        keys: Mapping[str, Any] = program.parts[part]
+        row = options.hidden * DTYPES[options.dtype].bytes if wide(keys) else 0
+        made[window] = int(regions(program.room["S"] // options.ranks, row, options.ranks, *parts(keys)).end)
+    return made
+
+
 class RankedExperts(Experts):
-    """The passes of one rank. What is of a token's own rank has T tokens, what is of the experts S places of a window."""
+    """The passes of one rank. Its own tokens are T; its experts see S places of a window."""
 
     dim, x, dy = "S", f"{SENT}.rows", f"{GRADS}.rows"
     weights_in, chosen, dweights = f"{SENT}.weights", f"{GRADS}.indices", "row_dweights"
