@@ -39,8 +39,8 @@ def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
 
     def late(error: Exception) -> PeerTimeoutError:
         return PeerTimeoutError(
-            f"rank {distributed.get_rank(group)} waited {timeout / 1e3:g} s for the other {len(members) - 1} ranks to make"
-            f" windows with it ({error}); look for what ended or held up one of them, or give a longer timeout"
+            f"rank {distributed.get_rank(group)} waited {timeout / 1e3:g} s for the other {len(members) - 1} ranks to"
+            f" make windows with it ({error}); look for what ended or held up one of them, or give a longer timeout"
         )
 
     try:

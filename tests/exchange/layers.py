@@ -1,4 +1,4 @@
-"""A layer over the ranks of this process: its tensors on every rank, its passes, and what the definition of one GPU says.
+"""A layer over the ranks of this process: its tensors on every rank, its passes, and what one GPU would give.
 
 Used by the tests and by the script for two GPUs; needs a GPU and a store that holds the kernels.
 """

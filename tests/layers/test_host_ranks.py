@@ -1,7 +1,12 @@
 """Layers over ranks on host memory, every launch as its formula: what the launches are given is all that they use."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 
+import fusekit
+from fusekit.spec import parse_file
 from tests.exchange.layers import ANY, ONE, OTHERS, LayerRanks
 from tests.layers.host_ranks import HostLibrary
 from tests.plan.test_layer_ranks import CASES, over
@@ -44,3 +49,13 @@ def test_windows_are_given_back():
     before = len(ranks.library.driver.memory)
     ranks.close()
     assert len(ranks.library.driver.memory) == before - 2 * 4
+
+
+def test_the_example_without_a_framework(monkeypatch, capsys):
+    examples = Path(__file__).parents[1] / "examples"
+    library = HostLibrary(parse_file(examples / "ranks.toml")[0].layer)
+    monkeypatch.setattr(fusekit, "open_library", lambda: library)
+    monkeypatch.setattr(library.devices, "synchronize", lambda device: library.machine.run())
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    runpy.run_path(str(examples / "layer_ranks.py"))
+    assert capsys.readouterr().out.count(": right, relative error") == 2
