@@ -9,6 +9,7 @@ one GPU had with as many rows. Steps follow one another, or ("at best") hide all
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import comb
 
@@ -129,4 +130,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    sys.stdout.write(f"{table()}\n")

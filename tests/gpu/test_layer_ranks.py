@@ -99,6 +99,9 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened):
         ranks.wait()
         for name in ("y", "dx", "dweights"):
             assert bytes(outputs[name].download()) == bytes(ranks.tensors[0][name].download()), name
+        for name in ("dw1", "dw2"):
+            of_ranks = [bytes(ranks.tensors[rank][name].download()) for rank in range(2)]
+            assert bytes(outputs[name].download()) == b"".join(of_ranks), name
 
 
 def test_one_graph_per_rank_is_replayed_with_other_tokens(over):
