@@ -35,11 +35,12 @@ def routing(options: Any, kind: str, count: int, source: np.random.Generator) ->
 
 
 class LayerRanks:
-    """devices: of each rank. tokens: the most of a rank."""
+    """devices: of each rank. tokens: the most of a rank. known: the host has all parameters, for `problems`."""
 
     def __init__(
         self, library: Library, name: str, devices: list[int], tokens: int, rows: int | None = None,
         timeout: int = 20_000, seed: int = 1,
+        known: bool = True,
     ) -> None:  # fmt: skip
         self.library, self.devices = library, devices
         self.ranks = Ranks.in_process(library.devices, devices, timeout)
@@ -53,9 +54,8 @@ class LayerRanks:
              for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}
             for device in devices
         ]  # fmt: skip
-        self.seed = seed
         self.made = self._parameters(seed)
-        self.parameters = [self._place(rank) for rank in range(len(devices))]
+        self.parameters = [self._place(rank, known) for rank in range(len(devices))]
         self.tensors: list[dict[str, Any]] = []
 
     def _stream(self, device: int) -> int:
@@ -70,12 +70,17 @@ class LayerRanks:
         names += [name for name in ("expert_bias",) if name in buffers]
         return {name: made_up(name, buffers[name].extents({}), buffers[name].dtype, self.alone, seed) for name in names}
 
-    def _place(self, rank: int) -> dict[str, DeviceArray]:
+    def _place(self, rank: int, known: bool) -> dict[str, DeviceArray]:
         own = slice(rank * self.options.local, (rank + 1) * self.options.local)
-        return {
-            name: self.array(rank, each.whole()[own] if name in PARTS else each.whole(), each.dtype)
-            for name, each in self.made.items()
-        }
+        made = {}
+        for name, each in self.made.items():
+            if known:
+                made[name] = self.array(rank, each.whole()[own] if name in PARTS else each.whole(), each.dtype)
+            else:
+                extents = self.layers[rank].program.buffers[name].extents({})
+                made[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
+                each.place(made[name])
+        return made
 
     def array(self, rank: int, numbers: np.ndarray, dtype: str) -> DeviceArray:
         made = DeviceArray(self.library.devices, numbers.shape, dtype, self.devices[rank])
@@ -129,12 +134,12 @@ class LayerRanks:
         for layer in self.layers:
             layer.check()
 
-    def graphs(self) -> list[Any]:
-        """Forward and backward of each rank as one CUDA graph; launch(graph) of all, then `wait`."""
+    def graphs(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> list[Any]:
+        """The passes of each rank as one CUDA graph, for `replay`."""
         api, check, devices = self.library.devices.driver.api, self.library.devices.driver.check, self.library.devices
         made = []
         for rank, stream in enumerate(self.streams):
-            bound = [self.bind(rank, which) for which in (FORWARD, BACKWARD)]
+            bound = [self.bind(rank, which) for which in passes]
             with devices.active(devices.get(self.devices[rank])):
                 mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
                 check(api.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")

@@ -131,14 +131,19 @@ def round_trip(
         rows.append(encode(made, spec["dtype"]))
     factors = [each["weights"] for each in expected] if back["weighted"] else None
     gradients = [source.standard_normal(each.shape).astype(np.float32) for each in inverse]
+    addends = [
+        [encode(source.standard_normal(each.shape).astype(np.float32), spec["dtype"]) for _ in range(back["addends"])]
+        for each in x
+    ]
     results = []
     for rank in range(count):
-        own = {
-            "x": ranks.array(rank, rows[rank], spec["dtype"]),
-            "inverse": ranks.array(rank, inverse[rank], "i32"),
-            "indices": given[rank]["indices"],
-            "y": ranks.array(rank, np.full_like(x[rank], POISON), spec["dtype"]),
-        }
+        own = {"indices": given[rank]["indices"]}
+        if back["rows"]:
+            own["x"] = ranks.array(rank, rows[rank], spec["dtype"])
+            own["inverse"] = ranks.array(rank, inverse[rank], "i32")
+            own["y"] = ranks.array(rank, np.full_like(x[rank], POISON), spec["dtype"])
+        for number, addend in enumerate(addends[rank]):
+            own[f"addend{number}"] = ranks.array(rank, addend, spec["dtype"])
         if factors is not None:
             own["weights"] = ranks.array(rank, factors[rank], "f32")
         if back["gradients"]:
@@ -153,10 +158,10 @@ def round_trip(
         )
     ranks.wait()
     ranks.check()
-    sums = reference.combine(back, rows, inverse, factors, chosen, ranks.capacity)
+    sums = reference.combine(back, rows, inverse, factors, chosen, ranks.capacity, addends)
     problems += [
         f"combine: y of rank {rank}: {line}"
-        for rank in range(count)
+        for rank in range(count if back["rows"] else 0)
         for line in compare(download(results[rank]["y"]), *sums[rank], exact=factors is None)
     ]
     if back["gradients"]:

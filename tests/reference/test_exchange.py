@@ -91,3 +91,24 @@ def test_gradients_come_from_the_ranks_of_the_experts(ranks):
             expert = chosen[rank][token, choice]
             right = gradients[expert // local][rank * CAPACITY + token, choice] if 0 <= expert < EXPERTS else 0
             assert found[rank][token, choice] == right
+
+
+def test_addends_are_added_before_the_sum_is_rounded():
+    x, chosen, _ = made_up(2, 5)
+    spec = spec_of(2)
+    received = reference.dispatch(spec, x, chosen, None, CAPACITY)
+    orders = [index(each["indices"], EXPERTS // 2) for each in received]
+    source = np.random.default_rng(1)
+    rows = [encode(source.standard_normal((len(each["order"]), HIDDEN)).astype(np.float32), "bf16") for each in orders]
+    inverse = [each["inverse"] for each in orders]
+    more = [[encode(source.standard_normal(each.shape).astype(np.float32), "bf16")] for each in x]
+    plain = reference.combine(spec, rows, inverse, None, chosen, CAPACITY)
+    for rank, (y, _) in enumerate(reference.combine(spec, rows, inverse, None, chosen, CAPACITY, more)):
+        parts = values(plain[rank][0], "bf16")
+        close = np.abs(values(y, "bf16") - parts - values(more[rank][0], "bf16"))
+        assert (close <= 2.0**-7 * (np.abs(parts) + np.abs(values(y, "bf16")) + 1e-6)).all()
+    nothing = [[np.zeros_like(each)] for each in x]
+    for (y, _), (same, _) in zip(
+        reference.combine(spec, rows, inverse, None, chosen, CAPACITY, nothing), plain, strict=True
+    ):
+        assert np.array_equal(y, same)
