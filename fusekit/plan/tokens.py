@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.abi import Constraint, Expr
-from fusekit.plan.exchange import GRAIN, window_bytes
+from fusekit.plan.exchange import GRAIN, wide, window_bytes
 
 Keys = Mapping[str, Any]
 Extent = int | str | list[Any]
@@ -112,10 +112,6 @@ _ROW_SCALE = "The weight of each row, which the second projection takes as row_s
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
 
-def _wide(keys: Keys) -> bool:
-    return bool(keys["rows"])
-
-
 _ADDENDS = (
     Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
             lambda keys: keys["addends"] > 0),
@@ -146,10 +142,6 @@ def _map(role: str) -> tuple[Operand, ...]:
         Operand("routing_map", role, "u8", "T X", words, _bytes),
         Operand("routing_map", role, "i32", "T W", words, _bits),
     )
-
-
-def _bounded(keys: Keys) -> bool:
-    return bool(keys["bounded"])
 
 
 def _of_rows(operand: Operand) -> tuple[Operand, ...]:
@@ -272,7 +264,7 @@ _ROWS = (
             ),
             *_of_rows(Operand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
             Operand("most", INOUT, "i32", "1", "Raised to the rows that the choices would have without a bound.",
-                    _bounded),
+                    lambda keys: keys["bounded"]),
         ),
     ),
     TokenOperation(
@@ -376,13 +368,13 @@ _ROWS = (
         EXCHANGE,
         "fusekit.kernels.exchange.combine:MoeCombine",
         (
-            Operand("x", INPUT, "dtype", "M H", "The rows in expert order.", _wide),
-            Operand("inverse", INPUT, "i32", "S K", _ROW, _wide),
+            Operand("x", INPUT, "dtype", "M H", "The rows in expert order.", wide),
+            Operand("inverse", INPUT, "i32", "S K", _ROW, wide),
             Operand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
             Operand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.", lambda keys: keys["gradients"]),
             _INDICES,
             *_ADDENDS,
-            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", _wide),
+            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", wide),
             Operand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
                     lambda keys: keys["gradients"]),
             *_EXCHANGED,
