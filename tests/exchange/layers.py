@@ -79,7 +79,7 @@ class LayerRanks:
             else:
                 extents = self.layers[rank].program.buffers[name].extents({})
                 made[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
-                each.place(made[name])
+                made_up(name, extents, each.dtype, self.alone, 1).place(made[name])
         return made
 
     def array(self, rank: int, numbers: np.ndarray, dtype: str) -> DeviceArray:
