@@ -57,7 +57,7 @@ class Window:
         """The words of this window's header that launches of this rank alone write. Waits for no stream."""
         words = (ctypes.c_int32 * (OPEN // 4))()
         api, check = self._devices.driver.api, self._devices.driver.check
-        with self._devices.active(self._device), self._devices.apart():
+        with self._devices.active(self._device), self._devices.apart(capturing=True):
             stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
             copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), self.address, ctypes.sizeof(words), stream)
             check(copied, "cuMemcpyDtoHAsync")
