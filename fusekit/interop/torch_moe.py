@@ -127,7 +127,9 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
             f"{layer.name} is a layer of one GPU, which takes no group; say ranks = R in its table, and build it again",
             argument="group",
         )
-    return layer.over(ranks_of(layer.devices, group, timeout=timeout))
+    made = layer.over(ranks_of(layer.devices, group, timeout=timeout))
+    made.connect(training=False)  # while all ranks are here
+    return made
 
 
 def main_grad(parameter: Any, name: str) -> Any:

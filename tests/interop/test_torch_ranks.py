@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from fusekit.errors import ArgumentError
+from fusekit.exchange import Ranks
+from fusekit.layers.ranked import RankedLayer
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("fusekit.interop.torch")
 
 from tests.interop.layers import Meeting, RankedStandIn, StandIn  # noqa: E402
+from tests.layers.host_ranks import HostLibrary  # noqa: E402
 from tests.plan.test_layer_program import H, K  # noqa: E402
 from tests.plan.test_layer_ranks import PARTS, alone, over  # noqa: E402
 
@@ -124,6 +127,21 @@ def test_a_rank_has_its_share_and_saves_it():
 def test_a_group_is_for_layers_over_ranks():
     with pytest.raises(ArgumentError, match="is a layer of one GPU, which takes no group"):
         interop.MoE(StandIn(**alone(over(2)).canonical()), group=object())
+
+
+def test_a_module_of_a_group_has_its_windows(monkeypatch):
+    """They are made where all ranks come together, and modules share them."""
+    o = over(2, "choices")
+    library = HostLibrary(o)
+    ranks, other = Ranks.in_process(library.devices, [0, 1])
+    monkeypatch.setattr("fusekit.interop.torch_ranks.ranks_of", lambda devices, group, *, timeout: ranks)
+    layer = RankedLayer(library, "layers/moe", o, tokens=40)
+    first, second = (interop.MoE(layer, group=object()) for _ in range(2))
+    assert first.layer.ranks is ranks and first.experts.down_proj.shape[0] == o.local
+    assert set(first.layer._windows) == {"sent", "sums"} and first.layer._windows == second.layer._windows
+    assert (
+        other.window(("sums", 128, first.layer.sizes().windows["sums"]), 1).peers == first.layer._windows["sums"].peers
+    )
 
 
 PROCESS = """
