@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -124,10 +124,17 @@ def _arguments(spec: Mapping[str, Any], launch: Mapping[str, Any]) -> list[dict[
     return [
         {
             "name": argument["name"],
-            "role": argument.get("role", "scalar"),
-            "dtype": argument["dtype"],
-            "shape": "[" + ", ".join(map(render, argument["shape"])) + "]" if "shape" in argument else "",
+            "role": argument.get("role", argument["kind"]),
+            "dtype": argument.get("dtype", "u8"),
+            "shape": _shape(argument, render),
             "what": known.get(argument["name"], ""),
         }
         for argument in launch.get("arguments", [])
     ]
+
+
+def _shape(argument: Mapping[str, Any], render: Callable[[Any], str]) -> str:
+    """As rows of it are shown; peers are one window of so many bytes for each rank."""
+    if argument["kind"] == "peers":
+        return f"{argument['count']} x [{render(argument['bytes'])}]"
+    return "[" + ", ".join(map(render, argument["shape"])) + "]" if "shape" in argument else ""

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str) -> dict[str, Any]:
     """The document of the layer `name`. records: of its kernels; layer: where they lie."""
     from fusekit.plan.layer import program, stored_options
+    from fusekit.plan.layer.ranks import room, window_sizes
 
     options = stored_options(name, {record.name: record.spec for record in records})
     assert options is not None
     made = program(options)
+    windows: dict[str, int] = {}
+    if options.ranks > 1:
+        made = made.within(room(options, options.tokens))
+        windows = window_sizes(made, options)
     wanted = {f"{name}.{part}": keys["op"] for part, keys in made.parts.items()}
     taken = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in wanted]
     built = {record.name.partition("@")[0] for record in taken}
@@ -35,7 +40,7 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
         "layer": layer,
         "options": rest,
         "passes": {which: _pass(name, made, which) for which in made.steps},
-        "memory": _memory(options, made),
+        "memory": _memory(options, made) | {"windows": windows},
         "kernels": [
             {"name": record.name, "arch": record.arch, "op": record.spec["op"], "key": record.key,
              "bytes": record.summary.get("bytes"), "registers": record.summary.get("registers")}
@@ -107,6 +112,8 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     for which, size in memory["scratch"].items():
         if trained or which == "inference":
             click.echo(f"  scratch, {which:<18} {output.size(size)}")
+    for name, size in memory["windows"].items():
+        click.echo(f"  window {name:<19} {output.size(size)}, shared by layers of the same size")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
     output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))

@@ -175,6 +175,22 @@ class DriverError(FusekitError):
         self.text = text
 
 
+class PeerTimeoutError(FusekitError):
+    """A launch that gave up waiting for another rank. rank: the one that did not come."""
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CapacityError(FusekitError):
+    """More rows than a layer over ranks has room for, so that choices were dropped. rows: how many there would be."""
+
+    def __init__(self, message: str, *, rows: int = 0) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 class ArchMismatchError(FusekitError):
     """A cubin for another architecture than the device's. expected: the cubin's; found: the device's."""
 

@@ -24,6 +24,8 @@ EXIT_CODES = {
     "DriverError": 4,
     "ArchMismatchError": 4,
     "CheckFailedError": 1,
+    "PeerTimeoutError": 1,
+    "CapacityError": 1,
 }
 
 

@@ -11,9 +11,10 @@
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
-| runtime | errors, config, abi, store, choice, cuda.bindings; layers, for `library.layer` |
-| layers | errors, plan, runtime |
-| interop | errors, abi, runtime, layers; each framework in the module of its name alone |
+| runtime | errors, config, abi, store, choice, cuda.bindings; layers and exchange, for `library.layer` |
+| layers | errors, plan, runtime, exchange |
+| exchange | errors, plan, runtime |
+| interop | errors, abi, runtime, layers, exchange; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
@@ -57,10 +58,11 @@ MAY = {
     },
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
-        "fusekit.layers",
+        "fusekit.layers", "fusekit.exchange",
     },
-    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
-    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers"},
+    "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
+    "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
+    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers", "fusekit.exchange"},
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
@@ -84,6 +86,7 @@ FRAMEWORKS = {
         "fusekit/interop/torch.py",
         "fusekit/interop/torch_layer.py",
         "fusekit/interop/torch_moe.py",
+        "fusekit/interop/torch_ranks.py",
         "fusekit/interop/transformers.py",
         "fusekit/providers/quack.py",
         "fusekit/bench/torch_blocks.py",

@@ -14,7 +14,7 @@ step, for launchers in any language; `fusekit.runtime` is the one in Python. Not
 NumPy.
 """
 
-from fusekit.abi.arguments import Argument, Dim, ScalarArgument, TensorArgument
+from fusekit.abi.arguments import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of
 from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
 from fusekit.abi.parameters import (
     FloatParameter,
@@ -38,6 +38,7 @@ __all__ = [
     "LaunchRecord",
     "LaunchStep",
     "Parameter",
+    "PeersArgument",
     "PointerParameter",
     "RecordError",
     "ScalarArgument",
@@ -48,6 +49,7 @@ __all__ = [
     "evaluate_address",
     "flat",
     "render",
+    "tensors_of",
     "validate",
     "variables",
 ]

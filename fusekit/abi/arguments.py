@@ -12,6 +12,8 @@ from fusekit.abi.expr import Expr, RecordError, freeze, thaw, validate, variable
 from fusekit.dtypes import ARGUMENTS, DTYPES, SCALARS
 
 ROLES = ("input", "output", "inout")
+PEER = "peer"
+MOST_PEERS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
@@ -90,7 +92,7 @@ class TensorArgument:
 
     @property
     def written(self) -> bool:
-        return self.role != "input"
+        return self.role in ("output", "inout")
 
     def stride_variable(self, index: int) -> str:
         return f"{self.name}.stride{index}"
@@ -100,9 +102,7 @@ class TensorArgument:
         return self.strides[index] == self.stride_variable(index)
 
     def check(self, where: str, dims: frozenset[str]) -> None:
-        check_name(self.name, f"{where}.name")
-        if self.name in RESERVED:
-            raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
+        _check_argument_name(self.name, where)
         if self.role not in ROLES:
             raise RecordError(f"{where}.role: {self.role!r}; it must be one of {', '.join(ROLES)}")
         if self.dtype not in ARGUMENTS:
@@ -141,34 +141,128 @@ class TensorArgument:
 
 @dataclass(frozen=True, slots=True)
 class ScalarArgument:
-    """A number passed by value. `default` None means that the caller must give it; infinity is allowed for f32."""
+    """A number passed by value. `default` None means that the caller must give it; infinity is allowed for f32.
+
+    An i32 is a multiple of `divisor` from `minimum` to `maximum`.
+    """
 
     name: str
     dtype: str
     default: float | int | None = None
+    minimum: int = -(2**31)
+    maximum: int = 2**31 - 1
+    divisor: int = 1
+
+    @property
+    def bounded(self) -> bool:
+        """Whether not every i32 is allowed."""
+        return (self.minimum, self.maximum, self.divisor) != (-(2**31), 2**31 - 1, 1)
+
+    @property
+    def rule(self) -> str:
+        """What an i32 must be, in words."""
+        many = f"a multiple of {self.divisor} from " if self.divisor > 1 else ""
+        return f"must be {many}{self.minimum} to {self.maximum}"
+
+    def allows(self, value: int) -> bool:
+        """Whether `value` keeps to the bounds."""
+        return self.minimum <= value <= self.maximum and value % self.divisor == 0
 
     def check(self, where: str) -> None:
-        check_name(self.name, f"{where}.name")
-        if self.name in RESERVED:
-            raise RecordError(f"{where}.name: {self.name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
+        _check_argument_name(self.name, where)
         if self.dtype not in SCALARS:
             raise RecordError(f"{where}.dtype: {self.dtype!r}; it must be one of {', '.join(SCALARS)}")
         if self.default is not None and self.dtype == "i32" and not isinstance(self.default, int):
             raise RecordError(f"{where}.default: {self.default!r}; an i32 scalar has an integer default")
+        if self.bounded and self.dtype != "i32":
+            raise RecordError(f"{where}.minimum: only an i32 scalar has bounds")
+        if self.divisor < 1 or not -(2**31) <= self.minimum <= self.maximum < 2**31:
+            raise RecordError(
+                f"{where}: minimum {self.minimum}, maximum {self.maximum}, divisor {self.divisor}; minimum <= maximum,"
+                " both of 32 bits, and the divisor at least 1"
+            )
 
     def to_json(self) -> dict[str, Any]:
         default: Any = self.default
         if isinstance(default, float) and not math.isfinite(default):
             default = str(default)  # JSON has no infinity: "inf", "-inf", "nan"
-        return {"kind": "scalar", "name": self.name, "dtype": self.dtype, "default": default}
+        bounds = {"minimum": self.minimum, "maximum": self.maximum, "divisor": self.divisor}
+        told = {"kind": "scalar", "name": self.name, "dtype": self.dtype, "default": default}
+        return {**told, **(bounds if self.bounded else {})}
 
     @classmethod
     def read(cls, reader: Reader) -> ScalarArgument:
         name, dtype = reader.string("name"), reader.string("dtype", SCALARS)
-        return cls(name, dtype, scalar_from_json(reader.take("default"), reader.path("default")))
+        default = scalar_from_json(reader.take("default"), reader.path("default"))
+        if "minimum" not in reader:
+            return cls(name, dtype, default)
+        bounds = (reader.integer("minimum"), reader.integer("maximum"), reader.integer("divisor"))
+        return cls(name, dtype, default, *bounds)
 
 
-Argument = TensorArgument | ScalarArgument
+@dataclass(frozen=True, slots=True)
+class PeersArgument:
+    """The windows of `count` ranks: memory of one layout on each of as many devices, that every rank can address.
+
+    The caller gives one address for each rank, in the order of ranks. `bytes` is an expression over dims and i32
+    scalars: how large each window is at least. `alignment` is that of each address, in bytes.
+
+    Everything behind the caller knows the windows as tensors without dims, called ``"<name>.<rank>"``.
+    """
+
+    name: str
+    count: int
+    bytes: Expr = 1
+    alignment: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", freeze(self.bytes))
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        """One for each rank."""
+        return tuple(
+            TensorArgument(f"{self.name}.{rank}", PEER, "u8", (), (), alignment=self.alignment)
+            for rank in range(self.count)
+        )
+
+    def check(self, where: str, known: frozenset[str]) -> None:
+        _check_argument_name(self.name, where)
+        if not 1 <= self.count <= MOST_PEERS:
+            raise RecordError(f"{where}.count: {self.count}; there are 1 to {MOST_PEERS} ranks")
+        validate(self.bytes, f"{where}.bytes", known)
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise RecordError(f"{where}.alignment: {self.alignment}; it must be a power of two")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "peers", "name": self.name, "count": self.count, "bytes": thaw(self.bytes),
+            "alignment": self.alignment,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, reader: Reader) -> PeersArgument:
+        return cls(reader.string("name"), reader.integer("count"), reader.expr("bytes"), reader.integer("alignment"))
+
+
+Argument = TensorArgument | ScalarArgument | PeersArgument
+
+
+def tensors_of(arguments: tuple[Argument, ...]) -> tuple[TensorArgument, ...]:
+    """The tensors among `arguments` in order, peers as one for each rank."""
+    found: list[TensorArgument] = []
+    for argument in arguments:
+        if isinstance(argument, TensorArgument):
+            found.append(argument)
+        elif isinstance(argument, PeersArgument):
+            found += argument.tensors
+    return tuple(found)
+
+
+def _check_argument_name(name: str, where: str) -> None:
+    check_name(name, f"{where}.name")
+    if name in RESERVED:
+        raise RecordError(f"{where}.name: {name!r} is reserved; reserved are {', '.join(sorted(RESERVED))}")
 
 
 def scalar_from_json(value: Any, where: str) -> float | int | None:
@@ -182,8 +276,10 @@ def scalar_from_json(value: Any, where: str) -> float | int | None:
 
 def argument_from_json(value: Any, where: str) -> Argument:
     reader = Reader(value, where)
-    kind = reader.string("kind", ("tensor", "scalar"))
-    argument: Argument = TensorArgument.read(reader) if kind == "tensor" else ScalarArgument.read(reader)
+    kinds: dict[str, type[TensorArgument | ScalarArgument | PeersArgument]] = {
+        "tensor": TensorArgument, "scalar": ScalarArgument, "peers": PeersArgument,
+    }  # fmt: skip
+    argument: Argument = kinds[reader.string("kind", tuple(kinds))].read(reader)
     reader.end()
     return argument
 

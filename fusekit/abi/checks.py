@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, TypeVar
 
-from fusekit.abi.arguments import TensorArgument, bare_dims, check_name, shape_dims
+from fusekit.abi.arguments import PeersArgument, TensorArgument, bare_dims, check_name, shape_dims
 from fusekit.abi.codec import integer
 from fusekit.abi.expr import RecordError, validate
 from fusekit.abi.floats import validate_float
@@ -71,14 +71,18 @@ def host_variables(record: LaunchRecord) -> frozenset[str]:
     return frozenset(dim.name for dim in record.dims) | strides
 
 
+def integers_of(record: LaunchRecord) -> frozenset[str]:
+    """The i32 scalars."""
+    return frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
+
+
 def check(record: LaunchRecord) -> None:
     """All but what compilation fills in."""
     if not _ARCH.fullmatch(record.arch):
         raise RecordError(f"arch: {record.arch!r}; it looks like sm_90a")
     _check_signature(record)
     dims = frozenset(dim.name for dim in record.dims)
-    integers = frozenset(scalar.name for scalar in record.scalars if scalar.dtype == "i32")
-    known = host_variables(record) | integers | {"sm_count", "cluster_margin", "active_clusters"}
+    known = host_variables(record) | integers_of(record) | {"sm_count", "cluster_margin", "active_clusters"}
     for name, expr in record.values.items():
         check_name(name, f"values.{name}")
         if name in known or name in {argument.name for argument in record.arguments}:
@@ -123,6 +127,8 @@ def _check_signature(record: LaunchRecord) -> None:
     for index, argument in enumerate(record.arguments):
         if isinstance(argument, TensorArgument):
             argument.check(f"arguments[{index}]", dims)
+        elif isinstance(argument, PeersArgument):
+            argument.check(f"arguments[{index}]", dims | integers_of(record))
         else:
             argument.check(f"arguments[{index}]")
     bare = bare_dims(record.arguments)

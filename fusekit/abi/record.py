@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fusekit.abi.arguments import Argument, Dim, ScalarArgument, TensorArgument, argument_from_json
+from fusekit.abi.arguments import (
+    Argument,
+    Dim,
+    PeersArgument,
+    ScalarArgument,
+    TensorArgument,
+    argument_from_json,
+    tensors_of,
+)
 from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
 from fusekit.abi.codec import Reader, expression, integer, string
 from fusekit.abi.expr import SCHEMA_2_OPERATORS, Expr, RecordError, evaluate, freeze, operators, thaw, variables
@@ -28,11 +36,12 @@ from fusekit.dtypes import DTYPES
 
 __all__ = [
     "SCHEMAS", "Argument", "Constraint", "Dim", "FloatParameter", "IntegerParameter", "LaunchRecord", "LaunchStep",
-    "Parameter", "PointerParameter", "ScalarArgument", "StructParameter", "TensorArgument", "TensorMapParameter",
+    "Parameter", "PeersArgument", "PointerParameter", "ScalarArgument", "StructParameter", "TensorArgument",
+    "TensorMapParameter",
 ]  # fmt: skip
 
 # A record is written in the first of them that can say it.
-SCHEMAS = (1, 2)
+SCHEMAS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,12 @@ class LaunchRecord:
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, TensorArgument))
+        """Those of the arguments, in order; peers are one for each rank."""
+        return tensors_of(self.arguments)
+
+    @property
+    def peers(self) -> tuple[PeersArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
 
     @property
     def scalars(self) -> tuple[ScalarArgument, ...]:
@@ -145,6 +159,8 @@ class LaunchRecord:
     @property
     def schema(self) -> int:
         """The first schema that can say this record."""
+        if self.peers or any(scalar.bounded for scalar in self.scalars):
+            return 3
         if self.values or self.then or any(DTYPES[tensor.dtype].argument > 1 for tensor in self.tensors):
             return 2
         if any(parameter.is_schema_2() for parameter in self.parameters):

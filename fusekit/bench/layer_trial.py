@@ -15,6 +15,7 @@ from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, Made, definitions, g
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import Run, Timing, own_stream, time_launch
 from fusekit.bench.trial import GUARD, Verdict, written_around
+from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.plan.layer import Options
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
@@ -80,6 +81,11 @@ class LayerTrial:
     """Tensors of `layer` for `tokens`, outputs and scratch memory poisoned, with guards around them."""
 
     def __init__(self, library: Library, layer: Layer, tokens: int, seed: int, device: int | None = None) -> None:
+        if layer.options.ranks > 1:
+            raise UsageError(
+                f"{layer.name} is launched by {layer.options.ranks} ranks together and has no trial on one device;"
+                " library.layer(name, ranks=...) launches it"
+            )
         self.layer, self.tokens, self.options = layer, tokens, layer.options
         self.devices = library.devices
         self.device = self.devices.get(self.devices.current() if device is None else device)

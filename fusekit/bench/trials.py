@@ -8,7 +8,7 @@ from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
 from fusekit.plan.operations import EXTERN, OPERATIONS
-from fusekit.plan.tokens import CHECK
+from fusekit.plan.tokens import CHECK, EXCHANGE
 from fusekit.runtime import Kernel, Library
 
 
@@ -29,6 +29,11 @@ def open_trial(
     if operation.family == CHECK:
         raise UsageError(
             f"{kernel.name} launches beside other kernels and has no trial; open_library(checked=True) uses it"
+        )
+    if operation.family == EXCHANGE:
+        raise UsageError(
+            f"{kernel.name} is launched by all ranks together and has no trial on one device; fusekit.exchange makes "
+            "the windows that it needs"
         )
     if operation.token_wise:
         return TokenTrial(library, kernel, rows, seed)

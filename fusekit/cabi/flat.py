@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fusekit.abi import (
+    Argument,
     Expr,
     FloatParameter,
     IntegerParameter,
     LaunchRecord,
+    PeersArgument,
     PointerParameter,
     ScalarArgument,
     TensorArgument,
@@ -132,6 +134,9 @@ class _Writer:
         for item in launch.constraints:
             row = {"expression": self._steps(item.expr), "message": item.message}
             (early if variables(item.expr) <= host else late).append(row)
+        for scalar in launch.scalars:
+            if scalar.bounded:
+                late.append({"expression": self._steps(_beyond(scalar)), "message": f"{scalar.name} {scalar.rule}"})
         strides = itertools.accumulate((tensor.rank for tensor in launch.tensors), initial=self._first[0])
         first = ("first_stride", "first_address", "first_integer", "first_value", "variable_count")
         return {
@@ -143,7 +148,7 @@ class _Writer:
             "dims": [{"name": dim.name, "divisor": dim.divisor, "minimum": dim.minimum, "maximum": dim.maximum}
                      for dim in launch.dims],
             "tensors": [self._tensor(tensor, first) for tensor, first in zip(launch.tensors, strides, strict=False)],
-            "arguments": [self._argument(argument) for argument in launch.arguments],
+            "arguments": [self._argument(each) for argument in launch.arguments for each in _single(argument)],
             "constraints": early, "late_constraints": late,
             "values": [{"expression": self._steps(expr)} for expr in launch.values.values()],
             "skips": [{"dim": self._variables[name]} for name in launch.skip_if_zero],
@@ -230,6 +235,17 @@ class _Writer:
             return [(_CODES["variable"], self._floats.index(str(expr)))]
         (bits,) = struct.unpack("<I", struct.pack("<f", evaluate_float(expr, {})))
         return [(_CODES["push"], bits)]
+
+
+def _single(argument: Argument) -> tuple[TensorArgument | ScalarArgument, ...]:
+    """What the C launcher knows: a window is a tensor without dims."""
+    return argument.tensors if isinstance(argument, PeersArgument) else (argument,)
+
+
+def _beyond(scalar: ScalarArgument) -> Expr:
+    """0 where an i32 keeps to its bounds."""
+    low, high, step = scalar.minimum, scalar.maximum, scalar.divisor
+    return ("max", 0, ("sub", low, scalar.name), ("sub", scalar.name, high), ("mod", scalar.name, step))
 
 
 def _postfix(operator: str, operands: list[Steps]) -> Iterator[tuple[int, int]]:

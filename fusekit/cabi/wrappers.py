@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, render
+from fusekit.abi import Dim, LaunchRecord, PeersArgument, ScalarArgument, TensorArgument, render
 from fusekit.cabi.flat import default_of
 from fusekit.cabi.identifiers import members
 from fusekit.dtypes import DTYPES
@@ -81,7 +81,10 @@ class Wrapper:
         lines += [f"typedef struct {p}_{k}_args {{"]
         lines += [f"    int64_t {self._dim(dim.name)}; /* {_limits(dim)} */" for dim in self._record.dims]
         for argument in self._record.arguments:
-            lines += self._tensor(argument) if isinstance(argument, TensorArgument) else self._scalar(argument)
+            if isinstance(argument, PeersArgument):
+                lines += self._peers(argument)
+            else:
+                lines += self._tensor(argument) if isinstance(argument, TensorArgument) else self._scalar(argument)
         lines += [
             "    int32_t cluster_margin; /* clusters held back for other kernels, from 0 */",
             "    int32_t has_priority;   /* 1: `priority` counts for this launch, 0: the stream's does */",
@@ -112,9 +115,16 @@ class Wrapper:
                 lines.append(f"    int64_t {member}_stride{index}; /* elements, {rule}; 0: compact */")
         return lines
 
+    def _peers(self, peers: PeersArgument) -> list[str]:
+        size, last = _renamed(render(peers.bytes), self._record, self._member), peers.count - 1
+        rule = f"the windows of ranks 0 to {last}, each of {size} bytes, {peers.alignment}-byte aligned"
+        return [f"    void *{self._member[peers.name]}[{peers.count}]; /* {rule} */"]
+
     def _scalar(self, scalar: ScalarArgument) -> list[str]:
         default = default_of(scalar, self._defaults)
         note = "must be set" if default is None else f"default {default}"
+        if scalar.bounded:
+            note = f"{note}; {scalar.rule}"
         return [f"    {DTYPES[scalar.dtype].c} {self._member[scalar.name]}; /* {note} */"]
 
     def _values(self) -> str:
@@ -149,7 +159,8 @@ class Wrapper:
         lines += [f"    values->dims[{n}] = args->{self._dim(dim.name)};" for n, dim in enumerate(record.dims)]
         stride = 0
         for number, tensor in enumerate(record.tensors):
-            member = self._member[tensor.name]
+            name, _, rank = tensor.name.partition(".")
+            member = self._member[name] + (f"[{rank}]" if rank else "")
             lines.append(f"    values->addresses[{number}] = (uint64_t)(uintptr_t)args->{member};")
             for index in range(tensor.rank):
                 if tensor.reads_stride(index):

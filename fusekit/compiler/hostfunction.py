@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument
+from fusekit.abi import Argument, Constraint, Dim, Expr, PeersArgument, ScalarArgument, TensorArgument, tensors_of
 from fusekit.dtypes import DTYPES
 
 
@@ -73,7 +73,12 @@ class Signature:
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, TensorArgument))
+        """Those of the arguments, in order; peers are one for each rank."""
+        return tensors_of(self.arguments)
+
+    @property
+    def peers(self) -> tuple[PeersArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
 
     @property
     def scalars(self) -> tuple[ScalarArgument, ...]:
@@ -114,14 +119,14 @@ class Lifted:
 
 def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> TracePlan:
     """The plan of a kernel that works token by token. operands: of its host function, which takes None for one that
-    `signature` has no tensor of, and then the scalars and the stream. Imports the DSL.
+    `signature` has no tensor of, a tuple of pointers for peers, and then the scalars and the stream. Imports the DSL.
 
     Of the extents that run time gives, H is as divisible as the strides, others are any number.
     """
     import cutlass
     from cuda.bindings.driver import CUstream
     from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
+    from cutlass.cute.runtime import make_fake_tensor, make_ptr
 
     def fake(tensor: TensorArgument) -> Any:
         step = tensor.stride_divisor
@@ -135,11 +140,22 @@ def token_wise(function: Any, operands: Iterable[str], signature: Signature) -> 
         dtype = getattr(cutlass, DTYPES[tensor.dtype].cutlass)
         return make_fake_tensor(dtype, shape, strides, assumed_align=tensor.alignment)
 
-    tensors = {tensor.name: fake(tensor) for tensor in signature.tensors}
+    def windows(peers: PeersArgument) -> tuple[Any, ...]:
+        memory = cute.AddressSpace.gmem
+        return tuple(make_ptr(cutlass.Uint8, 0, memory, assumed_align=peers.alignment) for _ in range(peers.count))
+
+    given: dict[str, Any] = {}
+    hosts: list[HostArgument] = []
+    for argument in signature.arguments:
+        if isinstance(argument, TensorArgument):
+            given[argument.name] = fake(argument)
+            hosts.append(HostTensor(argument.name))
+        elif isinstance(argument, PeersArgument):
+            given[argument.name] = windows(argument)
+            hosts += [HostPointer(tensor.name) for tensor in argument.tensors]
     scalars = [getattr(cutlass, DTYPES[scalar.dtype].cutlass)(1) for scalar in signature.scalars]
-    hosts: tuple[HostArgument, ...] = (
-        *map(HostTensor, tensors),
-        *(HostScalar(scalar.name) for scalar in signature.scalars),
-        HostStream(),
-    )
-    return TracePlan(function, (*map(tensors.get, operands), *scalars, CUstream(0)), hosts, signature)
+    hosts += [*(HostScalar(scalar.name) for scalar in signature.scalars), HostStream()]
+    arguments = (*map(given.get, operands), *scalars, CUstream(0))
+    leaves = [leaf for each in arguments for leaf in (each if isinstance(each, tuple) else (each,))]
+    taken = tuple(leaf for leaf in leaves if leaf is not None)
+    return TracePlan(function, arguments, tuple(hosts), signature, leaves=taken if signature.peers else None)

@@ -96,7 +96,8 @@ class _Sampler:
         """Both sides of every boundary of the record, as far as they can be launched."""
         dims, smallest = self._record.dims, self._smallest
         axes = [Axis(dim.name, smallest[dim.name], _largest(dim), dim.divisor) for dim in dims]
-        axes += [Axis(each.name, -_INT32, _INT32 - 1, 1) for each in self._record.scalars if each.dtype == "i32"]
+        integers = [each for each in self._record.scalars if each.dtype == "i32"]
+        axes += [Axis(each.name, each.minimum, each.maximum, each.divisor) for each in integers]
         axes += [Axis("sm_count", 1, _MOST_MULTIPROCESSORS, 1), Axis("cluster_margin", 0, _INT32 - 1, 1)]
         axes += [Axis("active_clusters", 1, _MOST_CLUSTERS, 1)]
         bases = []
@@ -126,6 +127,9 @@ class _Sampler:
         for scalar in record.scalars:
             if scalar.dtype == "f32":
                 floats[scalar.name] = source.choice((*_SPECIAL_FLOATS, source.gauss(0, 10)))
+            elif scalar.bounded:
+                many = (scalar.maximum - scalar.minimum) // scalar.divisor
+                values[scalar.name] = scalar.minimum + scalar.divisor * _log_uniform(source, many)
             else:
                 values[scalar.name] = source.choice((source.randrange(-_INT32, _INT32), source.randrange(1, 2**16)))
         values |= {name: value for name, value in fixed.items() if name in values}

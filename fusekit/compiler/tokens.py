@@ -6,16 +6,29 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from fusekit.abi import Dim, ScalarArgument, TensorArgument
+from fusekit.abi import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import OUTPUT, ROUTER, SCALAR, TOKENS, Extent, Keys, Operand, TokenOperation
+from fusekit.plan.tokens import (
+    EXCHANGE,
+    INOUT,
+    OUTPUT,
+    PEERS,
+    ROUTER,
+    SCALAR,
+    TOKENS,
+    Extent,
+    Keys,
+    Operand,
+    TokenOperation,
+)
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31
 MOST_ROWS = 2**31 - 2**16  # row, token and choice numbers of a last, partly empty block stay below 2**31
 MOST_COLUMNS = 2**28  # of a row's bytes, an int32 with room for the last piece
 MOST_GROUPS = 65536
+WINDOW_ALIGNMENT = 128
 
 
 def plan(spec: Any) -> TracePlan:
@@ -37,24 +50,31 @@ def signature(spec: Any) -> Signature:
     operands = operation.of(keys)
     shapes = [operand.extents(keys) for operand in operands]
     named = {dim for shape in shapes for dim in shape if isinstance(dim, str)}
-    written = [shape for operand, shape in zip(operands, shapes, strict=True) if operand.role == OUTPUT]
+    written = [shape for operand, shape in zip(operands, shapes, strict=True) if operand.role in (OUTPUT, INOUT)]
+    # What is written for the experts is written without tokens, too, and other ranks wait for one that has none.
+    skips = written and all(shape[0] in ("T", "M") for shape in written)
     return Signature(
         arch=spec.arch,
         arguments=tuple(
-            ScalarArgument(operand.name, operand.dtype)
-            if operand.role == SCALAR
-            else _tensor(operand.name, operand.role, operand.dtype_of(keys), shape, _aligned(operation, operand))
-            for operand, shape in zip(operands, shapes, strict=True)
+            _argument(operation, operand, shape, keys) for operand, shape in zip(operands, shapes, strict=True)
         ),
         dims=tuple(dim for dim in _dims(operation, keys) if dim.name in named),
-        # What is written for the experts is written without tokens, too.
-        skip_if_zero=("T",) if written and all(shape[0] in ("T", "M") for shape in written) else (),
+        constraints=operation.constraints(keys) if operation.constraints else (),
+        skip_if_zero=("T",) if skips and operation.family != EXCHANGE else (),
     )
 
 
 def _aligned(operation: TokenOperation, operand: Operand) -> bool:
     """Whether rows are read or written whole, in accesses of several elements."""
     return operation.family == ROUTER or (operand.shape.split()[1:] in (["X"], ["NX"]) and not operand.sparse)
+
+
+def _argument(operation: TokenOperation, operand: Operand, shape: tuple[Extent, ...], keys: Keys) -> Argument:
+    if operand.role == PEERS:
+        return PeersArgument(operand.name, keys["ranks"], operand.size(keys) if operand.size else 1, WINDOW_ALIGNMENT)
+    if operand.role == SCALAR:
+        return ScalarArgument(operand.name, operand.dtype, None, *(operand.bounds(keys) if operand.bounds else ()))
+    return _tensor(operand.name, operand.role, operand.dtype_of(keys), shape, _aligned(operation, operand))
 
 
 def _tensor(name: str, role: str, dtype: str, shape: tuple[Extent, ...], aligned: bool) -> TensorArgument:
@@ -70,7 +90,7 @@ def _tensor(name: str, role: str, dtype: str, shape: tuple[Extent, ...], aligned
 def _dims(operation: TokenOperation, keys: Keys) -> tuple[Dim, ...]:
     # Where rows have one element, a thread has a choice, and counts t K + k.
     tokens = MOST_TOKENS if operation.family == ROUTER else MOST_ROWS // (1 if operation.wide else keys["topk"] or 1)
-    every = [Dim("T", maximum=tokens), Dim("M", maximum=MOST_ROWS)]
+    every = [Dim("T", maximum=tokens), Dim("M", maximum=MOST_ROWS), Dim("S", maximum=MOST_ROWS)]
     if operation.wide:
         size = DTYPES[keys["dtype"]].bytes
         divisor = VECTOR_BYTES // size

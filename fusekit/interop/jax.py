@@ -51,6 +51,8 @@ def operator(
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
         raise ArgumentError(f"{kernel.name} changes an argument in place, which an array of JAX's does not allow")
+    if record.peers:
+        raise ArgumentError(f"{kernel.name} takes the windows of other ranks, which are no arrays; call it directly")
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
     types = {tensor.name: tensor.dtype for tensor in (*inputs, *outputs)}
@@ -87,6 +89,8 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     ArgumentError for a layer that adds to gradients, and (when called) for arguments that do not fit; and what loading
     the kernels raises.
     """
+    if layer.options.ranks > 1:
+        raise ArgumentError(f"{layer.name} is over {layer.options.ranks} ranks, which JAX is not bound for yet")
     if layer.options.accumulate:
         raise ArgumentError(
             f"{layer.name} adds to its weights' gradients in place (accumulate = true), which arrays of JAX's do not"

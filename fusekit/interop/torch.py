@@ -38,6 +38,10 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
         raise ArgumentError(f"{kernel.name} changes an argument in place; call it directly instead of as an operator")
+    if record.peers:
+        raise ArgumentError(
+            f"{kernel.name} takes the windows of other ranks; call it directly instead of as an operator"
+        )
     inputs = [tensor for tensor in record.tensors if not tensor.written]
     outputs = [tensor for tensor in record.tensors if tensor.written]
     for tensor in outputs:

@@ -41,13 +41,19 @@ class MoE(nn.Module):  # type: ignore[misc]
     parameter is rounded to bf16 by PyTorch, unless the parameter says `grad_dtype = torch.float32`. With `accumulate`
     they are added to the float32 tensor `main_grad` of each weight, which you make and zero, as Megatron does; `.grad`
     stays None for these. Biases of both projections and of the router have a `.grad` in every case.
+
+    group: of torch.distributed, whose processes have the experts of a layer over ranks between them. This module then
+    has the experts of its rank, and takes its share of a checkpoint that has all. A call raises PeerTimeoutError within
+    a second or so after a launch has waited `timeout` milliseconds for another rank.
     """
 
     def __init__(
         self, layer: Layer, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
-        aux_coefficient: float = 0.001,
+        aux_coefficient: float = 0.001, group: Any = None, timeout: int = 60_000,
     ) -> None:  # fmt: skip
         super().__init__()
+        if group is not None:
+            layer = _over(layer, group, timeout)
         self.layer, self.aux_coefficient = layer, aux_coefficient
         self.operator = operator_of(layer)
         known = default_names(layer)
@@ -113,6 +119,21 @@ class MoE(nn.Module):  # type: ignore[misc]
         return [main_grad(_at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
 
 
+def _over(layer: Layer, group: Any, timeout: int) -> Layer:
+    """The layer as the layer of this process's rank. Raises ArgumentError for one of one GPU."""
+    from fusekit.interop.torch_ranks import ranks_of
+    from fusekit.layers.ranked import RankedLayer
+
+    if not isinstance(layer, RankedLayer):
+        raise ArgumentError(
+            f"{layer.name} is a layer of one GPU, which takes no group; say ranks = R in its table, and build it again",
+            argument="group",
+        )
+    made = layer.over(ranks_of(layer.devices, group, timeout=timeout))
+    made.connect(training=False)  # while all ranks are here
+    return made
+
+
 def main_grad(parameter: Any, name: str) -> Any:
     """The tensor that a parameter's gradient is added to. Raises ArgumentError."""
     found = getattr(parameter, "main_grad", None)
@@ -163,7 +184,13 @@ def _at(module: Any, path: str) -> Any:
 
 
 def _join(module: MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Makes one dense projection of the two that a checkpoint may have."""
+    """Makes one dense projection of the two that a checkpoint may have; takes a rank's share of all experts."""
+    options, ranks = module.layer.options, getattr(module.layer, "ranks", None)
+    if ranks is not None:
+        for name in ("w1", "w2", "b1", "b2"):
+            path = prefix + module.names.get(name, "")
+            if path in state and state[path].shape[:1] == (options.experts,):
+                state[path] = state[path][ranks.rank * options.local :][: options.local]
     layout = module.layer.options.glu_layout
     names = ["shared_w1", *(("w1", "b1") if module.layer.options.b_major == "k" else ())]
     for name in names:

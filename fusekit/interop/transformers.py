@@ -56,6 +56,7 @@ class Experts:
         """Whether a layer computes this, and nothing more."""
         return (
             options.kind == "moe"
+            and options.ranks == 1
             and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
             and _said(options.activation) == self.activation
             and all(

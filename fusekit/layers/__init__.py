@@ -9,6 +9,31 @@ No framework is imported: memory is the caller's, tensors and streams are taken 
 count. A pass may be captured in a CUDA graph.
 """
 
-from fusekit.layers.layer import Layer, Pass, Sizes, layers_of
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Layer", "Pass", "Sizes", "layers_of"]
+from fusekit.errors import ArgumentError
+from fusekit.layers.layer import Layer, Pass, Sizes, layers_of, options_of
+
+if TYPE_CHECKING:
+    from fusekit.layers.ranked import RankedLayer
+    from fusekit.runtime import Library
+
+__all__ = ["Layer", "Pass", "Sizes", "layers_of", "open_layer"]
+
+
+def open_layer(
+    library: "Library", name: str, arch: str | None, device: int | None, **over: Any
+) -> "Layer | RankedLayer":
+    """The layer `name`; over: ranks, tokens and rows of one over ranks, None for what is not said."""
+    options = options_of(library, name)
+    if options.ranks > 1:
+        from fusekit.layers.ranked import RankedLayer
+
+        return RankedLayer(library, name, options, arch, device, **over)
+    for key, value in over.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{name} is a layer of one GPU, which takes no {key}; say ranks = R in its table, and build it again",
+                argument=key,
+            )
+    return Layer(library, name, arch, device, options)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
 from fusekit.plan.layer import Buffer, Options, Program, program, stored_options
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import describe, read
@@ -24,12 +24,15 @@ _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass."""
+    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass; of a
+    layer over ranks also each window, which layers of the same size share.
+    """
 
     kept: int
     forward: int
     inference: int
     backward: int
+    windows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def scratch(self) -> int:
@@ -58,9 +61,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A pass for one count of tokens and one set of outputs: kernels, and where each of their buffers lies."""
+    """A pass for one count of tokens and one set of outputs: kernels with their buffers and the window that they store
+    into, and where each buffer lies.
+    """
 
-    steps: tuple[tuple[Kernel, Mapping[str, Buffer]], ...]
+    steps: tuple[tuple[Kernel, Mapping[str, Buffer], str], ...]
     kept: Mapping[str, int]
     kept_bytes: int
     scratch: Mapping[str, int]
@@ -75,9 +80,12 @@ class Layer:
     tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for.
     """
 
-    def __init__(self, library: Library, name: str, arch: str | None = None, device: int | None = None) -> None:
+    def __init__(
+        self, library: Library, name: str, arch: str | None = None, device: int | None = None,
+        options: Options | None = None,
+    ) -> None:  # fmt: skip
         self.name, self._library, self._arch, self._device = name, library, arch, device
-        self.options = _options(library, name)
+        self.options = options or options_of(library, name)
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
         self._plans: dict[Any, _Plan] = {}
@@ -181,6 +189,8 @@ class Layer:
             name = buffer.name
             if name in given and (name in asked or name in self.inputs(which)):
                 return given[name]
+            if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
+                return self._in_window(buffer)
             if name not in made:
                 base, places = ("scratch", plan.scratch) if name in plan.scratch else ("kept", plan.kept)
                 address = memory[base] + places[name]
@@ -188,9 +198,17 @@ class Layer:
             return made[name]
 
         return [
-            (kernel, {argument: tensor(buffer) for argument, buffer in buffers.items()})
-            for kernel, buffers in plan.steps
+            (kernel, {argument: tensor(buffer) for argument, buffer in buffers.items()} | self._together(window))
+            for kernel, buffers, window in plan.steps
         ]
+
+    def _in_window(self, buffer: Buffer) -> Any:
+        """A buffer that lies in a window."""
+        raise NotImplementedError
+
+    def _together(self, window: str) -> dict[str, Any]:
+        """What a launch that stores into `window` is given beside its buffers; "": into none."""
+        return {}
 
     def _known(self, which: str, given: Collection[str]) -> set[str]:
         """The outputs among `given`, of which every one must be an argument. Raises ArgumentError."""
@@ -253,7 +271,8 @@ class Layer:
         steps = []
         for step in self.program.needed(which, asked):
             names = {**step.reads, **step.writes}
-            steps.append((self._kernel(step.part, dims), {each: buffers[name] for each, name in names.items()}))
+            given = {each: buffers[name] for each, name in names.items() if not each.startswith("window.")}
+            steps.append((self._kernel(step.part, dims), given, step.window))
         scratch, scratch_bytes = self.program.scratch(which, asked, dims)
         kept, kept_bytes = self.program.kept(dims)
         return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
@@ -303,7 +322,7 @@ def layers_of(library: Library) -> dict[str, Options]:
     return found
 
 
-def _options(library: Library, name: str) -> Options:
+def options_of(library: Library, name: str) -> Options:
     """What the kernels of a layer say of it. Raises NotBuiltError where there are none."""
     known = {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
     options = stored_options(name, known)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.plan.tokens import CHECK, PERMUTATION, ROUTER, TOKENS
+from fusekit.plan.tokens import CHECK, EXCHANGE, PERMUTATION, ROUTER, TOKENS
 
 GROUP = "fusekit.operations"
 
@@ -42,7 +42,7 @@ class Operation:
     @property
     def token_wise(self) -> bool:
         """Whether the rows of its problem are tokens, T."""
-        return self.family in (ROUTER, PERMUTATION, CHECK)
+        return self.family in (ROUTER, PERMUTATION, EXCHANGE, CHECK)
 
     @property
     def reduces_rows(self) -> bool:

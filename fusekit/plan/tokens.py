@@ -10,20 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fusekit.abi import Constraint, Expr
+from fusekit.plan.exchange import GRAIN, wide, window_bytes
+
 Keys = Mapping[str, Any]
 Extent = int | str | list[Any]
-ROUTER, PERMUTATION, CHECK = "router", "permutation", "check"
-INPUT, OUTPUT, INOUT, SCALAR = "input", "output", "inout", "scalar"
+ROUTER, PERMUTATION, EXCHANGE, CHECK = "router", "permutation", "exchange", "check"
+INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "peers"
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor, or a scalar, which has no shape.
+    """A tensor, or a scalar, or the windows of all ranks; these have no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
     E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
     words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse:
-    whether only the chosen experts' elements of [T, X] are read.
+    whether only the chosen experts' elements of [T, X] are read. bounds: minimum, maximum and divisor of a scalar.
+    size: bytes of a window.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Operand:
     words: str
     when: Callable[[Keys], Any] = bool
     sparse: bool = False
+    bounds: Callable[[Keys], tuple[int, int, int]] | None = None
+    size: Callable[[Keys], Expr] | None = None
 
     def extents(self, keys: Keys) -> tuple[Extent, ...]:
         """The shape: numbers, names of dims, and an expression for TK."""
@@ -48,13 +54,17 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class TokenOperation:
-    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`."""
+    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`.
+
+    constraints: of the launch record.
+    """
 
     name: str
     family: str
     kernel: str
     operands: tuple[Operand, ...]
     long_row: int = 0
+    constraints: Callable[[Keys], tuple[Constraint, ...]] | None = None
 
     @property
     def wide(self) -> bool:
@@ -118,11 +128,43 @@ _ROW_SCALE = "The weight of each row, which the second projection takes as row_s
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
 
+_ADDENDS = (
+    Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
+            lambda keys: keys["addends"] > 0),
+    Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+)  # fmt: skip
+_WINDOW = Operand("window", PEERS, "u8", "", "The window of each rank, in the order of ranks.", size=window_bytes)
+_RANK = Operand("rank", SCALAR, "i32", "", "Which rank this is, from 0.", bounds=lambda keys: (0, keys["ranks"] - 1, 1))
+_EXCHANGED = (
+    _WINDOW,
+    _RANK,
+    Operand("capacity", SCALAR, "i32", "", f"Tokens that a rank may have; a multiple of {GRAIN}, the same on all.",
+            bounds=lambda keys: (GRAIN, 2**31 // (keys["ranks"] * keys["topk"]) // GRAIN * GRAIN - GRAIN, GRAIN)),
+    Operand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
+            bounds=lambda keys: (1, 2**31 - 1, 1)),
+)  # fmt: skip
+_FITS = Constraint(("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
+
+
+def _room(keys: Keys) -> tuple[Constraint, ...]:
+    slots = ("mul", keys["ranks"], "capacity")
+    rule = f"S must be at least {keys['ranks']} times capacity: a place for each token of each rank"
+    return _FITS, Constraint(("max", 0, ("sub", slots, "S")), rule)
+
+
 def _map(role: str) -> tuple[Operand, ...]:
     words = "Which experts each token chose: a byte an expert, or a bit in i32 words, the lowest expert lowest."
     return (
         Operand("routing_map", role, "u8", "T X", words, _bytes),
         Operand("routing_map", role, "i32", "T W", words, _bits),
+    )
+
+
+def _of_rows(operand: Operand) -> tuple[Operand, ...]:
+    """As many elements as choices, or as rows where these are bounded."""
+    return (
+        replace(operand, shape="TK", when=lambda keys: operand.when(keys) and not keys["bounded"]),
+        replace(operand, shape="M", when=lambda keys: operand.when(keys) and keys["bounded"]),
     )
 
 
@@ -229,12 +271,16 @@ _ROWS = (
             _WEIGHTS,
             Operand("offsets", OUTPUT, "i32", "X", "End row of each group, cumulative, without a leading 0;"
                     " rows from the last end on are spare."),
-            Operand("order", OUTPUT, "i32", "TK", "Which choice t K + k each row is."),
+            *_of_rows(Operand("order", OUTPUT, "i32", "", "Which choice t K + k each row is.")),
             Operand("inverse", OUTPUT, "i32", "T K", _ROW),
             Operand("counts", OUTPUT, "i32", "X", "How many choices each expert has.", lambda keys: keys["counts"]),
-            Operand("token", OUTPUT, "i32", "TK", "Which token each row is of, for a GEMM that gathers; -1: no row.",
-                    lambda keys: keys["tokens"]),
-            Operand("row_scale", OUTPUT, "f32", "TK", _ROW_SCALE, lambda keys: keys["weighted"]),
+            *_of_rows(
+                Operand("token", OUTPUT, "i32", "", "Which token each row is of, for a GEMM that gathers; -1: no row.",
+                        lambda keys: keys["tokens"]),
+            ),
+            *_of_rows(Operand("row_scale", OUTPUT, "f32", "", _ROW_SCALE, lambda keys: keys["weighted"])),
+            Operand("most", INOUT, "i32", "1", "Raised to the rows that the choices would have without a bound.",
+                    lambda keys: keys["bounded"]),
         ),
     ),
     TokenOperation(
@@ -271,9 +317,7 @@ _ROWS = (
             Operand("x", INPUT, "dtype", "M H", "The rows in expert order."),
             _INVERSE,
             _WEIGHTS,
-            Operand("addend0", INPUT, "dtype", "T H", "Added to the sum, before it is rounded.",
-                    lambda keys: keys["addends"] > 0),
-            Operand("addend1", INPUT, "dtype", "T H", "Added after addend0.", lambda keys: keys["addends"] > 1),
+            *_ADDENDS,
             Operand("y", OUTPUT, "dtype", "T H", "The sum of each token's rows, times their weights."),
         ),
     ),
@@ -333,6 +377,45 @@ _ROWS = (
             Operand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
             Operand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
         ),
+    ),
+    TokenOperation(
+        "moe-blank",
+        PERMUTATION,
+        "fusekit.kernels.permutation.permute:MoeBlank",
+        (
+            Operand("indices", INPUT, "i32", "T K", "The experts of each token; below 0: no expert."),
+            Operand("rows", INOUT, "dtype", "T H", "The rows of tokens; those of tokens without experts become zeros."),
+        ),
+    ),
+    TokenOperation(
+        "moe-dispatch",
+        EXCHANGE,
+        "fusekit.kernels.exchange.dispatch:MoeDispatch",
+        (
+            Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            _INDICES,
+            replace(_WEIGHTS, when=lambda keys: keys["weighted"]),
+            *_EXCHANGED,
+        ),
+        constraints=lambda keys: (_FITS,),
+    ),
+    TokenOperation(
+        "moe-combine",
+        EXCHANGE,
+        "fusekit.kernels.exchange.combine:MoeCombine",
+        (
+            Operand("x", INPUT, "dtype", "M H", "The rows in expert order.", wide),
+            Operand("inverse", INPUT, "i32", "S K", _ROW, wide),
+            Operand("weights", INPUT, "f32", "S K", "The router's weights.", lambda keys: keys["weighted"]),
+            Operand("grad_weights", INPUT, "f32", "S K", "The gradient of weights.", lambda keys: keys["gradients"]),
+            _INDICES,
+            *_ADDENDS,
+            Operand("y", OUTPUT, "dtype", "T H", "The sum of what the ranks made of each token.", wide),
+            Operand("returned", OUTPUT, "f32", "T K", "grad_weights, from the rank of each choice's expert.",
+                    lambda keys: keys["gradients"]),
+            *_EXCHANGED,
+        ),
+        constraints=_room,
     ),
     TokenOperation(
         "moe-check",

@@ -65,17 +65,19 @@ class Kept:
     z: Array
 
 
-def forward(layer: Layer, x: Array, tensors: Tensors) -> tuple[Array, float, Kept]:
+def forward(
+    layer: Layer, x: Array, tensors: Tensors, choices: tuple[NDArray[np.int64], Array] | None = None
+) -> tuple[Array, float, Kept]:
     """y [T, H], the load-balancing loss (0 without `aux`), and what `backward` takes.
 
     x [T, H]. tensors, by name: router [X, H]; w1 [X, N, H], N = 2I for a gated activation; w2 [X, H, I]; and, each
     optional: router_bias [X], expert_bias [X] (of the choice alone), b1 [X, N], b2 [X, H], shared_w1 [S, H] and
-    shared_w2 [H, J].
+    shared_w2 [H, J]. choices: indices and weights [T, K] in place of the router's.
     """
     logits = x @ tensors["router"].T + tensors.get("router_bias", 0.0)
     given = {"logits": logits, "expert_bias": tensors.get("expert_bias")}
-    indices = router.select(layer.router, given)
-    weights = router.weights(layer.router, given, indices)
+    indices = router.select(layer.router, given) if choices is None else choices[0]
+    weights = router.weights(layer.router, given, indices) if choices is None else choices[1]
     rows = permutation.index(indices, layer.router["experts"])
     token = rows["order"].astype(np.int64) // layer.router["topk"]
     kept = Kept(x, logits, indices, weights, rows["offsets"], token, rows["inverse"], np.empty(0))

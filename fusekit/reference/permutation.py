@@ -32,17 +32,21 @@ BY_TOKEN = {"moe-permute": "x", "moe-permute-bwd": "x", "moe-unpermute-bwd": "gr
 BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-bwd": "x"}
 
 
-def index(indices: Array, experts: int) -> dict[str, Array]:
-    """Of the choices [T, K]: offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K]."""
+def index(indices: Array, experts: int, bound: int | None = None) -> dict[str, Array]:
+    """Of the choices [T, K]: offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K], and the
+    rows that there would be without `bound`, most int32[1]. bound: where rows end; token then has as many elements.
+    """
     flat = np.asarray(indices).reshape(-1).astype(np.int64)
     owned = (flat >= 0) & (flat < experts)
     order = np.argsort(np.where(owned, flat, experts), kind="stable")[: int(owned.sum())]
+    most, order = order.size, order[:bound]
     inverse = np.full(flat.size, -1, dtype=np.int32)
     inverse[order] = np.arange(order.size, dtype=np.int32)
-    token = np.full(flat.size, -1, dtype=np.int32)
+    token = np.full(flat.size if bound is None else bound, -1, dtype=np.int32)
     token[: order.size] = order // max(np.shape(indices)[1], 1)
-    offsets = np.cumsum(np.bincount(flat[owned], minlength=experts)[:experts])
+    offsets = np.minimum(np.cumsum(np.bincount(flat[owned], minlength=experts)[:experts]), order.size)
     return {
+        "most": np.array([most], np.int32),
         "offsets": offsets.astype(np.int32),
         "order": order.astype(np.int32),
         "inverse": inverse.reshape(np.shape(indices)),
@@ -87,9 +91,9 @@ def by_choice(inputs: Mapping[str, Any]) -> Array:
     return np.where(there, made, 0)
 
 
-def by_expert(indices: Array, weights: Array, experts: int) -> Array:
-    """float32 [T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
-    made = np.zeros((len(indices), experts), np.float32)
+def by_expert(indices: Array, weights: Array, experts: int, dtype: Any = np.float32) -> Array:
+    """[T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
+    made = np.zeros((len(indices), experts), dtype)
     for k in range(indices.shape[1]):
         token = np.flatnonzero((indices[:, k] >= 0) & (indices[:, k] < experts))
         made[token, indices[token, k]] = weights[token, k]
@@ -156,6 +160,8 @@ def permutation_inputs(
             return bits((rows, H), "bf16", seed + number)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
+    if keys["op"] == "moe-blank":
+        return {"indices": np.where(rng.random((T, 1)) < 0.5, -1, indices).astype(np.int32)}  # half have none
     inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
@@ -176,6 +182,11 @@ def permutation_check(
     keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), inputs, outputs)
+    if keys["op"] == "moe-blank":
+        none, rows = (inputs["indices"] < 0).all(axis=1), outputs["rows"]
+        wrong = [(int((rows[none] != 0).any(axis=1).sum()), "are not zeros")]
+        wrong.append((int((~poisoned(rows[~none])).any(axis=1).sum()), "of tokens with experts were written to"))
+        return [], [f"rows: {count} {what}" for count, what in wrong if count]
     if keys["op"] == "moe-weights-bwd":
         return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
     if keys["op"] == "moe-probs":
@@ -218,7 +229,7 @@ def _check_index(want: dict[str, Array], inputs: Mapping[str, Any], outputs: Map
     want = want | {"counts": np.diff(want["offsets"], prepend=0)}
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse", "counts", "token")
+        for name in ("offsets", "inverse", "counts", "token", "most")
         if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size

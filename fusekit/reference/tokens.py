@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fusekit.plan.tokens import INPUT, SCALAR, TOKENS, Operand
+from fusekit.plan.tokens import INPUT, PEERS, SCALAR, TOKENS, Operand
 
 if TYPE_CHECKING:
     from fusekit.spec import PermutationSpec, RouterSpec
@@ -24,7 +24,7 @@ def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tu
     """
     sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H}
     for operand in TOKENS[keys["op"]].of(keys):
-        if operand.role != SCALAR:
+        if operand.role not in (SCALAR, PEERS):
             extents = (T * each[1] if isinstance(each, list) else each for each in operand.extents(keys))
             shape = tuple(sizes[each] if isinstance(each, str) else each for each in extents)
             yield operand, shape, operand.dtype_of(keys)

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.abi import Expr, LaunchRecord, ScalarArgument, TensorArgument, evaluate, render, variables
+from fusekit.abi import (
+    Expr,
+    LaunchRecord,
+    PeersArgument,
+    ScalarArgument,
+    TensorArgument,
+    evaluate,
+    render,
+    variables,
+)
 from fusekit.errors import ArgumentError
 from fusekit.runtime.tensors import View, compact_strides
 
@@ -31,7 +40,7 @@ class Bound:
 
 def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[str, Any], kernel: str) -> None:
     """Raises ArgumentError for an argument that `record` does not have, or one that is missing and has no default."""
-    names = set(given)
+    names = {name.partition(".")[0] for name in given}  # one of peers is called `window.0`
     known = [argument.name for argument in record.arguments]
     for name in sorted(names - set(known)):
         import difflib
@@ -47,6 +56,11 @@ def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[st
         if isinstance(argument, TensorArgument):
             raise ArgumentError(
                 f"{argument.name} is missing; {kernel} needs the {argument.role} {signature(argument)}",
+                argument=argument.name,
+            )
+        if isinstance(argument, PeersArgument):
+            raise ArgumentError(
+                f"{argument.name} is missing; {kernel} needs the windows of {argument.count} ranks, in their order",
                 argument=argument.name,
             )
         if defaults.get(argument.name, argument.default) is None:
@@ -73,6 +87,8 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
             f"{argument.name} is {value!r}, a {type(value).__name__}; it must be an {argument.dtype} {kind}",
             argument=argument.name,
         ) from None
+    if argument.bounded and not argument.allows(int(number)):
+        raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
     limit = 2.0**128 if argument.dtype == "f32" else 2.0**31
     if math.isfinite(number) and not -limit <= number < limit:
         raise ArgumentError(

@@ -18,6 +18,7 @@ from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.launch import Launch, Launches, launch, launch_all
 from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
+from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import Meta, describe, read
 from fusekit.runtime.workspace import Scratch, Workspaces
@@ -51,6 +52,7 @@ class Kernel:
         self._driver = devices.driver
         self._tensors = tuple(tensor.name for tensor in record.tensors)
         self._scalars = record.scalars
+        self._peers = bool(record.peers)
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
         self._scalar_defaults = tuple(_default(scalar, self.defaults) for scalar in record.scalars)
         # One list for every call that gives no scalar: by its identity a block knows that it holds them already.
@@ -125,6 +127,8 @@ class Kernel:
         self, arguments: dict[str, Any], cluster_margin: int | None, priority: int | None
     ) -> tuple[Plan, list[int], _Scalars]:
         """The plan for these arguments, the tensors' addresses, the scalars. The launch path: it only picks up."""
+        if self._peers:
+            arguments = self.spread(arguments)
         addresses: list[int] = []
         key: list[Any] = [cluster_margin, priority]
         try:
@@ -149,6 +153,10 @@ class Kernel:
                 self._plans.clear()
             self._plans[signature] = plan
         return plan, addresses, scalars
+
+    def spread(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """`arguments` by the names of the record's tensors and scalars."""
+        return spread(self.record, arguments, self._driver, self.name) if self._peers else arguments
 
     def _read(self, arguments: dict[str, Any]) -> tuple[list[int], list[Meta]]:
         addresses: list[int] = []
@@ -183,10 +191,13 @@ class Kernel:
 
     def _made_plan(self, metas: list[Any], margin: int | None, priority: int | None, scalars: _Scalars) -> Plan:
         views = [describe(meta, name) for meta, name in zip(metas, self._tensors, strict=True)]
+        given, views = views, placed(self.record, views) if self._peers else views
         bound = bind(self.record, views)
         settings = Settings(self.margin if margin is None else check_margin(margin), check_priority(priority))
         loaded = self._prepare(self._devices.get(self.device if bound.device < 0 else bound.device))
         integers = {self._scalars[index].name: int(scalars[index]) for index in self._integers}
+        if self._peers:
+            check_windows(self.record, given, {**bound.env, **integers})
         overlaps = pairs(self.record, views, bound)
         plan, *then = (
             Plan(self._driver, record, each, bound, overlaps, settings, integers)

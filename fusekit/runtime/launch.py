@@ -34,6 +34,7 @@ class Launch:
         self._bind(dict(arguments))
 
     def _bind(self, arguments: dict[str, Any]) -> None:
+        arguments = self.kernel.spread(arguments)
         plan, addresses, scalars = self.kernel._resolve(arguments, *self._settings)
         block = None
         if not plan.skip:

@@ -15,6 +15,7 @@ from fusekit.runtime.wake import Waking
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
+    from fusekit.exchange import Ranks
     from fusekit.layers import Layer
     from fusekit.plan.layer import Options
     from fusekit.runtime.checked import Checks, OffsetsProblem
@@ -78,14 +79,18 @@ class Library:
             if waking is not None:
                 waking.wait()
 
-    def layer(self, name: str, arch: str | None = None, device: int | None = None) -> Layer:
+    def layer(
+        self, name: str, arch: str | None = None, device: int | None = None, *, ranks: Ranks | None = None,
+        tokens: int | None = None, rows: int | None = None,
+    ) -> Layer:  # fmt: skip
         """The layer `name`, as `file/layer`; arch and device as for `load`. Loads no kernel yet.
 
-        Raises NotBuiltError where the stores have no kernel of it.
+        ranks, tokens, rows: of a layer over ranks, whose device is the rank's; see fusekit.layers.ranked. Raises
+        NotBuiltError where the stores have no kernel of it, ArgumentError.
         """
-        from fusekit.layers import Layer
+        from fusekit.layers import open_layer
 
-        return Layer(self, name, arch, device)
+        return open_layer(self, name, arch, device, ranks=ranks, tokens=tokens, rows=rows)
 
     def layers(self) -> dict[str, Options]:
         """What the stores have of layers: the options of each by name."""

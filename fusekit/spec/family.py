@@ -9,6 +9,8 @@ from fusekit.errors import SpecError
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import provided
 from fusekit.plan.tiles import default_mainloop
+from fusekit.spec.exchange import EXCHANGE_KEYS, EXCHANGE_OPS, ExchangeSpec, broken_exchange_rules
+from fusekit.spec.exchange import make as make_exchange
 from fusekit.spec.extern import EXTERN, EXTERN_KEYS, ExternSpec, broken_extern_rules
 from fusekit.spec.extern import make as make_extern
 from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
@@ -22,6 +24,7 @@ from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
 
 __all__ = [
+    "ExchangeSpec",
     "ExternSpec",
     "Family",
     "PermutationSpec",
@@ -34,8 +37,8 @@ __all__ = [
     "layer_of",
 ]
 
-Spec = KernelSpec | RouterSpec | PermutationSpec | ExternSpec
-ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, EXTERN)
+Spec = KernelSpec | RouterSpec | PermutationSpec | ExchangeSpec | ExternSpec
+ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, *EXCHANGE_OPS, EXTERN)
 OP_DOC = "The operation."
 ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 
@@ -81,8 +84,12 @@ def families() -> tuple[Family, ...]:
         Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_permutation, broken_permutation_rules)
         for op, keys in PERMUTATION_KEYS.items()
     )
+    exchanges = (
+        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_exchange, broken_exchange_rules)
+        for op, keys in EXCHANGE_KEYS.items()
+    )
     extern = Family((EXTERN,), _with_op(EXTERN_KEYS), ("arch", "sweep"), make_extern, broken_extern_rules)
-    return (gemm, *routers, *permutations, extern)
+    return (gemm, *routers, *permutations, *exchanges, extern)
 
 
 def family_of(op: Any) -> Family:

@@ -13,7 +13,7 @@ from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenPr
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
+WEIGHTS_BACKWARD, PROBS, BLANK = "moe-weights-bwd", "moe-probs", "moe-blank"
 SPLIT, SUM = "router-split", "router-sum"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
@@ -50,6 +50,13 @@ PERMUTATION_KEYS = {
         Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
         Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
+        Key(
+            "bounded",
+            "bool",
+            "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
+            "lie beyond has none.",
+            default=False,
+        ),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
         PROBLEM,
     ),
@@ -96,6 +103,7 @@ PERMUTATION_KEYS = {
         _WARPS,
         PROBLEM,
     ),
+    BLANK: _ROWS,
     CHECK: (
         NAME,
         SUMMARY,
@@ -133,6 +141,7 @@ class PermutationSpec(TokenSpec):
     addend: bool = False
     counts: bool = False
     tokens: bool = False
+    bounded: bool = False
     addends: int = 0
     terms: int = 0
     bias: bool = False
@@ -161,6 +170,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         found.append(("scaled", True, rule))
+    if spec.bounded and not spec.tokens:
+        found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     if not 0 <= spec.addends <= MOST_ADDENDS:
         found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     if spec.terms > MOST_TERMS:

@@ -6,14 +6,17 @@ import json
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusekit.bench import layer_trial
+from fusekit.bench.layer_trial import LayerTrial
 from fusekit.bench.pinned import main as bench_pinned
 from fusekit.choice.tuning import Tuning
+from fusekit.errors import UsageError
 from fusekit.plan.layer import program
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import open_library
@@ -290,3 +293,9 @@ def test_options_of_kernels_are_refused(rig: Rig, tmp_path: Path, monkeypatch: A
         assert main(["run", layer, *line]) == 2
         assert "is a layer, which takes no --cluster-margin and no --set" in capsys.readouterr().err
     assert layer_stand_in.MS
+
+
+def test_a_layer_over_ranks_has_no_trial():
+    layer = SimpleNamespace(name="ranked/moe", options=SimpleNamespace(ranks=2))
+    with pytest.raises(UsageError, match=r"ranked/moe is launched by 2 ranks together and has no trial on one device"):
+        LayerTrial(None, layer, 10, 1)

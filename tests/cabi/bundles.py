@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int32
 from pathlib import Path
 from typing import Any
 
-from fusekit.abi import TensorArgument, evaluate
+from fusekit.abi import PeersArgument, TensorArgument, evaluate
 from fusekit.cabi import Exported
 from fusekit.cabi.member import export_bundle
 from fusekit.dtypes import DTYPES
@@ -176,6 +176,10 @@ class BundleLauncher:
                 tensors.append(
                     tensor(argument.name, values[f"{argument.name}.address"], argument.dtype, shape, strides)
                 )
+            elif isinstance(argument, PeersArgument):
+                tensors += [
+                    tensor(each.name, values[f"{each.name}.address"], "u8", [], []) for each in argument.tensors
+                ]
             elif argument.name in values:
                 scalars[argument.name] = values[argument.name]
         given = {"has_cluster_margin": 1, "cluster_margin": values.get("cluster_margin", 0), **extra}

@@ -113,7 +113,7 @@ static void launch_all(const demo_kernel *kernel) {
     for (index = 0; index < record->argument_count; ++index)
         if (kernel->arguments[index].rank < 0 && count < FK_MOST_SCALARS) {
             scalars[count].name = kernel->arguments[index].name;
-            scalars[count++].value = 1;
+            scalars[count++].value = kernel->arguments[index].has_default ? kernel->arguments[index].default_value : 1;
         }
     arguments.tensors = tensors, arguments.tensor_count = (int)record->tensor_count;
     arguments.scalars = scalars, arguments.scalar_count = count;

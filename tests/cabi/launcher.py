@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fusekit.abi import LaunchRecord, TensorArgument
+from fusekit.abi import LaunchRecord, PeersArgument, TensorArgument
 from fusekit.abi.record import Parameter
 from fusekit.cabi import Exported, generate
 from fusekit.cabi.identifiers import kernel_identifiers, members
@@ -102,6 +102,8 @@ class Launcher:
             if isinstance(argument, TensorArgument):
                 free = [index for index in range(argument.rank) if argument.reads_stride(index)]
                 fields += [(member, c_void_p), *((f"{member}_stride{index}", c_int64) for index in free)]
+            elif isinstance(argument, PeersArgument):
+                fields.append((member, c_void_p * argument.count))
             else:
                 fields.append((member, c_float if argument.dtype == "f32" else c_int32))
         return [*fields, ("cluster_margin", c_int32), ("has_priority", c_int32), ("priority", c_int32)]
@@ -140,6 +142,9 @@ class Launcher:
                 for index in range(argument.rank):
                     if argument.reads_stride(index):
                         setattr(args, f"{member}_stride{index}", values[argument.stride_variable(index)])
+            elif isinstance(argument, PeersArgument):
+                windows = (values[f"{tensor.name}.address"] for tensor in argument.tensors)
+                setattr(args, member, (c_void_p * argument.count)(*windows))
             elif argument.name in floats:
                 setattr(args, member, floats[argument.name])
             elif argument.name in values:

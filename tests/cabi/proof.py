@@ -15,6 +15,7 @@ from typing import Any
 from fusekit.abi import (
     FloatParameter,
     LaunchRecord,
+    PeersArgument,
     PointerParameter,
     RecordError,
     TensorArgument,
@@ -105,6 +106,8 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
             given[argument.name] = Torchlike(
                 shape, TORCH.get(argument.dtype, argument.dtype), values[f"{argument.name}.address"], strides
             )
+        elif isinstance(argument, PeersArgument):
+            given[argument.name] = [values[f"{tensor.name}.address"] for tensor in argument.tensors]
         elif argument.name in values:
             given[argument.name] = values[argument.name]
     try:
@@ -147,12 +150,15 @@ def damaged(record: LaunchRecord, arguments: ArgumentSet, source: random.Random)
     names += [tensor.stride_variable(i) for tensor in record.tensors for i in range(tensor.rank)
               if tensor.reads_stride(i)]  # fmt: skip
     names += [f"{tensor.name}.address" for tensor in record.tensors]
+    names += [scalar.name for scalar in record.scalars if scalar.bounded]
     name = source.choice(names)
     if name.endswith(".address"):
         other = values[f"{source.choice(record.tensors).name}.address"]
         values[name] = source.choice([0, values[name] + 1, values[name] + 8, other, other + 64])
     elif "." in name:
         values[name] = source.choice([1, 8, 16, values[name] + 1, values[name] + 8, -8, 2**41, 2**54])
+    elif name in {scalar.name for scalar in record.scalars}:
+        values[name] = source.choice([-(2**31), -1, 0, 1, values[name] + 1, 2**31 - 1])
     elif name == "cluster_margin":
         values[name] = source.choice([-1, 0, 2**31 - 1])
     else:

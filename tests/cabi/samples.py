@@ -16,6 +16,7 @@ from fusekit.abi import (
     IntegerParameter,
     LaunchRecord,
     LaunchStep,
+    PeersArgument,
     PointerParameter,
     ScalarArgument,
     StructParameter,
@@ -60,11 +61,29 @@ def samples() -> list[Exported]:
         attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
                     "non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
+    exported.append(Exported("sample/peers@1", complete(peers()), CUBIN, {"timeout": 1000}))
     exported += [
         Exported(f"sample/{name}@1", complete(made), CUBIN, {})
         for name, made in (("expressions", expressions()), ("schema-2", schema_2()))
     ]
     return [*exported, Exported("sample/every-field@1", complete(everything), CUBIN, {"cluster_margin": 4})]
+
+
+def peers() -> LaunchRecord:
+    """The windows of three ranks, and integers within bounds."""
+    base = record()
+    windows = PeersArgument("window", 3, ("mul", "capacity", ("mul", 2, "K")), 128)
+    scalars = (
+        ScalarArgument("rank", "i32", 1, 0, 2), ScalarArgument("capacity", "i32", 1024, 128, 2**20, 128),
+        ScalarArgument("timeout", "i32", 5, 1, 2**31 - 1),
+    )  # fmt: skip
+    addresses = (PointerParameter(f"window_{rank}", f"window.{rank}", shift=16 * rank) for rank in range(3))
+    return replace(
+        base,
+        arguments=(*base.arguments, windows, *scalars),
+        parameters=(*base.parameters, *addresses, *(IntegerParameter(f"{s.name}_", "i32", s.name) for s in scalars)),
+        constraints=(*base.constraints, Constraint(("max", 0, ("sub", "M", ("mul", 64, "capacity"))), "too many rows")),
+    )
 
 
 def random_expression(source: random.Random, depth: int) -> Any:

@@ -210,3 +210,14 @@ def test_a_build_says_what_a_layer_needs(fusekit, tmp_path):
     assert fusekit("build", "small.toml/fc", "--dry-run", "--json").json["layers"] == []
     explained = fusekit("explain", "small.toml/moe.index", "--json").json
     assert (explained["name"].partition("@")[0], explained["status"]) == ("small/moe.index", "miss")
+
+
+def test_show_says_what_the_windows_of_ranks_take(fusekit):
+    o = options(file="ranked", tokens=1000, ranks=2)
+    publish(fusekit.root, o)
+    memory = fusekit("show", "ranked/moe", "--json").json["memory"]
+    layer = Library(Store(fusekit.root)).layer("ranked/moe")
+    sizes = layer.sizes(1000)
+    assert (memory["kept"], memory["windows"]) == (sizes.kept, sizes.windows) and len(sizes.windows) == 4
+    lines = fusekit("show", "ranked/moe").out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  window ")] == [*sizes.windows]

@@ -220,6 +220,7 @@ NO_SOURCE = {
     "fusekit.compiler.hostcall": "for the proof",
     "fusekit.compiler.samples": "for the proof",
     "fusekit.abi.tensormap": "for the proof",
+    "fusekit.plan.exchange": "the window of a rank: kernels that have one import it, and their keys hold it",
     "fusekit.plan.tokens": "facts of operations that work token by token: a spec has its own",
     "fusekit.spec.keys": "how a file is read: what comes of it stands in the spec",
     "fusekit.plan.tiles": "which specs are refused",
@@ -273,7 +274,7 @@ def test_what_calls_the_compiler_is_an_input_of_every_kernel():
             root
         ).keys()
         assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= closure(root).keys()
-    for file in ("permutation", "router"):
+    for file in ("permutation", "router", "exchange"):
         for spec in find([file]):
             followed = Sources().closure(roots_of(spec))
             assert sum(name.startswith(f"kernels/{file}/") for name in followed) > 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.abi import TensorArgument
+from fusekit.abi import PeersArgument, TensorArgument
 from fusekit.compiler.families import plan
 from fusekit.reference.layouts import gate_columns
 from fusekit.spec import parse_text
@@ -41,7 +41,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "router-aux-score-bwd": [SCORES],
     "moe-aux-loss": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
     "moe-aux-loss-bwd": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
-    "moe-index": ["experts = 16\ntopk = 2\ncounts = true\ntokens = true\nweighted = true\n"],
+    "moe-index": ["experts = 16\ntopk = 2\ncounts = true\ntokens = true\nweighted = true\nbounded = true\n"],
     "moe-permute": ["topk = 2\nweighted = true\n", "topk = 2\nscaled = true\n"],
     "moe-permute-bwd": ["topk = 2\n"],
     "moe-unpermute": ["topk = 2\nweighted = true\naddends = 2\n"],
@@ -50,6 +50,9 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-probs": ["experts = 16\ntopk = 2\n"],
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
+    "moe-blank": ["topk = 2\n"],
+    "moe-dispatch": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
+    "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
     "moe-check": [""],
 }
 
@@ -88,8 +91,10 @@ def test_a_section_has_the_arguments_of_its_launches(op):
         for argument in signature.arguments:
             role, dtype, what = rows[argument.name]
             seen.add(argument.name)
-            assert (argument.role if isinstance(argument, TensorArgument) else "scalar") in role.split(" or ")
-            assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
+            kind = "peers" if isinstance(argument, PeersArgument) else "scalar"
+            assert (argument.role if isinstance(argument, TensorArgument) else kind) in role.split(" or ")
+            if kind != "peers":
+                assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
             assert what == OPERANDS[op][argument.name]
     assert set(rows) == seen, "a row for an argument that no launch has"
     assert seen <= set(OPERANDS[op])

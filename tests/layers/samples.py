@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
+from fusekit.abi import Dim, LaunchRecord, PeersArgument, PointerParameter, ScalarArgument, TensorArgument, tensors_of
 from fusekit.config import Config
 from fusekit.plan.layer import Options, program
 from fusekit.plan.operations import GEMM, OPERATIONS
@@ -23,6 +23,7 @@ def records(options: Options) -> dict[str, LaunchRecord]:
     for steps in made.steps.values():
         for step in steps:
             names = {**step.reads, **step.writes}
+            names = {name: buffer for name, buffer in names.items() if not name.startswith("window.")}
             arguments, dims, seen = [], [], set()
             for name, buffer in sorted(names.items()):
                 each = made.buffers[buffer]
@@ -35,7 +36,15 @@ def records(options: Options) -> dict[str, LaunchRecord]:
                 strides = (*(f"{name}.stride{index}" for index in range(len(shape) - 1)), 1)
                 role = "output" if name in step.writes else "input"
                 arguments.append(TensorArgument(name, role, each.dtype, tuple(shape), strides))
-            parameters = [PointerParameter(each.name, each.name, 8 * index) for index, each in enumerate(arguments)]
+            if step.window:
+                arguments.append(PeersArgument("window", options.ranks, 1, 128))
+            pointers = tensors_of(arguments)
+            parameters = [
+                PointerParameter(each.name.replace(".", "_"), each.name, 8 * index)
+                for index, each in enumerate(pointers)
+            ]
+            if step.window:
+                arguments += [ScalarArgument(each, "i32", None) for each in ("rank", "capacity", "timeout")]
             found[step.part] = LaunchRecord(
                 symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments), dims=tuple(dims),
                 constraints=(), parameters=tuple(parameters), grid=(1, 1, 1), block=(128, 1, 1), cluster=(1, 1, 1),

@@ -85,14 +85,16 @@ def topk_bwd(keys, given, dims):
 
 
 def index(keys, given, dims):
-    made = permutation.index(given["indices"], keys["experts"])
-    order = np.full(dims["M"], -1)
+    bound = dims["M"] if keys.get("bounded") else None
+    made = permutation.index(given["indices"], keys["experts"], bound)
+    order = np.full(np.size(given["indices"]) if bound is None else bound, -1)
     order[: len(made["order"])] = made["order"]
-    scale = np.full(dims["M"], np.nan)
+    scale = np.full(len(order), np.nan)
     if keys.get("weighted"):
         scale[order >= 0] = given["weights"].reshape(-1)[order[order >= 0]]
     counts = np.diff(made["offsets"], prepend=0)
-    return {**made, "order": order, "row_scale": scale, "counts": counts}
+    most = np.maximum(made["most"], given.get("most", 0))
+    return {**made, "order": order, "row_scale": scale, "counts": counts, "most": most}
 
 
 def permute(keys, given, dims):
@@ -122,10 +124,12 @@ def weights_bwd(keys, given, dims):
     return {"grad_weights": made}
 
 
+def blank(keys, given, dims):
+    return {"rows": np.where((given["indices"] >= 0).any(axis=1)[:, None], given["rows"], 0.0)}
+
+
 def probs(keys, given, dims):
-    made = np.zeros((dims["T"], keys["experts"]))
-    np.put_along_axis(made, given["indices"], given["weights"], axis=1)
-    return {"probs": made}
+    return {"probs": permutation.by_expert(given["indices"], given["weights"], keys["experts"], np.float64)}
 
 
 def split(keys, given, dims):
@@ -175,5 +179,5 @@ OPERATIONS = {
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
     "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "router-aux-score": aux_score,
     "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
-    "router-split": split, "router-sum": summed,
+    "router-split": split, "router-sum": summed, "moe-blank": blank,
 }  # fmt: skip

@@ -32,6 +32,15 @@ def test_rows_are_stable_and_nobodys_choices_have_none():
     assert made["inverse"].tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
 
 
+def test_rows_end_at_a_bound():
+    indices = np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32)
+    whole, made = permutation.index(indices, 3), permutation.index(indices, 3, bound=4)
+    assert made["most"] == whole["most"] == [6] and made["offsets"].tolist() == [3, 3, 4]
+    assert made["order"].tolist() == whole["order"][:4].tolist() and made["token"].tolist() == [0, 2, 3, 0]
+    assert np.array_equal(made["inverse"], np.where(whole["inverse"] < 4, whole["inverse"], -1))
+    assert permutation.index(indices, 3, bound=9)["token"].tolist() == [*whole["token"][:6], -1, -1, -1]
+
+
 def test_permute_and_unpermute_are_transposed():
     """<permute(x), y> = <x, unpermute(y)>: each is the other's backward."""
     rng = np.random.default_rng(0)
@@ -73,6 +82,7 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
         ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
+        ("moe-blank", {}), ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -189,6 +199,22 @@ def test_what_is_exact_passes(op, keys, tokens):
     else:
         outputs = {"grad_weights": permutation.by_choice(inputs)}
     assert permutation_check(spec, inputs, outputs) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_only_rows_without_experts_are_blanked(dtype):
+    spec = spec_of("moe-blank", dtype=dtype)
+    inputs = permutation_inputs(spec, T=50, H=16, seed=4)
+    none = (inputs["indices"] < 0).all(axis=1)
+    (shape, kind) = token_output_shapes(spec, T=50, H=16)["rows"]
+    rows = np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[kind]).itemsize, TYPES[kind]).reshape(shape)
+    right = np.where(none[:, None], 0, rows).astype(rows.dtype)
+    right.view(np.uint8)[~none] = 0xFF
+    assert 0 < none.sum() < 50 and permutation_check(spec, inputs, {"rows": right}) == ([], [])
+    right[~none] = 0
+    assert permutation_check(spec, inputs, {"rows": right})[1] == [
+        f"rows: {(~none).sum()} of tokens with experts were written to"
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -8,10 +8,12 @@ import pytest
 
 from fusekit.plan.layer import layer_keys, program
 from fusekit.plan.layer.options import ROUTER_KEYS
+from fusekit.plan.layer.ranks import room, window_sizes
 from fusekit.spec import parse_file
 from fusekit.spec.keys import ACTIVATION_KEYS
 from fusekit.spec.model import DTYPES
 from tests.plan.test_layer_program import CASES, options
+from tests.plan.test_layer_ranks import LAYERS, over
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "fusekit" / "layers" / "layers.md").read_text()
@@ -32,7 +34,7 @@ def test_the_example_is_the_program():
 
 
 def test_the_declaration_can_be_read(tmp_path):
-    (table,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    table, *_ = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "model.toml").write_text(f"schema = 1\n{table}")
     layer = parse_file(tmp_path / "model.toml")[0].layer
     assert {**layer.canonical(), "file": ""} == {
@@ -55,3 +57,20 @@ def test_the_memory_is_what_the_page_says(name):
         want += 2 * tokens * o.sides * o.shared * stays + 4 * o.experts * o.router["aux_loss"]
     kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
     assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_memory_of_a_rank_is_what_the_page_says(name):
+    o, tokens = over(2, name, dtype="bf16"), 1000
+    made = program(o).within(room(o, tokens, 5000))
+    rows, slots, given = 5000, 2048, o.router["input"]
+    want = 2 * rows * o.sides * o.intermediate * (o.keep == "z") + 4 * rows + 4 * rows * (o.router["scale"] != "input")
+    want += 4 * slots * o.topk + 4 * o.local + 4 * tokens * o.experts * (given == "x")
+    want += 8 * tokens * o.topk * (given != "choices") + 4 * o.experts * o.router["aux_loss"]
+    want += 2 * tokens * o.sides * o.shared * (o.keep == "z")
+    kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
+    assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
+    sizes, row, choices = window_sizes(made, o), 2 * slots * o.hidden, 4 * slots * o.topk
+    beside = {each: sizes[each] - (row * (each != "returned") + choices * count) for each, count in
+              (("sent", 2), ("grads", 2), ("sums", 0), ("returned", 1))}  # fmt: skip
+    assert all(0 < each < 2048 for each in beside.values())  # the header and the flags

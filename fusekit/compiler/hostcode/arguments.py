@@ -98,7 +98,7 @@ def ranges(signature: Signature | LaunchRecord) -> dict[str, Range]:
         known[dim.name] = Range(least, dim.maximum, dim.divisor)
     for scalar in signature.scalars:
         if scalar.dtype == "i32":
-            known[scalar.name] = Range(-_INT32, _INT32 - 1)
+            known[scalar.name] = Range(scalar.minimum, scalar.maximum, scalar.divisor)
     for tensor in signature.tensors:
         known[f"{tensor.name}.address"] = Range(0, (1 << ADDRESS_BITS) - 1, tensor.alignment)
         for index in range(tensor.rank):

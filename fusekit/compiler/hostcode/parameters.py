@@ -127,7 +127,7 @@ class Parameters:
         argument, shift = self._base(term, call)
         self.terms.append(shift)
         return lambda writer, names: PointerParameter(
-            _name(f"{argument}_pointer", names), argument, offset, shift=writer.write(shift)
+            _name(f"{argument.replace('.', '_')}_pointer", names), argument, offset, shift=writer.write(shift)
         )
 
     def _within(self, term: Term, bits: int, cut: bool) -> Term:

@@ -6,7 +6,8 @@ it twice. First it counts the cluster's own experts, and all experts before them
 other, which gives every warp the first row of its choices of every expert. Then it numbers them. No cluster waits for
 another one, and no order of execution shows in the result.
 
-A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier.
+A choice outside [0, experts) belongs to nobody: its inverse is -1, and the rows end earlier. So it is with a choice
+whose row would lie beyond the bound of a bounded order.
 """
 
 from typing import NamedTuple
@@ -26,24 +27,26 @@ MOST_CLUSTERS = 16  # so many are resident at a time: a block has 1024 threads
 
 
 class More(NamedTuple):
-    """What a kernel may be asked for beside the order: addresses of counts, of rows' tokens, and of rows' weights with
-    the router's; None for what it is not.
+    """What a kernel may be asked for beside the order: addresses of counts, of rows' tokens, of rows' weights with the
+    router's, and of the most rows so far with the bound; None for what it is not.
     """
 
     counts: object = None
     token: object = None
     weights: object = None
     row_scale: object = None
+    most: object = None
+    bound: object = None
 
 
 class MoeIndex:
     """The kernel for a number of experts and choices a token; calling it traces host function and kernel.
 
-    tokens: whether it says each row's token.
+    tokens: whether it says each row's token. bounded: whether rows end at a launch's bound.
     """
 
-    def __init__(self, experts: int, topk: int, tokens: bool = False) -> None:
-        self.experts, self.topk, self.tokens = experts, topk, tokens
+    def __init__(self, experts: int, topk: int, tokens: bool = False, bounded: bool = False) -> None:
+        self.experts, self.topk, self.tokens, self.bounded = experts, topk, tokens, bounded
         self.owned = -(-experts // MOST_CLUSTERS)  # experts of a cluster
         self.blocks = -(-experts // self.owned) * CLUSTER
         self.threads = WARPS * WARP
@@ -59,16 +62,18 @@ class MoeIndex:
     @classmethod
     def of(cls, spec) -> "MoeIndex":
         """That of a spec."""
-        return cls(spec.experts, spec.topk, spec.tokens)
+        return cls(spec.experts, spec.topk, spec.tokens, spec.bounded)
 
     @cute.jit
     def __call__(
         self, indices: cute.Tensor, weights, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, counts,
-        token, row_scale, stream: CUstream,
+        token, row_scale, most, stream: CUstream,
     ):  # fmt: skip
-        """Launch; weights, counts, token and row_scale may be None."""
+        """Launch; weights, counts, token, row_scale and most may be None."""
         choices = indices.shape[0] * self.topk
-        more = More(*(None if each is None else each.iterator for each in (counts, token, weights, row_scale)))
+        bound = order.shape[0] if cutlass.const_expr(self.bounded) else None
+        given = (counts, token, weights, row_scale, most)
+        more = More(*(None if each is None else each.iterator for each in given), bound)
         self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices, more).launch(
             grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
         )
@@ -103,7 +108,7 @@ class MoeIndex:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp == 0:
-            self.first_rows(offsets.toint(), more.counts, first, shared, lane, rank)
+            self.first_rows(offsets.toint(), more, first, shared, lane, rank)
         cute.arch.sync_threads()
         for expert in cutlass.range(warp, self.owned, WARPS):
             address = shared + (expert * WARPS + lane) * 4
@@ -113,8 +118,13 @@ class MoeIndex:
         if cutlass.const_expr(self.tokens):  # noqa: SIM102 - rows that are not there have no token
             if first + self.owned >= self.experts:
                 row = Int32(lanes.shared_load_u32(shared + self.last)) + rank * self.threads + thread
-                while row < choices:
-                    lanes.store(more.token.toint() + Int64(row) * 4, [Uint32(0xFFFFFFFF)], 4, row < choices)
+                end_of_rows = more.bound if cutlass.const_expr(self.bounded) else choices
+                if cutlass.const_expr(self.bounded):
+                    most = more.most.toint()
+                    before = Int32(lanes.load(most, 4)[0])
+                    lanes.store(most, [Uint32(cutlass.max(before, row))], 4, (rank == 0) & (thread == 0))
+                while row < end_of_rows:
+                    lanes.store(more.token.toint() + Int64(row) * 4, [Uint32(0xFFFFFFFF)], 4, row < end_of_rows)
                     row += CLUSTER * self.threads
         pointers = (indices.toint(), order.toint(), inverse.toint())
         self.number(pointers, more, (begin, end, lane, warp), first, shared)
@@ -160,7 +170,7 @@ class MoeIndex:
             lanes.cluster_store_u32(shared + self.belows + rank * 4, total, lane, lane < CLUSTER)
 
     @cute.jit
-    def first_rows(self, offsets: Int64, counts, first: Int32, shared: Int32, lane: Int32, rank: Int32):
+    def first_rows(self, offsets: Int64, more: More, first: Int32, shared: Int32, lane: Int32, rank: Int32):
         """The block's first row of each owned expert; the cluster's first block writes offsets and counts. One warp."""
         row = Int32(0)  # where the experts of this round begin
         for index in cutlass.range_constexpr(CLUSTER):
@@ -177,9 +187,12 @@ class MoeIndex:
             begin = row + lanes.before(whole, lane)
             lanes.shared_store_u32_if(shared + self.firsts + expert * 4, Uint32(begin + mine), owned)
             exists = owned & (first + expert < self.experts) & (rank == 0)
-            lanes.store(offsets + Int64(first + expert) * 4, [Uint32(begin + whole)], 4, exists)
-            if cutlass.const_expr(counts is not None):
-                lanes.store(counts.toint() + Int64(first + expert) * 4, [Uint32(whole)], 4, exists)
+            end = begin + whole
+            if cutlass.const_expr(self.bounded):
+                end = cutlass.min(end, more.bound)
+            lanes.store(offsets + Int64(first + expert) * 4, [Uint32(end)], 4, exists)
+            if cutlass.const_expr(more.counts is not None):
+                lanes.store(more.counts.toint() + Int64(first + expert) * 4, [Uint32(whole)], 4, exists)
             row += Int32(lanes.redux(Uint32(whole), "add"))
         if cutlass.const_expr(self.tokens):
             lanes.shared_store_u32_if(shared + self.last, Uint32(row), lane == 0)
@@ -204,6 +217,10 @@ class MoeIndex:
                     next_row = Uint32(row + cute.arch.popc(same))
                     lanes.shared_store_u32_if(address, next_row, mine & (before == 0))
                     cute.arch.sync_warp()
+                    if cutlass.const_expr(self.bounded):
+                        beyond = mine & (row + before >= more.bound)
+                        lanes.store(inverse + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4, beyond)
+                        mine = mine & (row + before < more.bound)
                     lanes.store(order + Int64(row + before) * 4, [Uint32(choice)], 4, mine)
                     lanes.store(inverse + Int64(choice) * 4, [Uint32(row + before)], 4, mine)
                     if cutlass.const_expr(self.tokens):

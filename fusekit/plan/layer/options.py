@@ -8,6 +8,7 @@ from typing import Any
 
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
+from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.keys import Key
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
@@ -59,6 +60,12 @@ class Options:
     grad_dtype: str
     accumulate: bool
     tokens: int
+    ranks: int = 1
+
+    @property
+    def local(self) -> int:
+        """The experts of a rank."""
+        return self.experts // self.ranks
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Options:
@@ -117,6 +124,7 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
+        Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", default=1),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
@@ -147,6 +155,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         grad_dtype=values["grad_dtype"] or values["dtype"],
         accumulate=values["accumulate"],
         tokens=(values["problem"] or {}).get("T", TOKENS),
+        ranks=values["ranks"],
     )
 
 
@@ -160,6 +169,11 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield "dtype", options.dtype, 'the kernels that move rows and choose experts take bf16; say dtype = "bf16"'
         if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
+        if not 1 <= options.ranks <= MOST_RANKS or options.experts % max(options.ranks, 1):
+            rule = (
+                f"each rank has as many of the {options.experts} experts; say a divisor of them from 1 to {MOST_RANKS}"
+            )
+            yield "ranks", options.ranks, rule
         if options.router["scale"] == "input" and options.bias:
             yield (
                 "bias",
@@ -167,6 +181,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 'the weights multiply the experts\' input (scale = "input"), and b2 has no row to '
                 "belong to; leave one of the two out",
             )
+        if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
+            rule = "the gradient of b2 reads rows of a rank's experts, which must be multiples of 16 bytes"
+            yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
         if options.experts % 8 and (options.router["input"] == X or options.bias):
             of = "the router's weights" if options.router["input"] == X else "b2"
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
@@ -179,7 +196,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 if options.router[key]:
                     yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for key in ("experts", "topk", "shared", "router"):
+        for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
     if kind_of(options.activation["kind"]).backward:

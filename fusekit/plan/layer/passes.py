@@ -33,13 +33,15 @@ Names = Mapping[str, str]
 
 def program(options: Options) -> Program:
     """The kernels, buffers and launches of a layer."""
-    passes = _Passes(options)
+    passes = Passes(options)
     if options.kind == MLP:
         passes.buffer("x", "T", options.hidden, place=ARGUMENT)
         passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
         passes.mlp("", options.intermediate, "y", "dx")
     else:
-        _Experts(passes).write()
+        from fusekit.plan.layer.ranks import RankedExperts  # which varies what stands here
+
+        (Experts if options.ranks == 1 else RankedExperts)(passes).write()
     backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
     if not options.trained:
@@ -47,7 +49,7 @@ def program(options: Options) -> Program:
     return Program(passes.parts, passes.buffers, steps, options.topk)
 
 
-class _Passes:
+class Passes:
     """A program in the making."""
 
     def __init__(self, options: Options) -> None:
@@ -63,21 +65,22 @@ class _Passes:
         return name
 
     def step(
-        self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names
-    ) -> None:
+        self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names,
+        window: str = "",
+    ) -> None:  # fmt: skip
         """A launch of `part`, whose table has `keys`, in the passes `which`."""
         asked = (which,) if isinstance(which, str) else which
         asked = asked if self.options.trained else tuple(each for each in asked if each == INFERENCE)
         if asked:
             self.parts[part] = dict(keys)
         for each in asked:
-            self.steps[each].append(Step(part, dict(reads), dict(writes)))
+            self.steps[each].append(Step(part, dict(reads), dict(writes), window))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
         """The table of a GEMM of N by K."""
         o = self.options
         dense = op.startswith("dense")
-        problem = {"E": 1 if dense else o.experts, "M": o.tokens * (1 if dense else o.topk), "N": n, "K": k}
+        problem = {"E": 1 if dense else o.local, "M": o.tokens * (1 if dense else o.topk), "N": n, "K": k}
         return {"op": op, "dtype": o.dtype, **keys, "problem": problem}
 
     def activation(self, before: str = "") -> dict[str, Any]:
@@ -152,10 +155,16 @@ class _Passes:
         self.step(WEIGHTS, part, keys, {"dy": dy, "x": x, **(also or {})}, writes)
 
 
-class _Experts:
-    """The passes of a layer of experts."""
+class Experts:
+    """The passes of a layer of experts.
 
-    def __init__(self, passes: _Passes) -> None:
+    x, dy, weights_in, chosen: buffers in which the experts find the rows of tokens, their gradients, the weights of
+    their choices and, in the backward pass, the choices; dim: of as many tokens. dweights: the gradients of weights.
+    """
+
+    dim, x, dy, weights_in, chosen, dweights = "T", "x", "dy", "weights", "indices", "dweights"
+
+    def __init__(self, passes: Passes) -> None:
         self.passes, self.o = passes, passes.options
         self.router = self.o.router
         self.by_input = self.router["scale"] == "input"
@@ -190,7 +199,7 @@ class _Experts:
 
     def router_op(self, op: str, **keys: Any) -> dict[str, Any]:
         """The table of one that knows the experts."""
-        return self.token(op, experts=self.o.experts, **keys)
+        return self.token(op, **{"experts": self.o.experts, **keys})
 
     def rows(self, op: str, **keys: Any) -> dict[str, Any]:
         """The table of one that moves rows."""
@@ -273,11 +282,11 @@ class _Experts:
         p, o = self.passes, self.o
         n, h, i = self.n, o.hidden, o.intermediate
         first, second = ((n, h), (h, i)) if o.b_major == "k" else ((h, n), (i, h))
-        p.parameter("w1", o.experts, *first)
-        p.parameter("w2", o.experts, *second)
+        p.parameter("w1", o.local, *first)
+        p.parameter("w2", o.local, *second)
         if o.bias:
-            p.parameter("b1", o.experts, n, grad="f32")
-            p.parameter("b2", o.experts, h, grad="f32")
+            p.parameter("b1", o.local, n, grad="f32")
+            p.parameter("b2", o.local, h, grad="f32")
         p.buffer("z", "M", n, place=KEPT if o.keep == "z" else SCRATCH)
         for name, columns in (("a", i), ("o", h), ("dz", n), ("drows", h)):
             p.buffer(name, "M", columns)
@@ -286,11 +295,11 @@ class _Experts:
         """Rows of tokens through both projections, and back to their tokens."""
         p, o = self.passes, self.o
         keys: dict[str, Any] = {"gather": "x"}
-        reads = {"x": "x", "index": "token", "w": "w1", "offsets": "offsets"}
+        reads = {"x": self.x, "index": "token", "w": "w1", "offsets": "offsets"}
         if self.by_input:  # rows times their weights, which no GEMM can take by index
             keys = {}
             reads = {"x": p.buffer("rows", "M", o.hidden), "w": "w1", "offsets": "offsets"}
-            permuted = {"x": "x", "inverse": "inverse", "weights": "weights"}
+            permuted = {"x": self.x, "inverse": "inverse", "weights": self.weights_in}
             p.step((*BOTH, AGAIN), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
         reads |= {"bias": "b1"} if o.bias else {}
         keys |= p.gemm("grouped-gemm", self.n, o.hidden, b_major=o.b_major, bias=o.bias)
@@ -314,7 +323,7 @@ class _Experts:
         p, o = self.passes, self.o
         keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden, b_major=self.other), **p.activation("d")}
         keys |= {"gather": "x", "recompute": True, "dbias": o.bias}
-        reads = {"x": "dy", "index": "token", "w": "w2", "preactivation": "z", "offsets": "offsets"}
+        reads = {"x": self.dy, "index": "token", "w": "w2", "preactivation": "z", "offsets": "offsets"}
         made = {"dz": "dz", "y": "a", **({"dbias": "db1"} if o.bias else {})}
         if not self.by_input:
             keys |= {"row_scale": True, "dprob": True}
@@ -324,24 +333,29 @@ class _Experts:
         keys = p.gemm("grouped-gemm", o.hidden, self.n, b_major=self.other)
         p.step(THROUGH, "fc1-dgrad", keys, {"x": "dz", "w": "w1", "offsets": "offsets"}, {"y": "drows"})
 
+    def rows_weights_backward(self) -> None:
+        """The gradient of each row's weight, by token."""
+        p, o = self.passes, self.o
+        if self.by_input:
+            p.buffer("rows_dx", self.dim, o.hidden)
+            reads = {"x": self.x, "grad_y": "drows", "inverse": "inverse", "weights": self.weights_in}
+            made = {"grad_x": "rows_dx", "grad_weights": self.dweights}
+            p.step(THROUGH, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
+            return
+        reads = {"dprob": "dprob", "inverse": "inverse"}
+        if o.bias:  # y = r (a . w2 + b2): what dprob lacks is dy . b2
+            p.buffer("dy_b2", self.dim, o.local, dtype="f32")
+            keys = p.gemm("dense-gemm", o.local, o.hidden, out_dtype="f32")
+            p.step(THROUGH, "dy-b2", keys, {"x": self.dy, "w": "b2"}, {"y": "dy_b2"})
+            reads |= {"indices": self.chosen, "addend": "dy_b2"}
+        keys = self.router_op("moe-weights-bwd", addend=o.bias, experts=o.local)
+        p.step(THROUGH, "weights-bwd", keys, reads, {"grad_weights": self.dweights})
+
     def choices_backward(self) -> None:
         """The gradients of the weights, of the logits, and through the router."""
         p, o, r = self.passes, self.o, self.router
         p.buffer("dweights", "T", o.topk, dtype="f32", place=ARGUMENT if self.given else SCRATCH)
-        if self.by_input:
-            p.buffer("rows_dx", "T", o.hidden)
-            reads = {"x": "x", "grad_y": "drows", "inverse": "inverse", "weights": "weights"}
-            made = {"grad_x": "rows_dx", "grad_weights": "dweights"}
-            p.step(THROUGH, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
-        else:
-            reads = {"dprob": "dprob", "inverse": "inverse"}
-            if o.bias:  # y = r (a . w2 + b2): what dprob lacks is dy . b2
-                p.buffer("dy_b2", "T", o.experts, dtype="f32")
-                keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32")
-                p.step(THROUGH, "dy-b2", keys, {"x": "dy", "w": "b2"}, {"y": "dy_b2"})
-                reads |= {"indices": "indices", "addend": "dy_b2"}
-            keys = self.router_op("moe-weights-bwd", addend=o.bias)
-            p.step(THROUGH, "weights-bwd", keys, reads, {"grad_weights": "dweights"})
+        self.rows_weights_backward()
         if self.given:
             return
         own = r["input"] == X
@@ -367,18 +381,18 @@ class _Experts:
         p, o = self.passes, self.o
         index = {"offsets": "offsets", "index": "token"}
         h, i = o.hidden, o.intermediate
-        p.wgrad("fc2-wgrad", "grouped-wgrad", ("dy", h), ("a", i), o.b_major, {"dw": "dw2"}, index, "dy")
+        p.wgrad("fc2-wgrad", "grouped-wgrad", (self.dy, h), ("a", i), o.b_major, {"dw": "dw2"}, index, self.dy)
         if o.bias:  # the sum of r dy over an expert's rows
-            probs = p.buffer("probs", "T", o.experts, place=SCRATCH)
-            keys = self.router_op("moe-probs", out_dtype=o.dtype)
-            p.step(WEIGHTS, "probs", keys, {"indices": "indices", "weights": "weights"}, {"probs": probs})
-            p.wgrad("b2-grad", "dense-wgrad", (probs, o.experts), ("dy", h), "k", {"dw": "db2"})
+            probs = p.buffer("probs", self.dim, o.local, place=SCRATCH)
+            keys = self.router_op("moe-probs", out_dtype=o.dtype, experts=o.local)
+            p.step(WEIGHTS, "probs", keys, {"indices": self.chosen, "weights": self.weights_in}, {"probs": probs})
+            p.wgrad("b2-grad", "dense-wgrad", (probs, o.local), (self.dy, h), "k", {"dw": "db2"})
             p.parts["b2-grad"] |= {"out_dtype": "f32", "accumulate": False}
         if self.by_input:
             p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("rows", h), o.b_major, {"dw": "dw1"},
                     {"offsets": "offsets"})  # fmt: skip
         else:
-            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("x", h), o.b_major, {"dw": "dw1"}, index, "x")
+            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), (self.x, h), o.b_major, {"dw": "dw1"}, index, self.x)
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
             p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)

@@ -1,13 +1,13 @@
 """What a layer's passes are made of: buffers, steps, and what of them a call needs.
 
 A buffer is an argument, which the caller gives; or lies in `kept`, which the forward pass fills and the backward pass
-reads; or in `scratch`, for one pass.
+reads; or in `scratch`, for one pass; or, of a layer over ranks, in a window, whose name is then its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
@@ -19,7 +19,9 @@ ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """shape: numbers, and the names of dims: "T" tokens, "M" rows. place: as in the module's docstring."""
+    """shape: numbers, and the names of dims: "T" tokens, "M" rows, and of a layer over ranks "S" places of a window and
+    "C" choices of its own tokens. place: as in the module's docstring.
+    """
 
     name: str
     dtype: str
@@ -40,25 +42,38 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes."""
+    """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes.
+
+    window: of a launch that all ranks make together, the one that they store into; what then is in a window is no
+    argument.
+    """
 
     part: str
     reads: Mapping[str, str]
     writes: Mapping[str, str]
+    window: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token."""
+    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token.
+
+    room: dims that are the same for any number of tokens, of a layer over ranks.
+    """
 
     parts: Mapping[str, Mapping[str, Any]]
     buffers: Mapping[str, Buffer]
     steps: Mapping[str, tuple[Step, ...]]
     topk: int
+    room: Mapping[str, int] = field(default_factory=dict)
 
     def dims(self, tokens: int) -> dict[str, int]:
         """The dims of shapes for so many tokens."""
-        return {"T": tokens, "M": tokens * self.topk}
+        return {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
+
+    def within(self, room: Mapping[str, int]) -> Program:
+        """The same with the dims `room` fixed."""
+        return replace(self, room=dict(room))
 
     def arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
         """What the caller gives to a pass: (inputs, outputs)."""
@@ -93,7 +108,8 @@ class Program:
         for each in self.buffers.values():
             if each.place == KEPT:
                 size = each.bytes(self.dims(1))
-                slope += size if any(isinstance(extent, str) for extent in each.shape) else 0
+                grows = any(isinstance(extent, str) and extent not in self.room for extent in each.shape)
+                slope += size if grows else 0
                 rest += size + ALIGNMENT
         return slope, rest
 
@@ -103,7 +119,8 @@ class Program:
         """
         life: dict[str, tuple[int, int]] = {}
         elsewhere = set(given) | self.arguments(which)[0].keys()
-        elsewhere |= {name for name, each in self.buffers.items() if each.place == KEPT and which != INFERENCE}
+        inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
+        elsewhere |= {name for name, each in self.buffers.items() if each.place not in inside}
         for index, step in enumerate(self.needed(which, given)):
             for name in {*step.reads.values(), *step.writes.values()} - elsewhere:
                 life[name] = (life.get(name, (index, index))[0], index)

@@ -1,0 +1,12 @@
+"""Experts on several GPUs: the windows into which ranks store each other's rows. The page is exchange.md.
+
+A rank has a window for each kernel of `moe-dispatch` or `moe-combine` that must not wait for another. All ranks launch
+the kernels of a window in the same order. Nothing here imports a framework; processes find each other through whatever
+the caller has (`gather`).
+"""
+
+from fusekit.exchange.layout import Layout, Part
+from fusekit.exchange.ranks import Ranks
+from fusekit.exchange.windows import Window, between_processes, in_process
+
+__all__ = ["Layout", "Part", "Ranks", "Window", "between_processes", "in_process"]

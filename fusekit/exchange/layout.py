@@ -1,0 +1,87 @@
+"""How large the window of a kernel is, and where its parts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fusekit.dtypes import DTYPES
+from fusekit.errors import ArgumentError
+from fusekit.plan.exchange import CHUNK, GRAIN, parts, regions, wide
+from fusekit.runtime.tensors import compact_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a window, row-major, as launches read a tensor: data_ptr(), stride(), shape, dtype, device."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].bytes
+
+    def data_ptr(self) -> int:
+        """The device address of the first element."""
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return compact_strides(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The windows of one kernel.
+
+    spec: its canonical form (`Kernel.spec`), of moe-dispatch or moe-combine. tokens: that a rank has at most;
+    `capacity` is that rounded up, and what every launch is given. hidden: elements of a row, where rows are sent.
+    """
+
+    spec: Mapping[str, Any]
+    tokens: int
+    hidden: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.hidden < 1:
+            raise ArgumentError(f"tokens {self.tokens}, hidden {self.hidden}; both are at least 1")
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a rank that the windows have room for."""
+        return -(-self.tokens // GRAIN) * GRAIN
+
+    @property
+    def slots(self) -> int:
+        """Rows of a window: S, a place for each token of each rank."""
+        return int(self.spec["ranks"]) * self.capacity
+
+    @property
+    def bytes(self) -> int:
+        """Of a window."""
+        return int(self._regions().end)
+
+    def parts(self, address: int, device: int) -> dict[str, Part]:
+        """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] where it has them, and
+        flags [ranks, capacity / 16].
+        """
+        found, topk = self._regions(), self.spec["topk"]
+        index_bytes, weight_bytes = parts(self.spec)
+        made = {}
+        if wide(self.spec):
+            made["rows"] = Part(address + found.rows, (self.slots, self.hidden), self.spec["dtype"], device)
+        if index_bytes:
+            made["indices"] = Part(address + found.indices, (self.slots, topk), "i32", device)
+        if weight_bytes:
+            made["weights"] = Part(address + found.weights, (self.slots, topk), "f32", device)
+        flags = (self.spec["ranks"], self.capacity // CHUNK)
+        return {**made, "flags": Part(address + found.flags, flags, "u32", device)}
+
+    def _regions(self) -> Any:
+        row = self.hidden * DTYPES[self.spec["dtype"]].bytes if wide(self.spec) else 0
+        return regions(self.capacity, row, self.spec["ranks"], *parts(self.spec))

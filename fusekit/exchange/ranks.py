@@ -1,0 +1,94 @@
+"""One rank among those of a group, and the windows that its layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusekit.errors import ArgumentError
+from fusekit.exchange.windows import Gather, Window, between_processes, in_process
+from fusekit.plan.exchange import MOST_RANKS
+from fusekit.runtime.devices import Devices
+
+TIMEOUT = 60_000
+
+
+class Ranks:
+    """A rank of several, for `library.layer(name, ranks=...)`. Made by `Ranks.in_process` or `Ranks.of_process`.
+
+    rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All
+    ranks make the same layers in the same order, since a window is made by all of them together.
+    """
+
+    def __init__(
+        self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window]
+    ) -> None:
+        if not isinstance(timeout, int) or not 1 <= timeout < 2**31:
+            raise ArgumentError(f"timeout = {timeout!r}; it is a whole number of milliseconds, 1 or more")
+        self.rank, self.count, self.device, self.timeout = rank, count, device, timeout
+        self._make = make
+        self._windows: dict[tuple[Any, ...], Window] = {}
+
+    @classmethod
+    def in_process(cls, devices: Devices, ordinals: Sequence[int], timeout: int = TIMEOUT) -> list[Ranks]:
+        """The ranks of this process: rank r is on device `ordinals[r]`; several may be on one.
+
+        devices: `library.devices`. Raises ArgumentError for no ranks or too many.
+        """
+        count, made = len(ordinals), _Made(devices, ordinals)
+        if not 1 <= count <= MOST_RANKS:
+            raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
+        return [cls(rank, count, device, timeout, made.of(rank)) for rank, device in enumerate(ordinals)]
+
+    @classmethod
+    def of_process(cls, devices: Devices, device: int, rank: int, gather: Gather, timeout: int = TIMEOUT) -> Ranks:
+        """This process's rank; the others are processes of the same machine.
+
+        devices: `library.devices`; device: an ordinal. gather: gives every rank the bytes of all ranks, in their order,
+        such as `comm.allgather` of mpi4py; what it raises where a rank does not come is passed on. All ranks call this
+        together. Raises ArgumentError where ranks do not say their numbers in order.
+        """
+        said = [int.from_bytes(each, "little", signed=True) for each in gather(rank.to_bytes(8, "little", signed=True))]
+        if said != list(range(len(said))):
+            raise ArgumentError(f"the ranks call themselves {said}; they are 0, 1, ..., in the order of `gather`")
+
+        def make(_: tuple[Any, ...], size: int) -> Window:
+            return between_processes(devices, device, rank, size, gather)
+
+        return cls(rank, len(said), device, timeout, make)
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.count} on device {self.device}, {len(self._windows)} windows>"
+
+    def window(self, key: tuple[Any, ...], size: int) -> Window:
+        """The window that layers call `key`, of `size` bytes; made when it is first asked for."""
+        if key not in self._windows:
+            self._windows[key] = self._make(key, size)
+        return self._windows[key]
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError if a launch gave up waiting for another rank; waits for no launch itself."""
+        for window in self._windows.values():
+            window.check()
+
+    def close(self, *, alone: bool = False) -> None:
+        """Gives the windows' memory back, when no launch is pending; all ranks together, or alone if one is gone."""
+        while self._windows:
+            self._windows.popitem()[1].close(alone=alone)
+
+
+class _Made:
+    """The windows of all ranks of a process: whoever asks first makes those of all."""
+
+    def __init__(self, devices: Devices, ordinals: Sequence[int]) -> None:
+        self._devices, self._ordinals = devices, list(ordinals)
+        self._left: dict[tuple[int, tuple[Any, ...]], Window] = {}
+
+    def of(self, rank: int) -> Callable[[tuple[Any, ...], int], Window]:
+        def make(key: tuple[Any, ...], size: int) -> Window:
+            if (rank, key) not in self._left:
+                made = in_process(self._devices, self._ordinals, size)
+                self._left |= {(other, key): window for other, window in enumerate(made)}
+            return self._left.pop((rank, key))
+
+        return make

@@ -1,0 +1,189 @@
+"""Windows: memory of one size on every rank, which all ranks can address.
+
+In one process a device reaches the memory of another one once peer access is on. Between processes of one machine the
+owner of memory gives a handle of it (CUDA IPC), which the others open. NCCL's windows would do as well, but its Python
+package nccl4py is built for one version of NCCL, newer than that of common installations, and would have to be there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+from fusekit.errors import ArgumentError, FusekitError, PeerTimeoutError
+from fusekit.plan.exchange import MOST_RANKS, OPEN, STAGES, STATUS, STATUS_WORDS
+from fusekit.runtime.devices import Device, Devices
+
+GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
+Gather = Callable[[bytes], Sequence[bytes]]
+
+
+class Window:
+    """This rank's window, and where it finds those of the others. `peers` is what kernels take as `window`.
+
+    rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`.
+    """
+
+    def __init__(self, devices: Devices, device: Device, rank: int, peers: Sequence[int], size: int) -> None:
+        self.rank, self.peers, self.size, self.device = rank, list(peers), size, device.ordinal
+        self._devices, self._device = devices, device
+        self._opened: list[int] = []
+        self._gather: Gather | None = None
+
+    @property
+    def address(self) -> int:
+        """Of this rank's own window."""
+        return self.peers[self.rank]
+
+    def __repr__(self) -> str:
+        return f"<Window of rank {self.rank} of {len(self.peers)}, {self.size} bytes on device {self.device}>"
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError if a launch on this window gave up waiting for another rank.
+
+        Does not wait for launches, nor for any stream. After the error the windows are of no further use: the ranks no
+        longer agree on which launch is the next. Make new ones.
+        """
+        missing, stage, launch = self.words()[STATUS // 4 :][:STATUS_WORDS]
+        if missing:
+            raise PeerTimeoutError(
+                f"rank {self.rank} waited in launch {launch} on this window for rank {missing - 1} to {STAGES[stage]}, "
+                "and it did not in time; what this launch and later ones gave is of no use; look for what ended or held"
+                " up that rank, make new windows, or give a longer timeout",
+                rank=missing - 1,
+            )
+
+    def words(self) -> list[int]:
+        """The words of this window's header that launches of this rank alone write. Waits for no stream."""
+        words = (ctypes.c_int32 * (OPEN // 4))()
+        api, check = self._devices.driver.api, self._devices.driver.check
+        with self._devices.active(self._device), self._devices.apart(capturing=True):
+            stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
+            copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), self.address, ctypes.sizeof(words), stream)
+            check(copied, "cuMemcpyDtoHAsync")
+            check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+            check(api.cuStreamDestroy(stream), "cuStreamDestroy")
+        return list(words)
+
+    def close(self, *, alone: bool = False) -> None:
+        """Gives the memory back, when no launch is pending. Between processes it waits for all ranks to close.
+
+        alone: does not wait, because another rank is gone.
+        """
+        api, check = self._devices.driver.api, self._devices.driver.check
+        gather = None if alone else self._gather
+        own, self.peers = (self.address if self.peers else 0), []
+        if gather is not None:
+            gather(b"")
+        with self._devices.active(self._device), self._devices.apart():
+            while self._opened:
+                check(api.cuIpcCloseMemHandle(self._opened.pop()), "cuIpcCloseMemHandle")
+            if gather is not None:
+                gather(b"")
+        if own:
+            _free(self._devices, self._device, own)
+
+
+def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
+    """A window of `size` bytes for each rank of this process: rank r is on device `ordinals[r]`.
+
+    Ranks may share a device. Raises ArgumentError where one device cannot reach another, DriverError.
+    """
+    _check_ranks(len(ordinals))
+    placed = [devices.get(ordinal) for ordinal in ordinals]
+    for device in placed:
+        for other in placed:
+            _reach(devices, device, other)
+    addresses: list[int] = []
+    windows = [Window(devices, device, rank, (), size) for rank, device in enumerate(placed)]
+    try:
+        for device in placed:
+            addresses.append(_allocate(devices, device, size))
+    except FusekitError:
+        for device, address in zip(placed, addresses, strict=False):
+            _free(devices, device, address)
+        raise
+    for window in windows:
+        window.peers = list(addresses)
+    return windows
+
+
+def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gather: Gather) -> Window:
+    """This rank's window of `size` bytes on device `ordinal`; the other ranks are processes of the same machine.
+
+    gather: gives every rank the bytes of all ranks, in their order, when all have called it: `comm.allgather` of
+    mpi4py, or a function around torch.distributed's `all_gather_object`. All ranks call this together. Raises
+    ArgumentError for sizes that differ, DriverError.
+    """
+    device = devices.get(ordinal)
+    window = Window(devices, device, rank, (), size)
+    own = _allocate(devices, device, size)
+    try:
+        window.peers = _exchanged(window, own, gather)
+    except FusekitError:
+        window.close(alone=True)
+        _free(devices, device, own)
+        raise
+    window._gather = gather
+    return window
+
+
+def _exchanged(window: Window, own: int, gather: Gather) -> list[int]:
+    """The address of each rank's window in this process; `own` is this rank's."""
+    devices, device = window._devices, window._device
+    api, check = devices.driver.api, devices.driver.check
+    with devices.active(device), devices.apart():
+        handle = bytes(check(api.cuIpcGetMemHandle(own), "cuIpcGetMemHandle").reserved)
+    told = [bytes(each) for each in gather(window.size.to_bytes(8, "little") + handle)]
+    _check_ranks(len(told))
+    sizes = [int.from_bytes(each[:8], "little") for each in told]
+    if len(set(sizes)) > 1:
+        raise ArgumentError(f"the ranks' windows have {sizes} bytes; give every rank the same size", argument="size")
+    peers = []
+    flags = int(api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+    with devices.active(device), devices.apart():
+        for rank, each in enumerate(told):
+            if rank == window.rank:
+                peers.append(own)
+                continue
+            there = api.CUipcMemHandle()
+            there.reserved = each[8:]
+            opened = int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {rank}"))
+            window._opened.append(opened)
+            peers.append(opened)
+    return peers
+
+
+def _check_ranks(count: int) -> None:
+    if not 1 <= count <= MOST_RANKS:
+        raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
+
+
+def _allocate(devices: Devices, device: Device, size: int) -> int:
+    """Zeros: no launch was, and no flag is up."""
+    if size < 1:
+        raise ArgumentError(f"a window of {size} bytes; it has at least 1", argument="size")
+    api, check = devices.driver.api, devices.driver.check
+    with devices.active(device), devices.apart():
+        address = int(check(api.cuMemAlloc(-(-size // GRANULE) * GRANULE), f"a window of {size} bytes on {device}"))
+        check(api.cuMemsetD8(address, 0, size), "cuMemsetD8")
+        check(api.cuCtxSynchronize(), "cuCtxSynchronize")
+    return address
+
+
+def _free(devices: Devices, device: Device, address: int) -> None:
+    with devices.active(device), devices.apart():
+        devices.driver.check(devices.driver.api.cuMemFree(address), "cuMemFree")
+
+
+def _reach(devices: Devices, device: Device, other: Device) -> None:
+    """Lets kernels of `device` address the memory of `other`."""
+    api, check = devices.driver.api, devices.driver.check
+    if device.ordinal == other.ordinal:
+        return
+    if not check(api.cuDeviceCanAccessPeer(device.handle, other.handle), "cuDeviceCanAccessPeer"):
+        raise ArgumentError(f"{device} cannot address the memory of {other}; use devices that NVLink or PCIe connects")
+    with devices.active(device):
+        status = api.cuCtxEnablePeerAccess(other.context, 0)
+        if status[0] and status[0] != api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            raise devices.driver.error(status[0], f"cuCtxEnablePeerAccess of {device} to {other}")

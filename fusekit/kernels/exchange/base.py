@@ -1,0 +1,128 @@
+"""What dispatch and combine share: how ranks tell each other that rows may be sent, and that they are there.
+
+Every rank launches the same operations on its windows in the same order. A launch is numbered by its epoch, a word of
+the window that only its own rank reads and writes, so a graph can be replayed. In launch e
+
+1. a rank says to the others, in the OPEN words of their windows, that its own may be written to: a dispatch writes e
+   when it begins, since the launches before it in its stream have read what came; a combine writes e when it ends, for
+   launch e + 1, since it alone reads what it is sent;
+2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
+   ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
+3. a block that receives waits for the flags, with acquire at system scope.
+
+Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
+never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run
+at a time, or in which order. The last block to end counts the launch as done.
+
+Each wait ends by a deadline. Then the first failure is kept in the STATUS words, nothing more is sent, and later
+launches on this window wait for nothing.
+"""
+
+import cutlass
+import cutlass.memory
+from cutlass import Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes
+from fusekit.kernels.exchange import signals
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.permutation.permute import Permutation
+from fusekit.plan.exchange import CHUNK, DONE, EPOCH, OPEN, STATUS, TICKET, parts, regions
+
+OPENING, ROWS = 1, 2  # stages of `plan.exchange.STAGES`
+NANOSECONDS = 10**6  # of a millisecond
+
+
+class Exchange(Permutation):
+    """What the kernels share. blocks: those that send."""
+
+    @classmethod
+    def of(cls, spec):
+        """That of a spec."""
+        return cls(spec)
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec.topk, spec.dtype, spec.weighted, False, spec.addends, spec.warps, self.LINES)
+        self.ranks, self.blocks, self.gradients, self.wide = spec.ranks, spec.blocks, spec.gradients, spec.rows
+        self.experts, self.local = spec.experts, spec.experts // spec.ranks
+        self.index_bytes, self.weight_bytes = parts(spec.canonical())
+
+    def of_rank(self, windows: list, rank: Int32) -> Int64:
+        """The window of a rank that only the device knows."""
+        address = windows[0].toint()
+        for index in range(1, self.ranks):
+            address = cutlass.select_(rank == index, windows[index].toint(), address)
+        return address
+
+    def regions(self, capacity: Int32, row_bytes: Int32):
+        """Where the parts of a window lie."""
+        return regions(Int64(capacity), Int64(row_bytes), self.ranks, self.index_bytes, self.weight_bytes)
+
+    @cute.jit
+    def arrive(self, own: Int64, thread: Int32):
+        """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread."""
+        shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
+        # Three warps, so that none waits for another one's word.
+        if thread == 0:
+            lanes.shared_store_u32(shared, signals.draw(own + TICKET))
+        if thread == WARP:
+            lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
+        if thread == 2 * WARP:
+            lanes.shared_store_u32(shared + 8, signals.load(own + STATUS))
+        cute.arch.sync_threads()
+        turn = Int32(lanes.shared_load_u32(shared))
+        epoch = Int32(lanes.shared_load_u32(shared + 4)) + 1
+        failed = Int32(lanes.shared_load_u32(shared + 8))
+        return turn, epoch, failed
+
+    @cute.jit
+    def leave(self, own: Int64, thread: Int32, epoch: Int32, blocks: Int32):
+        """Ends the block: 1 in every thread of the last one, which counts the launch as done, else 0."""
+        shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
+        cute.arch.sync_threads()
+        if thread == 0:
+            ended = Int32(signals.add(own + DONE, 1)) + 1
+            if ended == blocks:
+                signals.store(own + TICKET, 0)
+                signals.store(own + DONE, 0)
+                signals.store(own + EPOCH, epoch)
+            lanes.shared_store_u32(shared, Uint32(ended == blocks))
+        cute.arch.sync_threads()
+        return Int32(lanes.shared_load_u32(shared))
+
+    @cute.jit
+    def open(self, windows: list, rank: Int32, thread: Int32, word: Int32):
+        """Writes `word` to this rank's place among the OPEN words of all windows."""
+        if thread < self.ranks:
+            signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, word)
+
+    @cute.jit
+    def opened(self, own: Int64, thread: Int32, word: Int32, epoch: Int32, deadline: Int64):
+        """Waits until all ranks have written `word` or more: 1, or 0 where one has not in time."""
+        came = Int32(1)
+        if thread < self.ranks:
+            came = signals.wait(own + OPEN + Int64(thread) * 4, word, deadline)
+            signals.fail(own + STATUS, thread, OPENING, epoch, came == 0)
+        return signals.every(came)
+
+    @cute.jit
+    def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
+        """After the block's stores: a flag at `address` of the windows of `targets`."""
+        cute.arch.sync_threads()
+        if (thread < self.ranks) & (((targets >> (thread & 31)) & 1) != 0):
+            signals.release(self.of_rank(windows, thread) + address, epoch)
+
+    def owners(self, indices: Int64, token: Int32, lane: Int32) -> Uint32:
+        """The ranks of a token's experts, as bits, in every lane."""
+        found = Uint32(0)
+        for expert in self.per_choice(indices, token, lane, -1):
+            bit = Uint32(1) << (expert // Uint32(self.local))
+            found = found | cutlass.select_(expert < Uint32(self.experts), bit, Uint32(0))
+        return signals.union(found)
+
+
+def chunks(capacity: Int32) -> Int32:
+    """Chunks of a rank's tokens."""
+    return capacity // CHUNK
+
+
+__all__ = ["CHUNK", "NANOSECONDS", "ROWS", "WARP", "Exchange", "chunks"]

@@ -1,0 +1,243 @@
+"""moe-combine: what the experts made of each token back to its rank, one row from each rank that has some of them.
+
+    of rank d, for token t of rank s   part[s, t] = sum over k of weights[s, t, k] x[inverse[s, t, k]], as moe-unpermute
+    of rank s                          y[t] = sum over d of what d sent for t, in float32, in the order of ranks
+
+Each part is rounded to the rows' type once, and so is the sum: a token whose experts are all of one rank has the bits
+of moe-unpermute. Addends [T, H] are added after the parts, before the sum is rounded. With gradients,
+grad_weights[s, t, k] go back too, each from the rank of its expert; or alone, where the sums need what is made of them.
+
+Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
+
+The blocks that send to other ranks are the first to run; each of the others sums one chunk of tokens, its own rank's
+part and, as soon as they are there, those of the others. How the ranks agree: base.py.
+"""
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes
+from fusekit.kernels.exchange import signals
+from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
+from fusekit.kernels.floats import choose, fma
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.permutation.permute import LINE
+from fusekit.kernels.ptx import divide
+from fusekit.plan.exchange import STATUS
+
+NAN = 0x7FFFFFFF
+
+
+class MoeCombine(Exchange):
+    """The kernel; calling it traces host function and kernel."""
+
+    @cute.jit
+    def __call__(
+        self, x, inverse, weights, grad_weights, indices: cute.Tensor, addend0, addend1, y, returned, window: tuple,
+        rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
+    ):  # fmt: skip
+        """Launch; what the spec does without is None. window: of every rank."""
+        gradients = (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
+        summing = cutlass.max((indices.shape[0] - 1) // CHUNK + 1, 1)
+        addends = (addend0, addend1)[: self.addends]
+        self.kernel(
+            self.rows_at(x) if cutlass.const_expr(self.wide) else None,
+            inverse.iterator if cutlass.const_expr(self.wide) else None,
+            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            gradients,
+            indices.iterator,
+            [self.rows_at(each) for each in (y, *addends)] if cutlass.const_expr(self.wide) else [],
+            list(window),
+            indices.shape[0],
+            y.shape[1] * self.size if cutlass.const_expr(self.wide) else Int32(0),
+            rank,
+            capacity,
+            timeout,
+        ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
+
+    def rows_at(self, tensor: cute.Tensor) -> tuple:
+        """A tensor's pointer, and its row stride in bytes."""
+        return tensor.iterator, Int64(tensor.stride[0]) * self.size
+
+    @cute.kernel
+    def kernel(
+        self, x, inverse, weights, gradients, indices: cute.Pointer, y: list, windows: list, tokens: Int32,
+        row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
+    ):  # fmt: skip
+        """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise."""
+        thread, _, _ = cute.arch.thread_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
+        own = self.of_rank(windows, rank)
+        turn, epoch, failed = self.arrive(own, thread)
+        sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
+        if turn >= self.blocks:
+            self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
+        elif failed == 0:
+            self.send_all(windows, source, turn, sizes, rank, epoch, deadline)
+        if self.leave(own, thread, epoch, blocks) != 0:
+            self.open(windows, rank, thread, epoch)
+
+    @cute.jit
+    def send_all(
+        self, windows: list, source: tuple, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32, deadline: Int64
+    ):
+        """Every `blocks`-th chunk of the other ranks from `turn` on, once all may be sent to."""
+        _, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        others = self.ranks - 1
+        flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
+        if self.opened(self.of_rank(windows, rank), thread, epoch - 1, epoch, deadline) != 0:
+            # The ranks in turn, so that no link is idle; each begins with the one behind itself.
+            for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
+                chunk = divide(at, max(others, 1))
+                target = rank + 1 + (at - chunk * others)
+                target = cutlass.select_(target < self.ranks, target, target - self.ranks)
+                there = self.of_rank(windows, target)
+                self.send(there, source, target, chunk, sizes, rank)
+                cute.arch.sync_threads()
+                if thread == 0:
+                    signals.release(there + flag + Int64(chunk) * 4, epoch)
+
+    def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
+        """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""
+        (base, stride), _, weights, _ = source
+        sums = [Float32(0.0)] * (self.piece // WARP // self.size)
+        for choice in range(self.topk):
+            row = Int32(self.of_choice(rows, choice))
+            words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
+            if weights is not None:
+                weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                weight = choose(row >= 0, weight, Float32(0.0))
+                sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
+            else:
+                sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+        return lanes.pack(sums, self.dtype)
+
+    def placed(self, source: tuple, place: Int32, lane: Int32):
+        """(rows, weights) of the choices of a place, by lane."""
+        _, inverse, weights, _ = source
+        rows = self.per_choice(inverse.toint(), place, lane, -1)
+        return rows, rows if weights is None else self.per_choice(weights.toint(), place, lane, 0)
+
+    @cute.jit
+    def send(self, there: Int64, source: tuple, target: Int32, chunk: Int32, sizes: tuple, rank: Int32):
+        """A chunk of the tokens of rank `target` to its window: those of which this rank has an expert."""
+        _, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        layout = self.regions(capacity, row_bytes)
+        if cutlass.const_expr(self.wide):
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                rows, given = self.placed(source, target * capacity + chunk * CHUNK + at, lane)
+                some = Uint32(0)
+                for row in rows:
+                    some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
+                if signals.union(some) != 0:
+                    place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
+                    for piece in cutlass.range(0, row_bytes, self.piece):
+                        start = piece + lane * 16
+                        words = self.part(source, rows, given, start, row_bytes)
+                        self.store_piece(place, start, row_bytes, words, row_bytes > 0)
+        if cutlass.const_expr(self.gradients):
+            from_here, first = source[3][0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
+            place = there + layout.weights + (Int64(rank) * capacity + chunk * CHUNK) * (self.topk * 4)
+            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+                lanes.store(place + Int64(at) * 4, lanes.load(from_here + first + Int64(at) * 4, 4), 4)
+
+    @cute.jit
+    def sum(
+        self, own: Int64, source: tuple, indices: cute.Pointer, y: list, chunk: Int32, sizes: tuple, rank: Int32,
+        epoch: Int32, failed: Int32, deadline: Int64,
+    ):  # fmt: skip
+        """A chunk of this rank's tokens from the parts of all ranks; NaN where one did not come."""
+        tokens, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        layout = self.regions(capacity, row_bytes)
+        known = None
+        if cutlass.const_expr(self.wide and self.warps == CHUNK):  # read while the others' rows are under way
+            known = self.needed(source, indices, chunk * CHUNK + warp, sizes, rank, lane)
+        came = Int32(failed == 0)
+        if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
+            came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
+            signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
+        fine = signals.every(came)
+        if cutlass.const_expr(self.wide):
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                token = chunk * CHUNK + at
+                if token < tokens:
+                    if cutlass.const_expr(known is None):
+                        self.add(own, source, y, self.needed(source, indices, token, sizes, rank, lane), token, sizes,
+                                 rank, fine)  # fmt: skip
+                    else:
+                        self.add(own, source, y, known, token, sizes, rank, fine)
+        if cutlass.const_expr(self.gradients):
+            self.gather_gradients(own, indices, source[3], chunk, sizes, rank, fine)
+
+    @cute.jit
+    def add(
+        self, own: Int64, source: tuple, y: list, needed: tuple, token: Int32, sizes: tuple, rank: Int32, fine: Int32
+    ):
+        """One token's row of y, from `needed`'s own part and what the other ranks sent."""
+        _, row_bytes, capacity = sizes
+        owners, rows, given = needed
+        lane = cute.arch.lane_idx()
+        begin = choose(fine, Float32(0.0), lanes.float_of(Uint32(NAN)))
+        from_others = own + self.regions(capacity, row_bytes).rows
+        for piece in cutlass.range(0, row_bytes, self.piece):
+            first = piece + lane * 16
+            mine = self.part(source, rows, given, first, row_bytes)
+            sums = [begin] * (self.piece // WARP // self.size)
+            for other in cutlass.range_constexpr(self.ranks):
+                sent = (((owners >> other) & 1) != 0) & (fine != 0) & (rank != other)
+                place = from_others + (Int64(other) * capacity + token) * row_bytes + Int64(first)
+                words = self.received(place, first, row_bytes, sent)
+                words = [cutlass.select_(rank == other, a, b) for a, b in zip(mine, words, strict=True)]
+                sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+            for addend, stride in y[1:]:
+                words = self.load_piece(addend.toint() + Int64(token) * stride, first, row_bytes)
+                sums = [total + value for value, total in zip(self.floats(words), sums, strict=True)]
+            base, stride = y[0]
+            result = lanes.pack(sums, self.dtype)
+            self.store_piece(base.toint() + Int64(token) * stride, first, row_bytes, result, fine >= 0)
+
+    def needed(self, source: tuple, indices: cute.Pointer, token: Int32, sizes: tuple, rank: Int32, lane: Int32):
+        """Of one of this rank's tokens: the ranks of its experts, and rows and weights of its choices here, by lane."""
+        tokens, _, capacity = sizes
+        # What does not exist is read from somewhere else, and not used.
+        token = cutlass.max(cutlass.min(token, tokens - 1), 0)
+        chosen = cutlass.select_(tokens > 0, indices.toint(), source[1].toint())
+        rows, given = self.placed(source, rank * capacity + token, lane)
+        return self.owners(chosen, token, lane), rows, given
+
+    def received(self, place: Int64, first: Int32, row_bytes: Int32, sent) -> list:
+        """`load_piece` of what a peer stored while this kernel ran."""
+        words: list = []
+        for line in range(self.lines):
+            words += signals.load_received(place, (first + line * LINE < row_bytes) & sent, line * LINE)
+        return words
+
+    @cute.jit
+    def gather_gradients(
+        self, own: Int64, indices: cute.Pointer, gradients: tuple, chunk: Int32, sizes: tuple, rank: Int32, fine: Int32
+    ):
+        """Each choice's gradient from the rank of its expert; 0 where it has none."""
+        tokens, row_bytes, capacity = sizes
+        grad_weights, returned = gradients
+        thread, _, _ = cute.arch.thread_idx()
+        weights = self.regions(capacity, row_bytes).weights
+        for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+            choice = chunk * (CHUNK * self.topk) + at
+            there = choice < tokens * self.topk
+            expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]
+            owner = Int32(expert // Uint32(self.local))
+            known = there & (expert < Uint32(self.experts)) & (fine != 0)
+            source = Int64(owner) * capacity * (self.topk * 4) + Int64(choice) * 4
+            sent = signals.load_word(own + weights + source, known & (owner != rank))
+            mine = lanes.load(grad_weights.toint() + source, 4, known & (owner == rank))[0]
+            value = cutlass.select_(fine != 0, sent | mine, Uint32(NAN))
+            lanes.store(returned.toint() + Int64(choice) * 4, [value], 4, there)

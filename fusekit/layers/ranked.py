@@ -1,0 +1,156 @@
+"""A layer whose experts are spread over ranks, as one rank has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fusekit.errors import ArgumentError, CapacityError
+from fusekit.exchange import Layout, Part, Ranks, Window
+from fusekit.layers.layer import Layer, Sizes
+from fusekit.plan.exchange import MOST
+from fusekit.plan.layer import Buffer, Options
+from fusekit.plan.layer.program import BACKWARD
+from fusekit.plan.layer.ranks import SENT, TRAINING, WINDOWS, room, window_sizes
+
+if TYPE_CHECKING:
+    from fusekit.runtime import Devices, Kernel, Library
+
+_SECONDS = 1.0  # between two looks at what went wrong
+
+
+class RankedLayer(Layer):
+    """The layer of one rank: its own tokens go in and out, and it has the parameters of its own experts.
+
+    ranks: this rank, and where windows come from; None: sizes can be asked for, nothing launched. tokens: the most of
+    any rank; default: the spec's. rows: the most that a rank's experts have room for; default: enough for any routing.
+    All ranks say the same tokens. They launch the same passes, asking for the same outputs, in the same order.
+    """
+
+    def __init__(
+        self, library: Library, name: str, options: Options, arch: str | None = None, device: int | None = None, *,
+        ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(library, name, arch, ranks.device if ranks is not None else device, options)
+        if ranks is not None and ranks.count != options.ranks:
+            raise ArgumentError(
+                f"{name} is over {options.ranks} ranks, and there are {ranks.count}; start as many, or build the layer"
+                f" with ranks = {ranks.count}",
+                argument="ranks",
+            )
+        for key, value in (("tokens", tokens), ("rows", rows)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{key} = {value!r}; it must be a whole number, 1 or more", argument=key)
+        self.ranks = ranks
+        self._layouts = {
+            window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
+            for window, part in WINDOWS.items()
+        }
+        self.capacity = self._layouts[SENT].capacity
+        self.program = self.program.within(room(options, self.capacity, rows))
+        self.rows = self.program.room["M"]
+        self._windows: dict[str, Window] = {}
+        self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
+        self._looked = 0.0
+
+    def __deepcopy__(self, memo: Any) -> RankedLayer:
+        return self  # a copy of a module stores into the same windows
+
+    def over(self, ranks: Ranks) -> RankedLayer:
+        """The same as the layer of a rank."""
+        tokens, device = self.capacity, self._device
+        return RankedLayer(
+            self._library, self.name, self.options, self._arch, device, ranks=ranks, tokens=tokens, rows=self.rows
+        )
+
+    @property
+    def devices(self) -> Devices:
+        """Those of its library."""
+        return self._library.devices
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity, id(self.ranks), self.capacity, self.rows)
+
+    def sizes(self, tokens: int | None = None, gradients: Collection[str] | None = None) -> Sizes:
+        """As a layer's; tokens: of this rank in a pass, default: the most. `windows` by name; those of "grads" and
+        "returned" are made by the first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
+        """
+        found = super().sizes(self.capacity if tokens is None else tokens, gradients)
+        windows = window_sizes(self.program, self.options)
+        return Sizes(found.kept, found.forward, found.inference, found.backward, windows)
+
+    def connect(self, *, training: bool = True) -> None:
+        """Makes the windows now, all ranks together; the first launch would. training: those of backward, too."""
+        for window in WINDOWS:
+            if training or window not in TRAINING:
+                self._window(window)
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError if a launch of this rank gave up waiting for another, CapacityError if its experts
+        had more rows than `rows`. Waits for no launch. `forward` and `backward` do this once a second.
+        """
+        if self.ranks is None or SENT not in self._windows:
+            return
+        self.ranks.check()
+        wanted = self._windows[SENT].words()[MOST // 4]
+        if wanted > self.rows:
+            raise CapacityError(
+                f"{self.name}: the experts of rank {self.ranks.rank} were chosen for {wanted} rows and have room for"
+                f" {self.rows}; the choices beyond were left out; give rows = {wanted} or more, or leave rows out",
+                rows=wanted,
+            )
+
+    # -- launches -----------------------------------------------------------------------------------------------------
+
+    def _call(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any) -> None:
+        if time.monotonic() - self._looked > _SECONDS:
+            self.check()
+            self._looked = time.monotonic()
+        super()._call(which, kept, scratch, arguments, stream)
+
+    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int]:
+        tokens, device = super()._check(which, given)
+        if self.ranks is None:
+            raise ArgumentError(
+                f"{self.name} is over {self.options.ranks} ranks; open it with library.layer(name, ranks=...), of"
+                " fusekit.exchange.Ranks",
+                argument="ranks",
+            )
+        if device != self.ranks.device:
+            raise ArgumentError(f"{self.name}: tensors on device {device}; the rank's is {self.ranks.device}")
+        if tokens > self.capacity:
+            raise ArgumentError(
+                f"{self.name}: {tokens} tokens; the windows have room for {self.capacity}; open the layer on every rank"
+                f" with tokens = {tokens} or more",
+                argument="dy" if which == BACKWARD else "x",
+            )
+        return tokens, device
+
+    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
+        # Of a rank without tokens the experts may have many rows: what is chosen is for the most tokens of each rank.
+        return super()._kernel(part, {"T": self.capacity, "M": self.capacity * self.options.topk})
+
+    def _window(self, name: str) -> Window:
+        if name not in self._windows:
+            assert self.ranks is not None
+            layout = self._layouts[name]
+            # Rows are counted in a window, so layers share it that have room for as many.
+            key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == SENT else ()))
+            window = self._windows[name] = self.ranks.window(key, layout.bytes)
+            parts = layout.parts(window.address, self.ranks.device)
+            parts["most"] = Part(window.address + MOST, (1,), "i32", self.ranks.device)
+            self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        return self._windows[name]
+
+    def _in_window(self, buffer: Buffer) -> Any:
+        self._window(buffer.place)
+        return self._parts[buffer.name]
+
+    def _together(self, window: str) -> dict[str, Any]:
+        if not window:
+            return {}
+        assert self.ranks is not None
+        common = {"rank": self.ranks.rank, "capacity": self.capacity, "timeout": self.ranks.timeout}
+        return {"window": self._window(window).peers, **common}

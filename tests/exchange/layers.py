@@ -1,0 +1,216 @@
+"""A layer over the ranks of this process: its tensors on every rank, its passes, and what one GPU would give.
+
+Used by the tests and by the script for two GPUs; needs a GPU and a store that holds the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fusekit.bench.layer_tensors import LOSS, definitions, made_up
+from fusekit.bench.layer_trial import LIMIT, LIMITS, _router_keys
+from fusekit.exchange import Ranks
+from fusekit.plan.layer import program
+from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.reference import decode, encode, held
+from fusekit.reference import layer as definition
+from fusekit.runtime import DeviceArray, Library
+from fusekit.spec import Activation
+
+PARTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its own experts
+ONE, OTHERS, ANY = "all to one rank", "none to one rank", "any"
+
+
+def routing(options: Any, kind: str, count: int, source: np.random.Generator) -> np.ndarray:
+    """int32 [T, K]: distinct experts of each token."""
+    open_to = np.arange(options.experts)
+    if kind == ONE:
+        open_to = open_to[options.experts - options.local :]
+    elif kind == OTHERS:
+        open_to = open_to[options.local :]
+    return open_to[np.argsort(source.random((count, len(open_to))), axis=1)[:, : options.topk]].astype(np.int32)
+
+
+class LayerRanks:
+    """devices: of each rank. tokens: the most of a rank. known: the host has all parameters, for `problems`."""
+
+    def __init__(
+        self, library: Library, name: str, devices: list[int], tokens: int, rows: int | None = None,
+        timeout: int = 20_000, seed: int = 1,
+        known: bool = True,
+    ) -> None:  # fmt: skip
+        self.library, self.devices = library, devices
+        self.ranks = Ranks.in_process(library.devices, devices, timeout)
+        self.layers = [library.layer(name, ranks=rank, tokens=tokens, rows=rows) for rank in self.ranks]
+        self.options = self.layers[0].options
+        self.alone = replace(self.options, ranks=1)
+        self.streams = [self._stream(device) for device in devices]
+        sizes = self.layers[0].sizes()
+        self.memory = [
+            {name: DeviceArray(library.devices, (max(size, 1),), "u8", device)
+             for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}
+            for device in devices
+        ]  # fmt: skip
+        self.made = self._parameters(seed)
+        self.parameters = [self._place(rank, known) for rank in range(len(devices))]
+        self.tensors: list[dict[str, Any]] = []
+
+    def _stream(self, device: int) -> int:
+        driver = self.library.devices.driver
+        with self.library.devices.active(self.library.devices.get(device)):
+            return int(driver.check(driver.api.cuStreamCreate(1), "cuStreamCreate"))
+
+    def _parameters(self, seed: int) -> dict[str, Any]:
+        buffers = program(self.alone).buffers
+        names = [name for name in buffers if f"d{name}" in buffers and name not in ("x", "logits", "weights", "y")]
+        names = [name for name in names if buffers[name].place == "argument"]
+        names += [name for name in ("expert_bias",) if name in buffers]
+        return {name: made_up(name, buffers[name].extents({}), buffers[name].dtype, self.alone, seed) for name in names}
+
+    def _place(self, rank: int, known: bool) -> dict[str, DeviceArray]:
+        own = slice(rank * self.options.local, (rank + 1) * self.options.local)
+        made = {}
+        for name, each in self.made.items():
+            if known:
+                made[name] = self.array(rank, each.whole()[own] if name in PARTS else each.whole(), each.dtype)
+            else:
+                extents = self.layers[rank].program.buffers[name].extents({})
+                made[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
+                made_up(name, extents, each.dtype, self.alone, 1).place(made[name])
+        return made
+
+    def array(self, rank: int, numbers: np.ndarray, dtype: str) -> DeviceArray:
+        made = DeviceArray(self.library.devices, numbers.shape, dtype, self.devices[rank])
+        whole = numbers if numbers.dtype.kind in "iu" else numbers.astype(np.float32)
+        made.upload(np.ascontiguousarray(encode(whole, dtype) if held(dtype) == np.uint16 else whole))
+        return made
+
+    # -- passes
+
+    def fill(self, tokens: list[int], seed: int, kind: str = ANY) -> None:
+        """Other tokens, and outputs that hold NaN."""
+        source = np.random.default_rng(seed)
+        self.inputs, self.tensors = [], []
+        for rank, count in enumerate(tokens):
+            own: dict[str, Any] = {}
+            for name in ("x", "dy"):
+                rows = source.standard_normal((count, self.options.hidden)).astype(np.float32)
+                own[name] = decode(encode(rows, "bf16"), "bf16").astype(np.float64)
+            if self.options.router["input"] == "choices":
+                own["indices"] = routing(self.options, kind, count, source)
+                own["weights"] = source.random((count, self.options.topk)).astype(np.float32)
+            if self.options.router["aux_loss"]:
+                own |= {"dloss": np.float32([0.5]), "aux_coefficient": np.float32([LOSS * count])}
+                own["total_tokens"] = np.int32([count])
+            layer, dims = self.layers[rank], self.layers[rank].program.dims(count)
+            placed = dict(self.parameters[rank])
+            for which in (FORWARD, BACKWARD):
+                for name, buffer in layer.inputs(which).items():
+                    if name in own and name not in placed:
+                        placed[name] = self.array(rank, own[name], buffer.dtype)
+                for name, buffer in layer.outputs(which).items():
+                    placed[name] = DeviceArray(
+                        self.library.devices, buffer.extents(dims), buffer.dtype, self.devices[rank]
+                    )
+                    placed[name].fill(0xFF)
+            self.inputs.append(own)
+            self.tensors.append(placed)
+
+    def bind(self, rank: int, which: str) -> Any:
+        layer, mine = self.layers[rank], self.tensors[rank]
+        given = {name: mine[name] for name in (*layer.inputs(which), *layer.outputs(which))}
+        return (layer.bind_backward if which == BACKWARD else layer.bind_forward)(**given, **self.memory[rank])
+
+    def launch(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> None:
+        """Both passes on every rank, and waits."""
+        bound = [[self.bind(rank, which) for which in passes] for rank in range(len(self.devices))]
+        for number in range(len(passes)):
+            for rank, stream in enumerate(self.streams):
+                bound[rank][number](stream)
+        self.wait()
+        for layer in self.layers:
+            layer.check()
+
+    def graphs(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> list[Any]:
+        """The passes of each rank as one CUDA graph, for `replay`."""
+        api, check, devices = self.library.devices.driver.api, self.library.devices.driver.check, self.library.devices
+        made = []
+        for rank, stream in enumerate(self.streams):
+            bound = [self.bind(rank, which) for which in passes]
+            with devices.active(devices.get(self.devices[rank])):
+                mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+                check(api.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")
+                for each in bound:
+                    each(stream)
+                graph = check(api.cuStreamEndCapture(stream), "cuStreamEndCapture")
+                made.append((check(api.cuGraphInstantiate(graph, 0), "cuGraphInstantiate"), bound))
+        return made
+
+    def replay(self, graphs: list[Any]) -> None:
+        api, check, devices = self.library.devices.driver.api, self.library.devices.driver.check, self.library.devices
+        for rank, stream in enumerate(self.streams):
+            with devices.active(devices.get(self.devices[rank])):
+                check(api.cuGraphLaunch(graphs[rank][0], stream), "cuGraphLaunch")
+
+    def wait(self) -> None:
+        for device, stream in zip(self.devices, self.streams, strict=True):
+            with self.library.devices.active(self.library.devices.get(device)):
+                driver = self.library.devices.driver
+                driver.check(driver.api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+
+    def close(self) -> None:
+        self.wait()
+        for rank in self.ranks:
+            rank.close()
+
+    # -- what is right
+
+    def found(self, rank: int, name: str) -> np.ndarray:
+        array = self.tensors[rank][name]
+        bits = np.frombuffer(array.download(), held(array.dtype)).reshape(array.shape)
+        return (decode(bits, array.dtype) if bits.dtype.kind == "u" else bits).astype(np.float64)
+
+    def bits(self) -> list[bytes]:
+        """Every output of every rank."""
+        names = {**self.layers[0].outputs(FORWARD), **self.layers[0].outputs(BACKWARD)}
+        return [bytes(self.tensors[rank][name].download()) for rank in range(len(self.devices)) for name in names]
+
+    def wanted(self) -> list[dict[str, np.ndarray]]:
+        """Every output by the definition, of one GPU with all experts; each rank's own tokens have their own loss."""
+        o = self.alone
+        tensors = definitions(o, self.made)
+        given = o.router["input"] == "choices"
+        tensors.setdefault("router", np.zeros((o.experts, o.hidden)))
+        made = []
+        for own in self.inputs:
+            aux = LOSS * len(own["x"]) if o.router["aux_loss"] else None
+            layer = definition.Layer(_router_keys(o), Activation(**o.activation), o.glu_layout, o.router["scale"], aux)
+            choices = (own["indices"].astype(np.int64), own["weights"].astype(np.float64)) if given else None
+            y, loss, kept = definition.forward(layer, own["x"], tensors, choices)
+            kept = replace(kept, z=decode(encode(kept.z.astype(np.float32), o.dtype), o.dtype).astype(np.float64))
+            back = definition.backward(layer, tensors, kept, own["dy"], 0.5 if aux is not None else 0.0)
+            back["x"] = back["x"] - back["logits"] @ tensors["router"] if given else back["x"]
+            made.append({"y": y, "loss": np.array([loss])} | {f"d{name}": value for name, value in back.items()})
+        for name in PARTS:
+            if f"d{name}" in made[0]:
+                total = sum(each[f"d{name}"] for each in made)
+                total = total.swapaxes(1, 2) if o.b_major == "n" and name in ("w1", "w2") else total
+                for rank, each in enumerate(made):
+                    each[f"d{name}"] = total[rank * self.options.local :][: self.options.local]
+        return made
+
+    def problems(self) -> list[str]:
+        """What is beyond the bounds of a layer of one GPU."""
+        found = []
+        for rank, wants in enumerate(self.wanted()):
+            for name in {**self.layers[rank].outputs(FORWARD), **self.layers[rank].outputs(BACKWARD)}:
+                got, want = self.found(rank, name), wants[name].reshape(self.tensors[rank][name].shape)
+                size = float(np.sqrt(np.square(want).sum())) or 1.0
+                error = float(np.sqrt(np.square(got - want).sum())) / size
+                limit = LIMITS.get(name, LIMIT) * (4 if len(self.inputs[rank]["x"]) < 2 else 1)
+                if not error <= limit:
+                    found.append(f"rank {rank}: {name}: relative error {error:.2g}, at most {limit:g}")
+        return found

@@ -1,0 +1,286 @@
+"""The protocol of moe-dispatch and moe-combine as a state machine, and a memory that delivers stores in any order.
+
+A block is a generator of operations, step by step what fusekit/kernels/exchange does, with the names of base.py.
+Ordinary stores of a block are delivered whenever the scheduler likes, in any order but that of one address; a release
+is delivered when all stores of its block before it are. Loads after a wait see what is delivered. A launch ends when
+its blocks have and all their stores are delivered. At most `resident` blocks of a launch run at a time, begun in any
+order. Of timeouts there are none: a rank that waits for ever is a deadlock, which is found.
+
+`Faults` are mistakes that the protocol could have. Each must be found (test_protocol.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Operation = tuple[Any, ...]
+Block = Generator[Operation, Any, None]
+FAULTS = (
+    "flags do not wait for the rows", "rows are sent to windows that are not open",
+    "windows open before they were read", "flags of earlier launches count", "blocks that wait run first",
+    "one flag is never written",
+    "a window opens before its sums are made", "the epoch is counted by the first block to end",
+)  # fmt: skip
+
+
+class BrokenError(AssertionError):
+    """The protocol did not do what it must."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """ranks, blocks that send, chunks of a rank (one token each), blocks resident at a time.
+
+    program: the launches of every rank's stream, d for a dispatch and what reads its rows, c for a combine. Where the
+    two take turns each does the other's waiting, so they are tried alone as well.
+    """
+
+    ranks: int
+    blocks: int
+    chunks: int
+    program: str
+    resident: int
+    seed: int
+    fault: str = ""
+
+
+@dataclass
+class Running:
+    """A block that runs: its generator, the operation that is next, and its stores that are not delivered yet."""
+
+    body: Block
+    next: Operation | None = None
+    stores: list[Operation] = field(default_factory=list)
+
+
+class Rank:
+    """One GPU: its memory, and the launches and reads of its stream."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine, self.number = machine, number
+        self.memory: dict[Any, Any] = {}
+        self.stream = self._stream()
+        self.waiting: list[Block] = []  # blocks that have not begun
+        self.running: list[Running] = []
+        self.done = False
+
+    def _stream(self) -> Iterator[list[Block]]:
+        setting = self.machine.setting
+        for launch, kind in enumerate(setting.program, start=1):
+            if kind == "d":
+                yield [dispatch(self, launch) for _ in range(2 * setting.blocks + 1)]
+                yield [consume(self, launch)]
+            else:
+                yield [combine(self, launch) for _ in range(setting.blocks + setting.chunks)]
+
+    def advance(self) -> None:
+        """The next launch of the stream, when nothing of this one is left."""
+        while not self.done and not self.waiting and not self.running:
+            self.waiting = next(self.stream, [])
+            self.done = not self.waiting
+
+    def actions(self) -> list[Callable[[], None]]:
+        """What could happen next."""
+        found: list[Callable[[], None]] = []
+        if self.waiting and sum(each.next is not None for each in self.running) < self.machine.setting.resident:
+            found.append(self._begin)
+        for block in self.running:
+            if block.next is not None and self._enabled(block.next):
+                found += [lambda block=block: self._step(block)] * 2
+            found += [lambda block=block, store=store: self._deliver(block, store) for store in self._ready(block)]
+        return found
+
+    def _begin(self) -> None:
+        body = self.waiting.pop(self.machine.source.randrange(len(self.waiting)))
+        block = Running(body)
+        self.running.append(block)
+        self._resume(block, None)
+
+    def _resume(self, block: Running, value: Any) -> None:
+        try:
+            block.next = block.body.send(value)
+        except StopIteration:
+            block.next = None
+        self._forget(block)
+
+    def _forget(self, block: Running) -> None:
+        if block.next is None and not block.stores:
+            self.running.remove(block)
+            self.advance()
+
+    def _enabled(self, operation: Operation) -> bool:
+        return operation[0] != "wait" or self.memory.get(operation[1], 0) >= operation[2]
+
+    def _step(self, block: Running) -> None:
+        assert block.next is not None
+        kind, *given = block.next
+        value = None
+        if kind in ("store", "release"):
+            block.stores.append(block.next)
+        elif kind == "add":
+            value = self.memory.get(given[0], 0)
+            self.memory[given[0]] = value + 1
+        elif kind == "set":
+            self.memory[given[0]] = given[1]
+        elif kind == "read":
+            value = self.memory.get(given[0], 0)
+        self._resume(block, value)
+
+    def _ready(self, block: Running) -> Iterator[Operation]:
+        """Stores that may be delivered: a release only as the oldest, any other as the oldest of its address."""
+        seen = set()
+        for index, store in enumerate(block.stores):
+            place = store[1:3]
+            if place not in seen and (store[0] == "store" or index == 0):
+                yield store
+            seen.add(place)
+
+    def _deliver(self, block: Running, store: Operation) -> None:
+        block.stores.remove(store)
+        _, target, address, value = store
+        self.machine.ranks[target].memory[address] = value
+        self._forget(block)
+
+
+class Machine:
+    """All ranks, and the order in which things happen."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.source = random.Random(setting.seed)
+        self.routes = {
+            (launch, rank, token): frozenset(each for each in range(setting.ranks) if self.source.random() < 0.6)
+            for launch in range(1, len(setting.program) + 1)
+            for rank in range(setting.ranks)
+            for token in range(setting.chunks)
+        }
+        self.ranks = [Rank(self, number) for number in range(setting.ranks)]
+
+    def run(self) -> int:
+        """Until all streams are empty; how many steps. Raises BrokenError for wrong rows and for a deadlock."""
+        for rank in self.ranks:
+            rank.advance()
+        steps, ahead = 0, 0
+        while not all(rank.done for rank in self.ranks):
+            able = {rank.number: actions for rank in self.ranks if (actions := rank.actions())}
+            if not able:
+                raise BrokenError(f"all ranks wait: {self.setting}")
+            if self.source.random() < 0.02:  # another rank runs ahead of the others
+                ahead = self.source.randrange(self.setting.ranks)
+            chosen = ahead if ahead in able and self.source.random() < 0.7 else self.source.choice(list(able))
+            self.source.choice(able[chosen])()
+            steps += 1
+        return steps
+
+
+def arrive(rank: Rank, window: str) -> Generator[Operation, Any, tuple[int, int]]:
+    turn = yield ("add", (window, "ticket"))
+    epoch = yield ("read", (window, "epoch"))
+    return turn, epoch + 1
+
+
+def leave(rank: Rank, window: str, epoch: int, blocks: int) -> Generator[Operation, Any, bool]:
+    ended = (yield ("add", (window, "done"))) + 1
+    last = ended == blocks
+    if last:
+        yield ("set", (window, "ticket"), 0)
+        yield ("set", (window, "done"), 0)
+    if last or (ended == 1 and rank.machine.setting.fault == "the epoch is counted by the first block to end"):
+        yield ("set", (window, "epoch"), epoch)
+    return last
+
+
+def open_window(rank: Rank, window: str, word: int) -> Block:
+    for other in range(rank.machine.setting.ranks):
+        yield ("release", other, (window, "open", rank.number), word)
+
+
+def opened(rank: Rank, window: str, word: int) -> Block:
+    if rank.machine.setting.fault != "rows are sent to windows that are not open":
+        for other in range(rank.machine.setting.ranks):
+            yield ("wait", (window, "open", other), word)
+
+
+def tell(rank: Rank, target: int, window: str, chunk: int, epoch: int) -> Block:
+    fault = rank.machine.setting.fault
+    kind = "store" if fault == "flags do not wait for the rows" else "release"
+    if fault != "one flag is never written" or (chunk, epoch) != (0, 2):
+        yield (kind, target, (window, "flag", rank.number, chunk), epoch)
+
+
+def seen(rank: Rank, window: str, source: int, chunk: int, epoch: int) -> Block:
+    epoch = min(epoch, 1) if rank.machine.setting.fault == "flags of earlier launches count" else epoch
+    yield ("wait", (window, "flag", source, chunk), epoch)
+
+
+def dispatch(rank: Rank, launch: int) -> Block:
+    """A block of moe-dispatch. launch: which it really is, to make rows that say so."""
+    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    turn, epoch = yield from arrive(rank, "rows")
+    if setting.fault == "blocks that wait run first":
+        turn = (turn - 1) % (2 * setting.blocks + 1)
+    early = setting.fault == "windows open before they were read"
+    if turn == 0:
+        yield from open_window(rank, "rows", epoch + early)
+    if turn == 2 * setting.blocks:
+        for source in range(setting.ranks):
+            for chunk in range(setting.chunks):
+                yield from seen(rank, "rows", source, chunk, epoch)
+    else:
+        targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
+        if turn < setting.blocks:
+            yield from opened(rank, "rows", epoch)
+        for chunk in range(turn % setting.blocks, setting.chunks, setting.blocks):
+            for target in targets:
+                sent = target in routes[launch, own, chunk]
+                yield ("store", target, ("rows", "indices", own, chunk), (launch, sent))
+                if sent:
+                    yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
+            for target in targets:
+                yield from tell(rank, target, "rows", chunk, epoch)
+    yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
+
+
+def consume(rank: Rank, launch: int) -> Block:
+    """The launches between: they read what has come, bit by bit."""
+    setting, routes = rank.machine.setting, rank.machine.routes
+    for source in range(setting.ranks):
+        for token in range(setting.chunks):
+            sent = rank.number in routes[launch, source, token]
+            found = yield ("read", ("rows", "indices", source, token))
+            if found != (launch, sent):
+                raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+            row = yield ("read", ("rows", "row", source, token))
+            if sent and row != (launch, source, token):
+                raise BrokenError(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")
+
+
+def combine(rank: Rank, launch: int) -> Block:
+    """A block of moe-combine."""
+    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    turn, epoch = yield from arrive(rank, "parts")
+    if setting.fault == "a window opens before its sums are made" and turn == 0:
+        yield from open_window(rank, "parts", epoch)
+    if turn >= setting.blocks:
+        chunk = turn - setting.blocks
+        for source in range(setting.ranks):
+            if source != own:
+                yield from seen(rank, "parts", source, chunk, epoch)
+        for source in range(setting.ranks):
+            part = yield ("read", ("parts", "row", source, chunk))
+            if source != own and source in routes[launch, own, chunk] and part != (launch, source, own, chunk):
+                raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
+    else:
+        yield from opened(rank, "parts", epoch - 1)
+        for at in range(turn, setting.chunks * (setting.ranks - 1), setting.blocks):
+            chunk, step = divmod(at, setting.ranks - 1)
+            target = (own + 1 + step) % setting.ranks
+            if own in routes[launch, target, chunk]:
+                yield ("store", target, ("parts", "row", own, chunk), (launch, own, target, chunk))
+            yield from tell(rank, target, "parts", chunk, epoch)
+    last = yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
+    if last:
+        yield from open_window(rank, "parts", epoch)

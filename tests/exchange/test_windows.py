@@ -1,0 +1,230 @@
+"""Windows on a fake driver: of one process, between processes that are threads here, their parts, what goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusekit.abi import evaluate
+from fusekit.errors import ArgumentError, DriverError, PeerTimeoutError
+from fusekit.exchange import Layout, between_processes, in_process
+from fusekit.plan.exchange import HEADER, STATUS, window_bytes
+from fusekit.runtime import Devices, Driver
+from tests.runtime.fake import OK, CUresult, FakeDriver
+
+SPEC = {
+    "op": "moe-dispatch",
+    "ranks": 2,
+    "experts": 8,
+    "topk": 3,
+    "dtype": "bf16",
+    "weighted": True,
+    "gradients": False,
+}
+
+
+class PeerDriver(FakeDriver):
+    """With peer access, and handles that name an address."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reach: set[tuple[int, int]] = set()
+        self.able, self.enabled = 1, OK
+        self.opened: dict[int, int] = {}
+        self.CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
+        self.CUipcMemHandle = lambda: SimpleNamespace(reserved=b"")
+
+    def cuDeviceCanAccessPeer(self, device: int, other: int) -> Any:  # noqa: N802
+        return OK, self.able
+
+    def cuCtxEnablePeerAccess(self, context: int, flags: int) -> Any:  # noqa: N802
+        self.reach.add((self.stack[-1] - 1000, context - 1000))
+        return (self.enabled,)
+
+    def cuMemcpyDtoHAsync(self, target: int, source: int, count: int, stream: int) -> Any:  # noqa: N802
+        ctypes.memmove(target, source, count)
+        return (OK,)
+
+    def cuIpcGetMemHandle(self, address: int) -> Any:  # noqa: N802
+        return OK, SimpleNamespace(reserved=struct.pack("<Q", address).ljust(64, b"\1"))
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:  # noqa: N802
+        (address,) = struct.unpack_from("<Q", handle.reserved)
+        self.opened[address] = self.opened.get(address, 0) + 1
+        return OK, address
+
+    def cuIpcCloseMemHandle(self, address: int) -> Any:  # noqa: N802
+        self.opened[address] -= 1
+        return (OK,)
+
+
+PeerDriver.CUresult = CUresult
+
+
+@pytest.fixture
+def driver():
+    return PeerDriver(devices=2)
+
+
+@pytest.fixture
+def devices(driver):
+    return Devices(Driver(driver))
+
+
+def test_ranks_of_a_process_see_each_other(driver, devices):
+    first, second = in_process(devices, [0, 1], 1000)
+    assert first.peers == second.peers == [first.address, second.address]
+    assert driver.reach == {(0, 1), (1, 0)}
+    assert [driver.owner[each] for each in first.peers] == [0, 1]
+    assert ctypes.string_at(first.address, 1000) == bytes(1000)
+    first.close()
+    second.close()
+    assert not driver.memory
+
+
+def test_ranks_may_share_a_device(driver, devices):
+    windows = in_process(devices, [0, 0, 0], 64)
+    assert len(set(windows[0].peers)) == 3
+    assert not driver.reach
+
+
+def test_a_device_that_is_out_of_reach(driver, devices):
+    driver.able = 0
+    with pytest.raises(ArgumentError, match="cannot address the memory of device 1"):
+        in_process(devices, [0, 1], 64)
+
+
+def test_access_that_is_refused(driver, devices):
+    driver.enabled = CUresult.CUDA_ERROR_INVALID_CONTEXT
+    with pytest.raises(DriverError, match="cuCtxEnablePeerAccess of device 0"):
+        in_process(devices, [0, 1], 64)
+
+
+@pytest.mark.parametrize(
+    ("ordinals", "size", "text"), [([], 64, "0 ranks"), ([0] * 33, 64, "33 ranks"), ([0], 0, "0 bytes")]
+)
+def test_windows_that_make_no_sense(devices, ordinals, size, text):
+    with pytest.raises(ArgumentError, match=text):
+        in_process(devices, ordinals, size)
+
+
+def test_memory_that_is_not_to_be_had_leaves_none_behind(driver, devices):
+    whole = driver.cuMemAlloc
+
+    def once(size: int) -> Any:
+        return whole(size) if not driver.memory else (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+
+    driver.cuMemAlloc = once
+    with pytest.raises(DriverError, match="a window of 64 bytes on device 1"):
+        in_process(devices, [0, 1], 64)
+    assert not driver.memory
+
+
+class Gathering:
+    """What mpi4py's allgather does, between threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._told: list[bytes] = [b""] * ranks
+        self._barrier = threading.Barrier(ranks)
+
+    def of(self, rank: int):
+        def gather(value: bytes) -> list[bytes]:
+            self._told[rank] = value
+            self._barrier.wait(10)
+            found = list(self._told)
+            self._barrier.wait(10)
+            return found
+
+        return gather
+
+
+def together(ranks: int, body):
+    """`body(rank)` in a thread for each; what they gave or raised."""
+    results: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    return results
+
+
+def test_ranks_of_processes_open_each_others_windows(driver, devices):
+    gathering = Gathering(2)
+    windows = together(2, lambda rank: between_processes(devices, rank, rank, 4096, gathering.of(rank)))
+    assert windows[0].peers == windows[1].peers
+    assert driver.opened == dict.fromkeys(windows[0].peers, 1)
+    assert together(2, lambda rank: windows[rank].close()) == [None, None]
+    assert set(driver.opened.values()) == {0}
+    assert not driver.memory
+
+
+def test_sizes_that_differ_are_refused_by_all(driver, devices):
+    gathering = Gathering(2)
+    errors = together(2, lambda rank: between_processes(devices, 0, rank, 4096 + rank, gathering.of(rank)))
+    assert all(isinstance(each, ArgumentError) and "[4096, 4097]" in str(each) for each in errors)
+    assert not driver.memory
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(driver, devices):
+    gathering = Gathering(2)
+    windows = together(2, lambda rank: between_processes(devices, rank, rank, 4096, gathering.of(rank)))
+    windows[0].close(alone=True)
+    assert len(driver.memory) == 1
+
+
+def test_a_timeout_names_the_rank(devices):
+    window, _ = in_process(devices, [0, 1], 4096)
+    window.check()
+    ctypes.memmove(window.address + STATUS, struct.pack("<3i", 2, 1, 7), 12)
+    with pytest.raises(PeerTimeoutError, match="rank 0 waited in launch 7 on this window for rank 1 to let") as caught:
+        window.check()
+    assert caught.value.rank == 1
+    ctypes.memmove(window.address + STATUS, struct.pack("<3i", 1, 2, 7), 12)
+    with pytest.raises(PeerTimeoutError, match="for rank 0 to send its rows"):
+        window.check()
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 129, 8192])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"weighted": False},
+        {"op": "moe-combine"},
+        {"op": "moe-combine", "gradients": True},
+        {"op": "moe-combine", "gradients": True, "rows": False},
+        {"ranks": 8, "dtype": "f32"},
+        {"ranks": 3, "topk": 1},
+    ],
+)
+def test_parts_lie_apart_and_fill_the_window(tokens, changes):
+    spec = SPEC | changes
+    layout = Layout(spec, tokens, 96)
+    assert layout.capacity >= tokens
+    assert layout.capacity % 128 == 0
+    found = sorted(layout.parts(0, 0).values(), key=lambda part: part.address)
+    ends = [HEADER, *(part.address + part.nbytes for part in found)]
+    assert all(part.address >= end and part.address % 128 == 0 for part, end in zip(found, ends, strict=False))
+    assert ends[-1] == layout.bytes == evaluate(window_bytes(spec), {"capacity": layout.capacity, "H": 96})
+    names = {"moe-dispatch": {"flags", "rows", "indices"}, "moe-combine": {"flags", "rows"}}[spec["op"]]
+    names -= set() if spec.get("rows", True) else {"rows"}
+    with_weights = spec["weighted"] if spec["op"] == "moe-dispatch" else spec["gradients"]
+    assert set(layout.parts(0, 0)) == (names | {"weights"} if with_weights else names)
+
+
+def test_a_layout_of_nothing():
+    with pytest.raises(ArgumentError, match="both are at least 1"):
+        Layout(SPEC, 0, 96)

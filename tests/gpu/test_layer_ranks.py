@@ -1,0 +1,190 @@
+"""Layers whose experts are on two ranks, against the definition of one GPU: on two devices, or both ranks on one.
+
+fusekit --store STORE build tests/gpu/layer-ranks.toml tests/examples/ranks.toml          on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_layer_ranks.py
+
+The tests with processes need two devices, and PyTorch or mpirun with mpi4py.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusekit import CapacityError, PeerTimeoutError
+from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.runtime import DeviceArray
+from tests.exchange.layers import ANY, ONE, OTHERS, LayerRanks
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("gpt-oss", "deepseek", "llama4", "choices")
+
+
+@pytest.fixture(scope="module")
+def over(opened):
+    """over(name, tokens) -> a context of the layer over two ranks."""
+    if not opened.store.names("layer-ranks/*"):
+        pytest.skip(f"no layers over ranks in {opened}; build tests/gpu/layer-ranks.toml there and name the store")
+
+    @contextmanager
+    def made(name, tokens=512, **said):
+        devices = [rank % opened.devices.count for rank in range(2)]
+        ranks = LayerRanks(opened, f"layer-ranks/{name}", devices, tokens, **said)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients(over, name):
+    with over(name) as ranks:
+        for seed, tokens in enumerate([(300, 300), (512, 0), (1, 400), (0, 17), (0, 0)]):
+            ranks.fill(list(tokens), seed)
+            ranks.launch()
+            assert ranks.problems() == [], tokens
+
+
+def test_routings(over, soak):
+    source = np.random.default_rng(3)
+    with over("choices", tokens=256) as ranks:
+        for turn in range(200 if soak else 20):
+            tokens = [int(source.integers(0, 257)) if source.random() > 0.1 else 0 for _ in range(2)]
+            kind = (ANY, ONE, OTHERS)[turn % 3]
+            ranks.fill(tokens, turn, kind)
+            ranks.launch()
+            assert ranks.problems() == [], (turn, tokens, kind)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "choices"])
+def test_the_same_bits_again(over, name):
+    with over(name) as ranks:
+        found = []
+        for _ in range(2):
+            ranks.fill([400, 77], 5)
+            ranks.launch()
+            found.append(ranks.bits())
+        assert found[0] == found[1]
+
+
+def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened):
+    """All choices are on one rank, so no sum is rounded in between."""
+    with over("choices") as ranks:
+        ranks.fill([300, 0], 4, ONE)
+        ranks.launch()
+        layer = opened.layer("layer-ranks/choices-alone", device=ranks.devices[0])
+        sizes, mine = layer.sizes(300), dict(ranks.tensors[0])
+        mine |= {name: ranks.array(0, ranks.made[name].whole(), "bf16") for name in ("w1", "w2")}
+        outputs = {}
+        for which in (FORWARD, BACKWARD):
+            for name, buffer in layer.outputs(which).items():
+                outputs[name] = DeviceArray(
+                    opened.devices, buffer.extents(layer.program.dims(300)), buffer.dtype, ranks.devices[0]
+                )
+        memory = {name: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
+                  for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
+        given = {which: {name: (mine | outputs)[name] for name in (*layer.inputs(which), *layer.outputs(which))}
+                 for which in (FORWARD, BACKWARD)}  # fmt: skip
+        layer.forward(**given[FORWARD], **memory, stream=ranks.streams[0])
+        layer.backward(**given[BACKWARD], **memory, stream=ranks.streams[0])
+        ranks.wait()
+        for name in ("y", "dx", "dweights"):
+            assert bytes(outputs[name].download()) == bytes(ranks.tensors[0][name].download()), name
+        for name in ("dw1", "dw2"):
+            of_ranks = [bytes(ranks.tensors[rank][name].download()) for rank in range(2)]
+            assert bytes(outputs[name].download()) == b"".join(of_ranks), name
+
+
+def test_one_graph_per_rank_is_replayed_with_other_tokens(over):
+    with over("gpt-oss") as ranks:
+        ranks.fill([200, 310], 0)
+        ranks.launch()
+        graphs, fresh = ranks.graphs(), ranks.tensors
+        for seed in (1, 2, 3):
+            ranks.fill([200, 310], seed)
+            for rank in range(2):
+                for name in ("x", "dy"):
+                    fresh[rank][name].upload(np.frombuffer(ranks.tensors[rank][name].download(), np.uint16).reshape(
+                        ranks.tensors[rank][name].shape))  # fmt: skip
+            ranks.tensors = fresh
+            ranks.replay(graphs)
+            ranks.wait()
+            assert ranks.problems() == [], seed
+
+
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD])
+def test_a_rank_that_never_comes(over, which):
+    """The other ends within the time that it was given for each launch, and says who is missing."""
+    with over("choices", timeout=300) as ranks:
+        ranks.fill([100, 100], 1)
+        if which == BACKWARD:
+            ranks.launch((FORWARD,))
+        alone = ranks.bind(0, which)
+        begin = time.monotonic()
+        alone(ranks.streams[0])
+        ranks.wait()
+        assert 0.25 < time.monotonic() - begin < 4
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited in launch .* for rank 1"):
+            ranks.layers[0].check()
+        output = ranks.found(0, "y" if which == FORWARD else "dx")
+        assert np.isnan(output).all()
+
+
+def test_too_few_rows(over):
+    with over("choices", rows=1000) as ranks:
+        ranks.fill([200, 50], 1, ONE)  # 1000 rows of rank 1
+        ranks.launch()
+        assert ranks.problems() == []
+        ranks.fill([201, 50], 1, ONE)
+        with pytest.raises(CapacityError, match="chosen for 1004 rows and have room for 1000"):
+            ranks.launch()
+        assert ranks.layers[0].check() is None
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def processes(opened, command, *arguments):
+    """Runs an example with two ranks, each a process with a device of its own."""
+    if opened.devices.count < 2:
+        pytest.skip("needs two devices")
+    if not opened.store.names("ranks/*"):
+        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/ranks.toml there and name the store")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_mpirun(opened):
+    if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("no mpirun with mpi4py")
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    assert processes(opened, command, ROOT / "tests" / "examples" / "layer_ranks.py").count("right") == 2
+
+
+def test_one_process_with_both_ranks(opened):
+    assert processes(opened, [sys.executable], ROOT / "tests" / "examples" / "layer_ranks.py").count("right") == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--leave"]])
+def test_torchrun(opened, more):
+    """Values and gradients of MoE(group=...); a process that leaves, after which the other raises in time."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    example = ROOT / "tests" / "examples" / "moe_ranks.py"
+    out = processes(opened, command, example, *more)
+    assert out.count("right") == 2, out
+    assert not more or "rank 0 waited in launch" in out, out

@@ -1,0 +1,189 @@
+"""Layers over ranks as PyTorch modules, without a GPU: ranks that are threads with stand-in layers, and processes that
+find each other through torch.distributed.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fusekit.errors import ArgumentError
+from fusekit.exchange import Ranks
+from fusekit.layers.ranked import RankedLayer
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+interop = pytest.importorskip("fusekit.interop.torch")
+
+from tests.interop.rank_layers import Meeting, RankedStandIn, StandIn  # noqa: E402
+from tests.layers.host_ranks import HostLibrary  # noqa: E402
+from tests.plan.test_layer_program import H, K  # noqa: E402
+from tests.plan.test_layer_ranks import PARTS, alone, over  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+COEFFICIENT = 0.3
+
+
+def modules(name, tokens, seed=0):
+    """The module of one GPU, and those of the ranks with the same parameters."""
+    o = over(len(tokens), name, dtype="f32")
+    torch.manual_seed(seed)
+    one = interop.MoE(StandIn(**alone(o).canonical()), aux_coefficient=COEFFICIENT)
+    with torch.no_grad():
+        for tensor in one.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape))
+    meeting = Meeting(o, max(tokens))
+    ranks = []
+    for rank in range(o.ranks):
+        moe = interop.MoE(RankedStandIn(rank, meeting, **o.canonical()), aux_coefficient=COEFFICIENT)
+        moe.load_state_dict(one.state_dict())  # each takes its share
+        ranks.append(moe)
+    return o, one, ranks
+
+
+def given_of(o, count, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(count, H, requires_grad=True)
+    kind = o.router["input"]
+    if kind == "logits":
+        return x, torch.randn(count, o.experts, requires_grad=True)
+    if kind == "choices":
+        return x, torch.rand(count, o.experts).argsort(1)[:, :K], torch.rand(count, K, requires_grad=True)
+    return (x,)
+
+
+def step(moe, given):
+    made = moe(*given)
+    y, loss = made if isinstance(made, tuple) else (made, None)
+    total = (y * torch.arange(H).cos()).sum()
+    (total if loss is None else total + 0.7 * loss).backward()
+    return y.detach()
+
+
+def together(bodies):
+    """Each in a thread."""
+    failed = []
+
+    def run(body):
+        try:
+            body()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed, failed
+
+
+@pytest.mark.parametrize("tokens", [(7, 4), (5, 0, 9)])
+@pytest.mark.parametrize("name", ["plain", "gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "logits"])
+def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
+    o, one, ranks = modules(name, tokens)
+    given = [given_of(o, count, rank) for rank, count in enumerate(tokens)]
+    found = [None] * len(ranks)
+
+    def body(rank):
+        found[rank] = step(ranks[rank], given[rank])
+
+    together([lambda rank=rank: body(rank) for rank in range(len(ranks))])
+    got = [[each.grad for each in own if each.requires_grad] for own in given]
+    for own in given:
+        for each in own:
+            each.grad = None
+    shared = {path: torch.zeros_like(tensor) for path, tensor in one.named_parameters()}
+    for rank, own in enumerate(given):
+        one.zero_grad()
+        torch.testing.assert_close(found[rank], step(one, own), rtol=1e-4, atol=1e-4)
+        for left, right in zip(got[rank], [each.grad for each in own if each.requires_grad], strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+        for path, parameter in one.named_parameters():
+            shared[path] += parameter.grad
+            if path not in [one.names[name] for name in PARTS if name in one.names]:
+                mine = ranks[rank].get_parameter(path).grad
+                torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=1e-3)
+    for name_ in PARTS:
+        if name_ in one.names:
+            path = one.names[name_]
+            whole = torch.cat([moe.get_parameter(path).grad for moe in ranks])
+            torch.testing.assert_close(whole, shared[path], rtol=1e-4, atol=1e-3)
+
+
+def test_a_rank_has_its_share_and_saves_it():
+    o, one, ranks = modules("gpt-oss", (5, 5))
+    whole = one.state_dict()
+    for rank, moe in enumerate(ranks):
+        share = moe.state_dict()
+        assert share["experts.gate_up_proj"].shape[0] == o.local == 8
+        assert torch.equal(share["experts.down_proj_bias"], whole["experts.down_proj_bias"][8 * rank :][:8])
+        assert torch.equal(share["router.weight"], whole["router.weight"])
+        moe.load_state_dict(share)
+
+
+def test_a_group_is_for_layers_over_ranks():
+    with pytest.raises(ArgumentError, match="is a layer of one GPU, which takes no group"):
+        interop.MoE(StandIn(**alone(over(2)).canonical()), group=object())
+
+
+def test_a_module_of_a_group_has_its_windows(monkeypatch):
+    """They are made where all ranks come together, and modules share them."""
+    o = over(2, "choices")
+    library = HostLibrary(o)
+    ranks, other = Ranks.in_process(library.devices, [0, 1])
+    monkeypatch.setattr("fusekit.interop.torch_ranks.ranks_of", lambda devices, group, *, timeout: ranks)
+    layer = RankedLayer(library, "layers/moe", o, tokens=40)
+    first, second = (interop.MoE(layer, group=object()) for _ in range(2))
+    assert first.layer.ranks is ranks and first.experts.down_proj.shape[0] == o.local
+    assert set(first.layer._windows) == {"sent", "sums"} and first.layer._windows == second.layer._windows
+    assert (
+        other.window(("sums", 128, first.layer.sizes().windows["sums"]), 1).peers == first.layer._windows["sums"].peers
+    )
+
+
+PROCESS = """
+import sys, time, datetime
+import torch.distributed as dist
+from fusekit.errors import PeerTimeoutError
+from fusekit.interop.torch_ranks import gather
+
+rank, count, file, missing = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+store = dist.FileStore(file, count)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=60))
+if missing == "never" and rank == 1:
+    time.sleep(6)
+    sys.exit()
+begin = time.monotonic()
+try:
+    told = gather(dist.group.WORLD, 3000)
+    assert told(bytes([rank])) == [bytes([each]) for each in range(count)]
+    if missing == "later" and rank == 1:
+        time.sleep(6)
+        sys.exit()
+    assert told(b"again")[0] == b"again"
+    print("all there")
+except PeerTimeoutError as error:
+    print(f"{time.monotonic() - begin:.1f} s: {error}")
+"""
+
+
+@pytest.mark.parametrize("missing", ["", "never", "later"])
+def test_processes_find_each_other_or_say_so_in_time(tmp_path, missing):
+    begin = time.monotonic()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), "2", str(tmp_path / "store"), missing], cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (out, problems), _ = [each.communicate(timeout=100) for each in started]
+    if not missing:
+        assert out == "all there\n", problems
+        return
+    assert "rank 0 waited 3 s for the other 1 ranks to make windows with it" in out, problems
+    assert float(out.partition(" s:")[0]) < 5
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,61 @@
+"""Layers over ranks on host memory, every launch as its formula: what the launches are given is all that they use."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import fusekit
+from fusekit.spec import parse_file
+from tests.exchange.layers import ANY, ONE, OTHERS, LayerRanks
+from tests.layers.host_ranks import HostLibrary
+from tests.plan.test_layer_ranks import CASES, over
+
+pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+
+
+def opened(name, ranks=2, tokens=40, **said):
+    o = over(ranks, name, **{"grad_dtype": "bf16", **CASES[name], **said})
+    return LayerRanks(HostLibrary(o, devices=ranks), "layers/moe", list(range(ranks)), tokens)
+
+
+@pytest.mark.parametrize("tokens", [(30, 11), (0, 17), (40, 0, 25)])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "recompute"])
+def test_outputs_and_gradients_are_those_of_one_gpu(name, tokens):
+    ranks = opened(name, len(tokens))
+    for seed in range(2):
+        ranks.fill(list(tokens), seed)
+        ranks.launch()
+        assert ranks.problems() == []
+    together = ranks.library.machine.together
+    assert together[: len(together) // 2] == together[len(together) // 2 :]
+    ranks.close()
+
+
+@pytest.mark.parametrize("kind", [ANY, ONE, OTHERS])
+def test_routings(kind):
+    ranks = opened("choices")
+    for seed, tokens in enumerate([[40, 40], [1, 0], [0, 0], [7, 33]]):
+        ranks.fill(tokens, seed, kind)
+        ranks.launch()
+        assert ranks.problems() == []
+    ranks.close()
+
+
+def test_windows_are_given_back():
+    ranks = opened("choices")
+    ranks.fill([3, 4], 1)
+    ranks.launch()
+    before = len(ranks.library.driver.memory)
+    ranks.close()
+    assert len(ranks.library.driver.memory) == before - 2 * 4
+
+
+def test_the_example_without_a_framework(monkeypatch, capsys):
+    examples = Path(__file__).parents[1] / "examples"
+    library = HostLibrary(parse_file(examples / "ranks.toml")[0].layer)
+    monkeypatch.setattr(fusekit, "open_library", lambda: library)
+    monkeypatch.setattr(library.devices, "synchronize", lambda device: library.machine.run())
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    runpy.run_path(str(examples / "layer_ranks.py"))
+    assert capsys.readouterr().out.count(": right, relative error") == 2

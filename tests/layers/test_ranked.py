@@ -1,0 +1,190 @@
+"""A layer over ranks on a fake driver: windows and how ranks share them, what launches are given, what is refused."""
+
+import ctypes
+import struct
+from dataclasses import replace
+
+import pytest
+
+from fusekit.errors import ArgumentError, CapacityError, PeerTimeoutError
+from fusekit.exchange import Layout, Ranks
+from fusekit.layers.ranked import RankedLayer
+from fusekit.plan.exchange import MOST, STATUS
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.runtime import Devices, Driver, Library
+from tests.exchange.test_windows import PeerDriver
+from tests.layers.samples import library
+from tests.layers.test_layer import KEPT, SCRATCH, TYPES, opened
+from tests.plan.test_layer_ranks import LAYERS, over
+from tests.runtime.samples import Torchlike
+
+T = 40
+FIRST = 0x7F00_0000_0000  # tensors and memory of a test lie apart from windows
+
+
+@pytest.fixture
+def ranked(tmp_path):
+    """ranked(options, **what is said) -> (the layers of both ranks, the driver)."""
+
+    def made(o, **said):
+        libraries, fake = library(tmp_path / "store", o)
+        driver = PeerDriver(devices=2, symbol="", others=fake.others)
+        stores = Library(libraries.store, Driver(driver))
+        ranks = Ranks.in_process(stores.devices, [0, 1], timeout=1234)
+        return [stores.layer("layers/moe", ranks=each, **said) for each in ranks], driver
+
+    return made
+
+
+def tensors(layer, which, tokens=T):
+    inputs, outputs = layer.program.arguments(which)
+    dims = layer.program.dims(tokens)
+    return {
+        name: Torchlike(
+            buffer.extents(dims), TYPES[buffer.dtype], FIRST + 0x100_0000 * (number + 1), device=layer.ranks.device
+        )
+        for number, (name, buffer) in enumerate((inputs | outputs).items())
+    }
+
+
+def memory(layer):
+    sizes, device = layer.sizes(), layer.ranks.device
+    kept = Torchlike((sizes.kept,), "torch.uint8", FIRST + KEPT, device=device)
+    return {"kept": kept, "scratch": Torchlike((sizes.scratch,), "torch.uint8", FIRST + SCRATCH, device=device)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
+    layers, fake = ranked(over(2, name), tokens=100)
+    for layer in layers:
+        given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+        fake.launches.clear()
+        layer.forward(**given, **kept, stream=0)
+        layer.backward(**told, **kept, stream=0)
+        steps = [(which, step) for which in (FORWARD, BACKWARD) for step in layer.program.steps[which]]
+        assert len(fake.launches) == len(steps)
+        dims = layer.program.dims(T)
+        places = layer.program.kept(dims)[0]
+        for launch, (which, step) in zip(fake.launches, steps, strict=True):
+            mine = given if which == FORWARD else told
+            scratch = layer.program.scratch(which, set(layer.outputs(which)), dims)[0]
+            names = {**step.reads, **step.writes}
+            found = [int.from_bytes(each, "little") for each in launch.parameters]
+            tensors_ = sorted(each for each in names if not each.startswith("window."))
+            assert found[len(tensors_) :] == (layer._windows[step.window].peers if step.window else [])
+            for address, argument in zip(found, tensors_, strict=False):
+                buffer = layer.program.buffers[names[argument]]
+                window, _, part = buffer.name.partition(".")
+                if part:
+                    begin = layer._windows[window].address
+                    parts = layer._layouts[window].parts(begin, layer.ranks.device)
+                    assert address == (begin + MOST if part == "most" else parts[part].address)
+                    assert part == "most" or parts[part].shape == buffer.extents(dims)
+                elif buffer.name in places:
+                    assert address == FIRST + KEPT + places[buffer.name]
+                elif buffer.name in scratch:
+                    assert address == FIRST + SCRATCH + scratch[buffer.name]
+                else:
+                    assert address == mine[buffer.name].address
+
+
+def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
+    (layer, other), _ = ranked(over(2), tokens=100)
+    again = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128)
+    fewer = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128, rows=300)
+    layer.connect(training=False)
+    assert set(layer._windows) == {"sent", "sums"}
+    layer.bind_forward(**tensors(layer, INFERENCE), scratch=memory(layer)["scratch"])
+    for each in (layer, again, fewer, other):
+        each.connect()
+    assert layer._windows == again._windows and layer._windows["sums"] is fewer._windows["sums"]
+    assert layer._windows["sent"] is not fewer._windows["sent"]  # which says by itself whether rows were too few
+    assert layer._windows["sent"].peers == other._windows["sent"].peers
+    assert layer._windows["sent"].address != other._windows["sent"].address
+    assert layer == RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=100) != fewer
+
+
+def test_sizes_are_said_before_anything_is_there(ranked):
+    (layer, _), fake = ranked(over(2), tokens=1000)
+    sizes = layer.sizes()
+    assert layer.capacity == 1024 and layer.rows == 2048 * 3 and not fake.loaded
+    for window, part in (("sent", "dispatch"), ("grads", "dispatch"), ("sums", "combine")):
+        assert sizes.windows[window] == Layout(layer.program.parts[part], 1000, layer.options.hidden).bytes
+    assert sizes.windows["returned"] < 0.3 * sizes.windows["sums"]
+    assert layer.sizes(1).kept < sizes.kept
+    apart = layer._library.layer("layers/moe", tokens=1000, rows=2000)  # sizes want no ranks
+    assert apart.rows == 2000 and apart.sizes().kept < sizes.kept and apart.sizes().windows == sizes.windows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "said", "text"),
+    [
+        (129, 0, {}, "129 tokens; the windows have room for 128; open the layer on every rank"),
+        (40, 1, {}, "tensors on device 1; the rank's is 0"),
+        (40, 0, {"tokens": 0}, "tokens = 0; it must be a whole number, 1 or more"),
+        (40, 0, {"rows": -3}, "rows = -3; it must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(ranked, tokens, device, said, text):
+    with pytest.raises(ArgumentError, match=text):
+        (layer, _), _ = ranked(over(2), **{"tokens": 100, **said})
+        given = {name: replace(each, device=device) for name, each in tensors(layer, INFERENCE, tokens).items()}
+        layer.bind_forward(**given, scratch=memory(layer)["scratch"])
+
+
+def test_another_number_of_ranks_is_refused(ranked):
+    (layer, _), _ = ranked(over(2))
+    three = Ranks.in_process(layer._library.devices, [0, 1, 0])[0]
+    with pytest.raises(ArgumentError, match="is over 2 ranks, and there are 3; start as many, or build"):
+        layer._library.layer("layers/moe", ranks=three)
+    alone = layer._library.layer("layers/moe")
+    with pytest.raises(ArgumentError, match=r"is over 2 ranks; open it with library.layer"):
+        alone.forward(**tensors(layer, FORWARD), **memory(layer))
+
+
+def test_a_layer_of_one_gpu_takes_no_ranks(tmp_path):
+    layer, _ = opened(tmp_path)
+    for said in ({"tokens": 8}, {"ranks": object()}):
+        with pytest.raises(ArgumentError, match="a layer of one GPU, which takes no"):
+            layer._library.layer("layers/moe", **said)
+
+
+def test_what_went_wrong_is_raised_once_a_second(ranked, monkeypatch):
+    (layer, _), fake = ranked(over(2), tokens=100, rows=500)
+    layer.check()  # without windows there is nothing to look at
+    layer.connect()
+    words = {}
+    now = [100.0]
+    monkeypatch.setattr("fusekit.layers.ranked.time.monotonic", lambda: now[0])
+
+    def copied(target, source, count, stream):
+        held = bytearray(count)
+        for place, value in words.items():
+            struct.pack_into("<i", held, place, value)
+        ctypes.memmove(target, bytes(held), count)
+        return (0,)
+
+    monkeypatch.setattr(fake, "cuMemcpyDtoHAsync", copied)
+    given, kept = tensors(layer, FORWARD), memory(layer)
+    layer.forward(**given, **kept)
+    words[MOST] = 501
+    layer.forward(**given, **kept)
+    now[0] += 1.1
+    with pytest.raises(CapacityError, match=r"chosen for 501 rows and have room for 500.*give rows = 501") as error:
+        layer.forward(**given, **kept)
+    assert error.value.rows == 501
+    words[STATUS], words[STATUS + 4] = 2, 1
+    with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .* for rank 1"):
+        layer.check()
+
+
+def test_ranks_of_processes_agree_on_their_numbers():
+    devices = Devices(Driver(PeerDriver(devices=2)))
+    ranks = Ranks.of_process(devices, 0, 1, lambda own: [bytes(8), own])
+    assert (ranks.rank, ranks.count) == (1, 2)
+    with pytest.raises(ArgumentError, match=r"the ranks call themselves \[1, 1\]"):
+        Ranks.of_process(devices, 0, 1, lambda own: [own, own])
+    with pytest.raises(ArgumentError, match="timeout = 0"):
+        Ranks.in_process(devices, [0, 1], timeout=0)
+    with pytest.raises(ArgumentError, match="0 ranks"):
+        Ranks.in_process(devices, [])

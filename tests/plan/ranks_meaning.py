@@ -1,0 +1,117 @@
+"""The program of a layer over ranks, run for all ranks at once, formula by formula in float64, without a device.
+
+Launches that all ranks make together are told here; the others are those of layer_meaning. What a window holds is what
+the last launches left there, NaN before the first: a row that nobody sent must change nothing.
+"""
+
+import numpy as np
+
+from fusekit.plan.layer.program import KEPT
+from fusekit.plan.layer.ranks import WINDOWS, room
+
+from . import layer_meaning
+
+
+class World:
+    """The windows of all ranks of `program`, which has its room."""
+
+    def __init__(self, program, ranks):
+        self.program, self.ranks = program, ranks
+        dims = program.dims(0)
+        inside = [each for each in program.buffers.values() if each.place in WINDOWS]
+        self.windows = [
+            {each.name: np.full(each.extents(dims), 0 if each.name.endswith("most") else np.nan) for each in inside}
+            for _ in range(ranks)
+        ]
+
+    def run(self, which, given, wanted=None):
+        """Every buffer of every rank after a pass. given: of each rank, what it is given and what it kept."""
+        program = self.program
+        lead = "dy" if which == "backward" else "x"
+        counts = [len(each[lead]) for each in given]
+        known = [dict(each) for each in given]
+        for rank, window in enumerate(self.windows):
+            known[rank] |= window
+        steps = program.needed(which, program.arguments(which)[1] if wanted is None else wanted)
+        for step in steps:
+            keys = program.parts[step.part]
+            reads = [{name: each[buffer] for name, buffer in step.reads.items()} for each in known]
+            if step.window:
+                made = EXCHANGES[keys["op"]](keys, reads, self, step)
+            else:
+                made = []
+                for rank, mine in enumerate(reads):
+                    more = {name: known[rank][buffer] for name, buffer in step.writes.items() if name in INOUT}
+                    found = layer_meaning.OPERATIONS[keys["op"]](keys, {**mine, **more}, program.dims(counts[rank]))
+                    made.append({name: found[name] for name in step.writes})
+            for rank, own in enumerate(made):
+                for name, buffer in step.writes.items():
+                    if name in own:
+                        extents = program.buffers[buffer].extents(program.dims(counts[rank]))
+                        assert own[name].shape == extents, (step.part, name)
+                        known[rank][buffer] = own[name]
+                        if buffer in self.windows[rank]:
+                            self.windows[rank][buffer] = own[name]
+            for rank, window in enumerate(self.windows):
+                known[rank] |= window
+        return known
+
+    def kept(self, known):
+        """What stays of a forward pass; windows do not count on."""
+        return {name: known[name] for name, each in self.program.buffers.items() if each.place == KEPT}
+
+
+def owner(keys, indices):
+    """The rank of each choice; -1: of none."""
+    there = (indices >= 0) & (indices < keys["experts"])
+    return np.where(there, indices // (keys["experts"] // keys["ranks"]), -1)
+
+
+def dispatch(keys, reads, world, step):
+    """Into the windows: rows that are sent; all choices and weights of all places."""
+    ranks, local = keys["ranks"], keys["experts"] // keys["ranks"]
+    capacity = world.program.room["S"] // ranks
+    for target in range(ranks):
+        window = world.windows[target]
+        rows = window[f"{step.window}.rows"].copy().reshape(ranks, capacity, -1)
+        chosen = np.full((ranks, capacity, keys["topk"]), -1)
+        weights = np.zeros(chosen.shape)
+        for source, own in enumerate(reads):
+            count = len(own["x"])
+            assert count <= capacity
+            mine = owner(keys, own["indices"]) == target
+            rows[source, :count][mine.any(axis=1)] = own["x"][mine.any(axis=1)]
+            chosen[source, :count] = np.where(mine, own["indices"] - target * local, -1)
+            weights[source, :count] = np.where(mine, own["weights"], 0)
+        window[f"{step.window}.rows"] = rows.reshape(ranks * capacity, -1)
+        window[f"{step.window}.indices"] = chosen.reshape(ranks * capacity, -1)
+        window[f"{step.window}.weights"] = weights.reshape(ranks * capacity, -1)
+    return [{} for _ in range(ranks)]
+
+
+def combine(keys, reads, world, step):
+    ranks = keys["ranks"]
+    capacity = world.program.room["S"] // ranks
+    made = [{} for _ in range(ranks)]
+    for rank, own in enumerate(reads):
+        owners = owner(keys, own["indices"])
+        places = rank * capacity + np.arange(len(owners))
+        if keys.get("gradients"):
+            found = np.zeros(owners.shape)
+            for source, other in enumerate(reads):
+                found = np.where(owners == source, other["grad_weights"][places], found)
+            made[rank]["returned"] = found
+        if keys.get("rows", True):
+            total = sum(own[f"addend{number}"] for number in range(keys["addends"])) + np.zeros((len(owners), 1))
+            for source, other in enumerate(reads):
+                factors = other["weights"][places] if keys["weighted"] else None
+                part = layer_meaning.permutation.unpermute(other["x"], other["inverse"][places], factors)[0]
+                total = total + np.where((owners == source).any(axis=1)[:, None], part, 0)
+            made[rank]["y"] = total
+    return made
+
+
+INOUT = ("rows", "most")  # arguments that are read, too
+EXCHANGES = {"moe-dispatch": dispatch, "moe-combine": combine}
+
+__all__ = ["WINDOWS", "World", "room"]

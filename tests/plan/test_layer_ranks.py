@@ -1,0 +1,225 @@
+"""A layer over simulated ranks, formula by formula, against the definition and the program of one GPU."""
+
+import numpy as np
+import pytest
+
+from fusekit.plan.layer import program
+from fusekit.plan.layer.options import broken
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT
+from fusekit.reference import layer as definition
+
+from . import layer_meaning, ranks_meaning
+from .test_layer_program import CASES, H, K, defined, options, tensors_of
+
+LAYERS = [name for name in CASES if not name.startswith("mlp")]
+PARTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its own experts
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def over(ranks, name="plain", **more):
+    """The options of a layer over ranks, each with eight experts or four."""
+    said = {**CASES[name], **more}
+    return options(**said, experts=ranks * (8 if said.get("bias") else 4), ranks=ranks)
+
+
+def alone(o):
+    """The same on one GPU."""
+    return options(**{**o.canonical(), "ranks": 1})
+
+
+def made_up(o, tokens, seed):
+    """(tensors of the whole layer, the definition and its tensors, x of each rank)."""
+    source = np.random.default_rng(seed)
+    whole = tensors_of(program(alone(o)), source)
+    if "expert_bias" in whole:
+        whole["expert_bias"] = source.standard_normal(o.experts)
+    layer, theirs = defined(alone(o), {"router": source.standard_normal((o.experts, H))} | whole)
+    return whole, layer, theirs, [source.standard_normal((count, H)) for count in tokens]
+
+
+def share(o, whole, rank):
+    """What a rank has of the parameters."""
+    own = slice(rank * o.local, (rank + 1) * o.local)
+    return {name: tensor[own] if name in PARTS else tensor for name, tensor in whole.items()}
+
+
+def only(made, which, given):
+    return {name: value for name, value in given.items() if name in made.arguments(which)[0]}
+
+
+@pytest.mark.parametrize("which", [FORWARD, INFERENCE])
+@pytest.mark.parametrize("tokens", [(7, 4), (5, 0, 3, 9)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_forward_pass_is_the_definition(name, tokens, which):
+    o = over(len(tokens), name)
+    whole, layer, theirs, x = made_up(o, tokens, len(name))
+    made = program(o).within(ranks_meaning.room(o, max(tokens)))
+    wants, given = [], []
+    for rank, own in enumerate(x):
+        y, loss, kept = definition.forward(layer, own, theirs)
+        wants.append((y, loss))
+        more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
+        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
+        given.append(only(made, which, share(o, whole, rank) | more))
+    for found, (y, loss) in zip(ranks_meaning.World(made, o.ranks).run(which, given), wants, strict=True):
+        np.testing.assert_allclose(found["y"], y, **CLOSE)
+        if layer.aux is not None:
+            np.testing.assert_allclose(found["loss"][0], loss, rtol=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [(7, 4), (5, 0, 3, 9)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_backward_pass_is_the_definition(name, tokens):
+    o = over(len(tokens), name)
+    whole, layer, theirs, x = made_up(o, tokens, len(name))
+    made = program(o).within(ranks_meaning.room(o, max(tokens)))
+    world, wants, given, dy = ranks_meaning.World(made, o.ranks), [], [], []
+    for rank, own in enumerate(x):
+        _, _, kept = definition.forward(layer, own, theirs)
+        dy.append(np.random.default_rng(rank).standard_normal(own.shape))
+        wants.append(definition.backward(layer, theirs, kept, dy[-1], grad_loss=0.4 if layer.aux is not None else 0.0))
+        if "router" not in made.buffers:  # what reaches x through logits is the caller's
+            wants[-1]["x"] = wants[-1]["x"] - wants[-1]["logits"] @ theirs["router"]
+        more = {"x": own, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
+        more |= {"total_tokens": np.array([len(own)]), "aux_coefficient": np.array([0.25])}
+        given.append(share(o, whole, rank) | more)
+    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
+    world.run(FORWARD, [only(made, FORWARD, each) | {"x": each["x"] + 1} for each in given])  # another layer's
+    later = [
+        only(made, BACKWARD, each | {"dy": own, "dloss": np.array([0.4])}) | world.kept(known)
+        for each, own, known in zip(given, dy, forward, strict=True)
+    ]
+    for rank, found in enumerate(world.run(BACKWARD, later)):
+        for each in made.arguments(BACKWARD)[1]:
+            name_ = each.removeprefix("d")
+            want = sum(one[name_] for one in wants) if name_ in PARTS else wants[rank][name_]
+            want = want[rank * o.local : (rank + 1) * o.local] if name_ in PARTS else want
+            if name_ in ("w1", "w2") and found[each].shape != want.shape:
+                want = want.swapaxes(-1, -2)
+            np.testing.assert_allclose(found[each], want, **CLOSE, err_msg=each)
+
+
+# -- routings ---------------------------------------------------------------------------------------------------------
+
+
+def routed(o, source, count, ranks):
+    """int [T, K]: distinct experts of each token, of those `ranks` alone."""
+    open_to = np.concatenate([np.arange(rank * o.local, (rank + 1) * o.local) for rank in ranks])
+    return open_to[np.argsort(source.random((count, len(open_to))), axis=1)[:, :K]]
+
+
+def routing(seed):
+    """(options, tokens of each rank, the ranks whose experts are chosen)."""
+    source = np.random.default_rng(seed)
+    ranks = int(source.choice([2, 3, 4]))
+    tokens = [int(source.integers(0, 12)) for _ in range(ranks)]
+    every = list(range(ranks))
+    kind = seed % 5
+    if kind == 0:
+        every = [int(source.integers(ranks))]  # all tokens to one
+    elif kind == 1:
+        every.remove(int(source.integers(ranks)))  # none to one
+    elif kind == 2:
+        tokens[int(source.integers(ranks))] = 0
+    elif kind == 3:
+        tokens = [0] * (ranks - 1) + [9]
+    name = ["choices", "llama4-choices", "plain"][int(source.integers(3))]
+    more = {"keep": "x"} if source.random() < 0.3 else {}
+    return (
+        over(ranks, name, **more, **({"router": {"input": "choices"}} if name == "plain" else {})),
+        tokens,
+        every,
+        source,
+    )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_routing_is_that_of_one_gpu(seed):
+    o, tokens, chosen, source = routing(seed)
+    made, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
+    whole = tensors_of(one, source)
+    given = []
+    for rank, count in enumerate(tokens):
+        own = {"x": source.standard_normal((count, H)), "indices": routed(o, source, count, chosen)}
+        given.append(share(o, whole, rank) | own | {"weights": source.random((count, K))})
+    dy = [source.standard_normal((count, H)) for count in tokens]
+    world = ranks_meaning.World(made, o.ranks)
+    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
+    later = [
+        only(made, BACKWARD, each | {"dy": own}) | world.kept(known)
+        for each, own, known in zip(given, dy, forward, strict=True)
+    ]
+    back = world.run(BACKWARD, later)
+    every = {name: np.concatenate([each[name] for each in given]) for name in ("x", "indices", "weights")}
+    first = layer_meaning.run(one, FORWARD, whole | every, sum(tokens))
+    stays = {each: first[each] for each, buffer in one.buffers.items() if buffer.place == KEPT}
+    want = layer_meaning.run(one, BACKWARD, whole | every | stays | {"dy": np.concatenate(dy)}, sum(tokens))
+    np.testing.assert_allclose(np.concatenate([each["y"] for each in forward]), first["y"], **CLOSE)
+    for name in one.arguments(BACKWARD)[1]:
+        found = np.concatenate([each[name] for each in back])  # of tokens and of experts, in the order of ranks
+        np.testing.assert_allclose(found, want[name], **CLOSE, err_msg=name)
+    assert [int(each["sent.most"][0]) for each in forward] == [
+        int(((every["indices"] // o.local) == rank).sum()) for rank in range(o.ranks)
+    ]
+
+
+# -- rows, memory, rules ----------------------------------------------------------------------------------------------
+
+
+def test_rows_beyond_the_room_are_dropped_and_counted():
+    o = over(2, "choices")
+    source = np.random.default_rng(4)
+    indices = [np.tile([0, 1, 9], (6, 1)), np.tile([2, 8, 10], (5, 1))]  # 17 rows of rank 0, 16 of rank 1
+    whole = tensors_of(program(alone(o)), source)
+    x = [source.standard_normal((6, H)), source.standard_normal((5, H))]
+    given = [
+        share(o, whole, rank) | {"x": x[rank], "indices": indices[rank], "weights": source.random((len(x[rank]), K))}
+        for rank in range(2)
+    ]
+    found = {}
+    for rows in (None, 16):
+        made = program(o).within(ranks_meaning.room(o, 6, rows))
+        found[rows] = ranks_meaning.World(made, 2).run(INFERENCE, [only(made, INFERENCE, each) for each in given])
+    assert [int(each["sent.most"][0]) for each in found[16]] == [17, 16]
+    assert found[16][0]["offsets"].tolist()[-1] == 16
+    np.testing.assert_allclose(found[16][0]["y"], found[None][0]["y"], **CLOSE)
+    np.testing.assert_allclose(found[16][1]["y"][:-1], found[None][1]["y"][:-1], **CLOSE)
+    assert not np.allclose(found[16][1]["y"][-1], found[None][1]["y"][-1])  # its choice 2 was the last row
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_window_lies_in_kept_or_scratch_memory(name):
+    o = over(2, name)
+    made = program(o).within(ranks_meaning.room(o, 100))
+    windows = {each for each, buffer in made.buffers.items() if buffer.place in ranks_meaning.WINDOWS}
+    dims = made.dims(100)
+    slope, rest = made.kept_line()
+    for tokens in (0, 1, 100):
+        assert made.kept(made.dims(tokens))[1] <= slope * tokens + rest
+    for which in (FORWARD, INFERENCE, BACKWARD):
+        places, _ = made.scratch(which, made.arguments(which)[1], dims)
+        assert not windows & places.keys()
+        inputs, outputs = made.arguments(which)
+        assert not windows & (inputs.keys() | outputs.keys())
+
+
+def test_what_no_output_needs_is_not_launched():
+    made = program(over(2, "gpt-oss"))
+    parts = [step.part for step in made.needed(BACKWARD, ["dx"])]
+    assert parts[0] == "dispatch" and parts.count("dispatch") == 1 and parts[-1] == "combine-dx"
+    parts = [step.part for step in made.needed(BACKWARD, made.arguments(BACKWARD)[1])]
+    assert parts.count("dispatch") == 2 and parts.index("combine-dx") < parts.index("fc2-wgrad")
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "text"),
+    [
+        ({"experts": 8, "ranks": 3}, "ranks", "say a divisor"),
+        ({"experts": 8, "ranks": 0}, "ranks", "say a divisor"),
+        ({"experts": 64, "ranks": 64}, "ranks", "from 1 to 32"),
+        ({"experts": 8, "ranks": 2, "bias": True}, "ranks", "a multiple of 8"),
+        ({"kind": "mlp", "ranks": 2}, "ranks", 'of kind = "moe" alone'),
+    ],
+)
+def test_wrong_ranks_are_said_in_words(said, key, text):
+    assert [text in rule for where, _, rule in broken(options(**said)) if where == key] == [True]

@@ -1,0 +1,114 @@
+"""What dispatch and combine mean for all ranks, against one GPU that has all experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusekit.reference import encode
+from fusekit.reference import exchange as reference
+from fusekit.reference.formats import values
+from fusekit.reference.permutation import index, unpermute
+
+EXPERTS, TOPK, HIDDEN, CAPACITY = 24, 4, 16, 128
+
+
+def spec_of(ranks, **more):
+    return {"ranks": ranks, "experts": EXPERTS, "topk": TOPK, "dtype": "bf16", **more}
+
+
+def made_up(ranks, seed=0):
+    source = np.random.default_rng(seed)
+    tokens = [int(each) for each in source.integers(0, CAPACITY, ranks)]
+    tokens[-1] = 0 if ranks > 1 else tokens[-1]
+    x = [encode(source.standard_normal((each, HIDDEN)).astype(np.float32), "bf16") for each in tokens]
+    chosen = [source.integers(-2, EXPERTS + 2, (each, TOPK)).astype(np.int32) for each in tokens]
+    weights = [source.random((each, TOPK)).astype(np.float32) for each in tokens]
+    return x, chosen, weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
+    x, chosen, weights = made_up(ranks)
+    received = reference.dispatch(spec_of(ranks), x, chosen, weights, CAPACITY)
+    local = EXPERTS // ranks
+    for source in range(ranks):
+        for token in range(len(x[source])):
+            place = source * CAPACITY + token
+            for choice, expert in enumerate(chosen[source][token]):
+                there = [each["indices"][place, choice] for each in received]
+                known = 0 <= expert < EXPERTS
+                assert [rank * local + e for rank, e in enumerate(there) if e >= 0] == ([expert] if known else [])
+                factors = [each["weights"][place, choice] for each in received if each["weights"][place, choice]]
+                assert factors == ([weights[source][token, choice]] if known else [])
+            for target in range(ranks):
+                sent = received[target]["sent"][place]
+                assert sent == (received[target]["indices"][place] >= 0).any()
+                assert not sent or np.array_equal(received[target]["rows"][place], x[source][token])
+    for each in received:
+        assert each["indices"].shape == (ranks * CAPACITY, TOPK)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_way_there_and_back_is_that_of_one_gpu(ranks, weighted):
+    """Each expert multiplies by a number of its own. On one rank the bits are those of moe-unpermute."""
+    x, chosen, weights = made_up(ranks, 3)
+    scale = np.float32(2.0) ** (np.arange(EXPERTS) % 5)  # exact in bf16
+    spec, local = spec_of(ranks), EXPERTS // ranks
+    received = reference.dispatch(spec, x, chosen, weights, CAPACITY)
+    rows, inverse = [], []
+    for rank, each in enumerate(received):
+        order = index(each["indices"], local)
+        choice = order["order"]
+        expert = each["indices"].reshape(-1)[choice] + rank * local
+        rows.append(encode(values(each["rows"], "bf16")[choice // TOPK] * scale[expert][:, None], "bf16"))
+        inverse.append(order["inverse"])
+    given = [each["weights"] for each in received] if weighted else None
+    found = reference.combine(spec, rows, inverse, given, chosen, CAPACITY)
+    for rank in range(ranks):
+        order = index(chosen[rank], EXPERTS)
+        expert = chosen[rank].reshape(-1)[order["order"]]
+        whole = values(x[rank], "bf16")[order["order"] // TOPK] * scale[expert][:, None]
+        right, size = unpermute(whole.astype(np.float64), order["inverse"], weights[rank] if weighted else None)
+        y, magnitude = found[rank]
+        assert np.allclose(magnitude, size)
+        error = np.abs(values(y, "bf16") - right)
+        assert (error <= 2.0**-8 * (np.abs(right) + size)).all()
+        if ranks == 1:
+            assert np.array_equal(y, encode(right.astype(np.float32), "bf16"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_come_from_the_ranks_of_the_experts(ranks):
+    _, chosen, _ = made_up(ranks, 5)
+    source = np.random.default_rng(9)
+    gradients = [source.standard_normal((ranks * CAPACITY, TOPK)).astype(np.float32) for _ in range(ranks)]
+    found = reference.returned(spec_of(ranks), gradients, chosen, CAPACITY)
+    local = EXPERTS // ranks
+    for rank in range(ranks):
+        for token, choice in np.ndindex(chosen[rank].shape):
+            expert = chosen[rank][token, choice]
+            right = gradients[expert // local][rank * CAPACITY + token, choice] if 0 <= expert < EXPERTS else 0
+            assert found[rank][token, choice] == right
+
+
+def test_addends_are_added_before_the_sum_is_rounded():
+    x, chosen, _ = made_up(2, 5)
+    spec = spec_of(2)
+    received = reference.dispatch(spec, x, chosen, None, CAPACITY)
+    orders = [index(each["indices"], EXPERTS // 2) for each in received]
+    source = np.random.default_rng(1)
+    rows = [encode(source.standard_normal((len(each["order"]), HIDDEN)).astype(np.float32), "bf16") for each in orders]
+    inverse = [each["inverse"] for each in orders]
+    more = [[encode(source.standard_normal(each.shape).astype(np.float32), "bf16")] for each in x]
+    plain = reference.combine(spec, rows, inverse, None, chosen, CAPACITY)
+    for rank, (y, _) in enumerate(reference.combine(spec, rows, inverse, None, chosen, CAPACITY, more)):
+        parts = values(plain[rank][0], "bf16")
+        close = np.abs(values(y, "bf16") - parts - values(more[rank][0], "bf16"))
+        assert (close <= 2.0**-7 * (np.abs(parts) + np.abs(values(y, "bf16")) + 1e-6)).all()
+    nothing = [[np.zeros_like(each)] for each in x]
+    for (y, _), (same, _) in zip(
+        reference.combine(spec, rows, inverse, None, chosen, CAPACITY, nothing), plain, strict=True
+    ):
+        assert np.array_equal(y, same)
