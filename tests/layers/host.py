@@ -69,8 +69,18 @@ def compute(keys, tensors, dims, change=lambda made: None):
                 continue
             if keys.get("accumulate") and name in ("dw", "dbias"):
                 values = values + given[name]
-            dtype = tensors[name].dtype
-            arrays[name][...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
+            put(tensors[name], values)
+
+
+def put(tensor, values):
+    """Writes float64 or int64 into the tensor, rounded."""
+    dtype = tensor.dtype
+    array(tensor)[...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
+
+
+def taken(tensor):
+    """The tensor in float64 or int64."""
+    return wide(array(tensor), tensor.dtype)
 
 
 def wide(values, dtype):

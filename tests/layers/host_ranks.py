@@ -11,7 +11,7 @@ import numpy as np
 from fusekit.layers.ranked import RankedLayer
 from fusekit.runtime import Devices, Driver
 from tests.exchange.test_windows import PeerDriver
-from tests.layers.host import array
+from tests.layers.host import put, taken
 from tests.plan import layer_meaning, ranks_meaning
 from tests.runtime.fake import OK
 
@@ -96,12 +96,11 @@ class Kernel:
 
     def reads(self):
         """Every argument, in float64 or int64."""
-        arrays = {name: array(each) for name, each in self.given.items() if hasattr(each, "data_ptr")}
-        return {name: each.astype(np.int64 if each.dtype.kind in "iu" else np.float64) for name, each in arrays.items()}
+        return {name: taken(each) for name, each in self.given.items() if hasattr(each, "data_ptr")}
 
     def write(self, made):
         for name in self.written & self.given.keys():
-            array(self.given[name])[...] = made[name]
+            put(self.given[name], made[name])
 
     def alone(self):
         with np.errstate(all="ignore"):  # of memory that nothing has written yet
@@ -118,12 +117,12 @@ def meet(launches):
         layout, window = each.layer._layouts[each.window], each.layer._windows[each.window]
         parts = layout.parts(window.address, each.layer.ranks.device)
         windows.append({f"{each.window}.{name}": part for name, part in parts.items() if name != "flags"})
-    wide = [{name: array(part).astype(np.float64) for name, part in each.items()} for each in windows]
+    wide = [{name: taken(part).astype(np.float64) for name, part in each.items()} for each in windows]
     world = SimpleNamespace(program=first.layer.program, windows=wide)
     reads = [each.reads() for each in launches]
     with np.errstate(all="ignore"):
         made = ranks_meaning.EXCHANGES[first.keys["op"]](first.keys, reads, world, first)
     for each, parts, numbers, found in zip(launches, windows, wide, made, strict=True):
         for name, part in parts.items():
-            array(part)[...] = numbers[name]
+            put(part, numbers[name])
         each.write(found)
