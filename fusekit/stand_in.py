@@ -153,35 +153,18 @@ def _pairs(name: str, template: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
         yield from _pairs(f"{name}_{part}", member(template, part), member(value, part))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pointed:
-    """A tensor or pointer of the DSL, as the runtime takes tensors."""
-
-    address: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-
 def _plain(value: Any, kernel: Kernel) -> Any:
     """A value of the DSL's own types as one that the runtime takes; any other as it is."""
     from fusekit.compiler.leaves import RECORDED
+    from fusekit.runtime.tensors import Slice
 
     kind = type(value).__name__
     if kind == "_Tensor":
         dtype = RECORDED.get(value.element_type.__name__, value.element_type.__name__)
-        return _Pointed(value.data_ptr, dtype, tuple(value.shape), tuple(value.stride), kernel.device)
+        return Slice(value.data_ptr, tuple(value.shape), dtype, kernel.device, tuple(value.stride))
     if kind == "_Pointer":
-        return _Pointed(
-            value._pointer, RECORDED.get(value.dtype.__name__, value.dtype.__name__), (1,), (1,), kernel.device
-        )
+        dtype = RECORDED.get(value.dtype.__name__, value.dtype.__name__)
+        return Slice(value._pointer, (1,), dtype, kernel.device)
     if type(value).__module__.startswith("cutlass.") and hasattr(value, "value"):
         return value.value
     return value

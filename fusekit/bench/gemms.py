@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -104,15 +105,44 @@ class Subject:
             kernel.unload()
 
 
-class GemmBench:
+class Bench:
+    """What the benchmarks of one architecture on one device share. rows: of a tuning table."""
+
+    def __init__(self, library: Library, device: Device, arch: str, options: Options) -> None:
+        self.library, self.device, self.arch, self.options = library, device, arch, options
+        self.notes: list[str] = []
+        self.rows: list[Row] = []
+
+    def imported(self, module: str, missing: str) -> Any:
+        """`fusekit.bench.<module>`; None without PyTorch, with a note of what is `missing`."""
+        try:
+            return import_module(f"fusekit.bench.{module}")
+        except ImportError as error:
+            self.notes.append(f"{missing}: PyTorch cannot be imported ({error})")
+            return None
+
+    def time(self, lines: Sequence[Line], stream: int) -> None:
+        """Times what can run, in interleaved rounds or each alone."""
+        running = [line for line in lines if line.run is not None]
+        with Stopwatch(self.library.devices, self.device, stream) as watch:
+            runs: list[Run] = [line.run for line in running if line.run is not None]
+            measure = watch.steady if self.options.steady else watch.compare
+            for line, times in zip(running, measure(runs, self.options.target_ms), strict=True):
+                line.times = times
+
+    def settle(self) -> None:
+        """What was made in PyTorch's own stream is used in another that does not wait for it."""
+        self.library.devices.synchronize(self.device)
+
+
+class GemmBench(Bench):
     """The benchmark of the kernels `names` ("file/kernel", or with "@variant") of one architecture on one device."""
 
     def __init__(self, library: Library, device: Device, names: Sequence[str], arch: str, options: Options) -> None:
-        self.library, self.device, self.arch, self.options = library, device, arch, options
+        super().__init__(library, device, arch, options)
         self.peak = peak_of(device.name)
-        self.notes: list[str] = []
         self._names = names
-        self._torch: Any = self._import_torch() if options.peers else None
+        self._torch: Any = self.imported("torch_gemm", "no unfused times, no yardstick") if options.peers else None
         self._subjects: list[Subject] = []
 
     def measure(self, shape: Shape, stream: int, timed: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -120,7 +150,7 @@ class GemmBench:
 
         timed: told of each kernel when its times are there.
         """
-        records = {name: self._records(name) for name in self._names}
+        records = {name: alike(self.library, name, self.arch) for name in self._names}
         gated = is_gated([each[0].spec for each in records.values()])
         problems = {name: shape.problem(each[0].spec, gated) for name, each in records.items()}
         dense = self._dense(records, problems)
@@ -141,17 +171,6 @@ class GemmBench:
             "ok": all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"]),
         }  # fmt: skip
 
-    def _import_torch(self) -> Any:
-        try:
-            from fusekit.bench import torch_gemm
-        except ImportError as error:
-            self.notes.append(f"no unfused times, no yardstick: PyTorch cannot be imported ({error})")
-            return None
-        return torch_gemm
-
-    def _records(self, name: str) -> list[NameRecord]:
-        return alike(self.library, name, self.arch)
-
     def _dense(self, records: Mapping[str, Any], problems: Mapping[str, Mapping[str, int]]) -> Line | None:
         if self._torch is None:
             return None
@@ -163,12 +182,12 @@ class GemmBench:
         except RuntimeError as error:
             self.notes.append(f"no yardstick: {first_line(error)}")
             return None
-        self._settle()
+        self.settle()
         size = 2 * (problem["M"] * (n + k) + n * k)
         return Line("dense", self._torch.on_stream(work, self.device.ordinal), None, Work(work.flops, size))
 
     def _subject(self, name: str, problem: dict[str, int], dense: Line | None, stream: int) -> Subject:
-        records = self._records(name)
+        records = alike(self.library, name, self.arch)
         if not self.options.every and len(records) > 1:
             records = [self.library.find(name, self.arch, self.device.ordinal, problem)]
         sizes = sizes_of(self.options.groups, problem["M"], problem["E"])
@@ -188,9 +207,9 @@ class GemmBench:
             subject.lines += peers
             if dense is not None:
                 subject.lines.append(Line("dense", dense.run, None, dense.work))
-            self._time([line for line in subject.lines if line not in peers], stream)
+            self.time([line for line in subject.lines if line not in peers], stream)
             if any(line.run is not None for line in peers):
-                self._time(peers, stream)
+                self.time(peers, stream)
         except BaseException:
             subject.close()
             raise
@@ -212,7 +231,7 @@ class GemmBench:
             kept: dict[str, Any] = {}
             try:
                 twin = module.Unfused(subject.spec, views, scalars, sizes, _HOWS[peer])
-                self._settle()
+                self.settle()
                 first = module.on_stream(_keeping(twin, kept if want is None else {}), self.device.ordinal)
                 first(stream)
                 self._wait(stream)
@@ -241,14 +260,6 @@ class GemmBench:
                 worst = max(apart.values(), key=lambda value: (value != value, value))
                 line.agrees = {"fro": None if worst != worst else worst, "ok": worst <= AGREES}
 
-    def _time(self, lines: Sequence[Line], stream: int) -> None:
-        running = [line for line in lines if line.run is not None]
-        with Stopwatch(self.library.devices, self.device, stream) as watch:
-            runs: list[Run] = [line.run for line in running if line.run is not None]
-            measure = watch.steady if self.options.steady else watch.compare
-            for line, times in zip(running, measure(runs, self.options.target_ms), strict=True):
-                line.times = times
-
     def _steps(self, stream: int) -> list[dict[str, Any]]:
         """Forward and backward: their kernels one after the other, of each kernel the fastest variant."""
         by_role = {subject.name.rpartition("/")[2]: subject for subject in self._subjects}
@@ -267,7 +278,7 @@ class GemmBench:
             moved = sum(work.bytes for subject in subjects if (work := subject.lines[0].work) is not None)
             for line in lines:
                 line.work = Work(flops, moved)
-            self._time(lines, stream)
+            self.time(lines, stream)
             peer_line = next((line for line in lines[1:] if line.times), None)
             documents.append(
                 {
@@ -290,10 +301,6 @@ class GemmBench:
     def _release(self) -> None:
         if self._torch is not None:
             self._torch.release()
-
-    def _settle(self) -> None:
-        """What was made in PyTorch's own stream is used in another that does not wait for it."""
-        self.library.devices.synchronize(self.device)
 
     def _wait(self, stream: int) -> None:
         driver = self.library.devices.driver

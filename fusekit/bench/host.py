@@ -22,6 +22,7 @@ from fusekit.bench.timing import own_stream
 from fusekit.bench.trial import Trial
 from fusekit.bench.trials import open_trial
 from fusekit.runtime import DeviceArray, open_library
+from fusekit.runtime.tensors import Slice
 
 ROUND, ROUNDS, WARM_UP = 20, 400, 40
 ROWS = 256
@@ -102,7 +103,11 @@ class Rotation:
     def __init__(self, like: Any, trial: Trial, name: str) -> None:
         nbytes = trial.arrays[name].nbytes
         self._pool = DeviceArray(trial.devices, (nbytes + self.STEP * self.COUNT,), "u8", trial.device.ordinal)
-        self._views = [Shifted(like, self._pool.data_ptr() + index * self.STEP) for index in range(self.COUNT)]
+        strides = tuple(like.stride())
+        self._views = [
+            Slice(self._pool.data_ptr() + index * self.STEP, like.shape, like.dtype, like.device, strides)
+            for index in range(self.COUNT)
+        ]
         self._next = 0
 
     def two(self) -> Any:
@@ -112,20 +117,6 @@ class Rotation:
     def new(self) -> Any:
         self._next += 1
         return self._views[self._next]
-
-
-class Shifted:
-    """A tensor like another one, at another address."""
-
-    def __init__(self, like: Any, address: int) -> None:
-        self.dtype, self.shape, self.device = like.dtype, like.shape, like.device
-        self._stride, self._address = like.stride(), address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(self._stride)
 
 
 def own(trial: Trial) -> dict[str, Any]:

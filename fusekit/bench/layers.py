@@ -6,33 +6,25 @@ times the variants of each GEMM, on rows that are gathered where the layer gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from fusekit.bench.gemms import GemmBench, Line, Options, first_line
+from fusekit.bench.gemms import Bench, GemmBench, Line, Options, first_line
 from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
 from fusekit.bench.roofline import Work, peak_of
 from fusekit.bench.shape import Shape
-from fusekit.bench.timing import Run, Stopwatch, median
+from fusekit.bench.timing import median
 from fusekit.choice.tuning import Row
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import Device, Library
 
 
-class LayerBench:
+class LayerBench(Bench):
     """The benchmark of layers on one device. options: as for GEMMs; of the peers "torch" gives the dense products."""
 
     def __init__(self, library: Library, device: Device, arch: str, options: Options) -> None:
-        self.library, self.device, self.arch, self.options = library, device, arch, options
-        self.notes: list[str] = []
-        self._torch: Any = None
-        if "torch" in options.peers:
-            try:
-                from fusekit.bench import torch_gemm
-
-                self._torch = torch_gemm
-            except ImportError as error:
-                self.notes.append(f"no dense products to compare with: PyTorch cannot be imported ({error})")
+        super().__init__(library, device, arch, options)
+        peer = "torch" in options.peers
+        self._torch: Any = self.imported("torch_gemm", "no dense products to compare with") if peer else None
 
     def measure(self, name: str, tokens: int | None, stream: int) -> dict[str, Any]:
         """Times the layer `name` for `tokens` (None: the spec's)."""
@@ -44,7 +36,7 @@ class LayerBench:
                 lines = [
                     Line("fusekit", run, which, Work(flops(layer, which, count), 0)) for which, run in runs.items()
                 ]
-                self._time([(line, line.run) for line in lines], stream)
+                self.time(lines, stream)
         finally:
             trial.close()
         shapes = {which: gemms(layer, which, count) for which in trial.passes}
@@ -67,13 +59,6 @@ class LayerBench:
             "ok": True,
         }
 
-    def _time(self, timed: list[tuple[Line, Run | None]], stream: int) -> None:
-        runs = [run for _, run in timed if run is not None]
-        with Stopwatch(self.library.devices, self.device, stream) as watch:
-            measure: Callable[..., list[list[float]]] = watch.steady if self.options.steady else watch.compare
-            for (line, _), times in zip(timed, measure(runs, self.options.target_ms), strict=True):
-                line.times = times
-
     def _dense(self, shapes: set[tuple[int, int, int]], dtype: str, stream: int) -> dict[tuple[int, int, int], float]:
         """Milliseconds of one dense product of each shape; empty where PyTorch cannot run one."""
         found: dict[tuple[int, int, int], float] = {}
@@ -83,9 +68,9 @@ class LayerBench:
             except RuntimeError as error:
                 self.notes.append(f"no dense products to compare with: {first_line(error)}")
                 return {}
-            self.library.devices.synchronize(self.device)
+            self.settle()
             line = Line("dense", self._torch.on_stream(work, self.device.ordinal))
-            self._time([(line, line.run)], stream)
+            self.time([line], stream)
             found[shape] = median(line.times)
             del work, line
             self._torch.release()

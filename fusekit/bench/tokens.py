@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.bench.gemms import Options, alike, first_line
+from fusekit.bench.gemms import Bench, Options, alike, first_line
 from fusekit.bench.replay import Replay, launches_for, sets_for
 from fusekit.bench.roofline import peak_of
 from fusekit.bench.timing import Run, Stopwatch, median
@@ -39,7 +39,7 @@ class Line:
     error: str | None = None
 
 
-class TokenBench:
+class TokenBench(Bench):
     """The benchmark of token kernels on one device.
 
     options: as for GEMMs; peers of `PEERS`, a quarter of the time. check: compare what the first set of buffers holds
@@ -47,16 +47,16 @@ class TokenBench:
     """
 
     def __init__(self, library: Library, device: Device, arch: str, options: Options, *, check: bool) -> None:
-        self.library, self.device, self.arch, self.options, self.check = library, device, arch, options, check
-        self.notes: list[str] = []
-        self.rows: list[Row] = []
+        super().__init__(library, device, arch, options)
+        self.check = check
         self._peers = tuple(peer for peer in options.peers if peer in PEERS)
         self._torch: Any = None
         self._asked = False
 
     def measure(self, name: str, tokens: int | None, hidden: int | None, stream: int) -> dict[str, Any]:
         """Times the kernel `name` ("file/kernel", or with "@variant"). tokens, hidden: None takes the spec's."""
-        self._import_torch()
+        if self._peers and not self._asked:  # a benchmark of GEMMs alone needs no word about the router's peers
+            self._asked, self._torch = True, self.imported("torch_router", f"no times of {', '.join(self._peers)}")
         records = alike(self.library, name, self.arch)
         if not self.options.every and len(records) > 1:
             moved = hidden if OPERATIONS[records[0].spec["op"]].wide else None
@@ -94,7 +94,7 @@ class TokenBench:
     def _lines(
         self, kernels: Sequence[Kernel], trials: Sequence[TokenTrial], stream: int, opened: list[Any]
     ) -> list[Line]:
-        self._wait()
+        self.settle()
         count = launches_for(len(trials))
         lines = []
         for kernel in kernels:
@@ -136,7 +136,7 @@ class TokenBench:
             works = [make(spec, each, trials[0].kernel.defaults) for each in views]
             if any(work is None for work in works):
                 return None
-            self._wait()
+            self.settle()
             line.replay = module.Captured(works, count, self.device.ordinal, stream)
             opened.append(line.replay)
         except ImportError as error:
@@ -158,7 +158,7 @@ class TokenBench:
         for name in trial.outputs:
             trial.arrays[name].fill(0xFF)
         kernel(**trial.arguments)
-        self._wait()
+        self.settle()
         verdict = trial.check()
         return {"ok": verdict.ok, "error": verdict.error, "problems": verdict.problems}
 
@@ -192,21 +192,6 @@ class TokenBench:
             "name": name.partition("@")[0], "problem": trial.problem, "bytes": work.bytes, "lines": documents,
             "ok": all(verdict is None or verdict["ok"] for verdict in verdicts),
         }  # fmt: skip
-
-    def _import_torch(self) -> None:
-        """When something is timed: a benchmark of GEMMs alone needs no word about the router's peers."""
-        if self._asked or not self._peers:
-            return
-        self._asked = True
-        try:
-            from fusekit.bench import torch_router
-        except ImportError as error:
-            self.notes.append(f"no times of {', '.join(self._peers)}: PyTorch cannot be imported ({error})")
-            return
-        self._torch = torch_router
-
-    def _wait(self) -> None:
-        self.library.devices.synchronize(self.device)
 
 
 def _close(opened: Any) -> None:

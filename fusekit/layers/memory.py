@@ -7,27 +7,11 @@ from typing import Any
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.tensors import compact_strides, describe, read
+from fusekit.runtime.tensors import Slice, compact_strides, describe, read
+
+__all__ = ["ALIGNMENT", "Slice", "whole"]
 
 ALIGNMENT = 128  # of a caller's memory: what XLA gives its own; kernels ask for 16
-
-
-class Slice:
-    """A row-major tensor somewhere in memory that is the caller's."""
-
-    __slots__ = ("_address", "_strides", "device", "dtype", "shape")
-
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, device: int) -> None:
-        self._address, self.shape, self.dtype, self.device = address, shape, dtype, device
-        self._strides = compact_strides(shape)
-
-    def data_ptr(self) -> int:
-        """The device address of the first element."""
-        return self._address
-
-    def stride(self) -> tuple[int, ...]:
-        """Strides in elements."""
-        return self._strides
 
 
 def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> int:

@@ -23,7 +23,7 @@ from fusekit.runtime.kernel import Kernel
 from fusekit.runtime.launch import Launch, Launches
 from fusekit.runtime.launch_plan import Plan
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import compact_strides
+from fusekit.runtime.tensors import Slice
 from fusekit.runtime.workspace import owner_of
 
 CHECK = "checks/offsets"
@@ -66,22 +66,6 @@ def checkable(record: LaunchRecord) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """32-bit words somewhere, as launches read a tensor."""
-
-    address: int
-    shape: tuple[int, ...]
-    device: int
-    dtype: str = "i32"
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, ...]:
-        return compact_strides(self.shape)
-
-
 class _Report:
     """Where launches of one kernel in one stream write; `host` and `address` are the same memory."""
 
@@ -90,7 +74,7 @@ class _Report:
     def __init__(self, kernel: str, host: int, address: int, device: int) -> None:
         self.kernel = kernel
         self._words = (ctypes.c_int32 * _WORDS).from_address(host)
-        self.words = _Words(address, (_WORDS,), device)
+        self.words = Slice(address, (_WORDS,), "i32", device)
         self.seen = 0
 
     def look(self) -> OffsetsProblem | None:
@@ -139,7 +123,7 @@ class Checks:
             report = self._give(key, kernel, device)
         index = plan.index[ARGUMENT]
         groups, rows = plan.bound.env[_extent(plan.record, index)], plan.bound.env[ROWS]
-        offsets = _Words(addresses[index], (groups,), device.ordinal)
+        offsets = Slice(addresses[index], (groups,), "i32", device.ordinal)
         self._kernels[device.ordinal](offsets=offsets, report=report.words, rows=rows, stream=handle)
 
     def problems(self) -> list[OffsetsProblem]:

@@ -36,6 +36,26 @@ class View:
     device: int
 
 
+class Slice:
+    """A tensor somewhere in memory that another one owns, as launches read it; row-major, or with `strides`."""
+
+    __slots__ = ("_address", "_strides", "device", "dtype", "shape")
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], dtype: Any, device: Any, strides: tuple[int, ...] | None = None
+    ) -> None:
+        self._address, self.shape, self.dtype, self.device = address, shape, dtype, device
+        self._strides = compact_strides(shape) if strides is None else strides
+
+    def data_ptr(self) -> int:
+        """The device address of the first element."""
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._strides
+
+
 def read(tensor: Any, name: str, driver: Driver) -> tuple[int, Meta]:
     """The address and meta of `tensor`, passed as argument `name`. Raises ArgumentError when it is no device tensor."""
     try:
