@@ -57,7 +57,7 @@ class Trial:
         self._open(library, kernel)
         spec = kernel.spec
         self.problem = _problem(spec, rows)
-        most = next(dim.maximum for dim in kernel.record.dims if dim.name == "M")
+        most = next(dim.maximum for dim in kernel.record.dims if dim.name in ("M", "P"))
         if self.problem["M"] > most:
             raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem

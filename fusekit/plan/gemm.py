@@ -3,7 +3,7 @@
 A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows a fourth. In
 its dynamic shared memory are
 
-    stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
+    stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
     32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
                  that makes room for one more stage; float32 boxes have half as many columns. With a backward
                  activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind
 from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.quant import SIDE, W_FORMAT, Quant, quant
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 
 if TYPE_CHECKING:
     from fusekit.abi import Argument, Constraint, Dim, Expr
     from fusekit.plan.operands import Operand
 
+WARP = 32
 CONSUMER_WARPGROUPS = 2
 CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
 WARP_ROWS = 16  # of a 64-row block, that one warp finishes
@@ -33,10 +35,12 @@ BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = 
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 RESERVED_BYTES = 2304
+SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
 MOST_GROUPS = 2**16
-VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+VECTOR_BYTES = 16  # the granule of TMA addresses and strides
+VECTOR = 8  # elements of 16 bits in it
 GATHERS = ("none", "x", "dy")  # the factor whose rows an index chooses
 GATHER_WARPS = 4
 
@@ -58,7 +62,9 @@ class GemmPlan:
         self.dynamic: bool = spec.schedule == "dynamic"
         self.epilogue: str = spec.epilogue
         self.grouped: bool = spec.grouped
-        self.b_major: str = "n" if self.wgrad else spec.b_major
+        self.quant: Quant = quant(spec.quant)
+        # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
+        self.b_major: str = "n" if self.wgrad and not self.quant else spec.b_major
         self.glu_layout: str = spec.glu_layout
         self.gather: str = spec.gather
         self.kind: Kind = kind(spec.activation.kind)
@@ -85,9 +91,19 @@ class GemmPlan:
         return 2 if self.kind.gated else 1
 
     @property
+    def factors(self) -> tuple[str, str]:
+        """Types of x and w; of grouped-wgrad, dy and x."""
+        return (self.quant.x_format, W_FORMAT) if self.quant else (self.dtype, self.dtype)
+
+    @property
     def element(self) -> int:
         """Bytes of an element of the factors."""
-        return DTYPES[self.dtype].bytes
+        return DTYPES[self.factors[0]].bytes
+
+    @property
+    def vector(self) -> int:
+        """Elements of the factors in 16 bytes."""
+        return VECTOR_BYTES // self.element
 
     @property
     def tile_k(self) -> int:
@@ -130,7 +146,8 @@ class GemmPlan:
     @property
     def driver(self) -> str:
         """Dotted name of the module that puts the kernel together."""
-        return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}"
+        blocks = "_blocks" if self.wgrad and self.quant else ""
+        return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}{blocks}"
 
     # -- warps --------------------------------------------------------------------------------------------------------
 
@@ -146,8 +163,9 @@ class GemmPlan:
 
     @property
     def accumulators(self) -> int:
-        """float32 accumulators of a consumer thread."""
-        return self.warpgroup_rows * self.tile[1] // self.arch.warpgroup
+        """float32 accumulators of a consumer thread; promoted ones and those of the 64 rows that are multiplied."""
+        rows = self.warpgroup_rows + (self.arch.mma_rows if self.quant.promoted else 0)
+        return rows * self.tile[1] // self.arch.warpgroup
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -160,7 +178,7 @@ class GemmPlan:
 
     @property
     def _idle_work(self) -> bool:
-        return any(operand.needs_registers for operand in self.operands)
+        return self.filling_threads > 0 or any(operand.needs_registers for operand in self.operands)
 
     @property
     def gather_registers(self) -> int:
@@ -198,7 +216,7 @@ class GemmPlan:
     @property
     def stage_arrivals(self) -> int:
         """Arrivals that complete a stage, beside the bytes that come by TMA."""
-        return 1 + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
+        return 1 + self.filling_threads + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
 
     @property
     def gather_threads(self) -> int:
@@ -209,6 +227,11 @@ class GemmPlan:
     def reading_warps(self) -> int:
         """Warps of a CTA that read a tile and its stages."""
         return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.idle_readers
+
+    @property
+    def filling_threads(self) -> int:
+        """Threads of the load warpgroup that fill stages for an operand; their warps read tiles."""
+        return sum(operand.filling_threads(self) for operand in self.operands)
 
     @property
     def blocks_in_turn(self) -> bool:
@@ -272,7 +295,12 @@ class GemmPlan:
 
     def stage_room(self, warp_bytes: int) -> int:
         """Bytes that stages may take beside staging boxes of `warp_bytes` a warp."""
-        return self.arch.shared_bytes - RESERVED_BYTES - warp_bytes * CONSUMER_WARPS
+        return self.arch.shared_bytes - self.reserved - warp_bytes * CONSUMER_WARPS
+
+    @property
+    def reserved(self) -> int:
+        """Bytes kept for barriers, the ring of tiles and regions of operands."""
+        return RESERVED_BYTES + sum(operand.reserved(self) for operand in self.operands)
 
     @property
     def z_box_bytes(self) -> int:
@@ -321,7 +349,7 @@ class GemmPlan:
     @property
     def ring_readers(self) -> int:
         """Warps that free a slot of the ring of tiles."""
-        return (1 + self.reading_warps + self.gather_threads // 32 + self.relays) * (
+        return (1 + self.filling_threads // WARP + self.reading_warps + self.gather_threads // WARP + self.relays) * (
             self.cluster_size if self.ring_shared else 1
         )
 
@@ -371,10 +399,13 @@ class GemmPlan:
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
         width = {self.width: 32 if self.glu_layout == "interleaved-32" else VECTOR}
-        across = {"N": VECTOR, "K": VECTOR} if self.wgrad else {"K": VECTOR, **width}
+        if self.quant.by_block and self.halved and self.glu_layout == "concat":
+            width[self.width] = SEGMENT
+        across = {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, **width}
         columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
+        tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant else Dim("M", maximum=BIG)
         own = (dim for operand in self.operands for dim in operand.dims(self))
-        return Dim("M", maximum=BIG), *groups, *columns, *own
+        return tokens, *groups, *columns, *own
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
@@ -397,4 +428,4 @@ class GemmPlan:
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
         by_group = self.has("dbias") or (self.wgrad and not self.has("accumulate"))
-        return () if by_group else ("M",)
+        return () if by_group else ("P" if self.wgrad and self.quant else "M",)

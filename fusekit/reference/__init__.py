@@ -8,6 +8,7 @@ from fusekit.reference.gemm import check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.permutation import permutation_check, permutation_inputs
+from fusekit.reference.quantise import quantise, quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.reference.router import route
 from fusekit.reference.router_check import router_check, router_inputs
 from fusekit.reference.sampling import sample_rows, sample_weights
@@ -32,6 +33,10 @@ __all__ = [
     "permutation_check",
     "permutation_inputs",
     "poisoned",
+    "quantise",
+    "quantise_check",
+    "quantise_inputs",
+    "quantise_output_shapes",
     "route",
     "router_check",
     "router_inputs",

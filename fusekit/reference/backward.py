@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.reference import activations, layouts
+from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, values
 from fusekit.reference.meaning import Meaning, need
 from fusekit.reference.measure import Expected
@@ -65,19 +66,20 @@ def expected(
         for slope, error in zip(slopes, slope_errors, strict=True)
     ]
     dz, dz_error = (layouts.join(each[0], each[1], layout) if activation.gated else each[0] for each in (parts, errors))
-    outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, shape=whole)}
+    outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, whole, limit_of(means))}
     if means.recompute:
         outputs["y"] = Expected(means.out_dtype, chosen, value, y_error, columns, shape=(whole[0], n))
     if means.dprob and columns is None:
-        outputs["dprob"] = _sums(chosen, terms.T, term_errors.T, [slice(None)], k, (whole[0],), transpose=True)
+        outputs["dprob"] = _sums(means, chosen, terms.T, term_errors.T, [slice(None)], k, (whole[0],), transpose=True)
     if means.dbias and rows is None:
         shape = (ends.size, whole[1]) if means.grouped else (whole[1],)
         groups = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        outputs["dbias"] = _sums(np.arange(ends.size), dz, dz_error, groups, k, shape, columns=z_columns)
+        outputs["dbias"] = _sums(means, np.arange(ends.size), dz, dz_error, groups, k, shape, columns=z_columns)
     return outputs
 
 
 def _sums(
+    means: Meaning,
     rows: NDArray[np.int64],
     terms: Array,
     errors: Array,
@@ -101,4 +103,5 @@ def _sums(
         slack[index] = 4 * np.sqrt((error**2).sum(axis=0)) + own
     if transpose:
         value, slack = value.T, slack.T
-    return Expected("f32", rows, value, slack, columns, shape=shape, limit=UNIT * (32 + most))
+    limit = limit_of(means, single=True) or UNIT * (32 + most)
+    return Expected("f32", rows, value, slack, columns, shape=shape, limit=limit)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.reference import activations, backward, layouts, wgrad
+from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning, group_ends, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
@@ -35,10 +36,11 @@ def gemm(
     ``inputs`` holds the kernel's arguments by name; bf16 and fp16 tensors as uint16 bits, or any floating-point array.
     x [M, K]; w [E, N, K] (``b_major`` "k") or [E, K, N] ("n"), without E for dense-gemm; offsets int32[E], the end row
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
-    ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For a weight gradient:
-    dy [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
-    dbias float32[E, N]. A dense-wgrad has no offsets, and its outputs have no E. An operand that is gathered has a row
-    for each token, and index int32[M] chooses among them.
+    with ``quant`` uint8 codes x and w, and their scales x_s and w_s; ``act_alpha``, ``act_limit`` and
+    ``act_up_offset`` stand in for the spec's own when given. For a weight gradient: dy [M, N], x [M, K], offsets; when
+    it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and dbias float32[E, N]. A dense-wgrad
+    has no offsets, and its outputs have no E. An operand that is gathered has a row for each token, and index int32[M]
+    chooses among them.
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
     are NaN: the kernel leaves them alone. dw is [E, N, K], and dbias [E, N] where the spec has it.
@@ -121,11 +123,13 @@ def _forward(
             y, y_error = twin.output(means, inputs, y, y_error, chosen)
     total = need(inputs, "x", 2).shape[0]
     # Float32 is not rounded further: products and activation alone are off, a square by twice what z is.
-    steps = -(-weights(means, inputs).shape[2] // wgrad.STEP)
-    limit = wgrad.UNIT * (32 + 2 * steps) if means.out_dtype == "f32" else None
+    steps, single = -(-weights(means, inputs).shape[2] // wgrad.STEP), means.out_dtype == "f32"
+    limit = wgrad.UNIT * (32 + 2 * steps) if single else None
+    limit = limit_of(means, single) or limit
     outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width), limit=limit)}
     if means.save_preactivation:
-        outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape=(total, n))
+        shape = total, n
+        outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape, limit_of(means))
     return outputs
 
 

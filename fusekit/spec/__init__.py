@@ -8,6 +8,7 @@
 | `token` | what specs of kernels that work token by token share |
 | `router` | the router's operations: `RouterSpec`, their keys and rules |
 | `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
+| `quantise` | codes and scales of a tensor: `QuantiseSpec`, its keys and rules |
 | `extern` | kernels that are not fusekit's: `ExternSpec`, its keys and rules |
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fusekit.spec.model import Activation, KernelSpec, Problem
     from fusekit.spec.parse import parse_file, parse_text
     from fusekit.spec.permutation import PermutationSpec
+    from fusekit.spec.quantise import QuantiseSpec
     from fusekit.spec.router import RouterSpec
     from fusekit.spec.token import TokenProblem
 
@@ -42,6 +44,7 @@ __all__ = [
     "KernelSpec",
     "PermutationSpec",
     "Problem",
+    "QuantiseSpec",
     "RouterSpec",
     "Spec",
     "TokenProblem",
@@ -55,8 +58,9 @@ __all__ = [
 
 _HOMES = {
     "Activation": "model", "ExternSpec": "extern", "KernelSpec": "model", "PermutationSpec": "permutation",
-    "Problem": "model", "RouterSpec": "router", "Spec": "family", "TokenProblem": "token", "find": "catalog",
-    "packaged_files": "catalog", "parse_file": "parse", "parse_text": "parse", "schema": "json_schema",
+    "Problem": "model", "QuantiseSpec": "quantise", "RouterSpec": "router", "Spec": "family", "TokenProblem": "token",
+    "find": "catalog", "packaged_files": "catalog", "parse_file": "parse", "parse_text": "parse",
+    "schema": "json_schema",
 }  # fmt: skip
 
 

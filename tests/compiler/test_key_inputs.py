@@ -51,7 +51,7 @@ INPUT = {
     "activation": dataclasses.replace(SPEC.activation, kind="relu"),
     "glu_layout": "concat",
     "row_scale": not SPEC.row_scale,
-    "quant": "fp8",
+    "quant": "in=fp8-row",
     "tile": (64, 128),
     "cluster": (1, 1),
     "mainloop": "cooperative",

@@ -13,7 +13,7 @@ from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepa
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
-    for name in ("matrix.toml", "matrix_backward.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
@@ -57,6 +57,11 @@ def stand_in(launch, **changes):
         "gather-dswiglu@128x128-c2x1-dynamic",
         "wgrad-gather-x@128x192-c1x2",
         "wgrad-gather-dy-dbias@128x192-c1x1-dynamic",
+        "row-swiglu-interleaved@128x192-c1x2",
+        "block-swiglu-interleaved@128x192-c1x2-coop-dynamic",
+        "tensor-e5m2@128x192-c1x2",
+        "wgrad@128x192-c2x1-coop-dynamic",
+        "tensor-dswiglu@128x128-c2x1-dynamic",
     ],
 )
 def test_the_stand_in_passes_every_case(name):

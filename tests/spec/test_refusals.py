@@ -47,7 +47,16 @@ AT = "[[kernel]] 1 (fc1): "
         ('bias = "yes"', 'bias = "yes": must be true or false, is a string'),
         ("bias = 1", "bias = 1: must be true or false, is an integer"),
         ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
-        ('quant = "fp8"', 'quant = "fp8": must be "none"'),
+        ('quant = "fp8"', 'quant = "fp8": must be "none", or a table { in = .., x_format = ..'),
+        ('quant = { in = "fp8-rows" }', 'quant.in = "fp8-rows": must be "fp8-tensor", "fp8-row" or "fp8-block"; did'),
+        ('quant = { x_format = "e5m2" }', "quant.in is missing"),
+        ('quant = { in = "fp8-row", x_format = "e5m2", accumulation = "fast" }', 'only in = "fp8-tensor" has it'),
+        ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),
+        ('quant = { in = "fp8-row" }\nb_major = "n"', "FP8 factors are contiguous along K"),
+        (
+            'quant = { in = "fp8-row" }\nmainloop = "pingpong"',
+            "one warpgroup adds up while the other multiplies",
+        ),
         ('schedule = "fastest"', 'schedule = "fastest": must be "static" or "dynamic"'),
         ("accumulate = true", "accumulate = true: only a weight gradient adds to what is there, not grouped-gemm"),
         ("split = true", "split = true: only dense-wgrad takes its rows in parts, not grouped-gemm; leave it out"),
@@ -405,3 +414,28 @@ def test_what_cannot_be_gathered(text, message):
 def test_a_cluster_is_chosen_that_does_not_share_the_gathered_operand(text, cluster):
     (spec,) = parse_text(text + "problem = { E = 8, M = 65536, N = 8, K = 8192 }\n", "model")
     assert spec.cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('tile = [128, 160]\nquant = { in = "fp8-block" }', "tile N of 160 columns must be a multiple of 64"),
+        (
+            'tile = [128, 192]\nquant = { in = "fp8-block" }\nactivation = { kind = "swiglu" }',
+            "a gate half of 96 columns must be a multiple of 64",
+        ),
+        ('tile = [256, 192]\nquant = { in = "fp8-row" }', "(256 / 2 + 64) x 192 / 128 threads = 288 accumulator"),
+        (
+            'tile = [128, 128]\nquant = { in = "fp8-row" }\nproblem = { E = 1, M = 1, N = 8, K = 24 }',
+            "24 elements of 1 byte = 24 bytes, which must be a multiple of 16; say 16 or 32",
+        ),
+    ],
+)
+def test_tiles_of_quantised_factors(keys, message):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n{keys}\n'
+    assert any(message in line for line in problems(text))
+
+
+def test_a_weight_gradient_of_quantised_rows_is_refused():
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
+    assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))

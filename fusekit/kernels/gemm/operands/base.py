@@ -4,7 +4,7 @@
     consumer warps        begin
       each tile           prepare, ahead | main loop | start
         each 16 rows      rows
-          each chunk      chunk, accumulate       8 columns of accumulators: scaled and shifted in place
+          each chunk      chunk, scale, accumulate   8 columns of accumulators: scaled and shifted in place
           each box        box                     forward: before the activation
           each element    output                  forward: behind the activation
                           gradient                backward: da and the activation's value
@@ -21,7 +21,7 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32
+from cutlass import Float32, Int32, cute
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import GemmPlan
@@ -129,6 +129,10 @@ class Operand:
     def chunk(self, chunk: int, state) -> Any:
         """Before chunk `chunk` of 8 columns; handed to `accumulate`."""
 
+    def scale(self, value, mine, r: int):
+        """The accumulator, in the lane's row `r` of two."""
+        return value
+
     def accumulate(self, value, state, chunk, c: int):
         """The accumulator in column 2 (lane % 4) + `c` of a chunk."""
         return value
@@ -181,3 +185,16 @@ def struct(name: str, fields) -> Any:
     """A named tuple of (name, value) pairs: what the DSL carries through control flow and into a kernel."""
     names, values = zip(*fields, strict=True)
     return namedtuple(name, names)(*values)
+
+
+@cute.jit
+def row_pair(numbers, rows):
+    """The numbers of this lane's two rows, 0 beyond the group."""
+    low = rows.row + (cute.arch.lane_idx() >> 2)
+    first = Float32(0.0)
+    second = Float32(0.0)
+    if low < rows.end:
+        first = numbers[low]
+    if low + 8 < rows.end:
+        second = numbers[low + 8]
+    return first, second

@@ -18,7 +18,7 @@ from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.operands.saved_preactivation import z_columns
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
-from fusekit.kernels.gemm.sm90.main_loop import MainLoop
+from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler
 from fusekit.plan.activations import forms
 from fusekit.plan.gemm import BIG, WARP_ROWS, Z_BOXES, GemmPlan
@@ -26,7 +26,7 @@ from fusekit.plan.gemm import BIG, WARP_ROWS, Z_BOXES, GemmPlan
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, MainLoop(plan, halves), BackwardEpilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), BackwardEpilogue(plan, halves), Scheduler(plan))
 
 
 class BackwardEpilogue:
@@ -75,6 +75,7 @@ class BackwardEpilogue:
     def prepare(self, tile: Tile, work: Work, own, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
         total = self.count(tile, work.warp_of_cta & 3)
+        self.operands.prepare(tile, work, own)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
             for number in cutlass.range_constexpr(min(Z_BOXES, self.units * self.blocks)):
@@ -125,6 +126,9 @@ class BackwardEpilogue:
                 phase = ptx.divide(seen + number, Z_BOXES) & 1
                 box = work.staging + slot * self.plan.z_box_bytes
                 cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * Z_BOXES + slot), phase)
+                if cutlass.const_expr(bool(self.plan.quant)):
+                    chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
+                    self.operands.accumulate(acc, first, chunks, states, mine)
                 outputs = self.work(acc, first + unit * (self.columns // 2), box.toint(), lane, scalars, mine)
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")

@@ -13,7 +13,7 @@ from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
-from fusekit.kernels.gemm.sm90.main_loop import MainLoop
+from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.plan.activations import forms
@@ -22,7 +22,7 @@ from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, MainLoop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
 
 
 class Epilogue:
@@ -120,7 +120,7 @@ class Epilogue:
         for box in range(self.plan.out_tile_n // width):
             chunks = range(box * width // 8, (box + 1) * width // 8)
             sources = self.sources(chunks)
-            self.accumulate(acc, base, sources, states)
+            self.operands.accumulate(acc, base, sources, states, mine)
             for half in self.operands:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
             values, where = self.registers(acc, base, chunks, scalars, mine), self.result.place(box, rows)
@@ -129,21 +129,6 @@ class Epilogue:
             else:
                 self.boxes.store(number, width, values, work.operands.y, where, work.staging)
             number += 1
-
-    def accumulate(self, acc, base: int, chunks, states) -> None:
-        """What operands make of the accumulators of these chunks, in place.
-
-        Done box by box: the stores in between keep the compiler from holding every bias and activation at once.
-        """
-        for chunk in chunks:
-            loaded = [half.chunk(chunk, getattr(states, name)) for name, half in self.operands.halves.items()]
-            for c in range(2):
-                for r in range(2):
-                    index = base + chunk * 4 + r * 2 + c
-                    value = acc[index]
-                    for (name, half), mine in zip(self.operands.halves.items(), loaded, strict=True):
-                        value = half.accumulate(value, getattr(states, name), mine, c)
-                    acc[index] = value
 
     def finish(self, count: Int32, work: Work) -> None:
         """Behind the last tile."""

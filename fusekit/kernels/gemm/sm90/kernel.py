@@ -1,6 +1,6 @@
 """The Hopper kernel: dense and grouped GEMM with composed operands, persistent and warp-specialised.
 
-    y[rows of e] = epilogue(x[rows of e] . w[e]),   16-bit operands, float32 accumulation (wgmma m64nNk16)
+    y[rows of e] = epilogue(x[rows of e] . w[e]),   16- or 8-bit factors, float32 accumulation (wgmma m64nNk16, or k32)
 
 Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 
@@ -14,7 +14,7 @@ Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
 
-Operand pipeline, `stages` deep; a stage is x [tile_m, 64] and w [tile_n, 64], 128-byte swizzled:
+Operand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile_n, tile_k], 128-byte swizzled:
 
     full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes; and where a factor is
                gathered, 1 of the warp that hands it on
@@ -51,7 +51,7 @@ class Gemm:
     def __init__(self, plan: GemmPlan, halves, main_loop: MainLoop, epilogue, scheduler: Scheduler) -> None:
         self.plan, self.halves = plan, halves
         self.main_loop, self.epilogue, self.scheduler = main_loop, epilogue, scheduler
-        self.dtype = dtype_of(plan.dtype)
+        self.factors = tuple(map(dtype_of, plan.factors))
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -96,10 +96,11 @@ class Gemm:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         shared = self.allocate()
         stages = Stages(
-            cute.recast_ptr(shared.x, dtype=self.dtype),
-            cute.recast_ptr(shared.w, dtype=self.dtype),
+            cute.recast_ptr(shared.x, dtype=self.factors[0]),
+            cute.recast_ptr(shared.w, dtype=self.factors[1]),
             shared.stages_full,
             shared.stages_empty,
+            getattr(shared, "scales", None),
         )
         ring = TileRing(plan, shared.tiles.toint(), shared.tiles_full, shared.tiles_empty)
         if warp == 0 and lane == 0:

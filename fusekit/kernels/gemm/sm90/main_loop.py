@@ -18,6 +18,8 @@ from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import GemmPlan
 
+MMA_BYTES = 32  # of K, that one wgmma multiplies
+
 
 class Stages(NamedTuple):
     """The pipeline in shared memory: tiles of both factors, and two barriers a stage."""
@@ -26,6 +28,7 @@ class Stages(NamedTuple):
     w: object
     full: object
     empty: object
+    scales: object = None  # of blocks, stage by stage
 
 
 class Run(NamedTuple):
@@ -40,8 +43,8 @@ class MainLoop:
 
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
-        self.dtype = dtype_of(plan.dtype)
-        self.m_major, self.n_major = plan.wgrad, plan.b_major == "n"
+        self.x_dtype, self.w_dtype = map(dtype_of, plan.factors)
+        self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
         self.x, self.w = halves.get("x"), halves.get("w")
         self.block_counts = sorted({1, plan.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
 
@@ -169,11 +172,11 @@ class MainLoop:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply(self, first, mma, accumulators, fragments, stage) -> None:
-        """Start one stage's wgmma, as one group; `first` is the MMA of its first 16 of K."""
+        """Start one stage's wgmma, as one group; `first` is the MMA of its first 32 bytes of K."""
         if accumulators is not None:
             warpgroup.fence()
             x, w = fragments
-            for k_block in range(self.plan.tile_k // 16):
+            for k_block in range(self.plan.arch.swizzle_bytes // MMA_BYTES):
                 where = (None, None, k_block, stage)
                 cute.gemm(mma if k_block else first, accumulators, x[where], w[where], accumulators)
             warpgroup.commit_group()
@@ -181,20 +184,25 @@ class MainLoop:
     def fragments(self, smem_x, smem_w):
         """A warpgroup's accumulators; wgmma descriptors of x (for each of `block_counts`) and w, for every stage."""
         mma = self.tiled_mma()
-        rows, tile_n, stages = self.plan.warpgroup_rows, self.plan.tile[1], self.plan.stages
-        atom = swizzled(self.dtype, 64, n_major=self.n_major)
-        layout = staged(atom, (tile_n, self.plan.tile_k), stages, tile_n * self.plan.tile_k, k_first=self.n_major)
-        w = cute.make_tensor(cute.recast_ptr(smem_w, layout.inner, dtype=self.dtype), layout.outer)
-        accumulators = mma.make_fragment_C(mma.partition_shape_C((rows, tile_n)))
+        w = self.w_fragment(mma, smem_w)
+        accumulators = mma.make_fragment_C(mma.partition_shape_C((self.plan.warpgroup_rows, self.plan.tile[1])))
         x = [self.x_fragment(mma, smem_x, blocks) for blocks in self.block_counts]
-        return accumulators, (x, mma.make_fragment_B(mma.get_slice(0).partition_B(w)))
+        return accumulators, (x, w)
+
+    def w_fragment(self, mma, pointer):
+        """wgmma descriptors of w at `pointer`, for every stage."""
+        tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
+        atom = swizzled(self.w_dtype, tile_k, n_major=self.n_major)
+        layout = staged(atom, (tile_n, tile_k), self.plan.stages, tile_n * tile_k, k_first=self.n_major)
+        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.w_dtype), layout.outer)
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
 
     def x_fragment(self, mma, pointer, blocks: int):
         """wgmma descriptors of the first `blocks` 64-row blocks of x at `pointer`, for every stage."""
-        atom = swizzled(self.dtype, 64, n_major=self.m_major)
+        atom = swizzled(self.x_dtype, self.plan.tile_k, n_major=self.m_major)
         elements = self.plan.tile[0] * self.plan.tile_k
         layout = staged(atom, (blocks * 64, self.plan.tile_k), self.plan.stages, elements, k_first=self.m_major)
-        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.x_dtype), layout.outer)
         return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
 
     def first_block(self, accumulators):
@@ -208,7 +216,7 @@ class MainLoop:
             OperandMajorMode.MN if other else OperandMajorMode.K for other in (self.m_major, self.n_major)
         )
         return make_trivial_tiled_mma(
-            self.dtype, self.dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.plan.tile[1])
+            self.x_dtype, self.w_dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.plan.tile[1])
         )
 
 
