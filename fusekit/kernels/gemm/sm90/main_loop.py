@@ -184,18 +184,17 @@ class MainLoop:
     def fragments(self, smem_x, smem_w):
         """A warpgroup's accumulators; wgmma descriptors of x (for each of `block_counts`) and w, for every stage."""
         mma = self.tiled_mma()
-        w = self.w_fragment(mma, smem_w)
+        w = self.w_tensor(smem_w)
         accumulators = mma.make_fragment_C(mma.partition_shape_C((self.plan.warpgroup_rows, self.plan.tile[1])))
         x = [self.x_fragment(mma, smem_x, blocks) for blocks in self.block_counts]
-        return accumulators, (x, w)
+        return accumulators, (x, mma.make_fragment_B(mma.get_slice(0).partition_B(w)))
 
-    def w_fragment(self, mma, pointer):
-        """wgmma descriptors of w at `pointer`, for every stage."""
+    def w_tensor(self, pointer):
+        """w at `pointer`, every stage."""
         tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
         atom = swizzled(self.w_dtype, tile_k, n_major=self.n_major)
         layout = staged(atom, (tile_n, tile_k), self.plan.stages, tile_n * tile_k, k_first=self.n_major)
-        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.w_dtype), layout.outer)
-        return mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.w_dtype), layout.outer)
 
     def x_fragment(self, mma, pointer, blocks: int):
         """wgmma descriptors of the first `blocks` 64-row blocks of x at `pointer`, for every stage."""

@@ -39,7 +39,8 @@ class PromotedLoop(MainLoop):
         rows, (_, tile_n) = self.plan.arch.mma_rows, self.plan.tile
         x = [self.x_fragment(mma, smem_x + block * rows * self.plan.tile_k, 1) for block in range(self.blocks)]
         sums = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
-        return sums, (mma.make_fragment_C(mma.partition_shape_C((rows, tile_n))), x, self.w_fragment(mma, smem_w))
+        w = mma.make_fragment_B(mma.get_slice(0).partition_B(self.w_tensor(smem_w)))
+        return sums, (mma.make_fragment_C(mma.partition_shape_C((rows, tile_n))), x, w)
 
     @cute.jit
     def run_tile(self, sums, fragments, stages: Stages, run: Run, rows_left: Int32, consumer: Int32, lane: Int32):
