@@ -23,10 +23,10 @@ class QuantiseTrial(Trial):
         self.problem = {**DEFAULT, **(spec.get("problem") or {})}
         if rows is not None:
             self.problem["M"] = rows
-        self.inputs = quantise_inputs(spec, **self.problem, seed=seed)
-        self.outputs = quantise_output_shapes(spec, **self.problem)
-        matrices = self.problem["E"] if spec["blocks"] == SQUARE else 1
-        elements = matrices * self.problem["M"] * self.problem["K"]
+        groups, count, columns = (int(self.problem[name]) for name in ("E", "M", "K"))
+        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, seed=seed)
+        self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
+        elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
         codes = 2 if spec["transpose"] else 1
         scales = sum(int(np.prod(shape)) for shape, dtype in self.outputs.values() if dtype == "f32")
         self.work = Work(flops=0, bytes=elements * (DTYPES["bf16"].bytes + codes) + 4 * scales)

@@ -43,7 +43,7 @@ def encode(numbers: Array, name: str) -> NDArray[np.uint8]:
     finite = table(name)[: np.count_nonzero(np.isfinite(table(name)[:SIGN]))].astype(np.float64)
     size = np.minimum(np.abs(numbers), finite[-1])
     middle = (finite[1:] + finite[:-1]) / 2
-    code = np.searchsorted(middle, size).astype(np.uint8)  # a tie goes down
+    code: NDArray[np.uint8] = np.searchsorted(middle, size).astype(np.uint8)  # a tie goes down
     tie = middle[np.minimum(code, middle.size - 1)] == size
     code += (tie & (code % 2 == 1)).astype(np.uint8)
     code |= np.where(np.signbit(numbers), SIGN, 0).astype(np.uint8)

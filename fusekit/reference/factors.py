@@ -52,4 +52,5 @@ def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, co
     else:
         scale = scale.reshape(w.shape[0], -1)[group]
         each = scale if scale.size == 1 else scale[columns, None]
-    return decode(w[group, columns], means.factors[1]) * each
+    found: Array = decode(w[group, columns], means.factors[1]) * each
+    return found

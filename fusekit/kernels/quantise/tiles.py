@@ -106,6 +106,7 @@ class QuantiseTiles:
         extents = (rows, columns)
         if place.row < place.end:
             self.fetch(source, place, columns, first, shared, thread)
+            cute.arch.cp_async_commit_group()
             for step in cutlass.range(first, last, unroll=1):
                 tile = shared + ((step - first) & 1) * TILE
                 if step + 1 < last:
