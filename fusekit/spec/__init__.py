@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from fusekit.spec.model import Activation, KernelSpec, Problem
     from fusekit.spec.parse import parse_file, parse_text
     from fusekit.spec.permutation import PermutationSpec
-    from fusekit.spec.quantise import QuantiseSpec
     from fusekit.spec.router import RouterSpec
     from fusekit.spec.token import TokenProblem
 
@@ -44,7 +43,6 @@ __all__ = [
     "KernelSpec",
     "PermutationSpec",
     "Problem",
-    "QuantiseSpec",
     "RouterSpec",
     "Spec",
     "TokenProblem",
@@ -58,9 +56,8 @@ __all__ = [
 
 _HOMES = {
     "Activation": "model", "ExternSpec": "extern", "KernelSpec": "model", "PermutationSpec": "permutation",
-    "Problem": "model", "QuantiseSpec": "quantise", "RouterSpec": "router", "Spec": "family", "TokenProblem": "token",
-    "find": "catalog", "packaged_files": "catalog", "parse_file": "parse", "parse_text": "parse",
-    "schema": "json_schema",
+    "Problem": "model", "RouterSpec": "router", "Spec": "family", "TokenProblem": "token", "find": "catalog",
+    "packaged_files": "catalog", "parse_file": "parse", "parse_text": "parse", "schema": "json_schema",
 }  # fmt: skip
 
 
