@@ -11,7 +11,6 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.quant import SIDE
 from fusekit.reference.formats import Array
 
-FORMATS = ("e4m3", "e5m2")
 SIGN, NAN = 0x80, 0x7F
 
 
