@@ -54,7 +54,7 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     if spec.out == ROW:
         found.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
     else:
-        found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), 4))
+        found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
     if spec.transpose:
         found.append(_matrix("x_t", "output", "e4m3", ("K", "P"), VECTOR))
         found.append(TensorArgument("x_ts", "output", "f32", (["floordiv", "P", SIDE], "K"), ("K", 1)))

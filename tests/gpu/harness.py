@@ -23,7 +23,8 @@ from .cases import Case
 # Bytes before and after a tensor. No tensor is better aligned than a launch demands: matrices lie 16 bytes past a
 # multiple of 32, the others one element further.
 GUARD = 1040
-VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s", "dy_ts", "x_ts")
+VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s")
+COMPACT = ("dy_ts", "x_ts")
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {
@@ -242,6 +243,8 @@ def _placed(name: str, shape: tuple[int, ...], dtype: str, pad: int, data: np.nd
     """The buffer of an argument; vectors, and what is compact like them, without padding and less well aligned."""
     if name in VECTORS:
         return guarded(shape, dtype, 0, data, GUARD + np.dtype(DTYPES[dtype]).itemsize)
+    if name in COMPACT:
+        pad = 0
     return guarded(shape, dtype, pad * 2 if np.dtype(DTYPES[dtype]).itemsize == 1 else pad, data)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fusekit import reference
+from fusekit.abi import TensorArgument, evaluate
 from fusekit.reference import formats
 from fusekit.spec import parse_file
 from tests.gpu.cases import Case, cases_of
@@ -292,3 +293,25 @@ def test_guarded_buffers_hold_their_data():
     assert np.count_nonzero(buffer.image != 0xFF) <= data.nbytes
     assert guarded((0, 8), "bf16").array.shape == (0, 8)
     assert guarded((5,), "f32").strides == (1,)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.plan.quant], ids=lambda spec: spec.full_name)
+def test_buffers_of_quantised_kernels_are_what_a_launch_takes(spec):
+    """Strides and alignment of every case, against what the kernel's arguments ask for."""
+    tensors = [argument for argument in spec.plan.arguments if isinstance(argument, TensorArgument)]
+    for case in cases_of(spec):
+        if case.sample is not None:
+            continue
+        launch = prepare(spec, case)
+        shapes = {tensor.name: launch.arguments[tensor.name].shape for tensor in tensors}
+        dims = {dim: size for tensor in tensors for dim, size in zip(tensor.shape, shapes[tensor.name], strict=True)
+                if isinstance(dim, str)}  # fmt: skip
+        for tensor in tensors:
+            buffer = launch.arguments[tensor.name]
+            assert buffer.guard % tensor.alignment == 0, tensor.name
+            assert buffer.shape == tuple(evaluate(extent, dims) for extent in tensor.shape), tensor.name
+            for index, stride in enumerate(buffer.strides):
+                if buffer.shape[index] > 1 and tensor.reads_stride(index):
+                    assert stride % tensor.stride_divisor == 0, tensor.name
+                elif buffer.shape[index] > 1:
+                    assert stride == evaluate(tensor.strides[index], dims), tensor.name

@@ -57,7 +57,7 @@ class XScale(Operand):
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         if plan.quant.by_block:
-            return (tensor("x_s", "input", "f32", (["ceildiv", "K", SIDE], "M"), ("x_s.stride0", 1), 4, 4),)
+            return (tensor("x_s", "input", "f32", (["ceildiv", "K", SIDE], "M"), ("x_s.stride0", 1), alignment=4),)
         extent: Expr = "M" if plan.quant.inputs == ROW else 1
         return (vector("x_s", "input", "f32", extent),)
 
