@@ -86,10 +86,13 @@ def tma_store(descriptor, source, coordinates, add: bool = False) -> None:
     )
 
 
-def store_matrix_x4(address: Int32, registers) -> None:
-    """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8."""
+def store_matrix_x4(address: Int32, registers, turned: bool = False) -> None:
+    """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, or of
+    column l % 8 where they are stored `turned`.
+    """
+    turn = ".trans" if turned else ""
     cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        f"stmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
         read_only_args=[address, *registers],
     )
 
@@ -235,6 +238,20 @@ def store_shared_v4(address: Int32, values) -> None:
     """Four int32 to shared memory, 16-byte aligned."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *[Int32(v) for v in values]]
+    )
+
+
+def store_shared_u16(address: Int32, value: Uint32, offset: int) -> None:
+    """The lower half of a register to shared memory, at address + offset."""
+    cute.arch.inline_ptx(f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value])
+
+
+def word_where(flag: Int32, word: Uint32) -> Uint32:
+    """`word` where `flag` is not zero, else zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, 0, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[flag, word],
     )
 
 

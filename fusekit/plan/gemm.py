@@ -6,19 +6,19 @@ its dynamic shared memory are
     stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
     32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
                  that makes room for one more stage; float32 boxes have half as many columns. With a backward
-                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns
+                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns. Codes
+                 of 16 rows x 128 columns take the place of boxes
     2304 bytes   the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fusekit.dtypes import DTYPES
-from fusekit.plan.activations import Kind, kind
-from fusekit.plan.arch import ARCHITECTURES
-from fusekit.plan.quant import SIDE, W_FORMAT, Quant, quant
+from fusekit.plan.product import VECTOR_BYTES as VECTOR_BYTES
+from fusekit.plan.product import Product
+from fusekit.plan.quant import SIDE
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 
 if TYPE_CHECKING:
@@ -39,86 +39,13 @@ SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the 
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
 MOST_GROUPS = 2**16
-VECTOR_BYTES = 16  # the granule of TMA addresses and strides
 VECTOR = 8  # elements of 16 bits in it
 GATHERS = ("none", "x", "dy")  # the factor whose rows an index chooses
 GATHER_WARPS = 4
 
 
-class GemmPlan:
-    """The plan of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
-
-    epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad". kind: the activation.
-    """
-
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
-        self.arch = ARCHITECTURES[spec.arch]
-        self.dtype: str = spec.dtype
-        self.out_dtype: str = spec.out_dtype
-        self.tile: tuple[int, int] = spec.tile
-        self.cluster: tuple[int, int] = spec.cluster
-        self.pingpong: bool = spec.mainloop == "pingpong"
-        self.dynamic: bool = spec.schedule == "dynamic"
-        self.epilogue: str = spec.epilogue
-        self.grouped: bool = spec.grouped
-        self.quant: Quant = quant(spec.quant)
-        # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
-        self.b_major: str = "n" if self.wgrad and not self.quant else spec.b_major
-        self.glu_layout: str = spec.glu_layout
-        self.gather: str = spec.gather
-        self.kind: Kind = kind(spec.activation.kind)
-        self.approximate: str = spec.activation.approximate
-
-    @property
-    def wgrad(self) -> bool:
-        """Whether the reduction runs over rows."""
-        return self.epilogue == "wgrad"
-
-    @property
-    def backward(self) -> bool:
-        """Whether it takes a gradient through an activation."""
-        return self.epilogue == "backward"
-
-    @property
-    def halved(self) -> bool:
-        """Whether two columns of the product, gate and up, make one column of the output."""
-        return self.epilogue == "forward" and self.kind.gated
-
-    @property
-    def sides(self) -> int:
-        """Columns of z for each column of da (backward) or of the output: 2 where gate and up are apart."""
-        return 2 if self.kind.gated else 1
-
-    @property
-    def factors(self) -> tuple[str, str]:
-        """Types of x and w; of grouped-wgrad, dy and x."""
-        return (self.quant.x_format, W_FORMAT) if self.quant else (self.dtype, self.dtype)
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element of the factors."""
-        return DTYPES[self.factors[0]].bytes
-
-    @property
-    def vector(self) -> int:
-        """Elements of the factors in 16 bytes."""
-        return VECTOR_BYTES // self.element
-
-    @property
-    def tile_k(self) -> int:
-        """Elements of the reduction in one stage: one swizzle row."""
-        return self.arch.swizzle_bytes // self.element
-
-    @property
-    def out_tile_n(self) -> int:
-        """Columns of the output that one tile makes."""
-        return self.tile[1] // 2 if self.halved else self.tile[1]
-
-    @property
-    def cluster_size(self) -> int:
-        """CTAs in a cluster."""
-        return self.cluster[0] * self.cluster[1]
+class GemmPlan(Product):
+    """The plan of `spec`; see `Product`."""
 
     # -- operands -----------------------------------------------------------------------------------------------------
 
@@ -162,10 +89,24 @@ class GemmPlan:
         return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
 
     @property
+    def staggered(self) -> bool:
+        """Whether one warpgroup is ahead of the other, so that it multiplies while the other finishes its tile."""
+        return self.quant.coded and not self.pingpong
+
+    @property
+    def waves(self) -> int:
+        """Parts of the tile's columns that are multiplied one after the other, where sums are promoted."""
+        whole = self._accumulators(1) <= self.arch.accumulator_registers
+        return 1 if whole or self.wgrad or not self.quant.promoted or self.tile[1] % SIDE else 2
+
+    @property
     def accumulators(self) -> int:
         """float32 accumulators of a consumer thread; promoted ones and those of the 64 rows that are multiplied."""
-        rows = self.warpgroup_rows + (self.arch.mma_rows if self.quant.promoted else 0)
-        return rows * self.tile[1] // self.arch.warpgroup
+        return self._accumulators(self.waves)
+
+    def _accumulators(self, waves: int) -> int:
+        multiplied = self.arch.mma_rows // waves if self.quant.promoted else 0
+        return (self.warpgroup_rows + multiplied) * self.tile[1] // self.arch.warpgroup
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -229,6 +170,11 @@ class GemmPlan:
         return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.idle_readers
 
     @property
+    def following_warps(self) -> int:
+        """Warps of the load warpgroup that read tiles alone, for an operand."""
+        return sum(operand.following_warps(self) for operand in self.operands)
+
+    @property
     def filling_threads(self) -> int:
         """Threads of the load warpgroup that fill stages for an operand; their warps read tiles."""
         return sum(operand.filling_threads(self) for operand in self.operands)
@@ -288,7 +234,10 @@ class GemmPlan:
         boxes = OUTPUT_BOXES
         if self.backward:
             boxes = Z_BOXES * self.sides + (OUTPUT_BOXES if self.outputs_staged else 0)
-        return boxes * box * WARP_ROWS * 2
+        elif not self.quant.wide and not self.has("preactivation"):
+            boxes = 0
+        codes = self.out_tile_n * WARP_ROWS if self.quant.coded else 0
+        return max(boxes * box * WARP_ROWS * 2, codes)
 
     def _stages(self, warp_bytes: int) -> int:
         return self.stage_room(warp_bytes) // self.stage_bytes
@@ -349,33 +298,12 @@ class GemmPlan:
     @property
     def ring_readers(self) -> int:
         """Warps that free a slot of the ring of tiles."""
-        return (1 + self.filling_threads // WARP + self.reading_warps + self.gather_threads // WARP + self.relays) * (
+        idle = self.filling_threads // WARP + self.following_warps
+        return (1 + idle + self.reading_warps + self.gather_threads // WARP + self.relays) * (
             self.cluster_size if self.ring_shared else 1
         )
 
     # -- arguments and memory -----------------------------------------------------------------------------------------
-
-    @property
-    def n(self) -> Expr:
-        """Columns of the product."""
-        if self.backward:
-            return self.width
-        return ["mul", 2, "I"] if self.kind.gated else "N"
-
-    @property
-    def width(self) -> Expr:
-        """Columns of y."""
-        return "I" if self.kind.gated else "N"
-
-    @property
-    def z_width(self) -> Expr:
-        """Columns of z."""
-        return ["mul", 2, "I"] if self.kind.gated else "N"
-
-    @property
-    def leading(self) -> tuple[Expr, ...]:
-        """The dim of groups, where there are any."""
-        return ("E",) if self.grouped else ()
 
     @property
     def added_to(self) -> str:
@@ -398,7 +326,7 @@ class GemmPlan:
         from fusekit.abi import Dim
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
-        width = {self.width: 32 if self.glu_layout == "interleaved-32" else VECTOR}
+        width = {self.width: 32 if self.glu_layout == "interleaved-32" else 2 * VECTOR if self.quant.coded else VECTOR}
         if self.quant.by_block and self.halved and self.glu_layout == "concat":
             width[self.width] = SEGMENT
         across = {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, **width}

@@ -97,8 +97,8 @@ def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
     if registers > most and plan.quant.promoted:
         yield Refusal(
             "tile",
-            f"({tile_m} / 2 + {plan.arch.mma_rows}) x {tile_n} / {plan.arch.warpgroup} threads = {registers}"
-            f" accumulator registers a thread (promoted); at most {most} of a consumer's "
+            f"({tile_m} / 2 + {plan.arch.mma_rows // plan.waves}) x {tile_n} / {plan.arch.warpgroup} threads ="
+            f" {registers} accumulator registers a thread (promoted); at most {most} of a consumer's "
             f"{plan.arch.consumer_registers} are free; take a smaller tile",
         )
     elif registers > most:

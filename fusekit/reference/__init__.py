@@ -3,8 +3,9 @@
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """
 
+from fusekit.reference.coded import coded_outputs
 from fusekit.reference.formats import POISON, decode, encode, held, poisoned
-from fusekit.reference.gemm import check, expected, gemm
+from fusekit.reference.gemm import check, coded_check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.permutation import permutation_check, permutation_inputs
@@ -20,6 +21,8 @@ __all__ = [
     "Expected",
     "Measurement",
     "check",
+    "coded_check",
+    "coded_outputs",
     "decode",
     "encode",
     "expected",

@@ -1,15 +1,19 @@
-"""8-bit floating-point codes, held as uint8: what they are worth, rounding to them, where groups of them begin."""
+"""8-bit floating-point codes, held as uint8: what they are worth, rounding to them, where groups of them begin, which
+results of a GEMM are stored as such.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.quant import SIDE
+from fusekit.plan.quant import CODES, SIDE
 from fusekit.reference.formats import Array
+from fusekit.reference.meaning import Meaning
 
 SIGN, NAN = 0x80, 0x7F
 
@@ -56,3 +60,36 @@ def padded_starts(ends: Array) -> NDArray[np.int64]:
     starts = np.zeros(sizes.size + 1, dtype=np.int64)
     starts[1:] = np.cumsum(-(-sizes // SIDE) * SIDE)
     return starts
+
+
+class Coded(NamedTuple):
+    """A result that is stored as codes: of its rows, of its transpose."""
+
+    name: str
+    rows: bool
+    turned: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what a launch writes."""
+        own = [("q", "s")] if self.rows else []
+        return tuple(f"{self.name}_{end}" for pair in [*own, *([("t", "ts")] if self.turned else [])] for end in pair)
+
+
+def coded(means: Meaning) -> list[Coded]:
+    """The results that are stored as codes."""
+    return [Coded("y", True, means.recipe.transpose)] if means.recipe.coded else []
+
+
+def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:
+    """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
+    rows, columns = shape
+    spare = (SIDE - 1) * groups if means.grouped else 0
+    room = -(-(rows + spare) // SIDE) * SIDE
+    every: dict[str, tuple[Any, str]] = {
+        f"{name}_q": (shape, CODES),
+        f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
+        f"{name}_t": ((columns, room), CODES),
+        f"{name}_ts": ((room // SIDE, columns), "f32"),
+    }
+    return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.plan.quant import SIDE
-from fusekit.reference.codes import padded_starts
+from fusekit.reference.codes import coded_shapes, padded_starts
 from fusekit.reference.formats import RMS, Array, bits
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
@@ -147,7 +147,7 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
-    "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. A weight gradient:
+    "y": [M, N], or [M, N/2] when gated, of out_dtype, or codes; "preactivation": [M, N] if saved. A weight gradient:
     "dw": [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or
     [M, 2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
     of float32. A dense operation has no E.
@@ -171,7 +171,10 @@ def output_shapes(
         if means.dbias:
             shapes["dbias"] = ((*groups, width), "f32")
         return shapes
-    shapes["y"] = ((M, N // 2 if gated else N), means.out_dtype)
+    y = M, N // 2 if gated else N
+    if means.recipe.wide:
+        shapes["y"] = (y, means.out_dtype)
+    shapes |= coded_shapes(means, "y", y, E)
     if means.save_preactivation:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes

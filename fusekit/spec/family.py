@@ -131,7 +131,9 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     problem = Problem(**values["problem"]) if values["problem"] else None
     tile = choice["tile"]
     told = quant_text(values["quant"])
-    mainloop = choice["mainloop"] or ("cooperative" if quant(told).promoted else default_mainloop(tile))
+    recipe = quant(told)
+    shared = recipe.promoted or recipe.transpose
+    mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile))
     return KernelSpec(
         file=stem,
         kernel=values["name"],

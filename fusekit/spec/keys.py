@@ -5,7 +5,8 @@ from dataclasses import replace
 from fusekit.plan.activations import kinds
 from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
-from fusekit.plan.quant import ACCUMULATIONS, RECIPES, X_FORMATS
+from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
+from fusekit.plan.quantise import SCALES
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 
@@ -35,10 +36,16 @@ ACTIVATION_KEYS = (
 )
 
 QUANT_KEYS = (
-    Key("in", "choice", "What x and w are, and the shapes of their scales.", choices=RECIPES, required=True),
+    Key("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype.',
+        choices=(NONE, *RECIPES), default=NONE),
     Key("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
     Key("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one wgmma accumulator "
         "has them all, with about 13 bits.", choices=ACCUMULATIONS, default="promoted"),
+    Key("out", "choice", 'What y is stored as; default: "none", out_dtype.', choices=(NONE, *OUTPUTS), default=NONE),
+    Key("scales", "choice", "out: rule of the scales: powers of two, or largest / 448.", choices=SCALES,
+        default=SCALES[0]),
+    Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens.", default=False),
+    Key("keep", "bool", "out: also y, in bf16.", default=False),
 )  # fmt: skip
 
 PROBLEM_KEYS = (

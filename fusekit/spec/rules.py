@@ -8,6 +8,7 @@ from typing import Any
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
+from fusekit.plan.quant import OUTPUTS, RECIPES, Quant, quant
 from fusekit.plan.tiles import refusals
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
@@ -40,7 +41,7 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
 @lru_cache(maxsize=1024)
 def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
     spec = alike.spec
-    found = [*_activation(spec), *_types(spec)]
+    found = [*_activation(spec), *_types(spec), *_quant(spec)]
     for operand in operands():
         if operand.asked(spec):
             found += operand.rules(spec)
@@ -111,6 +112,21 @@ def _types(spec: KernelSpec) -> list[Broken]:
         )
         found.append(("out_dtype", spec.out_dtype, rule))
     return found
+
+
+def _quant(spec: KernelSpec) -> list[Broken]:
+    """Keys of the recipe that nothing is there for."""
+    told, usual = quant(spec.quant), Quant()
+    sides = (
+        ("in", bool(told), RECIPES[-1], ("x_format", "accumulation")),
+        ("out", told.coded, OUTPUTS[-1], ("scales", "transpose", "keep")),
+    )
+    return [
+        (f"quant.{name}", getattr(told, name), f'it is about {key}, which is "none"; say {key} = "{one}"')
+        for key, there, one, names_ in sides
+        for name in names_
+        if not there and getattr(told, name) != getattr(usual, name)
+    ]
 
 
 def _problem(spec: KernelSpec) -> list[Broken]:

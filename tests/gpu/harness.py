@@ -24,7 +24,8 @@ from .cases import Case
 # multiple of 32, the others one element further.
 GUARD = 1040
 VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s")
-COMPACT = ("dy_ts", "x_ts")
+COMPACT = ("dy_ts", "x_ts", "y_ts")
+CODED = ("_q", "_s", "_t", "_ts")  # endings of outputs
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {
@@ -149,7 +150,9 @@ def _choose(inputs: dict[str, Any], gathered: str, case: Case) -> None:
 def faults(launch: Launch) -> list[str]:
     """What is wrong with the outputs after the launch, one line each; empty if all is right."""
     found = []
-    for name in launch.outputs:
+    for name in (name for name in launch.outputs if name.endswith(CODED)):
+        found += _strays_of_codes(launch, name)
+    for name in (name for name in launch.outputs if not name.endswith(CODED)):
         buffer, parts = launch.arguments[name], _parts(launch, name)
         found += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
     for name, want in _wanted(launch):
@@ -161,7 +164,8 @@ def faults(launch: Launch) -> list[str]:
         result = reference.measure(name, want.of(array), want)
         found += [] if result.ok else [str(result)]
         found += _empty_groups(launch, name) if name in reference.BY_GROUP else []
-    return found
+    arrays = {name: launch.arguments[name].array for name in launch.outputs}
+    return found + reference.coded_check(launch.spec, launch.inputs, arrays)
 
 
 def differences(first: Launch, second: Launch) -> list[str]:
@@ -228,6 +232,15 @@ def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
         f"{name}: {hit.size} bytes written outside rows 0..{rows - 1}, first at element {element} "
         f"(row {row}, column {column} of {' x '.join(map(str, buffer.shape))}, row stride {stride})"
     ]
+
+
+def _strays_of_codes(launch: Launch, name: str) -> list[str]:
+    """Writes outside the tensor: in guards, between rows. What is inside is `coded_check`'s."""
+    buffer = launch.arguments[name]
+    beyond = replace(buffer, image=buffer.image.copy())
+    beyond.array.view(f"u{buffer.itemsize}")[...] = 2 ** (8 * buffer.itemsize) - 1
+    hit = np.flatnonzero(beyond.image != 0xFF)
+    return [f"{name}: {hit.size} bytes written outside, the first at byte {hit[0] - buffer.guard}"] if hit.size else []
 
 
 def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:

@@ -92,6 +92,10 @@ class Operand:
         """Warps of the load warpgroup that read tiles and stages for it."""
         return 0
 
+    def following_warps(self, plan: GemmPlan) -> int:
+        """Warps of the load warpgroup that read tiles alone for it."""
+        return 0
+
     def filling_threads(self, plan: GemmPlan) -> int:
         """Threads of the load warpgroup, whole warps, that fill stages for it and arrive when they have."""
         return 0

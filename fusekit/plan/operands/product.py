@@ -53,6 +53,9 @@ class Y(Operand):
         "y": "The result: the activation of z, times row_scale. In a gradient through a layer, dX.",
     }
 
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.wide
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (rows("y", "output", plan.out_dtype, plan.width),)
 

@@ -7,6 +7,7 @@
           each chunk      chunk, scale, accumulate   8 columns of accumulators: scaled and shifted in place
           each box        box                     forward: before the activation
           each element    output                  forward: behind the activation
+          all of them     outputs                 forward
                           gradient                backward: da and the activation's value
           each unit       take, pack | stage, send, unit
         then              rows_end
@@ -148,6 +149,9 @@ class Operand:
     def output(self, value, mine, r: int):
         """An output, in the lane's row `r` of two."""
         return value
+
+    def outputs(self, words, rows: Rows, work: Work, state) -> None:
+        """The outputs of 16 rows, packed, (chunk, r) in order: two columns of chunk `chunk` in the lane's row `r`."""
 
     def gradient(self, da, value, mine, r: int):
         """(da, value of the activation), in the lane's row `r` of two."""

@@ -89,8 +89,8 @@ class Y(Operand):
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
-        self.single = self.out_dtype is cutlass.Float32
-        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if self.single else plan.epilogue_box)
+        single = self.out_dtype is cutlass.Float32
+        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if single else plan.epilogue_box)
 
     def parameter(self, given):
         return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))

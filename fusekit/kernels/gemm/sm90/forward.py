@@ -31,10 +31,12 @@ class Epilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
-        self.result = halves["y"]
+        self.result = halves.get("y")
+        self.single = plan.out_dtype == "f32"
+        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if self.single else plan.epilogue_box)
         self.out_dtype = dtype_of(plan.out_dtype)
         self.boxes = StagingBoxes(plan)
-        outputs = plan.out_tile_n // self.result.columns
+        outputs = plan.out_tile_n // self.columns if plan.quant.wide else 0
         self.box_count = outputs + sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
         self.activation, _ = forms(plan.kind.function)[plan.approximate]
 
@@ -82,14 +84,14 @@ class Epilogue:
                 if self.plan.glu_layout == "interleaved":
                     low = self.adjacent(acc, base, 2 * chunk, r, scalars, mine)
                     high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, mine)
-                    if self.result.single:
+                    if self.single:
                         found += gather_singles(low, high, cute.arch.lane_idx())
                     else:
                         pair = ptx.pack_pair(low, high, self.out_dtype)
                         found.append(gather_pairs(pair, cute.arch.lane_idx()))
                 else:
                     low, high = (self.activate(acc, base, chunk, r, c, scalars, mine) for c in range(2))
-                    found += [low, high] if self.result.single else [ptx.pack_pair(low, high, self.out_dtype)]
+                    found += [low, high] if self.single else [ptx.pack_pair(low, high, self.out_dtype)]
         return found
 
     # -- a tile -------------------------------------------------------------------------------------------------------
@@ -111,24 +113,29 @@ class Epilogue:
             if row < tile.end:
                 rows = Rows(row, tile.end, tile.n_tile, block)
                 self.finish_rows(acc, block * (plan.tile[1] // 2), rows, work, scalars, states)
+        self.operands.finish_tile(states, work)
         return seen
 
     def finish_rows(self, acc, base: int, rows: Rows, work: Work, scalars, states) -> None:
         """Finish the warp's 16 rows of a 64-row block, whose accumulators start at `base`."""
         mine = self.operands.rows(rows, work, states)
-        number, width = rows.block * self.box_count, self.result.columns
+        number, width, outputs = rows.block * self.box_count, self.columns, []
         for box in range(self.plan.out_tile_n // width):
             chunks = range(box * width // 8, (box + 1) * width // 8)
             sources = self.sources(chunks)
             self.operands.accumulate(acc, base, sources, states, mine)
             for half in self.operands:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
-            values, where = self.registers(acc, base, chunks, scalars, mine), self.result.place(box, rows)
-            if self.result.single:
-                self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
-            else:
-                self.boxes.store(number, width, values, work.operands.y, where, work.staging)
-            number += 1
+            values = self.registers(acc, base, chunks, scalars, mine)
+            outputs += values
+            if self.result is not None:
+                where = self.result.place(box, rows)
+                if self.single:
+                    self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
+                else:
+                    self.boxes.store(number, width, values, work.operands.y, where, work.staging)
+                number += 1
+        self.operands.outputs(outputs, rows, work, states)
 
     def finish(self, count: Int32, work: Work) -> None:
         """Behind the last tile."""

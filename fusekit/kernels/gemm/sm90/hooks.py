@@ -52,6 +52,10 @@ class Operands:
             value = half.output(value, getattr(mine, name), r)
         return value
 
+    def outputs(self, words, rows: Rows, work: Work, states) -> None:
+        for name, half in self.halves.items():
+            half.outputs(words, rows, work, getattr(states, name))
+
     def gradient(self, da, value, mine, r: int):
         for name, half in self.halves.items():
             da, value = half.gradient(da, value, getattr(mine, name), r)

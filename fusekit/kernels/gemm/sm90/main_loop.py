@@ -16,9 +16,10 @@ from fusekit.kernels.gemm.operands.base import Extents, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPS, MIN_STAGES, WARP, GemmPlan
 
 MMA_BYTES = 32  # of K, that one wgmma multiplies
+LEAD, THREADS = 5, WARP * CONSUMER_WARPS  # named barrier of both consumer warpgroups
 
 
 class Stages(NamedTuple):
@@ -47,6 +48,7 @@ class MainLoop:
         self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
         self.x, self.w = halves.get("x"), halves.get("w")
         self.block_counts = sorted({1, plan.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
+        self.wave = plan.tile[1]  # columns of one wgmma
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class MainLoop:
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
         self.multiply(start, add, accumulators, fragments, stage)
-        for _ in cutlass.range(run.count - 1, unroll=1):
+        for step in cutlass.range(run.count - 1, unroll=1):
             stage += 1
             if stage == depth:
                 stage = Int32(0)
@@ -150,12 +152,27 @@ class MainLoop:
             if cutlass.const_expr(accumulators is not None):
                 warpgroup.wait_group(1)
             self.give_back(accumulators, stages.empty + released, lane)
+            self.lead(step, run, consumer)
             released = stage
         if cutlass.const_expr(self.plan.pingpong):
             cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * self.plan.arch.warpgroup)
         if cutlass.const_expr(accumulators is not None):
             warpgroup.wait_group(0)
         self.give_back(accumulators, stages.empty + released, lane)
+
+    def lead(self, step: Int32, run: Run, consumer: Int32) -> None:
+        """Behind stage `step` of a tile: the first warpgroup lets the second one begin the tile."""
+        if self.plan.staggered:
+            ahead = step == self.plan.stages - MIN_STAGES
+            arrive_where((consumer == 0) & ahead & (run.count > self.plan.stages))
+
+    def follow(self, k_tiles: Int32, consumer: Int32) -> None:
+        """Before a tile: the second warpgroup lets the first one go ahead, so that both are not finishing at once.
+
+        Of a tile with fewer stages than the pipeline, the first could be through before the second has begun.
+        """
+        if self.plan.staggered:
+            wait_where((consumer == 1) & (k_tiles > self.plan.stages))
 
     def give_back(self, accumulators, barrier, lane) -> None:
         """Release a stage. wgmma keeps a warp's lanes together; without it, and with nothing that a cluster shares, the
@@ -184,16 +201,16 @@ class MainLoop:
     def fragments(self, smem_x, smem_w):
         """A warpgroup's accumulators; wgmma descriptors of x (for each of `block_counts`) and w, for every stage."""
         mma = self.tiled_mma()
-        w = self.w_tensor(smem_w)
+        w = self.w_tensor(smem_w, self.plan.tile[1])
         accumulators = mma.make_fragment_C(mma.partition_shape_C((self.plan.warpgroup_rows, self.plan.tile[1])))
         x = [self.x_fragment(mma, smem_x, blocks) for blocks in self.block_counts]
         return accumulators, (x, mma.make_fragment_B(mma.get_slice(0).partition_B(w)))
 
-    def w_tensor(self, pointer):
-        """w at `pointer`, every stage."""
+    def w_tensor(self, pointer, columns: int):
+        """`columns` of w at `pointer`, every stage."""
         tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
         atom = swizzled(self.w_dtype, tile_k, n_major=self.n_major)
-        layout = staged(atom, (tile_n, tile_k), self.plan.stages, tile_n * tile_k, k_first=self.n_major)
+        layout = staged(atom, (columns, tile_k), self.plan.stages, tile_n * tile_k, k_first=self.n_major)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.w_dtype), layout.outer)
 
     def x_fragment(self, mma, pointer, blocks: int):
@@ -210,13 +227,11 @@ class MainLoop:
         return cute.make_tensor(accumulators.iterator, cute.make_layout(shape))
 
     def tiled_mma(self):
-        """wgmma of one warpgroup over all columns of the tile."""
+        """wgmma of one warpgroup."""
         x_major, w_major = (
             OperandMajorMode.MN if other else OperandMajorMode.K for other in (self.m_major, self.n_major)
         )
-        return make_trivial_tiled_mma(
-            self.x_dtype, self.w_dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.plan.tile[1])
-        )
+        return make_trivial_tiled_mma(self.x_dtype, self.w_dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.wave))
 
 
 def staged(atom, shape: tuple[int, int], stages: int, stage_elements: int, k_first: bool = False):
@@ -225,6 +240,20 @@ def staged(atom, shape: tuple[int, int], stages: int, stage_elements: int, k_fir
     return cute.make_composed_layout(
         tile.inner, tile.offset, cute.append(tile.outer, cute.make_layout(stages, stride=stage_elements))
     )
+
+
+@cute.jit
+def arrive_where(condition):
+    """Both warpgroups call it or `wait_where`."""
+    if condition:
+        cute.arch.barrier_arrive(barrier_id=LEAD, number_of_threads=THREADS)
+
+
+@cute.jit
+def wait_where(condition):
+    """Until the other warpgroup has arrived."""
+    if condition:
+        cute.arch.barrier(barrier_id=LEAD, number_of_threads=THREADS)
 
 
 @cute.jit

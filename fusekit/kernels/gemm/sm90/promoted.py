@@ -32,15 +32,17 @@ class PromotedLoop(MainLoop):
     def __init__(self, plan: GemmPlan, halves) -> None:
         super().__init__(plan, halves)
         self.blocks = plan.warpgroup_rows // plan.arch.mma_rows
+        self.wave = plan.tile[1] // plan.waves  # columns
 
     def fragments(self, smem_x, smem_w):
-        """The sums; an accumulator of 64 rows, and wgmma descriptors of each 64 rows of x and of w, for every stage."""
+        """The sums; an accumulator of 64 rows; wgmma descriptors of each 64 rows of x and each wave of w, by stage."""
         mma = self.tiled_mma()
-        rows, (_, tile_n) = self.plan.arch.mma_rows, self.plan.tile
-        x = [self.x_fragment(mma, smem_x + block * rows * self.plan.tile_k, 1) for block in range(self.blocks)]
+        rows, (_, tile_n), tile_k = self.plan.arch.mma_rows, self.plan.tile, self.plan.tile_k
+        x = [self.x_fragment(mma, smem_x + block * rows * tile_k, 1) for block in range(self.blocks)]
         sums = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
-        w = mma.make_fragment_B(mma.get_slice(0).partition_B(self.w_tensor(smem_w)))
-        return sums, (mma.make_fragment_C(mma.partition_shape_C((rows, tile_n))), x, w)
+        columns = [self.w_tensor(smem_w + first * tile_k, self.wave) for first in range(0, tile_n, self.wave)]
+        w = [mma.make_fragment_B(mma.get_slice(0).partition_B(each)) for each in columns]
+        return sums, (mma.make_fragment_C(mma.partition_shape_C((rows, self.wave))), x, w)
 
     @cute.jit
     def run_tile(self, sums, fragments, stages: Stages, run: Run, rows_left: Int32, consumer: Int32, lane: Int32):
@@ -67,22 +69,25 @@ class PromotedLoop(MainLoop):
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
         size = cute.size(accumulator)
-        for number in cutlass.range_constexpr(size * blocks):
+        waves = len(w)
+        for number in cutlass.range_constexpr(size * waves * blocks):
             sums[number] = Float32(0.0)
-        for _ in cutlass.range(run.count, unroll=1):
+        for step in cutlass.range(run.count, unroll=1):
             cute.arch.mbarrier_wait(stages.full + stage, phase)
-            for block in cutlass.range_constexpr(blocks):
+            for part in cutlass.range_constexpr(blocks * waves):
+                block, wave = part // waves, part % waves
                 scales = self.scales(stages, stage, consumer * self.plan.warpgroup_rows + block * 64, lane)
-                self.multiply(start, add, accumulator, (x[block], w), stage)
+                self.multiply(start, add, accumulator, (x[block], w[wave]), stage)
                 warpgroup.wait_group(0)
-                last = block == blocks - 1
+                last = part == blocks * waves - 1
                 if cutlass.const_expr(last and not self.reads_scales_late):
                     release(self.plan, stages.empty + stage, lane)
-                self.promote(sums, block * size, accumulator, scales)
+                self.promote(sums, part * size, accumulator, self.of_wave(scales, wave))
                 if cutlass.const_expr(last and self.reads_scales_late):
                     release(self.plan, stages.empty + stage, lane)
             if cutlass.const_expr(blocks == 0):
                 release(self.plan, stages.empty + stage, lane)
+            self.lead(step, run, consumer)
             stage += 1
             if stage == depth:
                 stage = Int32(0)
@@ -100,6 +105,11 @@ class PromotedLoop(MainLoop):
         at = address + (W_SCALES + row + warp * WARP_ROWS + (lane >> 2)) * 4
         rows = ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4)
         return [[each * column for each in rows] for column in columns]
+
+    def of_wave(self, scales, wave: int):
+        """Those of a wave's columns."""
+        segments = self.wave // SEGMENT
+        return scales if self.plan.waves == 1 or scales is None else scales[wave * segments : (wave + 1) * segments]
 
     def promote(self, sums, first: int, accumulator, scales) -> None:
         """Adds an accumulator to the sums from number `first` on."""

@@ -30,6 +30,7 @@ from fusekit.kernels.ptx import (
     store_shared_v4,
 )
 from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.quant import SIDE
 
 NO_TILE = -1  # in place of a group: the schedule has ended
 
@@ -267,7 +268,7 @@ class GroupScheduler(Scheduler):
                 local = number - group * self.raster.count(m_tiles, n)
                 m_tile, n_tile = self.raster.place(local, m_tiles, n, cutlass.max(end - begin, 1), rank)
                 if cutlass.const_expr(bool(self.plan.quant)):
-                    blocks += self.blocks_between(offsets, rows, counted, group, lane)
+                    blocks += blocks_between(offsets, rows, counted, group, lane)
                     counted = group
                 if writer:
                     ring.put(count, (begin, end, n_tile, group, m_tile, position, blocks, Int32(0)), rank)
@@ -278,19 +279,20 @@ class GroupScheduler(Scheduler):
         sentinel = (nothing, nothing, nothing, Int32(NO_TILE), nothing, nothing, nothing, nothing)
         self.finish(ring, sentinel, count, counters, rank, writer, lane)
 
-    @cute.jit
-    def blocks_between(self, offsets, rows: Int32, first: Int32, last: Int32, lane: Int32):
-        """Blocks of tokens of the groups from `first` on, before `last`."""
-        blocks = Int32(0)
-        for base in cutlass.range(first, last, 32, unroll=1):
-            group = base + lane
-            size = Int32(0)
-            if group < last:
-                size = cutlass.min(offsets[group], rows)
-                if group > 0:
-                    size -= cutlass.max(offsets[group - 1], 0)
-            blocks += add_up(divide(cutlass.max(size, 0) + (self.plan.tile_k - 1), self.plan.tile_k))
-        return blocks
+
+@cute.jit
+def blocks_between(offsets, rows: Int32, first: Int32, last: Int32, lane: Int32):
+    """Blocks of 128 tokens of the groups from `first` on, before `last`."""
+    blocks = Int32(0)
+    for base in cutlass.range(first, last, 32, unroll=1):
+        group = base + lane
+        size = Int32(0)
+        if group < last:
+            size = cutlass.min(offsets[group], rows)
+            if group > 0:
+                size -= cutlass.max(offsets[group - 1], 0)
+        blocks += add_up(divide(cutlass.max(size, 0) + (SIDE - 1), SIDE))
+    return blocks
 
 
 def add_up(count: Int32) -> Int32:

@@ -1,0 +1,73 @@
+"""Where codes and numbers lie in shared memory, on plain integers in the place of registers."""
+
+import numpy as np
+
+from fusekit.kernels.gemm.operands import codes, turned
+
+SIDE = 128
+
+
+def swizzled(offset):
+    """What a tensor map of 128-byte rows makes of an offset in a box: 16-byte units exchanged by the row."""
+    return offset ^ (offset >> 7 & 7) << 4
+
+
+def fragment(warp, lane, chunk, r):
+    """(row, columns) of a lane's pair of outputs in a 64-row tile of eight warps (PTX ISA, "wgmma, D fragment")."""
+    row, column = warp * 16 + (lane >> 2) + 8 * r, chunk * 8 + 2 * (lane & 3)
+    return row, (column, column + 1)
+
+
+def test_codes_of_rows_lie_as_the_tensor_map_reads_them():
+    found = {}
+    for lane in range(32):
+        for chunk in range(16):
+            for r in range(2):
+                row, columns = fragment(0, lane, chunk, r)
+                at = codes.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 + r * 8 * SIDE
+                found |= {at + side: (row, column) for side, column in enumerate(columns)}
+    assert found == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
+
+
+def test_stores_of_codes_meet_in_no_bank():
+    for chunk in range(16):
+        words = {codes.unit_place(lane >> 2, chunk // 2) + (lane & 3) * 2 + chunk % 2 * 8 >> 2 for lane in range(32)}
+        assert len({word % 32 for word in words}) == len(words) == 16
+
+
+def turned_tile():
+    """Shared memory, 16-bit element by element, as stmatrix with .trans leaves it: (token, column)."""
+    memory = {}
+    for warp in range(8):
+        address = [
+            turned.place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1)) for lane in range(32)
+        ]  # as `outputs` has it
+        for pair in range(8):
+            for matrix in range(4):
+                chunk, r = 2 * pair + matrix // 2, matrix % 2
+                for lane in range(32):  # of the matrix's row lane / 4, columns 2 (lane % 4) and the next
+                    token, columns = fragment(warp, lane, chunk, r)
+                    for column in columns:
+                        at = address[8 * matrix + column % 8] + pair * 16 * turned.LINE + 2 * (token % 8)
+                        memory[at] = (token, column)
+    return memory
+
+
+def test_the_idle_warp_finds_every_token_of_its_column():
+    memory = turned_tile()
+    assert len(memory) == SIDE * SIDE
+    for column in range(SIDE):
+        for unit in range(16):
+            start = column // 32 * 32 * turned.LINE + turned.place(column % 32, unit)
+            assert [memory[start + 2 * each] for each in range(8)] == [(unit * 8 + each, column) for each in range(8)]
+
+
+def test_units_of_neighbouring_columns_lie_in_different_banks():
+    for unit in range(16):
+        for first in range(0, 32, 8):
+            assert len({turned.place(first + each, unit) // 16 % 8 for each in range(8)}) == 8
+    # Codes of 16 tokens, in lines of 128 bytes.
+    for slab in range(8):
+        places = np.array([column * SIDE + (slab ^ (column & 7)) * 16 for column in range(32)])
+        assert set(places) == {swizzled(column * SIDE + slab * 16) for column in range(32)}
+        assert all(len(set(places[first : first + 8] // 16 % 8)) == 8 for first in range(0, 32, 8))
