@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusekit.plan.quant import CODES, SIDE
 from fusekit.plan.quantise import BLOCK, ROWS
-from fusekit.reference.codes import Coded, coded, decode, padded_starts
+from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.formats import Array, encode, values
 from fusekit.reference.meaning import Meaning
 from fusekit.reference.measure import Expected
@@ -36,8 +36,10 @@ def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np
     keys = {"out": BLOCK, "blocks": ROWS, "scales": means.recipe.scales, "transpose": True}
     found: dict[str, Array] = {}
     for each in coded(means):
-        made = quantise(keys, {"x": results[each.name], "offsets": ends})
-        found |= {name: made[f"x_{name.rpartition('_')[2]}"] for name in each.outputs}
+        result = results[each.name]
+        made = quantise(keys, {"x": result, "offsets": ends})
+        for name, (shape, _) in coded_shapes(means, each.name, result.shape, ends.size).items():
+            found[name] = made[f"x_{name.rpartition('_')[2]}"][tuple(map(slice, shape))]
     return found
 
 

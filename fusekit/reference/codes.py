@@ -85,7 +85,7 @@ def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int)
     """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
     rows, columns = shape
     spare = (SIDE - 1) * groups if means.grouped else 0
-    room = -(-(rows + spare) // SIDE) * SIDE
+    room = max(-(-(rows + spare) // SIDE), 1) * SIDE
     every: dict[str, tuple[Any, str]] = {
         f"{name}_q": (shape, CODES),
         f"{name}_s": ((-(-columns // SIDE), rows), "f32"),

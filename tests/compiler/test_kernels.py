@@ -24,7 +24,7 @@ from tests.compiler.mutations import recorded_launches, tally
 
 MATRIX = {
     spec.full_name: spec
-    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 # Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
@@ -39,6 +39,7 @@ FP8 = (
     "block@256x128-c1x2-dynamic", "block-dswiglu@128x128-c2x1-coop-dynamic", "row-promoted@128x192-c2x1-coop-dynamic",
     "wgrad-bf16@128x128-c1x2-coop",
 )  # fmt: skip
+CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
 SPECS = (
     *find(
@@ -58,6 +59,7 @@ SPECS = (
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
+    *(MATRIX[name] for name in CODED),
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.split]
 
@@ -109,7 +111,7 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant else ("HGMMA", 16)
-    assert products == {f"{kind}.64x{spec.tile[1]}x{depth}"}
+    assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))
@@ -161,8 +163,8 @@ def test_what_was_read_is_what_was_planned(built, spec):
     entry, _ = loaded(built, spec)
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
     # Of schema 2 are a stride in 32 bits, and types of 8.
-    assert record.schema == (1 if spec.gather == "none" and not spec.plan.quant else 2)
-    assert bool(record.constraints) is (spec.gather != "none")
+    assert record.schema == (1 if spec.gather == "none" and spec.quant == "none" else 2)
+    assert bool(record.constraints) is (spec.gather != "none" or spec.plan.quant.transpose)
     assert record.block == (plan.threads, 1, 1)
     assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
     assert record.dynamic_shared == plan.shared.bytes <= SM90A.shared_bytes
@@ -205,6 +207,20 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
         counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
         assert counts == {parts}
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_codes_wait_for_no_barrier_of_the_cta(built, name):
+    """Only the lead of one warpgroup over the other joins them, once a tile; the transpose goes through stmatrix."""
+    spec = MATRIX[name]
+    code = instructions(*loaded(built, spec))
+    barriers = [each for each in code if each.opcode.startswith("BAR.SYNC")]
+    assert sum(each.operands.startswith("0x0") for each in barriers) <= 2  # before the roles part, and at the end
+    assert sum(each.operands == "0x5,0x100" for each in barriers) == spec.plan.staggered
+    turned = [each.opcode for each in code if each.base == "STSM"]
+    assert any(".MT88" in each for each in turned) is spec.plan.quant.transpose
+    stores = sum(each.base == "UTMASTG" for each in code)
+    assert stores >= 1 + spec.plan.quant.keep + spec.plan.quant.transpose
 
 
 GATHERING = [spec for spec in SPECS if spec.gather != "none"]

@@ -8,13 +8,15 @@ import pytest
 from fusekit import reference
 from fusekit.abi import TensorArgument, evaluate
 from fusekit.reference import formats
+from fusekit.reference.coded import coded_outputs, written
+from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_file
 from tests.gpu.cases import Case, cases_of
 from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepare
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
-    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
@@ -25,9 +27,22 @@ SUMS = [SPECS["wgrad-dbias@128x192-c1x2-dynamic"], SPECS["wgrad-dbias-accumulate
 BACKWARD = SPECS["dswiglu-whole@128x160-c1x1"]
 
 
+def as_codes(launch, inputs):
+    """Codes of the results, in the launch's buffers."""
+    means = meaning(launch.spec)
+    wide = launch.spec.canonical() | {"quant": launch.spec.quant + ("" if means.recipe.keep else " keep=true")}
+    results = {name: formats.encode(value, "bf16") for name, value in reference.gemm(wide, inputs).items()}
+    ends = inputs.get("offsets", np.array([launch.case.rows]))
+    for name, value in coded_outputs(means, results, ends).items():
+        where = written(name, value.shape, ends)
+        launch.arguments[name].array[where] = value[where]
+
+
 def stand_in(launch, **changes):
     """What the kernel should do, from the launch's own buffers; ``changes`` replace inputs."""
     inputs = {name: value.array if isinstance(value, Buffer) else value for name, value in launch.arguments.items()}
+    if meaning(launch.spec).recipe.coded:
+        as_codes(launch, inputs)
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:
             buffer = launch.arguments[name]
@@ -63,6 +78,10 @@ def stand_in(launch, **changes):
         "tensor-e5m2@128x192-c1x2",
         "wgrad@128x192-c2x1-coop-dynamic",
         "tensor-dswiglu@128x128-c2x1-dynamic",
+        "turned@128x256-c2x1-dynamic",
+        "turned-kept-interleaved@128x256-c1x2",
+        "bf16-rows-kept@128x256-c2x1-dynamic",
+        "dense-turned-kept@128x256-c2x1-dynamic",
     ],
 )
 def test_the_stand_in_passes_every_case(name):

@@ -16,6 +16,7 @@ BACKWARD = parse_file(GPU / "matrix_backward.toml")
 WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
 DENSE_WGRAD = [spec for spec in BACKWARD if spec.op == "dense-wgrad"]
 FP8 = parse_file(GPU / "matrix_fp8.toml")
+CODED = parse_file(GPU / "matrix_coded.toml")
 QUANTISED = [spec for spec in FP8 if spec.op != "grouped-wgrad"]
 DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
@@ -196,7 +197,24 @@ def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     assert max(tiles) > 132  # the SMs of an H200
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES, *QUANTISED], ids=lambda spec: spec.full_name)
+def test_codes_of_every_layout_from_every_kind_of_factor():
+    recipes = [spec.plan.quant for spec in CODED]
+    assert {recipe.inputs for recipe in recipes} == {"none", "fp8-tensor", "fp8-row", "fp8-block"}
+    assert {(recipe.transpose, recipe.keep) for recipe in recipes} >= {(False, False), (False, True), (True, False)}
+    assert {recipe.scales for recipe in recipes if recipe.transpose} == {"pow2", "f32"}
+    for key, choices in (
+        ("glu_layout", {"none", "concat", "interleaved", "interleaved-32"}),
+        ("op", {"grouped-gemm", "dense-gemm"}),
+        ("cluster", {(1, 1), (2, 1), (1, 2)}),
+        ("mainloop", {"pingpong", "cooperative"}),
+        ("save_preactivation", {True, False}),
+        ("row_scale", {True, False}),
+        ("bias", {True, False}),
+    ):
+        assert {getattr(spec, key) for spec in CODED} == choices, key
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES, *QUANTISED, *CODED], ids=lambda spec: spec.full_name)
 def test_cases_are_legal_and_reach_past_the_tile(spec):
     cases = cases_of(spec)
     assert len({case.name for case in cases}) == len(cases)
@@ -213,7 +231,9 @@ def test_cases_are_legal_and_reach_past_the_tile(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", [*GROUPED, *(spec for spec in DERIVATIVES if spec.op == "grouped-gemm")], ids=lambda spec: spec.full_name
+    "spec",
+    [*GROUPED, *(spec for spec in (*DERIVATIVES, *CODED) if spec.op == "grouped-gemm")],
+    ids=lambda spec: spec.full_name,
 )
 def test_grouped_cases_hold_every_hard_one(spec):
     cases = cases_of(spec)
