@@ -55,8 +55,8 @@ def test_blocks_of_hard_numbers_in_rows_and_columns(gpu):
     put(launch, "bias", np.uint16(0))
     outputs, found = run(gpu, spec, launch)
     assert not found, "\n".join(found)
-    zero = (x & 0x7FFF) == 0
-    assert np.array_equal(np.where(zero, 0, outputs["y"] & 0xFFFF), np.where(zero, 0, x))
+    tiny = (x & 0x7F80) == 0  # tensor cores may make what they like of zeros' signs and of subnormals
+    assert np.array_equal(np.where(tiny, 0, outputs["y"]), np.where(tiny, 0, x))
 
 
 def test_infinities_and_nans_stay_for_themselves(gpu):
