@@ -85,9 +85,12 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
         return Work(flops, factors + 2 * moved + 4 * single, rate)
     y = rows * (n // 2 if gated else n)
+    coded = (1 + means.recipe.transpose) * means.recipe.coded  # orientations
+    single += coded * -(-y // SIDE)
+    factors += coded * y
     if means.out_dtype == "f32":
         single += y
-    else:
+    elif means.recipe.wide:
         moved += y
     if means.save_preactivation:
         moved += rows * n

@@ -112,7 +112,7 @@ class Unfused:
         return self._rest(self._product())
 
     def _product(self) -> Tensor:
-        if self.spec["quant"] != "none":
+        if quant(self.spec["quant"]):
             return self._scaled_product()
         x, w = self._t["x"], self._t["w"]
         w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
