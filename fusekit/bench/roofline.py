@@ -81,7 +81,10 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
         single += _scales(means.recipe, rows, busy, n, k)
     if means.activation.backward:
         width = 2 * n if gated else n
-        moved += 2 * rows * width + (rows * n if means.recompute else 0)
+        moved += (1 + means.recipe.wide) * rows * width + (rows * n if means.recompute else 0)
+        if means.recipe.coded:
+            factors += rows * width
+            single += rows * -(-width // SIDE)
         single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
         return Work(flops, factors + 2 * moved + 4 * single, rate)
     y = rows * (n // 2 if gated else n)

@@ -234,10 +234,16 @@ class GemmPlan(Product):
         boxes = OUTPUT_BOXES
         if self.backward:
             boxes = Z_BOXES * self.sides + (OUTPUT_BOXES if self.outputs_staged else 0)
-        elif not self.quant.wide and not self.has("preactivation"):
+            return boxes * box * WARP_ROWS * 2 + self.codes_bytes
+        if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
-        codes = self.out_tile_n * WARP_ROWS if self.quant.coded else 0
-        return max(boxes * box * WARP_ROWS * 2, codes)
+        return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
+
+    @property
+    def codes_bytes(self) -> int:
+        """Codes of a warp's 16 rows: in the place of its boxes, or behind those of a backward epilogue."""
+        columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
+        return columns * WARP_ROWS if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
         return self.stage_room(warp_bytes) // self.stage_bytes
@@ -327,8 +333,11 @@ class GemmPlan(Product):
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
         width = {self.width: 32 if self.glu_layout == "interleaved-32" else 2 * VECTOR if self.quant.coded else VECTOR}
-        if self.quant.by_block and self.halved and self.glu_layout == "concat":
-            width[self.width] = SEGMENT
+        if self.kind.gated and self.glu_layout == "concat":
+            if self.backward and self.quant.coded:
+                width[self.width] = SIDE  # a block has gates alone, or ups
+            elif self.halved and self.quant.by_block:
+                width[self.width] = SEGMENT
         across = {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, **width}
         columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
         tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant else Dim("M", maximum=BIG)

@@ -78,7 +78,8 @@ class Coded(NamedTuple):
 
 def coded(means: Meaning) -> list[Coded]:
     """The results that are stored as codes."""
-    return [Coded("y", True, means.recipe.transpose)] if means.recipe.coded else []
+    name = "dz" if means.activation.backward else "y"
+    return [Coded(name, True, means.recipe.transpose)] if means.recipe.coded else []
 
 
 def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:

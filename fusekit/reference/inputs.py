@@ -163,7 +163,9 @@ def output_shapes(
         return shapes
     if means.activation.backward:
         width = 2 * N if gated else N
-        shapes["dz"] = ((M, width), means.dtype)
+        if means.recipe.wide:
+            shapes["dz"] = ((M, width), means.dtype)
+        shapes |= coded_shapes(means, "dz", (M, width), E)
         if means.recompute:
             shapes["y"] = ((M, N), means.out_dtype)
         if means.dprob:

@@ -8,7 +8,7 @@ from typing import Any
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import OUTPUTS, RECIPES, Quant, quant
+from fusekit.plan.quant import OUTPUTS, RECIPES, SIDE, Quant, quant
 from fusekit.plan.tiles import refusals
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
@@ -144,6 +144,12 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
         return [*found, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]
+    if spec.activation.backward and spec.glu_layout == "concat" and spec.plan.quant.coded and problem.N % SIDE:
+        rule = f"a block of {SIDE} columns of dz has gates alone or ups alone, so N = I is a multiple of {SIDE}"
+        return [
+            *found,
+            ("problem.N", problem.N, f'{rule}; say {_near(problem.N, SIDE)}, or glu_layout = "interleaved"'),
+        ]
     if spec.activation.backward or not spec.activation.gated:
         return found + _aligned("problem.N", problem.N, "a row of da" if spec.activation.backward else "a row of y")
     kind, half = spec.activation.kind, problem.N // 2

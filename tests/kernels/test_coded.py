@@ -1,6 +1,9 @@
 """Where codes and numbers lie in shared memory, on plain integers in the place of registers."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 
 from fusekit.kernels.gemm.operands import codes, turned
 
@@ -71,3 +74,44 @@ def test_units_of_neighbouring_columns_lie_in_different_banks():
         places = np.array([column * SIDE + (slab ^ (column & 7)) * 16 for column in range(32)])
         assert set(places) == {swizzled(column * SIDE + slab * 16) for column in range(32)}
         assert all(len(set(places[first : first + 8] // 16 % 8)) == 8 for first in range(0, 32, 8))
+
+
+def steps_of(layout):
+    """dz of a tile of 128 columns of da as the backward epilogue makes it: the column of dz in the tile's blocks."""
+    if layout == "interleaved":
+        chunks = [[16 * chunk + 2 * c for _ in range(2) for c in range(2)] for chunk in range(16)]
+        return [[[chunk] for chunk in chunks[first : first + 4]] for first in range(0, 16, 4)]
+    side_of = {
+        "concat": lambda side, unit: side * 128 + unit * 32,
+        "interleaved-32": lambda side, unit: unit * 64 + side * 32,
+    }
+    first_of = side_of.get(layout, lambda side, unit: unit * 32)
+    return [
+        [
+            [[first_of(side, unit) + 16 * pair + 8 * chunk for chunk in range(2) for _ in range(2)]
+             for side in range(1 if layout == "none" else 2)]
+            for pair in range(2)
+        ]
+        for unit in range(4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved-32", "interleaved", "none"])
+def test_blocks_of_dz_are_in_order(layout):
+    half = object.__new__(codes.DzCodes)
+    half.plan = SimpleNamespace(glu_layout=layout)
+    words = half.in_order(steps_of(layout))
+    if layout == "interleaved":  # (chunk of 16, r, c)
+        assert words == [number // 4 * 16 + number % 2 * 2 for number in range(64)]
+    else:  # (chunk of 8, r)
+        assert words == [number // 2 * 8 for number in range(32 if layout == "none" else 64)]
+
+
+def test_four_codes_of_a_lane_lie_as_the_tensor_map_reads_them():
+    found = {}
+    for lane in range(32):
+        for chunk in range(8):
+            for r in range(2):
+                at = codes.unit_place(lane >> 2, chunk) + (lane & 3) * 4 + r * 8 * SIDE
+                found |= {at + c: ((lane >> 2) + 8 * r, 16 * chunk + 4 * (lane & 3) + c) for c in range(4)}
+    assert found == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}

@@ -82,6 +82,8 @@ def stand_in(launch, **changes):
         "turned-kept-interleaved@128x256-c1x2",
         "bf16-rows-kept@128x256-c2x1-dynamic",
         "dense-turned-kept@128x256-c2x1-dynamic",
+        "dz@128x128-c2x1-coop-dynamic",
+        "dz-kept-interleaved@128x128-c1x2-coop",
     ],
 )
 def test_the_stand_in_passes_every_case(name):

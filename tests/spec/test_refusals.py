@@ -444,6 +444,41 @@ def test_tiles_of_quantised_factors(keys, message):
     assert any(message in line for line in problems(text))
 
 
+CODES = 'quant = { out = "fp8-block", transpose = true }\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'tile = [128, 192]\nactivation = { kind = "swiglu" }\n' + CODES,
+            "gate and up 256, so tile N is a multiple of 256",
+        ),
+        ("tile = [128, 160]\n" + CODES, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
+        ("tile = [256, 128]\n" + CODES, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
+        ('tile = [128, 128]\nmainloop = "pingpong"\n' + CODES, "both warpgroups share a block of 128 tokens"),
+        ('tile = [128, 128]\nactivation = { kind = "dswiglu" }\n' + CODES, "stores codes of rows alone"),
+        (
+            'tile = [128, 160]\nactivation = { kind = "drelu" }\nquant = { out = "fp8-block" }\n',
+            "so tile N is a multiple of 128",
+        ),
+        (
+            'tile = [128, 128]\nactivation = { kind = "dswiglu" }\nquant = { out = "fp8-block" }\n'
+            "problem = { E = 1, M = 1, N = 2880, K = 16 }\n",
+            'so N = I is a multiple of 128; say 2816 or 2944, or glu_layout = "interleaved"',
+        ),
+    ],
+)
+def test_results_as_codes_that_cannot_be(keys, message):
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n'
+    assert any(message in line for line in problems(text + keys)), problems(text + keys)
+
+
+def test_a_weight_gradient_of_codes_is_refused():
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
+    assert any("dw is added up in its own dtype" in line for line in problems(text + 'quant = { out = "fp8-block" }\n'))
+
+
 def test_a_weight_gradient_of_quantised_rows_is_refused():
     text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
     assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))

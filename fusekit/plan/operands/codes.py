@@ -1,6 +1,6 @@
-"""Codes of the rows of y in blocks of 128 columns, with their scales, stored in its place or beside it.
+"""Codes of the rows of y or dz in blocks of 128 columns, with their scales, stored in its place or beside it.
 
-What is quantised is y as it would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
+What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
 [ceil(N / 128), M], as those of the x that the next product reads.
 """
 
@@ -14,13 +14,7 @@ from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broke
 from fusekit.plan.quant import CODES, SIDE, quant
 
 
-class YCodes(Operand):
-    name, order, epilogues = "y_codes", 31, (FORWARD,)
-    words = {
-        "y_q": "Codes of y, along its rows.",
-        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
-    }
-
+class Codes(Operand):
     def asked(self, spec: Any) -> bool:
         return quant(spec.quant).coded
 
@@ -28,19 +22,48 @@ class YCodes(Operand):
         return plan.quant.coded
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        out = quant(spec.quant).out
-        if spec.epilogue in (WGRAD, BACKWARD):
-            what = "dw is added up in its own dtype" if spec.epilogue == WGRAD else "dz and y are stored in dtype"
-            yield "quant.out", out, f"{what}; leave it out, and take the operation quantise"
+        if spec.epilogue not in self.epilogues:
             return
+        out = quant(spec.quant).out
         if (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
             yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
         if spec.gather != "none":
             yield "gather", spec.gather, "no tile of gathered rows has 128 columns of a gated y; leave it out"
         yield from whole_blocks(spec)
 
+
+class YCodes(Codes):
+    name, order, epilogues = "y_codes", 31, (FORWARD,)
+    words = {
+        "y_q": "Codes of y, along its rows.",
+        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+    }
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        yield from super().rules(spec)
+        if spec.epilogue == WGRAD:
+            rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
+            yield "quant.out", quant(spec.quant).out, rule
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return coded_rows("y", plan.width)
+
+
+class DzCodes(Codes):
+    name, order, epilogues = "dz_codes", 51, (BACKWARD,)
+    words = {
+        "dz_q": "Codes of dz, along its rows.",
+        "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+    }
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        yield from super().rules(spec)
+        if spec.epilogue == BACKWARD and quant(spec.quant).transpose:
+            rule = "a backward activation stores codes of rows alone; leave it out, and keep dz for quantise"
+            yield "quant.transpose", True, rule
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return coded_rows("dz", plan.z_width)
 
 
 def whole_blocks(spec: Any) -> Iterator[Broken]:
@@ -50,7 +73,7 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
         least = SIDE * (2 if plan.halved else 1)
         gated = f", gate and up {least}" if plan.halved else ""
         yield "tile", list(spec.tile), f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
-    if quant(spec.quant).transpose:
+    if spec.epilogue == FORWARD and quant(spec.quant).transpose:
         if spec.mainloop != "cooperative":
             yield "mainloop", spec.mainloop, 'both warpgroups share a block of 128 tokens; say "cooperative"'
         elif spec.tile[0] != SIDE:
@@ -63,4 +86,4 @@ def coded_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
     return rows(f"{name}_q", "output", CODES, columns), scales
 
 
-OPERANDS = (YCodes(),)
+OPERANDS = (YCodes(), DzCodes())

@@ -25,6 +25,9 @@ class Dz(Operand):
     name, order, epilogues = "dz", 50, (BACKWARD,)
     words = {"dz": "The gradient of z, in the layout of z."}
 
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.wide
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (rows("dz", "output", plan.dtype, plan.z_width),)
 

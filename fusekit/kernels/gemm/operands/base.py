@@ -10,6 +10,7 @@
           all of them     outputs                 forward
                           gradient                backward: da and the activation's value
           each unit       take, pack | stage, send, unit
+          all of them     gradients               backward
         then              rows_end
       then                finish_tile
       after the last      finish
@@ -162,6 +163,11 @@ class Operand:
 
     def pack(self, values):
         """Two columns of the activation's value, packed; None where nobody stores them."""
+
+    def gradients(self, steps, rows: Rows, work: Work) -> None:
+        """dz of 16 rows, packed, by unit, step and side: (chunk, r) in order; (chunk, r, c) where gate and up stand
+        side by side, and make one side.
+        """
 
     def stage(self, number, outputs, work: Work) -> Any:
         """Writes the packed outputs of unit `number` into a box; which it is. All lanes."""

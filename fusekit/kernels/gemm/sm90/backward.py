@@ -120,6 +120,7 @@ class BackwardEpilogue:
         if row < tile.end:
             rows = Rows(row, tile.end, tile.n_tile, block)
             mine = self.operands.rows(rows, work, states, acc)
+            made = []  # dz, where it is stored as codes
             for unit in cutlass.range_constexpr(self.units):
                 number = block * self.units + unit
                 slot = ptx.modulo(seen + number, Z_BOXES)
@@ -129,18 +130,22 @@ class BackwardEpilogue:
                 if cutlass.const_expr(bool(self.plan.quant)):
                     chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
                     self.operands.accumulate(acc, first, chunks, states, mine)
-                outputs = self.work(acc, first + unit * (self.columns // 2), box.toint(), lane, scalars, mine)
+                base, steps = first + unit * (self.columns // 2), []
+                outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
+                made.append(steps)
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 if lane == 0:
-                    ptx.tma_store(work.operands.dz, box, self.place(tile, warp, block, unit))
+                    if cutlass.const_expr(self.plan.quant.wide):
+                        ptx.tma_store(work.operands.dz, box, self.place(tile, warp, block, unit))
                     self.operands.send(staged, unit, rows, work)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
                     self.fetch_ahead(tile, work, number, total, seen)
                 cute.arch.sync_warp()
                 self.operands.unit(states, mine, unit)
+            self.operands.gradients(made, rows, work)
             self.operands.rows_end(rows, mine, work)
 
     @cute.jit
@@ -154,8 +159,10 @@ class BackwardEpilogue:
             if number > 0 and ahead < total:
                 self.fetch(tile, work, ahead, seen)
 
-    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, mine) -> list:
+    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, mine, made: list) -> list:
         """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where an operand asks for them.
+
+        made: gets the packed dz of each step, gates and ups apart, or together where they stand side by side.
 
         With sums, z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store
         to it, and with fewer registers left it finds less to do meanwhile.
@@ -169,7 +176,9 @@ class BackwardEpilogue:
                 loaded.append(load(box, step, lane))
             if step >= ahead:
                 number = step - ahead
-                outputs += finish(acc, base, number, *loaded[number], scalars, mine)
+                packed, results = finish(acc, base, number, *loaded[number], scalars, mine)
+                outputs += packed
+                made.append(results)
         return outputs
 
     def load_pair(self, box: Int32, pair: int, lane: Int32):
@@ -177,8 +186,8 @@ class BackwardEpilogue:
         addresses = self.matrix_addresses(box, pair, lane)
         return addresses, [ptx.load_matrix_x4(address) for address in addresses]
 
-    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, mine) -> list:
-        """`work` of one pair of chunks whose z has been loaded."""
+    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, mine):
+        """`work` of one pair of chunks whose z has been loaded: packed outputs, packed dz by side."""
         outputs, results, rows = [], [[] for _ in parts], []
         for index in range(4):  # (chunk, r) of the pair of chunks
             first = base + pair * 8 + index * 2
@@ -195,9 +204,10 @@ class BackwardEpilogue:
             for side, result in enumerate(results):
                 result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
             outputs += self.operands.pack(values)
-        for address, result in zip(addresses, results, strict=True):
-            ptx.store_matrix_x4(address, result)
-        return outputs
+        if self.plan.quant.wide:
+            for address, result in zip(addresses, results, strict=True):
+                ptx.store_matrix_x4(address, result)
+        return outputs, results
 
     def load_chunk(self, box: Int32, chunk: int, lane: Int32):
         """The same of a chunk of 8 columns where gate and up stand side by side: a lane's two are eight bytes."""
@@ -208,9 +218,9 @@ class BackwardEpilogue:
             addresses.append(box + row * (2 * self.z_columns) + place)
         return addresses, [ptx.load_shared_b32x2(address) for address in addresses]
 
-    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, mine) -> list:
+    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, mine):
         """`work` of one such chunk whose z has been loaded."""
-        outputs, rows = [], []
+        outputs, rows, words = [], [], []
         for r, (address, packed) in enumerate(zip(addresses, parts, strict=True)):
             values, results, gradients = [], [], []
             for c in range(2):
@@ -220,10 +230,12 @@ class BackwardEpilogue:
                 gradients += sides
                 results.append(ptx.pack_pair(*sides, self.dtype))
             rows.append(gradients)
-            ptx.store_shared_b32x2(address, *results)
+            if self.plan.quant.wide:
+                ptx.store_shared_b32x2(address, *results)
+            words += results
             outputs += self.operands.pack(values)
         self.operands.take(mine, *rows)
-        return outputs
+        return outputs, [words]
 
     def element(self, da, z, r: int, scalars, mine):
         """The activation's value and dz of one column, from da and z, or (gate, up)."""

@@ -68,6 +68,10 @@ class Operands:
     def pack(self, values) -> list:
         return [packed for half in self if (packed := half.pack(values)) is not None]
 
+    def gradients(self, steps, rows: Rows, work: Work) -> None:
+        for half in self:
+            half.gradients(steps, rows, work)
+
     def stage(self, number, outputs, work: Work):
         return self.each(lambda name, half: half.stage(number, outputs, work))
 
