@@ -81,12 +81,17 @@ class GemmPlan(Product):
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS) + self.gather_threads
+        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS + self.turning) + self.gather_threads
 
     @property
     def warpgroup_rows(self) -> int:
         """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
         return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
+
+    @property
+    def turning(self) -> bool:
+        """Whether a fourth warpgroup quantises the transpose of dz."""
+        return self.backward and self.quant.coded and self.quant.transpose
 
     @property
     def staggered(self) -> bool:
@@ -111,7 +116,7 @@ class GemmPlan(Product):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
-        if self.gathers:  # the four share 512
+        if self.gathers or self.turning:  # the four share 512
             load = 24 if not self._idle_work else 32 if self.gather_registers == 32 else 40
             return load, (self.arch.registers // self.arch.warpgroup - load - self.gather_registers) // 16 * 8
         most, balanced = self.arch.splits
@@ -132,7 +137,7 @@ class GemmPlan(Product):
     def accumulator_registers(self) -> int:
         """float32 accumulators that a consumer thread can hold without spilling."""
         most = self.arch.accumulator_registers
-        return most - 32 if self.gathers and self.registers[1] < most + 32 else most
+        return most - 32 if (self.gathers or self.turning) and self.registers[1] < most + 32 else most
 
     @property
     def idle_readers(self) -> int:
@@ -233,8 +238,10 @@ class GemmPlan(Product):
     def _warp_bytes(self, box: int) -> int:
         boxes = OUTPUT_BOXES
         if self.backward:
-            boxes = Z_BOXES * self.sides + (OUTPUT_BOXES if self.outputs_staged else 0)
-            return boxes * box * WARP_ROWS * 2 + self.codes_bytes
+            z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
+            if self.turning:  # in the place of boxes lies, later, the transpose of what they had
+                outputs = self.tile[1] // box if self.spec.recompute else 0
+            return (z + outputs) * box * WARP_ROWS * 2 + self.codes_bytes
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
         return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
@@ -243,6 +250,7 @@ class GemmPlan(Product):
     def codes_bytes(self) -> int:
         """Codes of a warp's 16 rows: in the place of its boxes, or behind those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
+        columns = SIDE if self.turning else columns  # one block after the other
         return columns * WARP_ROWS if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
@@ -265,7 +273,12 @@ class GemmPlan(Product):
     @property
     def z_bytes(self) -> int:
         """A warp's boxes of z; behind them begin its boxes of outputs."""
-        return Z_BOXES * self.z_box_bytes
+        return self.z_boxes * self.z_box_bytes
+
+    @property
+    def z_boxes(self) -> int:
+        """Of a warp: those in turn, or all of its 16 rows."""
+        return self.tile[1] // self.epilogue_box if self.turning else Z_BOXES
 
     @cached_property
     def stages(self) -> int:

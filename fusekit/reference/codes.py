@@ -78,8 +78,11 @@ class Coded(NamedTuple):
 
 def coded(means: Meaning) -> list[Coded]:
     """The results that are stored as codes."""
-    name = "dz" if means.activation.backward else "y"
-    return [Coded(name, True, means.recipe.transpose)] if means.recipe.coded else []
+    recipe, backward = means.recipe, means.activation.backward
+    found = [Coded("dz" if backward else "y", True, recipe.transpose)] if recipe.coded else []
+    if backward and recipe.transpose and means.recompute:
+        found.append(Coded("y", False, True))
+    return found
 
 
 def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:

@@ -166,7 +166,8 @@ def output_shapes(
         if means.recipe.wide:
             shapes["dz"] = ((M, width), means.dtype)
         shapes |= coded_shapes(means, "dz", (M, width), E)
-        if means.recompute:
+        shapes |= coded_shapes(means, "y", (M, N), E)
+        if means.recompute and (means.recipe.wide or not means.recipe.transpose):
             shapes["y"] = ((M, N), means.out_dtype)
         if means.dprob:
             shapes["dprob"] = ((M,), "f32")

@@ -56,12 +56,6 @@ class DzCodes(Codes):
         "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
     }
 
-    def rules(self, spec: Any) -> Iterable[Broken]:
-        yield from super().rules(spec)
-        if spec.epilogue == BACKWARD and quant(spec.quant).transpose:
-            rule = "a backward activation stores codes of rows alone; leave it out, and keep dz for quantise"
-            yield "quant.transpose", True, rule
-
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return coded_rows("dz", plan.z_width)
 
@@ -73,7 +67,7 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
         least = SIDE * (2 if plan.halved else 1)
         gated = f", gate and up {least}" if plan.halved else ""
         yield "tile", list(spec.tile), f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
-    if spec.epilogue == FORWARD and quant(spec.quant).transpose:
+    if quant(spec.quant).transpose:
         if spec.mainloop != "cooperative":
             yield "mainloop", spec.mainloop, 'both warpgroups share a block of 128 tokens; say "cooperative"'
         elif spec.tile[0] != SIDE:

@@ -164,9 +164,9 @@ class Operand:
     def pack(self, values):
         """Two columns of the activation's value, packed; None where nobody stores them."""
 
-    def gradients(self, steps, rows: Rows, work: Work) -> None:
-        """dz of 16 rows, packed, by unit, step and side: (chunk, r) in order; (chunk, r, c) where gate and up stand
-        side by side, and make one side.
+    def gradients(self, made, rows: Rows, work: Work) -> None:
+        """dz and y of 16 rows, packed. dz by unit, step and side: (chunk, r) in order; (chunk, r, c) where gate and up
+        stand side by side, and make one side. y (chunk, r) in order, where an operand packs it.
         """
 
     def stage(self, number, outputs, work: Work) -> Any:

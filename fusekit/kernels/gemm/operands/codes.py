@@ -75,24 +75,22 @@ class DzCodes(Codes):
     def parameter(self, given):
         return coded_rows(given.dz_q, given.dz_s)
 
-    def gradients(self, steps, rows, work) -> None:
+    def gradients(self, made, rows, work) -> None:
         layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
-        words, count = self.in_order(steps), self.plan.sides * tile_n // SIDE
+        words, count = in_order(made[0], layout), self.plan.sides * tile_n // SIDE
         boxes = work.staging + (self.plan.warp_bytes - self.plan.codes_bytes)
         for block in range(count):
             column = rows.n_tile * (self.plan.sides * tile_n) + block * SIDE
             if layout == "concat":  # gates of the tile, then ups
                 side, inside = block // (count // 2), block % (count // 2) * SIDE
                 column = rows.n_tile * tile_n + inside + (n if side else 0)
-            mine, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * WARP_ROWS)
-            target = work.operands.dz_codes
-            self.block(mine, box, (column, n * self.plan.sides), rows, target, block == 0, layout == "interleaved")
-
-    def in_order(self, steps) -> list:
-        """Words of a row's blocks, one block after the other. steps: of each unit, its steps, by side."""
-        if self.plan.glu_layout == "concat":
-            return [word for side in range(2) for unit in steps for step in unit for word in step[side]]
-        return [word for unit in steps for side in range(len(unit[0])) for step in unit for word in step[side]]
+            shared = self.plan.turning  # one box for all
+            mine, box = (
+                words[block * WORDS : (block + 1) * WORDS],
+                boxes + (0 if shared else block * (SIDE * WARP_ROWS)),
+            )
+            extent, first = (column, n * self.plan.sides), shared or block == 0
+            self.block(mine, box, extent, rows, work.operands.dz_codes, first, layout == "interleaved")
 
 
 def coded_rows(codes_, scales) -> CodedRows:
@@ -155,3 +153,10 @@ def pair_of(word, inverse):
 def unit_place(row, unit: int):
     """Where 16 codes of a row are in a box, in bytes."""
     return row * SIDE + (row * 16 & 112 ^ unit * 16)
+
+
+def in_order(steps, layout: str) -> list:
+    """Words of a row's blocks, one block after the other. steps: of each unit, its steps, by side."""
+    if layout == "concat":
+        return [word for side in range(2) for unit in steps for step in unit for word in step[side]]
+    return [word for unit in steps for side in range(len(unit[0])) for step in unit for word in step[side]]

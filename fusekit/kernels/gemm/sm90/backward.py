@@ -1,7 +1,7 @@
 """GEMM with a backward epilogue: da = x . w, dz = da * activation'(z), and on demand the activation of z again.
 
 x is the gradient of the layer above ([M, K]), w that layer's weight, z what the forward saved. Warp roles, pipeline and
-barriers are those of kernel.py; what differs is the epilogue. A consumer warp streams z through `Z_BOXES` boxes of
+barriers are those of kernel.py; what differs is the epilogue. A consumer warp streams z through a ring of boxes of
 its own: loaded by TMA ahead of time (the first while the warp still waits for its main loop), turned into dz in place,
 stored by TMA from the same box, and loaded again. Only its own barriers, one a box, join a warp's loads and its reads.
 
@@ -15,13 +15,13 @@ from cutlass import Float32, Int32, cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
-from fusekit.kernels.gemm.operands.saved_preactivation import z_columns
+from fusekit.kernels.gemm.operands.saved_preactivation import z_columns, z_place
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
 from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler
 from fusekit.plan.activations import forms
-from fusekit.plan.gemm import BIG, WARP_ROWS, Z_BOXES, GemmPlan
+from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
@@ -42,17 +42,15 @@ class BackwardEpilogue:
         self.units = plan.tile[1] // self.columns  # of one 64-row block
         self.blocks = plan.warpgroup_rows // 64
         self.z_columns = z_columns(plan)
+        self.depth = plan.z_boxes  # of a warp's ring of boxes
         _, self.derivative = forms(plan.kind.function)[plan.approximate]
 
     # -- z ------------------------------------------------------------------------------------------------------------
 
     def place(self, tile: Tile, warp: Int32, block, unit):
         """Coordinates of a unit's box in z and dz."""
-        column = tile.n_tile * self.plan.tile[1] + unit * self.columns
-        rows = BIG - (tile.end - tile.row - block * 64 - warp * WARP_ROWS)
-        if self.concat:
-            return (column, rows, 0, BIG, tile.end)
-        return (column * self.plan.sides, rows, BIG, tile.end)
+        row = tile.row + block * 64 + warp * WARP_ROWS
+        return z_place(self.plan, row, tile.end, tile.n_tile, unit)
 
     def count(self, tile: Tile, warp: Int32):
         """Units of a tile that have rows for this warp."""
@@ -63,8 +61,8 @@ class BackwardEpilogue:
     @cute.jit
     def fetch(self, tile: Tile, work: Work, number, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
-        slot = ptx.modulo(seen + number, Z_BOXES)
-        barrier = work.shared.barriers + (work.warp_of_cta * Z_BOXES + slot)
+        slot = ptx.modulo(seen + number, self.depth)
+        barrier = work.shared.barriers + (work.warp_of_cta * self.depth + slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
         block = number // self.units if isinstance(number, int) else ptx.divide(number, self.units)
         where = self.place(tile, work.warp_of_cta & 3, block, number - block * self.units)
@@ -78,7 +76,8 @@ class BackwardEpilogue:
         self.operands.prepare(tile, work, own)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
-            for number in cutlass.range_constexpr(min(Z_BOXES, self.units * self.blocks)):
+            ahead = 0 if self.plan.turning else min(self.depth, self.units * self.blocks)  # else it is sent for already
+            for number in cutlass.range_constexpr(ahead):
                 if number < total:
                     self.fetch(tile, work, number, seen)
             for half in self.operands:
@@ -120,19 +119,20 @@ class BackwardEpilogue:
         if row < tile.end:
             rows = Rows(row, tile.end, tile.n_tile, block)
             mine = self.operands.rows(rows, work, states, acc)
-            made = []  # dz, where it is stored as codes
+            made, values = [], []  # dz, and y, where they are stored as codes
             for unit in cutlass.range_constexpr(self.units):
                 number = block * self.units + unit
-                slot = ptx.modulo(seen + number, Z_BOXES)
-                phase = ptx.divide(seen + number, Z_BOXES) & 1
+                slot = ptx.modulo(seen + number, self.depth)
+                phase = ptx.divide(seen + number, self.depth) & 1
                 box = work.staging + slot * self.plan.z_box_bytes
-                cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * Z_BOXES + slot), phase)
+                cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * self.depth + slot), phase)
                 if cutlass.const_expr(bool(self.plan.quant)):
                     chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
                     self.operands.accumulate(acc, first, chunks, states, mine)
                 base, steps = first + unit * (self.columns // 2), []
                 outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
                 made.append(steps)
+                values += outputs
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
@@ -142,18 +142,19 @@ class BackwardEpilogue:
                     self.operands.send(staged, unit, rows, work)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
-                    self.fetch_ahead(tile, work, number, total, seen)
+                    if cutlass.const_expr(not self.plan.turning):
+                        self.fetch_ahead(tile, work, number, total, seen)
                 cute.arch.sync_warp()
                 self.operands.unit(states, mine, unit)
-            self.operands.gradients(made, rows, work)
+            self.operands.gradients((made, values), rows, work)
             self.operands.rows_end(rows, mine, work)
 
     @cute.jit
     def fetch_ahead(self, tile: Tile, work: Work, number, total: Int32, seen: Int32):
         """Behind unit `number` of `total`: into the box before its own."""
-        ahead = number - 1 + Z_BOXES
+        ahead = number - 1 + self.depth
         if cutlass.const_expr(isinstance(number, int)):
-            if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - Z_BOXES):
+            if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - self.depth):
                 self.fetch(tile, work, ahead, seen)
         else:
             if number > 0 and ahead < total:

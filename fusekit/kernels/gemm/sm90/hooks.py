@@ -68,9 +68,9 @@ class Operands:
     def pack(self, values) -> list:
         return [packed for half in self if (packed := half.pack(values)) is not None]
 
-    def gradients(self, steps, rows: Rows, work: Work) -> None:
+    def gradients(self, made, rows: Rows, work: Work) -> None:
         for half in self:
-            half.gradients(steps, rows, work)
+            half.gradients(made, rows, work)
 
     def stage(self, number, outputs, work: Work):
         return self.each(lambda name, half: half.stage(number, outputs, work))

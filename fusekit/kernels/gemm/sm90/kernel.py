@@ -10,6 +10,7 @@ Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py, backward.py)
     warps 8-11   consumer warpgroup 1
     warps 12-15  gather     rows that an index chooses, where a factor has them (operands/gather.py)
+                 turn       codes of the transpose of dz, where it is asked for (operands/turned.py)
 
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
@@ -126,19 +127,26 @@ class Gemm:
                 self.scheduler.run(ring, offsets, extents, workspace, rank)
             for half in self.epilogue.operands:
                 half.assist(Idle(operands, shared, extents, ring, warp))
-        elif cutlass.const_expr(plan.gathers):
+        elif cutlass.const_expr(plan.gathers or plan.turning):
             if warp < 4 + CONSUMER_WARPS:
                 cute.arch.setmaxregister_increase(plan.registers[1])
                 self.consume(operands, shared, stages, ring, extents)
             else:
                 cute.arch.setmaxregister_decrease(plan.gather_registers)
-                self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
+                self.fourth(operands, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             self.consume(operands, shared, stages, ring, extents)
         if cutlass.const_expr(plan.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def fourth(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents, warp: Int32) -> None:
+        """A warp of the fourth warpgroup, the `warp`-th of them."""
+        if self.plan.gathers:
+            self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp)
+        else:
+            self.halves["dz_turned"].run(Idle(operands, shared, extents, ring, warp))
 
     def allocate(self):
         """Pointers to the plan's regions of shared memory."""
