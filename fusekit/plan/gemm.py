@@ -128,7 +128,9 @@ class GemmPlan(Product):
 
     @property
     def gather_registers(self) -> int:
-        """Of a thread of the gathering warpgroup: a lane of a GEMM keeps the addresses of a 16th of the tile's rows."""
+        """Of a thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's rows."""
+        if self.turning:
+            return 32
         if self.wgrad:
             return 32 if self.accumulators > 160 and self._idle_work else 40
         return 56 if self.tile[0] > 128 else 40

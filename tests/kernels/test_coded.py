@@ -111,3 +111,46 @@ def test_four_codes_of_a_lane_lie_as_the_tensor_map_reads_them():
                 at = codes.unit_place(lane >> 2, chunk) + (lane & 3) * 4 + r * 8 * SIDE
                 found |= {at + c: ((lane >> 2) + 8 * r, 16 * chunk + 4 * (lane & 3) + c) for c in range(4)}
     assert found == {swizzled(row * SIDE + column): (row, column) for row in range(16) for column in range(SIDE)}
+
+
+def slab(layout):
+    """A warp's 16 tokens of all columns, 16-bit element by element, as stmatrix with .trans leaves them."""
+    words = codes.in_order(steps_of(layout), layout)
+    side_by_side, memory = layout == "interleaved", {}
+    for pair in range(len(words) // 4):
+        for matrix in range(4):
+            for lane in range(32):  # of the matrix's row lane / 4, columns 2 (lane % 4) and the next
+                r = matrix // 2 if side_by_side else matrix % 2
+                first = words[4 * pair + matrix] + (4 if side_by_side else 2) * (lane & 3)
+                for c in range(2):
+                    there = 8 * matrix + 2 * (lane & 3) + c  # the lane that gives the address of this column
+                    number, column = there >> 3, there & 7
+                    half = number >> 1 if side_by_side else number & 1
+                    if side_by_side:
+                        column = (column >> 1) * 4 + (number & 1) * 2 + (column & 1)
+                    else:
+                        column = (number >> 1) * 8 + column
+                    at = turned.slab_place(column, half) + pair * 16 * turned.SLAB + 2 * (lane >> 2)
+                    memory[at] = (8 * r + (lane >> 2), first + c)
+    return memory
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved-32", "interleaved", "none"])
+def test_the_fourth_warpgroup_finds_every_token_of_its_column(layout):
+    memory, columns = slab(layout), 128 if layout == "none" else 256
+    assert len(memory) == 16 * columns
+    for column in range(columns):
+        for half in range(2):
+            start = column // 32 * 32 * turned.SLAB + turned.slab_place(column % 32, half)
+            assert [memory[start + 2 * each] for each in range(8)] == [(half * 8 + each, column) for each in range(8)]
+
+
+def test_units_of_a_slab_lie_in_different_banks():
+    for half in range(2):
+        for first in range(0, 32, 8):
+            assert len({turned.slab_place(first + each, half) // 16 % 8 for each in range(8)}) == 8
+    made = object.__new__(turned.DzTurned)
+    for unit in range(4):  # codes of 16 tokens, in lines of 64 bytes whose units a tensor map exchanges by two rows
+        places = [made.place_of_codes(column, unit) for column in range(32)]
+        assert places == [(at := column * 64 + unit * 16) ^ (at >> 7 & 3) << 4 for column in range(32)]
+        assert all(len({at // 16 % 8 for at in places[first : first + 8]}) == 8 for first in range(0, 32, 8))

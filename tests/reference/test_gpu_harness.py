@@ -84,6 +84,8 @@ def stand_in(launch, **changes):
         "dense-turned-kept@128x256-c2x1-dynamic",
         "dz@128x128-c2x1-coop-dynamic",
         "dz-kept-interleaved@128x128-c1x2-coop",
+        "dz-turned@128x128-c2x1-coop-dynamic",
+        "dz-turned-kept-interleaved-32@128x128-c1x1-coop-dynamic",
     ],
 )
 def test_the_stand_in_passes_every_case(name):

@@ -79,7 +79,7 @@ class DzTurned(Operand):
             yield (
                 "dbias",
                 True,
-                "its sums lie where the transpose does; leave it out, and let the weight gradient sum dz",
+                "its sums would lie where the transpose of y does; leave it out, or leave transpose out",
             )
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
             yield "tile", list(spec.tile), f"shared memory has room for {SIDE} columns of da; say {SIDE}"

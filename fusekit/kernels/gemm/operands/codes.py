@@ -39,15 +39,19 @@ class Codes(Operand):
         return CodedRows(ptx.descriptor_address(parameter.codes), parameter.scales, parameter.stride)
 
     @cute.jit
-    def block(self, words, box, extent, rows, target, first: cutlass.Constexpr, four: cutlass.Constexpr = False):
-        """16 rows of a block. extent: (its first column, columns of the result).
+    def block(
+        self, words, box, extent, rows, target, first: cutlass.Constexpr, four: cutlass.Constexpr = False,
+        whole: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """16 rows of a block. extent: (its first column, columns of the result); whole: all of it is inside them.
 
         words: (chunk, r) in order, two columns each; with `four`, of chunks of 16 columns, (chunk, r, c), four columns.
         """
         column, width = extent
         each = 4 if four else 2
-        there = [ptx.flag(column + chunk * (4 * each) < width) for chunk in range(len(words) // each)]
-        words = [ptx.word_where(there[number // each], word) for number, word in enumerate(words)]
+        if cutlass.const_expr(not whole):
+            there = [ptx.flag(column + chunk * (4 * each) < width) for chunk in range(len(words) // each)]
+            words = [ptx.word_where(there[number // each], word) for number, word in enumerate(words)]
         pairs = [[word for number, word in enumerate(words) if number // (each // 2) % 2 == r] for r in range(2)]
         scales, inverses = row_scales(pairs, self.plan.quant.scales)
         store_scales(scales, column, width, rows, target)
@@ -90,7 +94,8 @@ class DzCodes(Codes):
                 boxes + (0 if shared else block * (SIDE * WARP_ROWS)),
             )
             extent, first = (column, n * self.plan.sides), shared or block == 0
-            self.block(mine, box, extent, rows, work.operands.dz_codes, first, layout == "interleaved")
+            four, whole = layout == "interleaved", layout == "concat"
+            self.block(mine, box, extent, rows, work.operands.dz_codes, first, four, whole)
 
 
 def coded_rows(codes_, scales) -> CodedRows:

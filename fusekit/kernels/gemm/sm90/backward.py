@@ -43,6 +43,8 @@ class BackwardEpilogue:
         self.blocks = plan.warpgroup_rows // 64
         self.z_columns = z_columns(plan)
         self.depth = plan.z_boxes  # of a warp's ring of boxes
+        # Where registers are few: ptxas moves no load of z over a store of dz, whether dz is kept or not.
+        self.in_place = plan.quant.wide or plan.turning
         _, self.derivative = forms(plan.kind.function)[plan.approximate]
 
     # -- z ------------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class BackwardEpilogue:
             for side, result in enumerate(results):
                 result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
             outputs += self.operands.pack(values)
-        if self.plan.quant.wide:
+        if self.in_place:
             for address, result in zip(addresses, results, strict=True):
                 ptx.store_matrix_x4(address, result)
         return outputs, results
@@ -231,7 +233,7 @@ class BackwardEpilogue:
                 gradients += sides
                 results.append(ptx.pack_pair(*sides, self.dtype))
             rows.append(gradients)
-            if self.plan.quant.wide:
+            if self.in_place:
                 ptx.store_shared_b32x2(address, *results)
             words += results
             outputs += self.operands.pack(values)

@@ -121,7 +121,7 @@ class MainLoop:
         What they would keep from tile to tile could not be used by the epilogue in between. (Zeroed before the main
         loop, they would make ptxas wait behind every wgmma.)
         """
-        if self.plan.blocks_in_turn:
+        if self.plan.blocks_in_turn or self.plan.turning:
             flat = cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))
             for number in range(first, cute.size(accumulators)):
                 flat[number] = Float32(0.0)
