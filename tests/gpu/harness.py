@@ -24,7 +24,7 @@ from .cases import Case
 # multiple of 32, the others one element further.
 GUARD = 1040
 VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s")
-COMPACT = ("dy_ts", "x_ts", "y_ts")
+COMPACT = ("dy_ts", "x_ts", "y_ts", "dz_ts")
 CODED = ("_q", "_s", "_t", "_ts")  # endings of outputs
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}

@@ -276,16 +276,17 @@ class DzTurned(Columns):
 
     @cute.jit
     def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32):
-        """Sends for z of a tile: a lane of the first warp for each box."""
-        units = self.plan.z_boxes
-        warp, unit = ptx.divide(lane, units), ptx.modulo(lane, units)
-        first = row + warp * WARP_ROWS
-        if idle.warp == 0 and lane < CONSUMER_WARPS * units and first < end:
-            barrier = idle.shared.barriers + lane  # those of z are the first
-            box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
-            z = ptx.descriptor_address(idle.operands.saved_preactivation)
-            ptx.tma_load(z, box, barrier, z_place(self.plan, first, end, n_tile, unit))
+        """Sends for z of a tile: each warp for that of two consumer warps."""
+        for each in cutlass.range_constexpr(CONSUMER_WARPS // TURNERS):
+            warp = idle.warp * (CONSUMER_WARPS // TURNERS) + each
+            first = row + warp * WARP_ROWS
+            if lane == 0 and first < end:
+                for unit in cutlass.range_constexpr(self.plan.z_boxes):
+                    barrier = idle.shared.barriers + (warp * self.plan.z_boxes + unit)  # those of z are the first
+                    box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
+                    z = ptx.descriptor_address(idle.operands.saved_preactivation)
+                    ptx.tma_load(z, box, barrier, z_place(self.plan, first, end, n_tile, unit))
         cute.arch.sync_warp()
 
     def behind(self, idle: Idle) -> None:
