@@ -74,3 +74,17 @@ def test_infinities_and_nans_stay_for_themselves(gpu):
     infinite = np.isinf(reference.decode(outputs["y"][:1], "bf16"))
     assert infinite.any()
     assert (outputs["y_s"][0, 0] == 1) == infinite[0, :128].any()
+
+
+def test_more_codes_than_32_bits_count(gpu):
+    """I x P and M x I beyond 2^31."""
+    spec = SPECS["turned"]
+    launch = prepare(spec, Case("large", (65_537, 65_600), 2 * 16_384, 128))
+    outputs = {name: launch.arguments[name] for name in launch.outputs}
+    assert min(outputs[name].array.size for name in ("y_q", "y_t")) > 2**31
+    placed = gpu.arguments(launch)
+    gpu.kernel(spec)(**placed)
+    gpu.finish(f"{spec.full_name} with more than 2^31 codes")
+    gpu.download(launch, placed)
+    found = reference.coded_check(spec, launch.inputs, {name: buffer.array for name, buffer in outputs.items()}, most=5)
+    assert not found, "\n".join(found)
