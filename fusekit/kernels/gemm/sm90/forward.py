@@ -120,6 +120,8 @@ class Epilogue:
         """Finish the warp's 16 rows of a 64-row block, whose accumulators start at `base`."""
         mine = self.operands.rows(rows, work, states)
         number, width, outputs = rows.block * self.box_count, self.columns, []
+        if rows.block and self.box_count and self.plan.quant.coded:
+            self.boxes.acquire_all()  # codes of the block before take the place of all boxes
         for box in range(self.plan.out_tile_n // width):
             chunks = range(box * width // 8, (box + 1) * width // 8)
             sources = self.sources(chunks)
