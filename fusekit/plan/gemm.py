@@ -1,7 +1,7 @@
 """What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
 
-A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows a fourth. In
-its dynamic shared memory are
+A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows, or to make
+codes of the transpose of dz, a fourth. In its dynamic shared memory are
 
     stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
     32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
@@ -117,8 +117,8 @@ class GemmPlan(Product):
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
         if self.gathers or self.turning:  # the four share 512
-            load = 24 if not self._idle_work else 32 if self.gather_registers == 32 else 40
-            return load, (self.arch.registers // self.arch.warpgroup - load - self.gather_registers) // 16 * 8
+            load = 24 if not self._idle_work else 32 if self.fourth_registers == 32 else 40
+            return load, (self.arch.registers // self.arch.warpgroup - load - self.fourth_registers) // 16 * 8
         most, balanced = self.arch.splits
         return most if self.accumulators > 160 and not self._idle_work else balanced
 
@@ -127,7 +127,7 @@ class GemmPlan(Product):
         return self.filling_threads > 0 or any(operand.needs_registers for operand in self.operands)
 
     @property
-    def gather_registers(self) -> int:
+    def fourth_registers(self) -> int:
         """Of a thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's rows."""
         if self.turning:
             return 32

@@ -357,7 +357,7 @@ def edited(copy, name, before, after):
         ("kernels/gemm/operands/dbias.py", "PARTS_AT_ONCE = 4", "PARTS_AT_ONCE = 8",
          lambda spec: spec.epilogue == "backward" and spec.dbias),
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
-        ("kernels/gemm/sm90/backward.py", "self.depth) & 1", "self.depth) & 3", lambda spec: spec.epilogue == "backward"),
+        ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
         ("plan/gemm.py", "RESERVED_BYTES = 2304", "RESERVED_BYTES = 2305", lambda spec: True),
     ],
 )  # fmt: skip

@@ -132,7 +132,7 @@ class Gemm:
                 cute.arch.setmaxregister_increase(plan.registers[1])
                 self.consume(operands, shared, stages, ring, extents)
             else:
-                cute.arch.setmaxregister_decrease(plan.gather_registers)
+                cute.arch.setmaxregister_decrease(plan.fourth_registers)
                 self.fourth(operands, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
