@@ -58,7 +58,8 @@ MOST_ROWS = 2**31 - 1
 @click.option(
     "--sweep",
     is_flag=True,
-    help="--all --steady, without peers, and write what is fastest into the tuning table.",
+    help="--all --steady, without peers, and write what is fastest into the tuning table; of a layer, for each of its"
+    " GEMMs.",
 )
 @click.option(
     "--table",
@@ -129,6 +130,7 @@ def command(
         measured = _measure(
             session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate), rows,
             Options(groups, every or sweep, beside, seconds * 1e3, seed, steady or sweep), check=check,
+            sweeping=sweep,
         )  # fmt: skip
     except DriverError as error:
         if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
@@ -171,9 +173,12 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 def _measure(
     session: Session, library: Library, device: Device, document: dict[str, Any],
     which: tuple[Sequence[str], Sequence[str], Sequence[str]], shape: Shape, rows: Sequence[int], options: Options, *,
-    check: bool,
+    check: bool, sweeping: bool,
 ) -> list[Row]:  # fmt: skip
-    """Fills in the document; the rows of a tuning table. which: names of GEMMs, token kernels and layers."""
+    """Fills in the document; the rows of a tuning table. which: names of GEMMs, token kernels and layers.
+
+    sweeping: the variants of a layer's kernels are timed, not its passes.
+    """
     gemms, tokens, layers = which
     from fusekit.bench.gemms import PEERS as GEMM_PEERS
     from fusekit.bench.gemms import GemmBench, roles
@@ -207,13 +212,17 @@ def _measure(
                 timed(f"{name}{'' if each is None else f' at {each} tokens'}")
         _add_notes(document, token_bench.notes)
         if layers:
-            from fusekit.bench.layers import LayerBench
+            from fusekit.bench.layers import LayerBench, sweep
 
             layer_bench = LayerBench(library, device, arch, options)
-            for name in layers:
-                for each in sizes:
+            for name, each in itertools.product(layers, sizes):
+                if sweeping:
+                    found, rows_of_layer = sweep(library, device, arch, of_gemms, name, each, stream)
+                    document["models"].append(found)
+                    measured += rows_of_layer
+                else:
                     document["layers"].append(layer_bench.measure(name, each, stream))
-                    timed(f"{name}{'' if each is None else f' at {each} tokens'}")
+                timed(f"{name}{'' if each is None else f' at {each} tokens'}")
             _add_notes(document, layer_bench.notes)
     return measured + token_bench.rows
 

@@ -40,7 +40,11 @@ from fusekit_cli.options import Session, common
 )  # fmt: skip
 @click.option("--kernels", is_flag=True, help="A list of single kernels, not layers.")
 @click.option("--training", is_flag=True, help="Only the kernels of training (default: of both).")
-@click.option("--inference", is_flag=True, help="Only the kernels of inference; of a layer no load-balancing loss.")
+@click.option(
+    "--inference",
+    is_flag=True,
+    help="Only the kernels of inference; a layer has no backward pass and no load-balancing loss.",
+)
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
 @click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
 @common

@@ -52,6 +52,8 @@ def command(session: Session, name: str, arch: str | None, source: str | None) -
                 click.echo()
             rest = dict(document)
             arguments = rest.pop("arguments")
+            if edges := rest["proof"].get("edges"):
+                rest["proof"] = rest["proof"] | {"edges": f"{len(edges)}; --json lists them"}
             output.tree(rest)
             click.echo("arguments")
             rows = [(row["name"], row["role"], row["dtype"], row["shape"], row["what"]) for row in arguments]

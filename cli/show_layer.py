@@ -81,7 +81,10 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     click.echo(f"{document['name']}: a layer ({document['kind']}) of {output.plural(count, 'kernel')} for {archs}")
     click.echo("options")
     output.tree(document["options"], "  ")
+    trained = bool(document["passes"]["backward"]["steps"])
     for which, each in document["passes"].items():
+        if not trained and which != "inference":
+            continue
         click.echo(f"\n{which}")
         rows = [
             (tensor["name"], "inout" if tensor.get("added_to") else role, tensor["dtype"], _shape(tensor["shape"]))
@@ -99,9 +102,11 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
     memory = document["memory"]
     click.echo(f"\nmemory for {memory['tokens']} tokens")
     kept = ", ".join(f"{name} {output.size(size)}" for name, size in memory["kept_buffers"].items())
-    click.echo(f"  kept for the backward pass  {output.size(memory['kept'])}: {kept}")
+    if trained:
+        click.echo(f"  kept for the backward pass  {output.size(memory['kept'])}: {kept}")
     for which, size in memory["scratch"].items():
-        click.echo(f"  scratch, {which:<18} {output.size(size)}")
+        if trained or which == "inference":
+            click.echo(f"  scratch, {which:<18} {output.size(size)}")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
     output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))

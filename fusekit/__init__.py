@@ -64,27 +64,17 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "open_library": "runtime", "build": "compiler.build", "capture": "compiler.capture", "compile": "stand_in",
+    "Config": "config",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
-    if name == "open_library":
-        from fusekit.runtime import open_library
+    if name in _HOMES:
+        from importlib import import_module
 
-        return open_library
-    if name == "build":
-        from fusekit.compiler.build import build
-
-        return build
-    if name == "capture":
-        from fusekit.compiler.capture import capture
-
-        return capture
-    if name == "compile":
-        from fusekit.stand_in import compile
-
-        return compile
-    if name == "Config":
-        from fusekit.config import Config
-
-        return Config
+        return getattr(import_module(f"fusekit.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'fusekit' has no attribute '{name}'")
 
 

@@ -76,7 +76,8 @@ class Tensors:
         self._sizes = sizes
         self.scalars = {"alpha": SCALAR_ALPHA} if kernel.spec["alpha"] == "scalar" else {}
         self.arrays: dict[str, DeviceArray] = {}
-        dims = dims_of(kernel.spec, problem) | {"T": max(problem["M"] // CHOICES, 1)}
+        choices = kernel.spec.get("layer", {}).get("topk") or CHOICES
+        dims = dims_of(kernel.spec, problem) | {"T": max(problem["M"] // choices, 1)}
         self._tokens = dims["T"]
         try:
             for tensor in kernel.record.tensors:

@@ -80,7 +80,7 @@ def made_up(name: str, shape: tuple[int, ...], dtype: str, options: Options, see
     """The tensor `name` of a layer. Projections are scaled so that what they give has a spread of about 1."""
     count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
     if dtype == "f32":
-        spread = 0.25 if name == "expert_bias" else 1.0
+        spread = {"expert_bias": 0.25, "router": (3.0 / options.hidden) ** 0.5 / RMS}.get(name, 1.0)
         block: NDArray[Any] = np.random.default_rng(seed).uniform(-spread, spread, count).astype(np.float32)
         return Made(shape, dtype, block)
     depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,

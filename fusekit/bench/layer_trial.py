@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from fusekit.bench.compare import WHOLE_ELEMENTS
 from fusekit.bench.layer_tensors import GIVEN, LOSS, Array, Made, definitions, given, made_up
 from fusekit.bench.replay import Replay
-from fusekit.bench.timing import Timing, own_stream, time_launch
+from fusekit.bench.timing import Run, Timing, own_stream, time_launch
 from fusekit.bench.trial import GUARD, Verdict, written_around
 from fusekit.layers import Layer
 from fusekit.plan.layer import Options
@@ -148,8 +149,8 @@ class LayerTrial:
         return bind(**kept, scratch=self.arrays["scratch"], **self._arguments(which))
 
     def launch(self) -> None:
-        """Inference, then forward and backward, and waits. What inference gave is kept apart."""
-        forward, inference, backward = self.bind(FORWARD), self.bind(INFERENCE), self.bind(BACKWARD)
+        """Inference, then forward and, if there is one, backward, and waits. What inference gave is kept apart."""
+        inference, passes = self.bind(INFERENCE), [self.bind(which) for which in self.passes]
         with own_stream(self.devices, self.device) as stream:
             inference(stream)
             self._wait(stream)
@@ -157,25 +158,29 @@ class LayerTrial:
             for name in self._inferred:
                 self.arrays[name].fill(POISON & 0xFF)
             self.devices.synchronize(self.device)
-            forward(stream)
-            backward(stream)
+            for run in passes:
+                run(stream)
             self._wait(stream)
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Those of training, in order; of a layer for inference, its forward pass."""
+        return (FORWARD, BACKWARD) if self.options.trained else (FORWARD,)
+
+    @contextmanager
+    def runs(self, stream: int) -> Iterator[dict[str, Run]]:
+        """Each pass, bound, and all of them as one CUDA graph (`BOTH`)."""
+        bound: dict[str, Run] = {which: self.bind(which) for which in self.passes}
+        graph = Replay(self.devices, [*bound.values()], len(bound), stream)
+        try:
+            yield {**bound, BOTH: graph}
+        finally:
+            graph.close()
+
     def time(self) -> dict[str, Timing]:
-        """Each pass, and forward and backward as one CUDA graph (`BOTH`)."""
-        forward, backward = self.bind(FORWARD), self.bind(BACKWARD)
-
-        def both(stream: int) -> None:
-            forward(stream)
-            backward(stream)
-
-        with own_stream(self.devices, self.device) as stream:
-            graph = Replay(self.devices, [both], 1, stream)
-            try:
-                runs = {FORWARD: forward, BACKWARD: backward, BOTH: graph}
-                return {which: time_launch(self.devices, self.device, run, stream) for which, run in runs.items()}
-            finally:
-                graph.close()
+        """Each of `runs`."""
+        with own_stream(self.devices, self.device) as stream, self.runs(stream) as runs:
+            return {which: time_launch(self.devices, self.device, run, stream) for which, run in runs.items()}
 
     def _wait(self, stream: int) -> None:
         driver = self.devices.driver
@@ -214,27 +219,28 @@ class LayerTrial:
             _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient
         )
         y, loss, kept = definition.forward(layer, made["x"].whole(), tensors)
-        # The backward pass reads z as it is kept; at a clamp's edge, the slope is another one.
-        kept = replace(kept, z=decode(encode(kept.z, o.dtype), o.dtype).astype(np.float64))
-        turned = o.b_major == "n"
-
-        def sums(left: Array, right: Array, of: definition.Kept) -> Sums:
-            return Sums(*((right, left) if turned else (left, right)), definition.groups(of))
-
-        back = definition.backward(
-            layer, tensors, kept, made["dy"].whole(), 0.5 if coefficient is not None else 0.0, sums
-        )  # fmt: skip
-        if o.kind != MLP and o.router["input"] in (
-            LOGITS,
-            CHOICES,
-        ):  # what reaches x through the logits is the caller's
-            back["x"] = back["x"] - back["logits"] @ tensors["router"]
+        back = self._gradients(layer, tensors, kept) if o.trained else {}
         found: dict[str, Any] = {"y": y, "loss": np.array([loss])}
         for name in self.outputs.keys() - found.keys():
             value = back[name.removeprefix("d")]
             found[name] = value if isinstance(value, Sums) else value.reshape(self.arrays[name].shape)
         found = {name: value for name, value in found.items() if name in self.outputs}
         return found | {"inference": {name: found[name] for name in self.layer.outputs(INFERENCE)}}
+
+    def _gradients(self, layer: definition.Layer, tensors: dict[str, Any], kept: definition.Kept) -> dict[str, Any]:
+        """Those of the definition."""
+        o, turned = self.options, self.options.b_major == "n"
+        # The backward pass reads z as it is kept; at a clamp's edge, the slope is another one.
+        kept = replace(kept, z=decode(encode(kept.z, o.dtype), o.dtype).astype(np.float64))
+
+        def sums(left: Array, right: Array, of: definition.Kept) -> Sums:
+            return Sums(*((right, left) if turned else (left, right)), definition.groups(of))
+
+        loss = 0.0 if layer.aux is None else 0.5
+        back = definition.backward(layer, tensors, kept, self.made["dy"].whole(), loss, sums)
+        if o.kind != MLP and o.router["input"] != X:  # what reaches x through the logits is the caller's
+            back["x"] = back["x"] - back["logits"] @ tensors["router"]
+        return back
 
     # -- comparison
 

@@ -1,6 +1,7 @@
-"""Whole layers beside the sum of their GEMMs, each as one dense product through cuBLAS (`fusekit bench`).
+"""Whole layers beside the sum of their GEMMs, each as one dense product through cuBLAS; the variants of their GEMMs.
 
-Forward, backward, and both in one CUDA graph are timed in interleaved rounds, and so are the dense products.
+Forward, backward, and both in one CUDA graph are timed in interleaved rounds, and so are the dense products. A sweep
+times the variants of each GEMM, on rows that are gathered where the layer gathers them (`fusekit bench`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fusekit.bench.gemms import Line, Options, first_line
+from fusekit.bench.gemms import GemmBench, Line, Options, first_line
 from fusekit.bench.layer_trial import BOTH, LayerTrial, flops, gemms
-from fusekit.bench.replay import Replay
 from fusekit.bench.roofline import Work, peak_of
+from fusekit.bench.shape import Shape
 from fusekit.bench.timing import Run, Stopwatch, median
-from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.choice.tuning import Row
+from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import Device, Library
 
 
@@ -37,25 +39,15 @@ class LayerBench:
         layer = self.library.layer(name, self.arch, self.device.ordinal)
         count = layer.options.tokens if tokens is None else tokens
         trial = LayerTrial(self.library, layer, count, self.options.seed, self.device.ordinal)
-        graph: Replay | None = None
         try:
-            forward, backward = trial.bind(FORWARD), trial.bind(BACKWARD)
-
-            def both(handle: int) -> None:
-                forward(handle)
-                backward(handle)
-
-            graph = Replay(self.library.devices, [both], 1, stream)
-            lines = [
-                Line("fusekit", run, which, Work(flops(layer, which, count), 0))
-                for which, run in ((FORWARD, forward), (BACKWARD, backward), (BOTH, graph))
-            ]
-            self._time([(line, line.run) for line in lines], stream)
+            with trial.runs(stream) as runs:
+                lines = [
+                    Line("fusekit", run, which, Work(flops(layer, which, count), 0)) for which, run in runs.items()
+                ]
+                self._time([(line, line.run) for line in lines], stream)
         finally:
-            if graph is not None:
-                graph.close()
             trial.close()
-        shapes = {which: gemms(layer, which, count) for which in (FORWARD, BACKWARD)}
+        shapes = {which: gemms(layer, which, count) for which in trial.passes}
         dense = self._dense({shape for each in shapes.values() for shape in each}, layer.options.dtype, stream)
         sums = {which: sum(dense[shape] for shape in each) for which, each in shapes.items()} if dense else {}
         sums |= {BOTH: sum(sums.values())} if sums else {}
@@ -98,3 +90,22 @@ class LayerBench:
             del work, line
             self._torch.release()
         return found
+
+
+def sweep(
+    library: Library, device: Device, arch: str, options: Options, name: str, tokens: int | None, stream: int
+) -> tuple[dict[str, Any], list[Row]]:
+    """Times every variant of each GEMM of the layer `name` for `tokens` (None: the spec's), one kernel after the other.
+
+    What `models` in benchmarks.md has of it, and the rows of a tuning table.
+    """
+    kernels: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    for part, keys in library.layer(name, arch, device.ordinal).program.parts.items():
+        full = f"{name}.{part}"
+        if OPERATIONS[keys["op"]].family == GEMM and len(library.variants(full, arch)) > 1:
+            bench = GemmBench(library, device, [full], arch, options)
+            kernels += bench.measure(Shape(T=tokens), stream)["kernels"]
+            rows += bench.rows
+    agree = all(line["agrees"] is None or line["agrees"]["ok"] for each in kernels for line in each["lines"])
+    return {"model": name, "kernels": kernels, "steps": [], "ok": agree}, rows

@@ -29,12 +29,15 @@ STEPS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a user asked for; None: the spec's. E groups (local experts), H hidden size, I intermediate size, M rows."""
+    """What a user asked for; None: the spec's. E groups (local experts), H hidden size, I intermediate size, M rows; T
+    tokens, which say the rows of a layer's kernels.
+    """
 
     E: int | None = None
     H: int | None = None
     I: int | None = None  # noqa: E741 - the field's own name
     M: int | None = None
+    T: int | None = None
 
     def problem(self, spec: Mapping[str, Any], gated: bool) -> dict[str, int]:
         """E, M, N and K for the kernel of `spec` (canonical form). gated: whether its model's activation is.
@@ -55,6 +58,8 @@ class Shape:
         }
         if not OPERATIONS[spec["op"]].ragged:
             found["E"] = 1
+        if self.T is not None:
+            found["M"] = self.T * (spec["layer"]["topk"] if OPERATIONS[spec["op"]].ragged else 1)
         for dim, meaning in zip(("N", "K"), role or (), strict=False):
             size = self.I if meaning in ("I", "W") else self.H
             if size is not None:

@@ -67,8 +67,8 @@ class TokenTrial(Trial):
             dims = {"T": self.tokens, "H": int(problem["H"])}
             self.problem = {**dims, "K": spec["topk"]}
             self.inputs = dict(inputs or permutation_inputs(spec, T=dims["T"], H=dims["H"], seed=seed))
-            placed = self.inputs["inverse" if "inverse" in self.inputs else "indices"]
-            rows_there = int(np.count_nonzero(placed >= 0))
+            placed = self.inputs.get("inverse", self.inputs.get("indices"))
+            rows_there = None if placed is None else int(np.count_nonzero(placed >= 0))
             self.work = token_work(spec, tokens=self.tokens, hidden=dims["H"], choices=rows_there)
         self.outputs: dict[str, Any] = token_output_shapes(spec, T=self.tokens, H=self.problem.get("H", 0))
         self._place_all()

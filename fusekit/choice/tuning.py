@@ -175,12 +175,7 @@ def load(store: Store, arch: str) -> Tuning:
 
 def packaged(arch: str) -> Tuning:
     """The table that comes with fusekit; empty for an architecture that has none."""
-    path = Path(__file__).with_name(f"tuning-{arch}.json")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return Tuning(arch)
-    return Tuning.from_bytes(data, path, arch)
+    return read(Path(__file__).with_name(f"tuning-{arch}.json"), arch)
 
 
 def read(path: Path, arch: str) -> Tuning:

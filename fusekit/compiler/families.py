@@ -27,11 +27,11 @@ def family(spec: Spec) -> str:
 
 
 def modules(spec: Spec) -> tuple[str, ...]:
-    """What else a key follows: the modules of a GEMM's plan, or of the operation's kernel and of the spec."""
+    """What else a key follows: the modules of a GEMM's plan, or of the operation's kernel."""
     if isinstance(spec, KernelSpec):
         return spec.plan.modules
     kernel = OPERATIONS[spec.op].kernel if spec.op in OPERATIONS else ""
-    return (kernel.partition(":")[0], type(spec).__module__) if kernel else ()
+    return (kernel.partition(":")[0],) if kernel else ()
 
 
 def plan(spec: Spec) -> TracePlan:

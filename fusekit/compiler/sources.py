@@ -4,18 +4,19 @@ Followed are `fusekit.kernels`, `fusekit.compiler`, `fusekit.plan` and `fusekit.
 modules that the kernel's plan names (its operands, its activation, its epilogue), and from what compiles it
 (`fusekit.compiler.trace`) on. Of other rooms that a followed file imports from, such as constants of `fusekit.spec`,
 the module itself counts, and neither its imports nor its package. The DSL reaches a key by its version. The proof of a
-launch record changes nothing in it: its modules are left out.
+launch record changes nothing in it: its modules are left out; so is the table of operations that work token by token,
+of which a spec has its own row.
 
-Of a file all counts but what is for people: comments, blank lines, docstrings, what a `raise` says; and of an operand
-its key, words and rules, since what comes of them stands in the spec. The package of an operation that is not fusekit's
-counts whole, with what it imports of fusekit.
+Of a file its syntax tree counts, not how it is written down: no comment, no line's number or length reaches a cubin.
+What is for people does not count either: docstrings, what a `raise` says; and of an operand its key, words and rules,
+since what comes of them stands in the spec. The package of an operation that is not fusekit's counts whole, with what
+it imports of fusekit.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from fusekit.errors import BuildError
 
 _FOLLOWED = ("kernels", "compiler", "plan", "abi")
 _ALWAYS = ("fusekit.compiler.trace",)
-_APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder"})
+_APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compiler.recorder", "fusekit.plan.tokens"})
 # What else a followed file may import. `cuda` gives the type of a stream and nothing that reaches a cubin.
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
@@ -39,10 +40,6 @@ _BY_NAME = frozenset(
 )
 _OPERANDS = "plan/operands/"
 _FOR_PEOPLE = frozenset({"key", "KEY", "words", "refused", "rules"})
-_COMMENT = re.compile(
-    r"""(?P<kept>(?:\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'))|\#[^\n]*""",
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,9 @@ class Sources:
                 tree = ast.parse(data, str(path))
             except SyntaxError as error:
                 raise BuildError(f"{path}: {error}; mend it") from error
-            statements = list(_statements(tree))
-            imports = _imports(statements, tree, data, name) if _followed(name) else []
-            what = _sha(_what_counts(statements, data.decode(), name).encode())
-            self._files[name] = _File(path, _sha(data), what, tuple(imports))
+            words, nodes = _what_counts(tree, name)
+            imports = _imports(nodes, name) if _followed(name) else []
+            self._files[name] = _File(path, _sha(data), _sha(" ".join(words).encode()), tuple(imports))
         return self._files[name]
 
 
@@ -146,7 +142,7 @@ def _whole_package(module: str) -> dict[str, _File]:
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
         data = path.read_bytes()
         here = [top, *path.relative_to(folder).with_suffix("").parts]
-        found_here = stated(_statements(ast.parse(data, str(path))), here)
+        found_here = stated(ast.walk(ast.parse(data, str(path))), here)
         imports = [module for module in found_here if module.startswith("fusekit.")]
         name = f"{top}/{path.relative_to(folder).as_posix()}" if folder.is_dir() else path.name
         files[name] = _File(path, _sha(data), _sha(data), tuple(imports))
@@ -168,16 +164,43 @@ def _raw(path: Path) -> str | None:
         return None
 
 
-def _what_counts(statements: Iterable[ast.AST], text: str, name: str) -> str:
-    """The lines of a file without what is for people."""
-    lines = text.splitlines()
-    for node in statements:
-        if _is_text(node) or (name.startswith(_OPERANDS) and _is_for_people(node)):
-            _blank(lines, node, "pass")
-        elif isinstance(node, ast.Raise):
-            _blank(lines, node, "raise")
-    kept = _COMMENT.sub(r"\g<kept>", "\n".join(lines))
-    return "\n".join(line.rstrip() for line in kept.splitlines() if line.strip())
+def _what_counts(tree: ast.AST, name: str) -> tuple[list[str], list[ast.AST]]:
+    """The words that stand for a file without what is for people, the same in every version of Python; and the imports
+    and the names of imports among them.
+    """
+    words: list[str] = []
+    imports: list[ast.AST] = []
+    operand = name.startswith(_OPERANDS)
+
+    def put(value: Any) -> None:
+        kind = type(value)
+        if kind is ast.Name:  # most nodes are of these two kinds
+            words.append(f"={value.id}")
+            if value.id == "__import__":
+                imports.append(value)
+        elif kind is ast.Constant or not issubclass(kind, ast.AST):
+            words.append(repr(getattr(value, "value", value)))
+        elif kind is ast.Raise or _is_text(value) or (operand and _is_for_people(value)):
+            words.append("pass")
+        else:
+            if kind in (ast.Import, ast.ImportFrom):
+                imports.append(value)
+            words.append(kind.__name__)
+            for field in kind._fields:
+                part = getattr(value, field, None)
+                if isinstance(part, list):
+                    if part:
+                        words.append(field)
+                        for each in part:
+                            put(each)
+                        words.append("]")
+                elif part is not None and field != "ctx":
+                    words.append(field)
+                    put(part)
+            words.append(")")
+
+    put(tree)
+    return words, imports
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -191,21 +214,9 @@ def _is_for_people(node: ast.AST) -> bool:
     return bool(targets) and all(isinstance(each, ast.Name) and each.id in _FOR_PEOPLE for each in targets)
 
 
-def _blank(lines: list[str], node: Any, word: str) -> None:
-    """Puts `word` in the place of a statement; one that shares a line with others stays."""
-    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-    if lines[first][: node.col_offset].strip():
-        return
-    lines[first] = lines[first][: node.col_offset] + word
-    for number in range(first + 1, last + 1):
-        lines[number] = ""
-
-
-def _imports(statements: list[ast.AST], tree: ast.AST, data: bytes, name: str) -> list[str]:
+def _imports(nodes: list[ast.AST], name: str) -> list[str]:
     """The modules to follow from one file; a name imported from a package may be a module of it, so both are given."""
-    # Names stand anywhere, import statements only among statements, of which there are few.
-    nodes = list(ast.walk(tree)) if b"__import__" in data or not data.isascii() else statements
-    if any(isinstance(node, ast.Name) and node.id == "__import__" for node in nodes):
+    if any(isinstance(node, ast.Name) for node in nodes):
         raise _unidentified(name, "__import__")
     found = list(stated(nodes, ["fusekit", *name.removesuffix(".py").split("/")]))
     for module in found:
@@ -233,18 +244,6 @@ def stated(nodes: Iterable[ast.AST], here: list[str]) -> Iterator[str]:
             if base:
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every statement below `tree`."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inside = getattr(node, blocks, ())
-            if isinstance(inside, list):  # the body of an expression is none
-                waiting += inside
-        yield node
 
 
 def _unidentified(name: str, what: str) -> BuildError:

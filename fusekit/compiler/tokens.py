@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from fusekit.abi import Dim, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import OUTPUT, ROUTER, SCALAR, TOKENS, Extent, Keys, TokenOperation
+from fusekit.plan.tokens import OUTPUT, ROUTER, SCALAR, TOKENS, Extent, Keys, Operand, TokenOperation
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31
@@ -18,12 +19,16 @@ MOST_GROUPS = 65536
 
 
 def plan(spec: Any) -> TracePlan:
-    """Trace plan of an operation that works token by token. Imports the DSL."""
+    """Trace plan of an operation that works token by token. Imports the DSL.
+
+    The kernel's class sees of the spec what the key holds.
+    """
     operation, made = TOKENS[spec.op], signature(spec)
     module, _, kernel = operation.kernel.partition(":")
     scalars = {scalar.name for scalar in made.scalars}
     names = dict.fromkeys(operand.name for operand in operation.operands if operand.name not in scalars)
-    return token_wise(getattr(import_module(module), kernel).of(spec), names, made)
+    own = SimpleNamespace(**spec.device_spec())
+    return token_wise(getattr(import_module(module), kernel).of(own), names, made)
 
 
 def signature(spec: Any) -> Signature:
@@ -38,13 +43,18 @@ def signature(spec: Any) -> Signature:
         arguments=tuple(
             ScalarArgument(operand.name, operand.dtype)
             if operand.role == SCALAR
-            else _tensor(operand.name, operand.role, operand.dtype_of(keys), shape, operation.family == ROUTER)
+            else _tensor(operand.name, operand.role, operand.dtype_of(keys), shape, _aligned(operation, operand))
             for operand, shape in zip(operands, shapes, strict=True)
         ),
         dims=tuple(dim for dim in _dims(operation, keys) if dim.name in named),
         # What is written for the experts is written without tokens, too.
         skip_if_zero=("T",) if written and all(shape[0] in ("T", "M") for shape in written) else (),
     )
+
+
+def _aligned(operation: TokenOperation, operand: Operand) -> bool:
+    """Whether rows are read or written whole, in accesses of several elements."""
+    return operation.family == ROUTER or (operand.shape.split()[1:] in (["X"], ["NX"]) and not operand.sparse)
 
 
 def _tensor(name: str, role: str, dtype: str, shape: tuple[Extent, ...], aligned: bool) -> TensorArgument:

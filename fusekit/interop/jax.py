@@ -26,6 +26,7 @@ from fusekit.errors import ArgumentError
 from fusekit.interop import xla
 from fusekit.interop.shapes import dims_of
 from fusekit.layers import Layer
+from fusekit.layers.layer import untrained
 from fusekit.layers.memory import Slice
 from fusekit.runtime import Kernel
 from fusekit.runtime.binding import check_scalar
@@ -100,6 +101,8 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
         return passes["inference"](given, layer.outputs("inference"))
 
     def forward(given: Arrays) -> tuple[Arrays, Any]:
+        if not layer.options.trained:
+            raise ArgumentError(untrained(layer.options))
         asked = gradients & {f"d{each}" for each, leaf in given.items() if leaf.perturbed}
         arrays = {each: leaf.value for each, leaf in given.items()}
         made = passes["forward"](arrays, layer.outputs("forward"))

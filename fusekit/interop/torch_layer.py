@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from fusekit.dtypes import by
+from fusekit.errors import ArgumentError
 from fusekit.layers import Layer
+from fusekit.layers.layer import untrained
 
 # Those that this PyTorch has.
 DTYPES = {name: getattr(torch, known) for known, name in by("framework").items() if hasattr(torch, known)}
@@ -40,7 +42,8 @@ class Operator:
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
         self.inputs = ("x", *(name for name in layer.inputs("forward") if name != "x"))
         self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
-        self.parameters = tuple(name for name in self.gradients if name not in ("x", "logits", "weights"))
+        others = ("x", "logits", "weights")
+        self.parameters = tuple(name for name in self.inputs if f"d{name}" in program.buffers and name not in others)
         adding = [step.writes for step in program.steps["backward"] if program.parts[step.part].get("accumulate")]
         self.summed = tuple(name for name in self.parameters if any(each["dw"] == f"d{name}" for each in adding))
         # What such a kernel gives of a bias is added to what is there, too.
@@ -51,8 +54,9 @@ class Operator:
         self._read = lru_cache(_SIZES_KEPT)(self._read_by)
         self._scratch = lru_cache(_SIZES_KEPT)(self._scratch_bytes)
         self._returned = tuple(name for name in self.gradients if name not in self.summed)
-        self._backward = self._defined(f"{name}_backward", self._backward_schema(), self._run_backward)
-        self._backward.register_fake(lambda dy, *given: self._fresh(dy, *given[-2:]))
+        if layer.options.trained:
+            self._backward = self._defined(f"{name}_backward", self._backward_schema(), self._run_backward)
+            self._backward.register_fake(lambda dy, *given: self._fresh(dy, *given[-2:]))
         self._forward = self._defined(name, self._forward_schema(), self._run_forward)
         self._forward.register_fake(lambda *given: self._results(given[0], given[-1]))
         self._forward.register_autograd(self._gradients, setup_context=self._set_up)
@@ -139,6 +143,8 @@ class Operator:
     def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         if not inputs[-1]:
             return
+        if not self.layer.options.trained:
+            raise ArgumentError(f"{untrained(self.layer.options)}, or call it under torch.no_grad()")
         ctx.set_materialize_grads(False)  # of the kept bytes it would make as many zeros
         by_name = dict(zip(self.inputs, inputs, strict=False))
         needed = dict(zip(self.inputs, ctx.needs_input_grad, strict=False))

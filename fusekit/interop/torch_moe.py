@@ -34,6 +34,8 @@ class MoE(nn.Module):  # type: ignore[misc]
     float32 and already multiplied by `aux_coefficient`. Under autocast x and the parameters are cast to the layer's
     dtype. Kernels are loaded in the first call for a count of tokens, or by `layer.load(tokens)`: before a capture.
 
+    The parameters of a layer for inference (`keep = "none"`) have `requires_grad = False`.
+
     For the backward pass stay x and what `layer.sizes(tokens).kept` says; without gradients nothing stays. Weight
     gradients have the type `grad_dtype` of the layer. Where that is float32 and `accumulate` is off, `.grad` of a bf16
     parameter is rounded to bf16 by PyTorch, unless the parameter says `grad_dtype = torch.float32`. With `accumulate`
@@ -58,7 +60,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             trained = name in self.operator.parameters
             kind = dtype if trained and dtype is not None else DTYPES[buffer.dtype]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
-            _place(self, path, nn.Parameter(tensor) if trained else tensor)
+            _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_join)
 

@@ -31,6 +31,8 @@ NAMES = {"w1": ("gate_up_proj", "up_proj"), "w2": ("down_proj",) * 2, "b1": ("ga
          "b2": ("down_proj_bias",) * 2}  # fmt: skip
 """A layer's parameters in an experts module: (gated, not gated)."""
 
+KEEPS = ("z", "x", "none")  # the sooner, the rather a layer is taken
+
 # Numbers that modules keep for their gate.
 _NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
 _GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
@@ -78,8 +80,8 @@ def register(library: Library | None = None, name: str = "fusekit", layers: str 
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
-    keeps z, and then the first by name. With `accumulate`, each weight needs a float32 `main_grad`, as
-    `fusekit.interop.torch.MoE` says.
+    keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
+    `main_grad`, as `fusekit.interop.torch.MoE` says.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
     kernels for it. Under autocast the module's tensors are cast. Indices outside the experts, as expert parallelism
@@ -104,6 +106,11 @@ def backend(library: Library | None = None, layers: str = "*") -> Callable[..., 
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         """Transformers' call: [T, H], [T, K] and [T, K] to [T, H]."""
+        if getattr(module, "has_post_expert_norm", False):
+            raise ArgumentError(
+                f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
+                ' experts_implementation="grouped_mm" for this model'
+            )
         dtype, device = module.down_proj.dtype, hidden_states.device.type
         casting = torch.is_autocast_enabled(device)
         if casting:
@@ -133,7 +140,7 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
     known = library.layers()
     fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
     if fitting:
-        return min(fitting, key=lambda name: (known[name].accumulate, known[name].keep != "z", name))
+        return min(fitting, key=lambda name: (known[name].accumulate, KEEPS.index(known[name].keep), name))
     if experts.dtype not in ("bf16", "fp16"):
         raise ArgumentError(
             f"{module} has parameters of {experts.dtype}; layers have bf16 or fp16: load the model with"

@@ -6,6 +6,8 @@ is read once. Sources: PTX ISA, "ld.global.nc", "redux.sync", "shfl.sync".
 
 from cutlass import Float32, Float64, Int32, Int64, Uint32, Uint64, cute
 
+from fusekit.kernels.inline import inline
+
 WARP = 32
 
 _SUFFIX = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
@@ -23,7 +25,7 @@ def load(address: Int64, nbytes: int, valid=None, fill: int = 0, offset: int = 0
         moves = " ".join(f"mov.b32 {name}, {fill};" for name in names)
         text = "{ .reg .pred ok_; setp.ne.b32 ok_, {$r1}, 0; " + moves + f" @ok_ {text} }}"
         arguments.append(Int32(valid))
-    words = cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=arguments)
+    words = inline([Uint32] * count, text, *arguments)
     return [words] if count == 1 else list(words)
 
 
@@ -36,17 +38,17 @@ def store(address: Int64, words: list, nbytes: int, valid=None, offset: int = 0)
     if valid is not None:
         text = f"{{ .reg .pred ok_; setp.ne.b32 ok_, {{$r{len(arguments)}}}, 0; @ok_ {text} }}"
         arguments.append(Int32(valid))
-    cute.arch.inline_ptx(text, read_only_args=arguments)
+    inline(None, text, *arguments)
 
 
 def bits_of(x: Float32) -> Uint32:
     """The float's bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+    return inline(Uint32, "mov.b32 {$w0}, {$r0};", x)
 
 
 def float_of(bits: Uint32) -> Float32:
     """The float with these bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+    return inline(Float32, "mov.b32 {$w0}, {$r0};", bits)
 
 
 def unpack(words: list, count: int, dtype: str) -> list:
@@ -65,12 +67,7 @@ def pack(values: list, dtype: str) -> list:
         return [bits_of(value) for value in values]
     pairs = list(zip(values[::2], [*values[1::2], Float32(0.0)], strict=False))
     pair = "bf16x2" if dtype == "bf16" else "f16x2"
-    return [
-        cute.arch.inline_ptx(
-            f"cvt.rn.{pair}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
-        )
-        for low, high in pairs
-    ]
+    return [inline(Uint32, f"cvt.rn.{pair}.f32 {{$w0}}, {{$r0}}, {{$r1}};", high, low) for low, high in pairs]
 
 
 def load_row(address: Int64, row, lane: Int32, dtype: str, fill: int = 0) -> list:
@@ -109,16 +106,12 @@ def clear(address: Int64, nbytes: int, lane: Int32) -> None:
 
 def extreme(operation: str, a: Uint32, b: Uint32) -> Uint32:
     """min or max of unsigned values; the DSL's own compares with a constant as signed."""
-    return cute.arch.inline_ptx(
-        f"{operation}.u32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
-    )
+    return inline(Uint32, f"{operation}.u32 {{$w0}}, {{$r0}}, {{$r1}};", a, b)
 
 
 def redux(value: Uint32, operation: str) -> Uint32:
     """add, min or max of an unsigned value over the warp, in every lane."""
-    return cute.arch.inline_ptx(
-        f"redux.sync.{operation}.u32 {{$w0}}, {{$r0}}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
-    )
+    return inline(Uint32, f"redux.sync.{operation}.u32 {{$w0}}, {{$r0}}, 0xffffffff;", value)
 
 
 def warp_sum(value: Float32, width: int = 32) -> Float32:
@@ -134,102 +127,86 @@ def before(count: Int32, lane: Int32) -> Int32:
     """The sum of `count` over the lanes below this one."""
     total = count
     for step in (1, 2, 4, 8, 16):
-        total = cute.arch.inline_ptx(
+        text = (
             f"{{ .reg .pred in_; .reg .b32 below_; shfl.sync.up.b32 below_|in_, {{$r0}}, {step}, 0, 0xffffffff;"
-            " add.s32 {$w0}, {$r0}, 0; @in_ add.s32 {$w0}, {$w0}, below_; }",
-            write_only_types=[Int32],
-            read_only_args=[total],
+            " add.s32 {$w0}, {$r0}, 0; @in_ add.s32 {$w0}, {$w0}, below_; }"
         )
+        total = inline(Int32, text, total)
     return total - count
 
 
 def shared_load_u32(address: Int32) -> Uint32:
     """Four bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.volatile.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
-    )
+    return inline(Uint32, "ld.volatile.shared.b32 {$w0}, [{$r0}];", address)
 
 
 def shared_load_u64(address: Int32) -> Uint64:
     """Eight bytes of shared memory, aligned."""
-    return cute.arch.inline_ptx(
-        "ld.volatile.shared.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[address]
-    )
+    return inline(Uint64, "ld.volatile.shared.b64 {$w0}, [{$r0}];", address)
 
 
 def shared_store_u32(address: Int32, value: Uint32) -> None:
     """Four bytes to shared memory."""
-    cute.arch.inline_ptx("st.volatile.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+    inline(None, "st.volatile.shared.b32 [{$r0}], {$r1};", address, value)
 
 
 def shared_store_u32_if(address: Int32, value: Uint32, valid) -> None:
     """Four bytes to shared memory where `valid`."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; @ok_ st.volatile.shared.b32 [{$r0}], {$r1}; }",
-        read_only_args=[address, value, Int32(valid)],
-    )
+    text = "{ .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; @ok_ st.volatile.shared.b32 [{$r0}], {$r1}; }"
+    inline(None, text, address, value, Int32(valid))
 
 
 def shared_store_u64(address: Int32, value: Uint64) -> None:
     """Eight bytes to shared memory, aligned."""
-    cute.arch.inline_ptx("st.volatile.shared.b64 [{$r0}], {$r1};", read_only_args=[address, value])
+    inline(None, "st.volatile.shared.b64 [{$r0}], {$r1};", address, value)
 
 
 def shared_or(address: Int32, value: Uint32) -> None:
     """Sets bits of a word in shared memory; the order of several lanes does not matter."""
-    cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+    inline(None, "red.shared.or.b32 [{$r0}], {$r1};", address, value)
 
 
 def shared_add_if(address: Int32, valid) -> None:
     """Adds 1 to a word in shared memory where `valid`; the order of several lanes does not matter."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred ok_; setp.ne.b32 ok_, {$r1}, 0; @ok_ red.shared.add.u32 [{$r0}], 1; }",
-        read_only_args=[address, Int32(valid)],
-    )
+    text = "{ .reg .pred ok_; setp.ne.b32 ok_, {$r1}, 0; @ok_ red.shared.add.u32 [{$r0}], 1; }"
+    inline(None, text, address, Int32(valid))
 
 
 def cluster_store_u32(address: Int32, value: Uint32, block: Int32, valid) -> None:
     """Four bytes to this address in the shared memory of one of the cluster's blocks, where `valid`."""
-    cute.arch.inline_ptx(
+    text = (
         "{ .reg .pred ok_; .reg .b32 there_; setp.ne.b32 ok_, {$r3}, 0;"
-        " @ok_ mapa.shared::cluster.u32 there_, {$r0}, {$r2}; @ok_ st.shared::cluster.b32 [there_], {$r1}; }",
-        read_only_args=[address, value, block, Int32(valid)],
+        " @ok_ mapa.shared::cluster.u32 there_, {$r0}, {$r2}; @ok_ st.shared::cluster.b32 [there_], {$r1}; }"
     )
+    inline(None, text, address, value, block, Int32(valid))
 
 
 def match_any(value: Uint32) -> Uint32:
     """The lanes of the warp that have this lane's value, as bits."""
-    return cute.arch.inline_ptx(
-        "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value]
-    )
+    return inline(Uint32, "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", value)
 
 
 def exchange_f64(value: Float64, distance: int) -> Float64:
     """The value of the lane whose number differs in the bit `distance`."""
-    return cute.arch.inline_ptx(
+    text = (
         "{ .reg .b32 low_, high_; mov.b64 {low_, high_}, {$r0};"
         f" shfl.sync.bfly.b32 low_, low_, {distance}, 31, 0xffffffff;"
-        f" shfl.sync.bfly.b32 high_, high_, {distance}, 31, 0xffffffff; mov.b64 {{$w0}}, {{low_, high_}}; }}",
-        write_only_types=[Float64],
-        read_only_args=[value],
+        f" shfl.sync.bfly.b32 high_, high_, {distance}, 31, 0xffffffff; mov.b64 {{$w0}}, {{low_, high_}}; }}"
     )
+    return inline(Float64, text, value)
 
 
 def shared_load_f64(address: Int32) -> Float64:
     """A float64 of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.volatile.shared.f64 {$w0}, [{$r0}];", write_only_types=[Float64], read_only_args=[address]
-    )
+    return inline(Float64, "ld.volatile.shared.f64 {$w0}, [{$r0}];", address)
 
 
 def shared_store_f64(address: Int32, value: Float64) -> None:
     """A float64 to shared memory."""
-    cute.arch.inline_ptx("st.volatile.shared.f64 [{$r0}], {$r1};", read_only_args=[address, value])
+    inline(None, "st.volatile.shared.f64 [{$r0}], {$r1};", address, value)
 
 
 def first_block_store_f64(address: Int32, value: Float64) -> None:
     """A float64 to this address in the shared memory of the cluster's first block."""
-    cute.arch.inline_ptx(
-        "{ .reg .b32 there_; mapa.shared::cluster.u32 there_, {$r0}, 0; st.shared::cluster.f64 [there_], {$r1}; }",
-        read_only_args=[address, value],
-    )
+    text = "{ .reg .b32 there_; mapa.shared::cluster.u32 there_, {$r0}, 0; st.shared::cluster.f64 [there_], {$r1}; }"
+    inline(None, text, address, value)

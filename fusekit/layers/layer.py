@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Launch, Library
 
 _PLANS_KEPT = 64  # token counts differ from step to step
+_BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ class Layer:
 
     def __hash__(self) -> int:
         return hash(self._identity)
+
+    def __deepcopy__(self, memo: Any) -> Layer:
+        return self  # a copy of a module launches the same kernels
 
     @property
     def _identity(self) -> tuple[Any, ...]:
@@ -189,7 +193,9 @@ class Layer:
         ]
 
     def _known(self, which: str, given: Collection[str]) -> set[str]:
-        """The outputs among `given`, of which every one must be an argument."""
+        """The outputs among `given`, of which every one must be an argument. Raises ArgumentError."""
+        if not self.program.steps[which]:
+            raise ArgumentError(untrained(self.options, which))
         inputs, outputs = self.program.arguments(which)
         unknown = sorted(set(given) - inputs.keys() - outputs.keys())
         if unknown:
@@ -252,17 +258,37 @@ class Layer:
         kept, kept_bytes = self.program.kept(dims)
         return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
 
-    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
-        """The variant of a part for so many tokens, loaded once."""
+    def kernel_name(self, part: str, tokens: int) -> str:
+        """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is
+        always that for the tokens of the spec.
+        """
         keys = self.program.parts[part]
         operation = OPERATIONS[keys["op"]]
+        dims = self.program.dims(self.options.tokens if pinned(keys) else tokens)
         problem = {"T": dims["T"]}
         if operation.family == GEMM:
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}
-        record = self._library.find(f"{self.name}.{part}", self._arch, self._device, problem)
-        if record.name not in self._kernels:
-            self._kernels[record.name] = self._library.load(record.name, self._arch, self._device)
-        return self._kernels[record.name]
+        return self._library.find(f"{self.name}.{part}", self._arch, self._device, problem).name
+
+    def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
+        """A part for so many tokens, loaded once."""
+        name = self.kernel_name(part, dims["T"])
+        if name not in self._kernels:
+            self._kernels[name] = self._library.load(name, self._arch, self._device)
+        return self._kernels[name]
+
+
+def pinned(keys: Mapping[str, Any]) -> bool:
+    """Whether the bits of a row's results depend on the variant. keys: of a kernel's table."""
+    return any(keys.get(name) for name in _BY_TILE)
+
+
+def untrained(options: Options, which: str = BACKWARD) -> str:
+    """That a layer for inference has no such pass, in words."""
+    return (
+        f'{options.file}/{options.name} was built for inference alone (keep = "none") and has no {which} pass; build it'
+        ' with keep = "z" to train it'
+    )
 
 
 def layers_of(library: Library) -> dict[str, Options]:
@@ -272,7 +298,7 @@ def layers_of(library: Library) -> dict[str, Options]:
         said = listing.record.spec.get("layer")
         if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" not in found:
             with suppress(TypeError):
-                options = Options(**said)
+                options = Options.of(said)
                 found[f"{options.file}/{options.name}"] = options
     return found
 

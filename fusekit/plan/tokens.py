@@ -7,7 +7,7 @@ launch moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 Keys = Mapping[str, Any]
@@ -21,9 +21,9 @@ class Operand:
     """A tensor, or a scalar, which has no shape.
 
     dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
-    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, W words of a routing map
-    and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse: whether only the chosen
-    experts' elements of [T, X] are read.
+    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
+    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse:
+    whether only the chosen experts' elements of [T, X] are read.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Operand:
         """The shape: numbers, names of dims, and an expression for TK."""
         experts, topk = keys["experts"], keys["topk"]
         known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
+        known["NX"] = keys.get("terms", 0) * experts
         return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
 
     def dtype_of(self, keys: Keys) -> str:
@@ -63,6 +64,20 @@ class TokenOperation:
     def of(self, keys: Keys) -> tuple[Operand, ...]:
         """The operands of a kernel with these keys, in the order of its host function, scalars last."""
         return tuple(operand for operand in self.operands if operand.when(keys))
+
+    def facts(self, keys: Keys) -> dict[str, Any]:
+        """In JSON types, all that a kernel with these keys is made from: a key holds that, and not this file."""
+        operands = [
+            _told(each, keys) | {"dtype": each.dtype_of(keys), "extents": list(each.extents(keys))}
+            for each in self.operands
+        ]
+        return _told(self, keys) | {"wide": self.wide, "operands": operands}
+
+
+def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:
+    """Its fields, what depends on the keys as it is with these; but for what reaches no kernel."""
+    told = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in ("words", "long_row")}
+    return {name: value(keys) if callable(value) else value for name, value in told.items()}
 
 
 def _compact(keys: Keys) -> bool:
@@ -297,6 +312,26 @@ _ROWS = (
             replace(_WEIGHTS, when=bool),
             Operand("probs", OUTPUT, "out_dtype", "T X",
                     "The weight of each expert for each token; 0 where it was not chosen."),
+        ),
+    ),
+    TokenOperation(
+        "router-split",
+        PERMUTATION,
+        "fusekit.kernels.router.terms:RouterSplit",
+        (
+            Operand("w", INPUT, "f32", "T H", "Float32 numbers, such as a router's weights: T experts."),
+            Operand("terms", OUTPUT, "dtype", "M H",
+                    "The numbers rounded; after these T rows, what was left of each, rounded; and so on."),
+        ),
+    ),
+    TokenOperation(
+        "router-sum",
+        PERMUTATION,
+        "fusekit.kernels.router.terms:RouterSum",
+        (
+            Operand("x", INPUT, "f32", "T NX", "Each token's products with the first terms, then with the second."),
+            Operand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
+            Operand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
         ),
     ),
     TokenOperation(

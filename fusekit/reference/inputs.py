@@ -77,11 +77,18 @@ def make_inputs(
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
     dims = {"E": E, "M": M, "N": N, "K": K}
-    for twin in twins(means):
-        inputs |= twin.inputs(means, dims, rng, seed)
+    inputs |= _of_operands(means, dims, rng, seed)
     if means.activation.backward:
         width = N if means.glu_layout == "none" else 2 * N
         inputs["preactivation"] = bits((M, width), means.dtype, seed + 4)
+    return inputs
+
+
+def _of_operands(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    for twin in twins(means):
+        if hasattr(twin, "inputs"):
+            inputs |= twin.inputs(means, dims, rng, seed)
     return inputs
 
 
@@ -105,8 +112,7 @@ def _wgrad_inputs(
         }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
-    for twin in twins(means):
-        inputs |= twin.inputs(means, {"M": rows}, np.random.default_rng(seed), seed)
+    inputs |= _of_operands(means, {"M": rows}, np.random.default_rng(seed), seed)
     if means.accumulate:
         whole = shape if means.grouped else shape[1:]
         # As many bits as float32 has, of which a 16-bit format would lose most.

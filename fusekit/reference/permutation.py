@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusekit.reference.formats import Array, encode, poisoned, values
+from fusekit.reference.formats import Array, decode, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.tokens import canonical
@@ -96,6 +96,27 @@ def by_expert(indices: Array, weights: Array, experts: int) -> Array:
     return made
 
 
+def split(w: Array, terms: int) -> Array:
+    """uint16[terms * T, H]: bf16 terms of float32 numbers [T, H], each of what the ones before have left."""
+    found, rest = [], np.asarray(w, np.float32)
+    with np.errstate(invalid="ignore"):
+        for _ in range(terms):
+            found.append(encode(rest, "bf16"))
+            rest = rest - decode(found[-1], "bf16")
+            rest = np.where(np.isnan(rest), np.float32(0), rest)
+    return np.concatenate(found)
+
+
+def summed(x: Array, terms: int, bias: Array | None) -> Array:
+    """float32[T, X]: the sum of the terms of x [T, terms * X], the last first, and then the bias [X]."""
+    parts = x.reshape(len(x), terms, x.shape[1] // terms)
+    with np.errstate(all="ignore"):
+        made: Array = parts[:, -1]
+        for term in reversed(range(terms - 1)):
+            made = made + parts[:, term]
+        return made if bias is None else made + bias
+
+
 def permutation_inputs(
     spec: PermutationSpec | Mapping[str, Any],
     *,
@@ -110,6 +131,11 @@ def permutation_inputs(
     inputs: dict[str, Any]
     topk = keys["topk"]
     experts = keys["experts"] or MADE_UP_EXPERTS
+    if keys["op"] == "router-split":
+        return {"w": rng.standard_normal((T, H), np.float32)}
+    if keys["op"] == "router-sum":
+        inputs = {"x": rng.standard_normal((T, keys["terms"] * keys["experts"]), np.float32)}
+        return inputs | ({"bias": rng.standard_normal(experts, np.float32)} if keys["bias"] else {})
     if indices is None:
         weights = rng.uniform(0.5, 1.5, experts)
         indices = rng.choice(experts, (T, topk), p=weights / weights.sum()).astype(np.int32)
@@ -155,6 +181,11 @@ def permutation_check(
     if keys["op"] == "moe-probs":
         dtype, want = keys["out_dtype"], by_expert(inputs["indices"], inputs["weights"], keys["experts"])
         return [], _differ("probs", values(outputs["probs"], dtype), values(encode(want, dtype), dtype))
+    if keys["op"] == "router-split":
+        want = decode(split(inputs["w"], keys["terms"]), "bf16")
+        return [], _differ("terms", values(outputs["terms"], "bf16"), want)
+    if keys["op"] == "router-sum":
+        return [], _differ("y", outputs["y"], summed(inputs["x"], keys["terms"], inputs.get("bias")))
     inverse = inputs["inverse"]
     measured: list[Measurement] = []
     by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())

@@ -19,8 +19,10 @@ def canonical(spec: RouterSpec | PermutationSpec | Mapping[str, Any]) -> Mapping
 
 
 def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tuple[Operand, tuple[int, ...], str]]:  # noqa: N803 - the dims' own names
-    """Each tensor of a launch, its shape and its dtype; there is a row for every choice. keys: of the spec."""
-    sizes = {"T": T, "M": T * keys["topk"], "H": H}
+    """Each tensor of a launch, its shape and its dtype; there is a row for every choice, or every term. keys: of the
+    spec.
+    """
+    sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H}
     for operand in TOKENS[keys["op"]].of(keys):
         if operand.role != SCALAR:
             extents = (T * each[1] if isinstance(each, list) else each for each in operand.extents(keys))

@@ -27,25 +27,15 @@ memory       `DeviceArray`, device memory of our own
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusekit.runtime.checked import OffsetsProblem
-    from fusekit.runtime.devices import Device, Devices
-    from fusekit.runtime.driver import Driver
-    from fusekit.runtime.kernel import Kernel
-    from fusekit.runtime.launch import Launch
-    from fusekit.runtime.library import Library, open_library
-    from fusekit.runtime.memory import DeviceArray
-
-__all__ = [
-    "Device",
-    "DeviceArray",
-    "Devices",
-    "Driver",
-    "Kernel",
-    "Launch",
-    "Library",
-    "OffsetsProblem",
-    "open_library",
-]
+    from fusekit.runtime.checked import OffsetsProblem as OffsetsProblem
+    from fusekit.runtime.devices import Device as Device
+    from fusekit.runtime.devices import Devices as Devices
+    from fusekit.runtime.driver import Driver as Driver
+    from fusekit.runtime.kernel import Kernel as Kernel
+    from fusekit.runtime.launch import Launch as Launch
+    from fusekit.runtime.library import Library as Library
+    from fusekit.runtime.library import open_library as open_library
+    from fusekit.runtime.memory import DeviceArray as DeviceArray
 
 _HOMES = {
     "Device": "devices", "DeviceArray": "memory", "Devices": "devices", "Driver": "driver", "Kernel": "kernel",
@@ -63,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -36,13 +36,13 @@ class DeviceArray:
         self._strides = compact_strides(self.shape)
         self._devices = devices
         self._base = 0
-        with devices.active(devices.get(device)):
-            total = offset + self.nbytes + tail
-            self._base = int(self._call("cuMemAlloc", max(total, 1)))
+        self._base = int(self._call("cuMemAlloc", max(offset + self.nbytes + tail, 1)))
 
     def _call(self, function: str, *arguments: Any) -> Any:
+        """A function of the driver on the array's device."""
         driver = self._devices.driver
-        return driver.check(getattr(driver.api, function)(*arguments), function)
+        with self._devices.active(self._devices.get(self.device)):
+            return driver.check(getattr(driver.api, function)(*arguments), function)
 
     def data_ptr(self) -> int:
         """The device address of the first element."""
@@ -61,8 +61,7 @@ class DeviceArray:
         """Sets every byte of the whole allocation, sentinels included."""
         base, size = self.allocation
         if size:
-            with self._devices.active(self._devices.get(self.device)):
-                self._call("cuMemsetD8", base, byte, size)
+            self._call("cuMemsetD8", base, byte, size)
 
     def upload(self, source: Any) -> None:
         """Copies a contiguous host buffer (bytes, memoryview, NumPy array) of exactly `nbytes` bytes here."""
@@ -72,8 +71,7 @@ class DeviceArray:
                 f"upload of {view.nbytes} bytes (contiguous: {view.contiguous}); expected {self.nbytes}, contiguous"
             )
         if self.nbytes:
-            with self._devices.active(self._devices.get(self.device)):
-                self._call("cuMemcpyHtoD", self.data_ptr(), source, self.nbytes)
+            self._call("cuMemcpyHtoD", self.data_ptr(), source, self.nbytes)
 
     def upload_repeated(self, source: Any) -> None:
         """Fills the array with a contiguous host buffer of at most `nbytes` bytes, repeated: one upload, then copies on
@@ -87,13 +85,12 @@ class DeviceArray:
                 f"upload of {view.nbytes} bytes (contiguous: {view.contiguous}), repeated; expected 1 to {self.nbytes},"
                 " contiguous"
             )
-        with self._devices.active(self._devices.get(self.device)):
-            self._call("cuMemcpyHtoD", self.data_ptr(), source, view.nbytes)
-            done = view.nbytes
-            while done < self.nbytes:
-                size = min(done, self.nbytes - done)
-                self._call("cuMemcpyDtoD", self.data_ptr() + done, self.data_ptr(), size)
-                done += size
+        self._call("cuMemcpyHtoD", self.data_ptr(), source, view.nbytes)
+        done = view.nbytes
+        while done < self.nbytes:
+            size = min(done, self.nbytes - done)
+            self._call("cuMemcpyDtoD", self.data_ptr() + done, self.data_ptr(), size)
+            done += size
 
     def download(self, start: int = 0, size: int | None = None) -> bytearray:
         """`size` bytes from `start` (default: all of the array), counted from the first element; waits for the device.
@@ -109,8 +106,7 @@ class DeviceArray:
         data = bytearray(size)
         if size:
             buffer = (ctypes.c_char * size).from_buffer(data)
-            with self._devices.active(self._devices.get(self.device)):
-                self._call("cuMemcpyDtoH", ctypes.addressof(buffer), self.data_ptr() + start, size)
+            self._call("cuMemcpyDtoH", ctypes.addressof(buffer), self.data_ptr() + start, size)
             del buffer
         return data
 
@@ -118,8 +114,7 @@ class DeviceArray:
         """Gives the memory back; the array must not be used afterwards."""
         base, self._base = self._base, 0
         if base:
-            with self._devices.active(self._devices.get(self.device)):
-                self._call("cuMemFree", base)
+            self._call("cuMemFree", base)
 
     def __del__(self) -> None:
         try:

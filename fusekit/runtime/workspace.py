@@ -7,6 +7,7 @@ may those that share scratch. Those of one stream do not; so every stream has me
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from fusekit.runtime.devices import Device, Devices
 from fusekit.runtime.streams import LEGACY, PER_THREAD
@@ -24,25 +25,45 @@ def owner_of(stream: int) -> _Stream:
     return ("thread", threading.get_ident()) if stream == PER_THREAD else stream or LEGACY
 
 
-class Workspaces:
-    """The workspaces of one kernel on one device, `size` bytes each, given out without asking the driver until a stock
-    is used up. Safe from many threads; `close` gives all back.
-    """
+class _Own:
+    """Memory of one kernel on one device. Safe from many threads; `close` gives all back."""
+
+    def __init__(self, devices: Devices, device: Device, name: str) -> None:
+        self._devices, self._device, self._name = devices, device, name
+        self._api, self._check = devices.driver.api, devices.driver.check
+        self._given: dict[_Stream, Any] = {}
+        self._allocations: list[int] = []
+        self._closed = False
+
+    def _allocate(self, size: int, what: str) -> int:
+        """The context being current, and no capture being disturbed."""
+        self._allocations.append(int(self._check(self._api.cuMemAlloc(size), what)))
+        return self._allocations[-1]
+
+    def close(self) -> None:
+        """Gives the memory back; no launch that uses it may be pending."""
+        self._closed = True
+        self._given.clear()
+        with self._devices.active(self._device), self._devices.apart():
+            while self._allocations:
+                self._check(self._api.cuMemFree(self._allocations.pop()), "cuMemFree")
+
+
+class Workspaces(_Own):
+    """Workspaces of `size` bytes each, given out without asking the driver until a stock is used up."""
 
     def __init__(self, devices: Devices, device: Device, size: int, zeroed: bool, name: str) -> None:
-        self._devices, self._device, self._name, self._zeroed = devices, device, name, zeroed
+        super().__init__(devices, device, name)
+        self._zeroed = zeroed
         self._size = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._count = min(max(_STOCK_BYTES // self._size, 1), _STOCK_MOST)
         self._free: list[int] = []
-        self._given: dict[_Stream, int] = {}
-        self._allocations: list[int] = []
-        self._closed = False
         self._stock()
 
     def of(self, stream: int) -> int:
         """The address of the workspace for launches in `stream`; 0 when closed."""
         key = owner_of(stream)
-        address = self._given.get(key)
+        address: int | None = self._given.get(key)
         if address is not None or self._closed:
             return address or 0
         while address is None:
@@ -50,19 +71,18 @@ class Workspaces:
                 address = self._free.pop()
             except IndexError:
                 self._stock()
-        kept = self._given.setdefault(key, address)
+        kept: int = self._given.setdefault(key, address)
         if kept != address:  # another thread was first
             self._free.append(address)
         return kept
 
     def _stock(self) -> None:
         """Allocates more. What is to be zeroed is so when this returns, whichever stream launches next."""
-        api, check = self._devices.driver.api, self._devices.driver.check
+        api, check = self._api, self._check
         total = self._count * self._size
         what = f"{self._name}: {self._count} workspaces of {self._size} bytes on {self._device}"
         with self._devices.active(self._device), self._devices.apart(capturing=True):
-            base = int(check(api.cuMemAlloc(total), what))
-            self._allocations.append(base)
+            base = self._allocate(total, what)
             if self._zeroed:
                 # A stream of its own: the default one may have to wait for others, or not be waited for by them.
                 stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
@@ -71,33 +91,20 @@ class Workspaces:
                 check(api.cuStreamDestroy(stream), "cuStreamDestroy")
         self._free.extend(base + index * self._size for index in reversed(range(self._count)))
 
-    def close(self) -> None:
-        """Gives the memory back; no launch that uses it may be pending."""
-        self._closed = True
-        self._given.clear()
-        self._free.clear()
-        with self._devices.active(self._device), self._devices.apart():
-            while self._allocations:
-                self._devices.driver.check(self._devices.driver.api.cuMemFree(self._allocations.pop()), "cuMemFree")
 
-
-class Scratch:
-    """The scratch memory of one kernel on one device. Safe from many threads; `close` gives all back.
-
-    A stream's grows with the largest launch there was. What it had before stays until `close`: bound launches and
-    graphs may still use it.
+class Scratch(_Own):
+    """A stream's scratch grows with the largest launch there was. What it had before stays until `close`: bound
+    launches and graphs may still use it.
     """
 
     def __init__(self, devices: Devices, device: Device, name: str) -> None:
-        self._devices, self._device, self._name = devices, device, name
-        self._given: dict[_Stream, tuple[int, int]] = {}  # address, bytes
-        self._allocations: list[int] = []
+        super().__init__(devices, device, name)
         self._growing = threading.Lock()
-        self._closed = False
 
     def of(self, stream: int, size: int) -> int:
         """The address of `size` bytes at least for launches in `stream`; 0 when closed."""
         key = owner_of(stream)
+        address: int
         address, there = self._given.get(key, (0, 0))
         if there >= size or self._closed:
             return address
@@ -110,15 +117,6 @@ class Scratch:
             wanted = -(-wanted // _SCRATCH_GRANULE) * _SCRATCH_GRANULE
             what = f"{self._name}: {wanted} bytes of scratch on {self._device}"
             with self._devices.active(self._device), self._devices.apart(capturing=True):
-                address = int(self._devices.driver.check(self._devices.driver.api.cuMemAlloc(wanted), what))
-            self._allocations.append(address)
+                address = self._allocate(wanted, what)
             self._given[key] = address, wanted
         return address
-
-    def close(self) -> None:
-        """Gives the memory back; no launch that uses it may be pending."""
-        self._closed = True
-        self._given.clear()
-        with self._devices.active(self._device), self._devices.apart():
-            while self._allocations:
-                self._devices.driver.check(self._devices.driver.api.cuMemFree(self._allocations.pop()), "cuMemFree")

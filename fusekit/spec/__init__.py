@@ -27,32 +27,19 @@ Each is imported on first use: a launch needs little of it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusekit.spec.catalog import find, packaged_files
-    from fusekit.spec.extern import ExternSpec
-    from fusekit.spec.family import Spec
-    from fusekit.spec.json_schema import schema
-    from fusekit.spec.model import Activation, KernelSpec, Problem
-    from fusekit.spec.parse import parse_file, parse_text
-    from fusekit.spec.permutation import PermutationSpec
-    from fusekit.spec.router import RouterSpec
-    from fusekit.spec.token import TokenProblem
-
-__all__ = [
-    "Activation",
-    "ExternSpec",
-    "KernelSpec",
-    "PermutationSpec",
-    "Problem",
-    "RouterSpec",
-    "Spec",
-    "TokenProblem",
-    "find",
-    "packaged_files",
-    "parse_file",
-    "parse_text",
-    "schema",
-]
-
+    from fusekit.spec.catalog import find as find
+    from fusekit.spec.catalog import packaged_files as packaged_files
+    from fusekit.spec.extern import ExternSpec as ExternSpec
+    from fusekit.spec.family import Spec as Spec
+    from fusekit.spec.json_schema import schema as schema
+    from fusekit.spec.model import Activation as Activation
+    from fusekit.spec.model import KernelSpec as KernelSpec
+    from fusekit.spec.model import Problem as Problem
+    from fusekit.spec.parse import parse_file as parse_file
+    from fusekit.spec.parse import parse_text as parse_text
+    from fusekit.spec.permutation import PermutationSpec as PermutationSpec
+    from fusekit.spec.router import RouterSpec as RouterSpec
+    from fusekit.spec.token import TokenProblem as TokenProblem
 
 _HOMES = {
     "Activation": "model", "ExternSpec": "extern", "KernelSpec": "model", "PermutationSpec": "permutation",

@@ -5,11 +5,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
-from fusekit.errors import SpecError
 from fusekit.spec.keys import Key
-from fusekit.spec.token import TokenSpec
+from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
 from fusekit.spec.values import show
 
 EXTERN = "extern"
@@ -44,8 +43,8 @@ _SOURCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
 EXTERN_KEYS = (
-    Key("name", "string", "The kernel's name in this file.", required=True),
-    Key("summary", "string", "One line about the kernel; default: the file's."),
+    NAME,
+    SUMMARY,
     Key("arch", "choice", "Target architecture.", choices=EXTERN_ARCHES, required=True, sweep=True),
     Key("source", "string", 'A function, "module:function", that returns what cute.compile takes: (function, args) or '
         "(function, args, kwargs), with fake arguments. It is called with params, and with arch if it takes that.",
@@ -105,20 +104,6 @@ class ExternSpec(TokenSpec):
         values["status"] = RUN if self.arch in self.ran_on else NOT_RUN
         return dict(sorted(values.items()))
 
-    @classmethod
-    def from_canonical(cls, data: Mapping[str, Any]) -> Self:
-        """The spec that `canonical()` gave. Raises SpecError for other keys than this version writes."""
-        expected = {field.name for field in fields(cls)}
-        if set(data) != expected | {"status"}:
-            odd = ", ".join(sorted((expected | {"status"}) ^ set(data)))
-            raise SpecError(
-                f"a canonical spec has exactly the keys of this version; different: {odd}; build the kernel again"
-            )
-        values: dict[str, Any] = {
-            key: tuple(data[key]) if key in ("distributions", "ran_on") else data[key] for key in expected
-        }
-        return cls(**values)
-
     def device_spec(self) -> dict[str, Any]:
         """What decides the cubin and its launch record, in JSON types: no names and no words."""
         apart = ("file", "kernel", "summary", "sweep", "ran_on", "status")
@@ -133,21 +118,8 @@ class ExternSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    return ExternSpec(
-        file=file,
-        kernel=values["name"],
-        op=values["op"],
-        arch=choice["arch"],
-        source=values["source"],
-        params={**values["params"], **choice["sweep"]},
-        sweep=choice["sweep"],
-        lift=values["lift"],
-        arguments=values["arguments"],
-        dims=values["dims"],
-        distributions=tuple(values["distributions"]),
-        ran_on=tuple(values["ran_on"]),
-        summary=values["summary"],
-    )
+    lists = {key: tuple(values[key]) for key in ("distributions", "ran_on")}
+    return made(ExternSpec, file, values, choice, params={**values["params"], **choice["sweep"]}, **lists)
 
 
 def broken_extern_rules(spec: ExternSpec) -> list[Broken]:

@@ -15,7 +15,8 @@ from fusekit.spec.sweep import Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
-MOST_KERNELS = 72  # of a layer, each GEMM in three variants
+MOST_KERNELS = 36  # of a layer, each of them in three variants or in those that its table lists
+SWEPT = ("tile", "cluster")  # keys of a layer that are those of its GEMMs
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
@@ -59,10 +60,10 @@ def _table(
     table |= {"name": f"{options.name}.{part}", "summary": values["summary"], "arch": values["arch"]}
     for name, value in keys.items():
         table[name] = (value,) if known[name].sweep else value
-    return table
+    return table | {name: values[name] for name in SWEPT if name in known}
 
 
 LAYER = Family(
-    (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch",), make=lambda *_: None, broken=lambda _: [],
-    own=(*KERNEL_ONLY, "kind"), expand=expand_layer, most=MOST_KERNELS,
+    (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
+    own=(*KERNEL_ONLY, "kind", *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

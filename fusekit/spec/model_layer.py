@@ -49,7 +49,7 @@ def _title(model: Model, mlp: Mlp) -> str:
     return f"{mlp_title(model, mlp)}; {stored}"
 
 
-def _common(model: Model, mlp: Mlp) -> dict[str, Any]:
+def _common(model: Model, mlp: Mlp, request: Request) -> dict[str, Any]:
     """The keys of any layer, of which those with usual values are left out."""
     keys: dict[str, Any] = {"hidden": model.hidden, "intermediate": mlp.intermediate}
     keys["activation"] = dict(mlp.activation or {})
@@ -57,6 +57,8 @@ def _common(model: Model, mlp: Mlp) -> dict[str, Any]:
         keys["glu_layout"] = mlp.glu_layout
     if mlp.bias:
         keys["bias"] = True
+    if not request.training:
+        keys["keep"] = "none"
     return keys | ({"b_major": mlp.b_major} if mlp.b_major != "k" else {})
 
 
@@ -74,7 +76,7 @@ def _experts(
     loss = router.aux_loss and request.training and not given and not router.by_sequence
     if loss:
         routing["aux_loss"] = True
-    keys: dict[str, Any] = {"kind": "moe", **_common(model, mlp)}
+    keys: dict[str, Any] = {"kind": "moe", **_common(model, mlp, request)}
     keys |= {"experts": sizes.groups, "topk": topk, "router": routing}
     if shared is not None:
         keys["shared"] = shared.intermediate
@@ -88,12 +90,16 @@ def _experts(
     if shared is not None:
         text += f". Of the shared experts, {shared.weights}"
     what = "experts" if given else "router and experts"
-    summary = f"One layer, forward and backward: {what}{', and the shared experts' if shared is not None else ''}"
+    summary = f"One layer, {_passes(request)}: {what}{', and the shared experts' if shared is not None else ''}"
     why = mlp.why or ("" if shared is None else shared.why)
     return Kernel("moe", summary, text, {**keys, "problem": {"T": tokens}}, why)
 
 
 def _mlp(model: Model, mlp: Mlp, request: Request) -> Kernel:
     name = "mlp" if model.router is None else mlp.role
-    keys = {"kind": "mlp", **_common(model, mlp), "problem": {"T": request.tokens}}
-    return Kernel(name, "The MLP, forward and backward", "y[T, H] from x[T, H]", keys, mlp.why)
+    keys = {"kind": "mlp", **_common(model, mlp, request), "problem": {"T": request.tokens}}
+    return Kernel(name, f"The MLP, {_passes(request)}", "y[T, H] from x[T, H]", keys, mlp.why)
+
+
+def _passes(request: Request) -> str:
+    return "forward and backward" if request.training else "for inference"

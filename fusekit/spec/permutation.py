@@ -1,4 +1,4 @@
-"""Specs of the operations between router and grouped GEMM: row order, rows to experts and back."""
+"""Specs of the operations around router and grouped GEMM: row order, rows to experts and back, float32 weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,53 +6,52 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.spec.keys import Key
-from fusekit.spec.model import ARCHES, OUT_DTYPES
+from fusekit.spec.model import OUT_DTYPES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
-from fusekit.spec.token import TokenProblem, TokenSpec
+from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
 
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
 WEIGHTS_BACKWARD, PROBS = "moe-weights-bwd", "moe-probs"
+SPLIT, SUM = "router-split", "router-sum"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
 MOST_ADDENDS = 2
+MOST_TERMS = 3  # which are all bits of a float32
 
-_NAME = Key("name", "string", "The kernel's name in this file.", required=True)
-_SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
-_ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
 _TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
-_TOKENS = Key("T", "int", "Tokens.", required=True)
 _HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
 _EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
 _WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
-_PROBLEM = Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS,))
 _ROWS = (
-    _NAME,
-    _SUMMARY,
-    _ARCH,
+    NAME,
+    SUMMARY,
+    ARCH,
     _TOPK,
     Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
         default="bf16"),
     _WARPS,
-    Key("problem", "table", "The shape that run and benchmarks use.", keys=(_TOKENS, _HIDDEN)),
+    Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, _HIDDEN)),
 )  # fmt: skip
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
                 default=False)  # fmt: skip
 _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
               default=False)  # fmt: skip
+_TERMS = Key("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
+             default=MOST_TERMS)  # fmt: skip
 PERMUTATION_KEYS = {
     INDEX: (
-        _NAME,
-        _SUMMARY,
-        _ARCH,
+        NAME,
+        SUMMARY,
+        ARCH,
         _TOPK,
         Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
         Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
         Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
         Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
         Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
-        _PROBLEM,
+        PROBLEM,
     ),
     PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
     UNPERMUTE: (
@@ -67,46 +66,45 @@ PERMUTATION_KEYS = {
     ),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (
-        _NAME,
-        _SUMMARY,
-        _ARCH,
+        NAME,
+        SUMMARY,
+        ARCH,
         _TOPK,
         _EXPERTS,
         Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False),
         _WARPS,
-        _PROBLEM,
+        PROBLEM,
     ),
     PROBS: (
-        _NAME,
-        _SUMMARY,
-        _ARCH,
+        NAME,
+        SUMMARY,
+        ARCH,
         _TOPK,
         _EXPERTS,
         Key("out_dtype", "choice", "Type of probs.", choices=OUT_DTYPES, default="f32"),
         _WARPS,
-        _PROBLEM,
+        PROBLEM,
+    ),
+    SPLIT: (NAME, SUMMARY, ARCH, _TERMS, _WARPS, _ROWS[-1]),
+    SUM: (
+        NAME,
+        SUMMARY,
+        ARCH,
+        _EXPERTS,
+        _TERMS,
+        Key("bias", "bool", "Adds bias[X], f32.", default=False),
+        _WARPS,
+        PROBLEM,
     ),
     CHECK: (
-        _NAME,
-        _SUMMARY,
-        _ARCH,
+        NAME,
+        SUMMARY,
+        ARCH,
         Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True),
-        _PROBLEM,
+        PROBLEM,
     ),
 }
 PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
-NEUTRAL = {
-    "dtype": "none",
-    "out_dtype": "none",
-    "experts": 0,
-    "topk": 0,
-    "weighted": False,
-    "scaled": False,
-    "addend": False,
-    "counts": False,
-    "tokens": False,
-    "addends": 0,
-}
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
@@ -115,33 +113,30 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 class PermutationSpec(TokenSpec):
     """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin.
 
-    A key that the operation lacks has its value in `NEUTRAL`. Backward operations are
-    weighted, moe-permute-bwd is scaled.
+    A key that the operation lacks has its default. Backward operations are weighted, moe-permute-bwd is scaled;
+    router-split gives bf16.
     """
 
     file: str
     kernel: str
     op: str
     arch: str
-    dtype: str
-    out_dtype: str
-    experts: int
-    topk: int
-    weighted: bool
-    scaled: bool
-    addend: bool
-    counts: bool
-    tokens: bool
-    addends: int
     warps: int
-    problem: TokenProblem | None
     summary: str
+    problem: TokenProblem | None = None
+    dtype: str = "none"
+    out_dtype: str = "none"
+    experts: int = 0
+    topk: int = 0
+    weighted: bool = False
+    scaled: bool = False
+    addend: bool = False
+    counts: bool = False
+    tokens: bool = False
+    addends: int = 0
+    terms: int = 0
+    bias: bool = False
     layer: Any = None
-
-    def device_spec(self) -> dict[str, Any]:
-        """As ever, without `tokens` where they are not asked for."""
-        made = TokenSpec.device_spec(self)
-        return {key: value for key, value in made.items() if key != "tokens" or value}
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
@@ -151,17 +146,9 @@ class PermutationSpec(TokenSpec):
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
     op = values["op"]
-    made = {"weighted": op in BACKWARDS, "scaled": op == PERMUTE_BACKWARD}
-    return PermutationSpec(
-        file=file,
-        kernel=values["name"],
-        op=op,
-        arch=choice["arch"],
-        **{key: values.get(key, neutral) for key, neutral in (NEUTRAL | made).items()},
-        warps=choice["warps"],
-        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
-        summary=values["summary"],
-    )
+    own: dict[str, Any] = {"weighted": True, "scaled": op == PERMUTE_BACKWARD} if op in BACKWARDS else {}
+    own |= {"dtype": "bf16"} if op == SPLIT else {}
+    return made(PermutationSpec, file, values, choice, **own)
 
 
 def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
@@ -176,6 +163,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("scaled", True, rule))
     if not 0 <= spec.addends <= MOST_ADDENDS:
         found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
+    if spec.terms > MOST_TERMS:
+        found.append(("terms", spec.terms, f"must be from 1 to {MOST_TERMS}, which are all bits of a float32"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.spec.keys import Key
-from fusekit.spec.model import ARCHES
-from fusekit.spec.token import TokenProblem, TokenSpec
+from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
 AUX_LOSS, AUX_LOSS_BACKWARD = "moe-aux-loss", "moe-aux-loss-bwd"
@@ -17,12 +16,8 @@ ROUTER_DTYPES = ("f32", "bf16")
 MAX_EXPERTS, MAX_TOPK, MAX_GROUPS = 4096, 64, 64
 LONG_ROW = 1024  # experts from which on fewer warps a block are better: their registers are many
 
-ROUTER_PROBLEM_KEYS = (Key("T", "int", "Tokens.", required=True),)
-
-_NAME = Key("name", "string", "The kernel's name in this file.", required=True)
-_SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
 _COMMON = (
-    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    ARCH,
     Key("dtype", "choice", "Type of logits and grad_logits.", choices=ROUTER_DTYPES, default="f32"),
     Key("out_dtype", "choice", "Type of probs, scores and their gradients; default: dtype.", choices=ROUTER_DTYPES),
     Key("experts", "int", f"Experts X, {MAX_EXPERTS} at most.", minimum=1, required=True),
@@ -30,7 +25,7 @@ _COMMON = (
     Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
     Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8; a token takes one; default: 8, from 1024 experts on 4.",
         minimum=1, sweep=True),
-    Key("problem", "table", "The shape that run and benchmarks use.", keys=ROUTER_PROBLEM_KEYS),
+    PROBLEM,
 )  # fmt: skip
 _PRE_SOFTMAX = Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False)
 _OUTPUTS = Key("outputs", "choice", '"dense": probs[T, X] and routing_map; "compact": indices[T, K], weights[T, K].',
@@ -49,8 +44,8 @@ _GRADIENT = (
     Key("addend", "bool", "Adds addend[T, X], f32, such as the gradient of the load-balancing loss.", default=False),
 )
 _LOSS = (
-    _NAME,
-    _SUMMARY,
+    NAME,
+    SUMMARY,
     *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
     Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
     Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
@@ -65,10 +60,10 @@ _LOSS = (
 
 # What each operation can be told.
 ROUTER_KEYS = {
-    FORWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
-    BACKWARD: (_NAME, _SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE, *_GRADIENT),
-    AUX: (_NAME, _SUMMARY, *_COMMON, _MAP),
-    AUX_BACKWARD: (_NAME, _SUMMARY, *_COMMON),
+    FORWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, *_LIMITS, _OUTPUTS, _MAP, _SCALE),
+    BACKWARD: (NAME, SUMMARY, *_COMMON, _PRE_SOFTMAX, _OUTPUTS, _MAP, _SCALE, *_GRADIENT),
+    AUX: (NAME, SUMMARY, *_COMMON, _MAP),
+    AUX_BACKWARD: (NAME, SUMMARY, *_COMMON),
     AUX_LOSS: _LOSS,
     AUX_LOSS_BACKWARD: _LOSS,
 }
@@ -88,25 +83,25 @@ class RouterSpec(TokenSpec):
     kernel: str
     op: str
     arch: str
+    warps: int
+    summary: str
     dtype: str
     out_dtype: str
     grad_dtype: str
     experts: int
     topk: int
-    score_function: str
-    pre_softmax: bool
-    expert_bias: bool
-    num_groups: int
-    group_topk: int
-    outputs: str
     routing_map: str
-    scaling_factor: float
-    coefficient: float
-    addend: bool
-    scalars: str
-    warps: int
-    problem: TokenProblem | None
-    summary: str
+    problem: TokenProblem | None = None
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    expert_bias: bool = False
+    num_groups: int = 0
+    group_topk: int = 0
+    outputs: str = "dense"
+    scaling_factor: float = 1.0
+    coefficient: float = 1.0
+    addend: bool = False
+    scalars: str = "launch"
     layer: Any = None
 
     APART = (*TokenSpec.APART, "scaling_factor", "coefficient")
@@ -125,34 +120,17 @@ class RouterSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> RouterSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    op: str = values["op"]
-    outputs: str = values.get("outputs", "dense")
-    mapped = op in (FORWARD, BACKWARD, AUX) and outputs == "dense"
-    compact = outputs == "compact"
-    return RouterSpec(
-        file=file,
-        kernel=values["name"],
-        op=op,
-        arch=choice["arch"],
-        dtype=values["dtype"],
+    compact = values.get("outputs") == "compact"
+    mapped = values["op"] in (FORWARD, BACKWARD, AUX) and not compact
+    return made(
+        RouterSpec,
+        file,
+        values,
+        choice,
         out_dtype=values.get("out_dtype") or ("f32" if compact else values["dtype"]),
         grad_dtype=values.get("grad_dtype") or values["dtype"],
-        experts=values["experts"],
-        topk=values["topk"],
-        score_function=values.get("score_function", "softmax"),
-        pre_softmax=values.get("pre_softmax", False),
-        expert_bias=values.get("expert_bias", False),
-        num_groups=values.get("num_groups", 0),
-        group_topk=values.get("group_topk", 0),
-        outputs=outputs,
         routing_map=values.get("routing_map") or ("bytes" if mapped else "none"),
-        scaling_factor=values.get("scaling_factor", 1.0),
-        coefficient=values.get("coefficient", 1.0),
-        addend=values.get("addend", False),
-        scalars=values.get("scalars", "launch"),
         warps=choice["warps"] or (4 if values["experts"] >= LONG_ROW else 8),
-        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
-        summary=values["summary"],
     )
 
 

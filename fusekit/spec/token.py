@@ -1,7 +1,20 @@
-"""What specs of kernels that work token by token share: names, canonical form."""
+"""What specs of kernels that work token by token share: keys, names, canonical form."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from fusekit.plan.tokens import TOKENS
+from fusekit.spec.keys import Key
+from fusekit.spec.model import ARCHES
+
+S = TypeVar("S")
+
+NAME = Key("name", "string", "The kernel's name in this file.", required=True)
+SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
+ARCH = Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True)
+TOKENS_KEY = Key("T", "int", "Tokens.", required=True)
+PROBLEM = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +29,7 @@ class TokenSpec:
     """Names and forms of a frozen dataclass with the fields file, kernel, arch, warps, problem, summary and layer."""
 
     __slots__ = ()
-    APART: ClassVar[tuple[str, ...]] = (
-        "file",
-        "kernel",
-        "problem",
-        "summary",
-        "layer",
-    )  # fields that no cubin depends on
+    APART: ClassVar[tuple[str, ...]] = ("file", "kernel", "problem", "summary", "layer")  # no cubin depends on them
 
     @property
     def name(self) -> str:
@@ -51,5 +58,18 @@ class TokenSpec:
         return dict(sorted(values.items()))
 
     def device_spec(self) -> dict[str, Any]:
-        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem."""
-        return {key: value for key, value in self.canonical().items() if key not in self.APART}
+        """What decides the cubin and its launch record, in JSON types: no names, scalars or problem. And the facts of
+        an operation of fusekit's, of which no source is in a key.
+        """
+        own = {key: value for key, value in self.canonical().items() if key not in self.APART}
+        return own | ({"operation": TOKENS[own["op"]].facts(own)} if own["op"] in TOKENS else {})
+
+
+def made(kind: type[S], file: str, values: Mapping[str, Any], choice: Mapping[str, Any], **derived: Any) -> S:
+    """The spec of one kernel. values: by key, complete for its operation; choice: what the sweep takes; derived: what
+    is neither. A key that the operation lacks has the default of its field.
+    """
+    told = {each.name: values[each.name] for each in fields(kind) if each.name in values}  # type: ignore[arg-type]
+    if told.get("problem"):
+        told["problem"] = TokenProblem(**told["problem"])
+    return kind(**{"file": file, "kernel": values["name"], **told, **choice, **derived})

@@ -84,12 +84,6 @@ def read_bundle(
         return reader.check(reader.index(), inspect)
 
 
-def read_index(path: Path, trust: Trust | None = None) -> Index:
-    """The checked index of the bundle `path`. Its members are not read; only their total size is checked."""
-    with open_bundle(path, trust) as reader:
-        return reader.index()
-
-
 @contextlib.contextmanager
 def open_bundle(source: Source, trust: Trust | None) -> Iterator[_Reader]:
     """The bundle in a file, or one that comes in pieces, which are put into a temporary file first.

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fusekit.dtypes import DTYPES
 from fusekit.layers import Layer
 from fusekit.plan.layer import Options, program
-from fusekit.reference import decode, encode, held
 from fusekit.store import NameRecord, Store
 from tests.bench.rig import Rig
-from tests.plan import layer_meaning
+from tests.layers.host import compute
 from tests.store.samples import build_entry
 
 MS = 0.5  # of every launch
@@ -47,33 +42,7 @@ class Formula:
         return launch
 
     def _compute(self, tensors: Any) -> None:
-        arrays = {name: memory(tensor) for name, tensor in tensors.items()}
-        with np.errstate(invalid="ignore"):
-            given = {
-                name: decode(array, tensors[name].dtype).astype(np.float64) if array.dtype == np.uint16 else array
-                for name, array in arrays.items()
-            }
-        made = layer_meaning.OPERATIONS[self.keys["op"]](self.keys, given, self.dims)
-        self.wrong(self.part, made)
-        with np.errstate(invalid="ignore"):  # what no kernel reads may be anything
-            self._write(arrays, given, tensors, made)
-
-    def _write(self, arrays: Any, given: Any, tensors: Any, made: Any) -> None:
-        for name, values in made.items():
-            if name not in arrays or values is None:
-                continue
-            if self.keys.get("accumulate") and name in ("dw", "dbias"):
-                values = values + given[name]
-            dtype = tensors[name].dtype
-            arrays[name][...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
-
-
-def memory(tensor: Any) -> Any:
-    """A tensor's memory, as NumPy holds it."""
-    size = int(np.prod(tensor.shape)) * DTYPES[tensor.dtype].bytes
-    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), held(tensor.dtype)).reshape(
-        tensor.shape
-    )
+        compute(self.keys, tensors, self.dims, lambda made: self.wrong(self.part, made))
 
 
 class StandIn(Layer):

@@ -21,6 +21,8 @@ from fusekit.reference import gemm as reference_gemm
 from fusekit.reference.permutation import index, unpermute
 from fusekit.spec import KernelSpec, parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
+from tests.layers.host import wide
+from tests.plan import layer_meaning
 from tests.runtime.fake import OK, FakeDriver, Launched
 from tests.runtime.samples import CUBIN
 
@@ -118,6 +120,13 @@ class Rig(FakeDriver):
     def _means(
         self, spec: Any, arrays: Mapping[str, Any], scalars: Mapping[str, float], dims: Mapping[str, int]
     ) -> Mapping[str, Any]:
+        if spec.layer is not None:
+            known = {**dims, "M": dims.get("M", dims.get("T", 0) * spec.layer.topk)}
+            types = {tensor.name: tensor.dtype for tensor in record_of(spec).tensors}
+            with np.errstate(all="ignore"):  # of memory that nothing has written yet
+                given = {name: wide(array, types[name]) for name, array in arrays.items()}
+                made = layer_meaning.OPERATIONS[spec.op](spec.canonical(), {**given, **scalars}, known)
+            return {name: values for name, values in made.items() if values is not None}
         if isinstance(spec, KernelSpec):
             given = {name: value for name, value in scalars.items() if name == "alpha"}
             return reference_gemm(spec, {**arrays, **given})

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 from fusekit.bench import layer_trial
+from fusekit.bench.pinned import main as bench_pinned
+from fusekit.choice.tuning import Tuning
 from fusekit.plan.layer import program
+from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime import open_library
 from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish
@@ -122,6 +126,21 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert any("bytes after the buffer were written to" in line for line in document["problems"])
 
 
+def test_a_layer_for_inference(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    layer = publish(tmp_path, small(keep="none", bias=True, router={"aux_loss": True}))
+    install(monkeypatch, rig)
+    code, document = run(capsys, layer, "--check", "--time")
+    assert (code, document["problems"]) == (0, [])
+    assert set(document["errors"]) == {"y", "loss", "inference y", "inference loss"}
+    assert set(document["passes"]) == {"forward", "both"}
+    assert (document["memory"]["kept"], document["memory"]["backward"]) == (0, 0)
+    assert main(["bench", layer, "--alone", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["layers"]
+    assert [line["variant"] for line in found["lines"]] == ["forward", "both"]
+    install(monkeypatch, rig, off("fc2", "y", without_last))
+    assert run(capsys, layer, "--check")[0] == 1
+
+
 @pytest.fixture
 def idle(monkeypatch: Any) -> None:
     """Kernels that take their time and compute nothing."""
@@ -182,6 +201,70 @@ def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkey
     assert "layers/moe" in out
     assert "backward" in out
     assert not rig.memory
+
+
+SWEPT = """
+schema = 1
+[[kernel]]
+name = "moe"
+kind = "moe"
+arch = "sm_90a"
+hidden = 64
+intermediate = 64
+experts = 8
+topk = 2
+tile = [[128, 64], [128, 128], [256, 128]]
+cluster = [[1, 1], [2, 1]]
+problem = { T = 80 }
+"""
+
+
+def test_a_sweep_of_a_layer_decides_what_it_loads(
+    rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    rig.publish(tmp_path, SWEPT, "model")
+    best = {"fc1-fwd": "128x128-c2x1-dynamic", "fc2-dgrad": "128x64-c2x1-dynamic", "fc1-wgrad": "128x64-c1x1-dynamic"}
+    rig.cost = lambda name: 1.0 if best.get(name.partition(".")[2].partition("@")[0]) == name.partition("@")[2] else 2.0
+    assert main(["bench", "model/moe", "--sweep", "--rows", "80", "--rows", "200", "--seconds", "0.01", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    made = open_library().layer("model/moe")
+    gemms = [part for part, keys in made.program.parts.items() if OPERATIONS[keys["op"]].family == GEMM]
+    assert document["layers"] == [] and [each["model"] for each in document["models"]] == ["model/moe"] * 2
+    for each, tokens in zip(document["models"], (80, 200), strict=True):
+        assert [kernel["name"] for kernel in each["kernels"]] == [f"model/moe.{part}" for part in gemms]
+        rows = {kernel["name"].partition(".")[2]: kernel["problem"]["M"] for kernel in each["kernels"]}
+        assert rows == {part: tokens * (1 if part.startswith("router") else 2) for part in gemms}
+    table = Tuning.from_bytes((tmp_path / "tuning" / "sm_90a.json").read_bytes(), "x", "sm_90a")
+    gathering = [row for row in table.rows if row.features.get("gather")]
+    assert document["tuning"]["rows"] == len(table.rows) and len(gathering) >= 4
+    for part, variant in best.items():
+        assert made._kernel(part, made.program.dims(80)).name == f"model/moe.{part}@{variant}"
+        assert made._kernel(part, made.program.dims(150)).name == f"model/moe.{part}@{variant}"
+    assert not rig.memory
+
+
+def test_bits_that_depend_on_a_tile_depend_on_no_batch(
+    rig: Rig, no_torch: None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The kernel of dprob is one for any number of tokens, whatever the table says; others follow it."""
+    rig.publish(tmp_path, SWEPT, "model")
+    rig.cost = lambda name: float(("128x64" in name) + (1 if rig_tokens[0] > 500 else -1) * ("128x128" in name) + 3)
+    rig_tokens = [80]
+    for rig_tokens[0] in (80, 4096):
+        assert main(["bench", "model/moe", "--sweep", "--rows", str(rig_tokens[0]), "--seconds", "0.01", "--json"]) == 0
+    capsys.readouterr()
+    made = open_library().layer("model/moe")
+    counts = (1, 80, 100, 2048, 4096, 8000)
+    assert made.program.parts["fc2-dgrad"]["dprob"]
+    assert len({made.kernel_name("fc2-dgrad", tokens) for tokens in counts}) == 1
+    assert len({made.kernel_name("fc1-dgrad", tokens) for tokens in counts}) > 1
+    monkeypatch.setattr(rig, "_compute", lambda spec, launched: None)
+    assert bench_pinned(["model/moe", "--rows", "4096", "--seconds", "0.01"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert (found["kernel"], found["tokens"]) == ("model/moe.fc2-dgrad", 4096)
+    assert found["pinned"]["variant"].startswith("128x128") and found["pinned"]["ms"] == 4.0
+    assert found["fastest"]["variant"].startswith("256x128") and found["fastest"]["ms"] == 3.0
+    assert found["cost"] == pytest.approx(1.0 / found["layer_ms"])
 
 
 def test_a_large_layer_is_checked_with_few_tokens(monkeypatch: Any) -> None:

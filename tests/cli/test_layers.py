@@ -89,6 +89,14 @@ def test_show_says_what_a_layer_is(fusekit, store):
     assert text.splitlines()[-1] == "not built: model/moe.fc2"
 
 
+def test_show_of_a_layer_for_inference(fusekit):
+    publish(fusekit.root, options(file="model", tokens=1024, keep="none"))
+    text = fusekit("show", "model/moe").out
+    assert "\ninference\n" in text and "fc1-infer" in text and "scratch, inference" in text
+    assert not any(word in text for word in ("backward", "\nforward\n", "scratch, forward"))
+    assert fusekit("show", "model/moe", "--json").json["passes"]["backward"]["steps"] == []
+
+
 def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
     code = (
         "import sys; from fusekit_cli.main import main; main(['show', 'model/moe', '-q']); "

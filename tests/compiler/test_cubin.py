@@ -5,11 +5,11 @@ import re
 import pytest
 
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler import sass
 from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.errors import BuildError, ToolchainError
 from fusekit.spec import find
+from tests.compiler import sass
 
 
 @pytest.fixture(scope="module")

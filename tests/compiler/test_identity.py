@@ -112,7 +112,7 @@ def test_of_the_specs_only_what_a_family_reads_is_in_its_closure():
     def of_specs(root, modules=()):
         return {name for name in closure(root, modules=modules) if name.startswith("spec/")}
 
-    assert of_specs("fusekit.compiler.tokens") == set()  # the file of its own spec is a root of each kernel
+    assert of_specs("fusekit.compiler.tokens") == set()  # what comes of them stands in the spec
     assert of_specs("fusekit.compiler.gemm", SPEC.plan.modules) == {"spec/model.py"}
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 from fusekit.abi import LaunchRecord, TensorMapParameter, evaluate
-from fusekit.compiler import sass, trace
+from fusekit.compiler import trace
 from fusekit.compiler.build import execute, plan_build
 from fusekit.compiler.families import plan
 from fusekit.compiler.prove import prove
@@ -20,6 +20,7 @@ from fusekit.errors import ProofError, ToolchainError
 from fusekit.plan.arch import SM90A
 from fusekit.spec import find, parse_file
 from fusekit.store import Store
+from tests.compiler import sass
 from tests.compiler.mutations import recorded_launches, tally
 
 MATRIX = {

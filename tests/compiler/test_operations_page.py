@@ -57,6 +57,8 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
         'out = "fp8-block"\ntranspose = true\n',
         'out = "fp8-block"\nblocks = "128x128"\ntranspose = true\n',
     ],
+    "router-split": [""],
+    "router-sum": ["experts = 16\nbias = true\n"],
     "moe-check": [""],
 }
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler import sass
 from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.errors import ToolchainError
 from fusekit.spec import parse_text
+from tests.compiler import sass
 
 HEAD = """
 schema = 1
@@ -99,6 +99,11 @@ KERNELS = {
     ),
     "probs": ('op = "moe-probs"\nexperts = 256\ntopk = 33\nout_dtype = "fp16"', "indices weights probs", 8 * 256 * 4),
     "probs-odd": ('op = "moe-probs"\nexperts = 61\ntopk = 1\nwarps = 2', "indices weights probs", 2 * 64 * 4),
+    "split": ('op = "router-split"', "w terms", 0),
+    "split-one-warp": ('op = "router-split"\nterms = 1\nwarps = 1', "w terms", 0),
+    "sum": ('op = "router-sum"\nexperts = 256', "x y", 0),
+    "sum-bias": ('op = "router-sum"\nexperts = 61\nterms = 2\nbias = true\nwarps = 2', "x bias y", 0),
+    "sum-widest": ('op = "router-sum"\nexperts = 4096\nbias = true', "x bias y", 0),
     "aux-backward": (
         'op = "router-aux-score-bwd"\nexperts = 4096\ntopk = 2\nscore_function = "sigmoid"',
         "scores score_sum grad_scores grad_logits",

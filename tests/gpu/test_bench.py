@@ -1,6 +1,6 @@
 """`fusekit bench` on the GPU: times that can be, results that agree with PyTorch's where it is installed.
 
-fusekit --store STORE build quickstart tests/gpu/block.toml          on any machine
+fusekit --store STORE build quickstart tests/gpu/block.toml tests/gpu/layers.toml          on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_bench.py
 """
 
@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from fusekit.bench import pinned
 from fusekit.bench.roofline import peak_of
 from fusekit.choice.tuning import Tuning
 from fusekit_cli.main import main
@@ -74,3 +75,24 @@ def test_a_sweep(bench, tmp_path):
     assert row.device == document["device"]
     assert {variant for variant, _ in row.variants} == {"128x128-c2x1", "128x192-c2x1"}
     assert row.variants[0][1] <= row.variants[1][1]
+
+
+def test_a_sweep_of_a_layer(bench, tmp_path):
+    path = tmp_path / "table.json"
+    code, document = bench("layers/qwen3", "--sweep", "--rows", "512", "--table", str(path))
+    assert code == 0, document
+    (swept,) = document["models"]
+    assert swept["model"] == "layers/qwen3" and document["layers"] == []
+    assert all(line["error"] is None and line["ms"] > 0 for each in swept["kernels"] for line in each["lines"])
+    rows = Tuning.from_bytes(path.read_bytes(), path, "sm_90a").rows
+    assert document["tuning"]["rows"] == len(rows) > 3
+    assert any(row.features.get("gather") for row in rows)
+
+
+def test_what_pinning_costs(opened, capsys):
+    if not opened.store.names("layers/*"):
+        pytest.skip(f"no kernels of layers in {opened}; build tests/gpu/layers.toml there and name the store")
+    assert pinned.main(["layers/qwen3", "--rows", "512", "--seconds", "0.05"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert found["kernel"] == "layers/qwen3.fc2-dgrad"
+    assert 0 <= found["cost"] < 1

@@ -30,9 +30,9 @@ PROBES = {
 }
 
 
-def stored(gpu, name):
+def stored(library, name):
     try:
-        return gpu.library.find(name)
+        return library.find(name)
     except NotBuiltError as error:
         pytest.skip(str(error))
 
@@ -47,8 +47,8 @@ def stored(gpu, name):
         ("megatron_moe.py", "megatron", "experts/megatron.fc2"),
     ],
 )  # fmt: skip
-def test_framework(gpu, file, framework, needs):
-    stored(gpu, needs)
+def test_framework(opened, file, framework, needs):
+    stored(opened, needs)
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     usable = subprocess.run([sys.executable, "-c", PROBES[framework]], capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def problem(gpu, tmp_path_factory):
     """A folder with the inputs, and what the Python runtime makes of them."""
     from fusekit.runtime import DeviceArray
 
-    kernel = gpu.library.load(stored(gpu, FC1).name)
+    kernel = gpu.library.load(stored(gpu.library, FC1).name)
     folder = tmp_path_factory.mktemp("fc1")
     inputs = reference.make_inputs(kernel.spec, E=GROUPS, M=ROWS, N=2 * I, K=H, seed=5)
     shapes = {"y": (ROWS, I), "preactivation": (ROWS, 2 * I)}

@@ -28,8 +28,9 @@ def usable():
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", ["layers/qwen3", "layers/gpt-oss", "layers/deepseek", "layers/choices"])
-def test_layer(opened, usable, name, flags):
+@pytest.mark.parametrize("layer", ["qwen3", "gpt-oss", "deepseek", "choices", "router-f32"])
+def test_layer(opened, usable, layer, flags):
+    name = f"layers/{layer}"
     try:
         opened.layer(name)
     except NotBuiltError as error:

@@ -15,7 +15,8 @@ from fusekit.spec import parse_file
 SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("permutation-matrix.toml"))}
 INDEX = [name for name, spec in SPECS.items() if spec.op == "moe-index"]
 CHOICES = [name for name, spec in SPECS.items() if spec.op in ("moe-weights-bwd", "moe-probs")]
-ROWS = [name for name in SPECS if name not in INDEX and name not in CHOICES]
+TERMS = [name for name, spec in SPECS.items() if spec.op.startswith("router-")]
+ROWS = [name for name in SPECS if name not in (*INDEX, *CHOICES, *TERMS)]
 HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; float32 takes half of it
 
 
@@ -107,6 +108,21 @@ def test_choices(trial, name):
     beyond = np.array([SPECS[name].experts, np.iinfo(np.int32).max, np.iinfo(np.int32).min], np.int32)
     assert trial(name, 5, indices=np.full((5, SPECS[name].topk), SPECS[name].experts - 1, np.int32)) == []  # the last
     assert trial(name, 9, indices=np.resize(beyond, (9, SPECS[name].topk))) == []
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_float32_numbers(trial, name):
+    """H off every block; a NaN, infinities and numbers that bf16 has no exponent for."""
+    for hidden in (8, 2048, 2880, 7168) if "split" in name else (8,):
+        for rows in (0, 1, 127, 3001):
+            assert trial(name, rows, hidden) == [], (hidden, rows)
+    assert trial(name, 127, 256, harm=nan_everywhere) == []
+
+    def wild(inputs):
+        numbers = next(iter(inputs.values())).reshape(-1)
+        numbers[:8] = np.inf, -np.inf, 2.0**-126, 2.0**127, -0.0, 1 + 2.0**-23, 2.0**-110 * (2 - 2.0**-23), -(2.0**-149)
+
+    assert trial(name, 19, 64, harm=wild) == []
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -13,7 +13,8 @@ from fusekit.layers import memory
 from tests.plan.test_layer_program import CASES, H, K, T, X, options
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
-from .host_layer import HostLayer  # noqa: E402
+from tests.layers.host import HostLayer  # noqa: E402
+
 from .plain_jax import arguments, plain  # noqa: E402
 
 jnp = jax.numpy
@@ -23,11 +24,10 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def made(monkeypatch):
-    """made(options) -> (layer, f). XLA's CPU has no streams, and aligns memory to 64."""
+    """made(options) -> (layer, f). XLA's CPU has no streams."""
     from fusekit.interop import jax as interop
 
     monkeypatch.setattr(interop.xla, "stream_of", lambda frame: (None, STREAM))
-    monkeypatch.setattr(memory, "ALIGNMENT", 64)
 
     def make(said):
         layer = HostLayer(said)
@@ -197,6 +197,15 @@ def test_kernels_are_loaded_when_a_call_is_traced(made):
     x, params, _ = inputs_of(layer)
     jax.jit(f).lower(x, params)
     assert layer.loaded == [T] and not layer.launched
+
+
+def test_a_layer_for_inference_has_no_derivative(made):
+    layer, f = made(layer_of("gpt-oss", keep="none"))
+    x, params, _ = inputs_of(layer)
+    with jax.default_matmul_precision("highest"):
+        close(jax.jit(f)(x, params), plain(layer.options)(x, params))
+    with pytest.raises(ArgumentError, match="has no backward pass"):
+        jax.jit(jax.grad(total(f)))(x, params, {})
 
 
 def test_gradients_that_are_added_to_are_refused(made):

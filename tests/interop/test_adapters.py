@@ -7,20 +7,21 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torch._dynamo")
+from tests.layers.host import host  # noqa: E402
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {"dtype": "bf16", "grad_dtype": "bf16", "hidden": 64, "intermediate": 32, "experts": 8}
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
+def uncompiled():
     """Megatron compiles small functions: minutes on a CPU."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def stand_in(**said):
-    from .layers import StandIn
-
-    return StandIn(**SMALL, **said, router={"input": "choices"})
+    return host(**SMALL, **said, router={"input": "choices"})
 
 
 def test_torchtitan():

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from fusekit.interop.torch_layer import Operator, operator_of  # noqa: E402
 from tests.interop import plain_torch  # noqa: E402
-from tests.interop.layers import StandIn  # noqa: E402
+from tests.layers.host import host  # noqa: E402
 from tests.plan.test_layer_program import CASES, H, K, X  # noqa: E402
 
 GPT_OSS, DEEPSEEK, CHOICES, LOGITS = CASES["gpt-oss"], CASES["deepseek"], CASES["choices"], CASES["logits"]
@@ -24,7 +24,7 @@ COEFFICIENT = 0.3
 
 def module(said, seed=0, **more):
     torch.manual_seed(seed)
-    moe = interop.MoE(StandIn(**said), aux_coefficient=COEFFICIENT, **more)
+    moe = interop.MoE(host(**said), aux_coefficient=COEFFICIENT, **more)
     with torch.no_grad():
         for tensor in itertools.chain(moe.parameters(), moe.buffers()):
             tensor.copy_(torch.randn(tensor.shape))
@@ -304,7 +304,7 @@ def test_autocast(name):
 
 def test_a_wrong_type_is_named():
     moe = module({**GPT_OSS, "dtype": "bf16"})
-    with pytest.raises(ArgumentError, match=r"x is torch\.float32"):
+    with pytest.raises(ArgumentError, match=r"x is f32 \[3, 24\]; for 3 tokens it must be bf16"):
         moe(*inputs_of(moe, 3))
 
 
@@ -359,7 +359,7 @@ def test_gate_and_up_join_as_they_are_split(layout):
 
 
 def test_names_can_be_others():
-    layer = StandIn(**GPT_OSS)
+    layer = host(**GPT_OSS)
     moe = interop.MoE(layer, names={"w1": "mlp.up.weight", "router": "wg"})
     assert set(moe.state_dict()) == {
         "mlp.up.weight", "experts.down_proj", "experts.gate_up_proj_bias", "experts.down_proj_bias", "wg",
@@ -368,13 +368,13 @@ def test_names_can_be_others():
 
 
 def test_one_layer_is_one_operator():
-    layer = StandIn(**GPT_OSS)
+    layer = host(**GPT_OSS)
     assert operator_of(layer) is operator_of(layer)
-    assert operator_of(StandIn(**GPT_OSS)) is not operator_of(layer)  # another library, maybe with other kernels
+    assert operator_of(host(**GPT_OSS)) is not operator_of(layer)  # another library, maybe with other kernels
 
 
 def test_weights_on_the_meta_device_can_be_given_memory():
-    moe = interop.MoE(StandIn(**DEEPSEEK), device="meta")
+    moe = interop.MoE(host(**DEEPSEEK), device="meta")
     moe = moe.to_empty(device="cpu")
     moe.reset_parameters()
     total(moe(*inputs_of(moe, 4))).backward()
@@ -416,10 +416,22 @@ def test_fully_sharded(one_rank, compiled):
 
 def test_kept_memory_is_bounded_by_a_line():
     for said in CASES.values():
-        made = StandIn(**said).program
+        made = host(**said).program
         slope, rest = made.kept_line()
         for tokens in [*range(40), 127, 128, 129, 1000, 24576]:
             size = made.kept(made.dims(tokens))[1]
             assert size <= slope * tokens + rest
             assert slope * tokens + rest - size <= 2 * rest
     assert np.isscalar(rest)
+
+
+def test_a_layer_for_inference():
+    moe, trained = module({"keep": "none"}), module({})
+    assert not any(parameter.requires_grad for parameter in moe.parameters())
+    moe.load_state_dict(trained.state_dict())
+    (x,) = inputs_of(moe, 7)
+    with torch.no_grad():
+        assert torch.equal(moe(x), trained(x))
+    moe(x.detach())
+    with pytest.raises(ArgumentError, match=r"has no backward pass.*or call it under torch.no_grad\(\)"):
+        moe(x)

@@ -14,7 +14,7 @@ if not hasattr(moe, "ExpertsInterface"):
 
 from fusekit.interop import transformers as interop  # noqa: E402
 from tests.interop import models  # noqa: E402
-from tests.interop.layers import StandIn  # noqa: E402
+from tests.layers.host import host  # noqa: E402
 
 H, I = 32, 16  # noqa: E741
 FAMILIES = ("gpt-oss", "qwen3-moe", "mixtral", "deepseek-v3")
@@ -25,7 +25,7 @@ class Library:
     """Stands in for a library: layers by name, each what a spec says."""
 
     def __init__(self, **layers):
-        self._layers = {f"store/{name}": StandIn(file="store", name=name, **said) for name, said in layers.items()}
+        self._layers = {f"store/{name}": host(file="store", name=name, **said) for name, said in layers.items()}
         self.looked = 0
 
     def layers(self):
@@ -90,6 +90,14 @@ def test_inference_keeps_nothing(registered):
         model(input_ids=models.tokens(5))
     passes = registered.layer("store/mixtral").passes
     assert {which for which, *_ in passes} == {"inference"}
+
+
+def test_a_norm_behind_the_experts_is_refused(registered):
+    experts = models.model("mixtral", "fusekit-test", H, I).model.layers[0].mlp.experts
+    experts.has_post_expert_norm = True
+    given = torch.randn(5, H), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    with pytest.raises(ArgumentError, match="MixtralExperts: it normalises what each expert gives"):
+        experts(*given)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,5 +1,7 @@
 """A layer on a fake driver: which kernels are launched on which memory, and what is refused."""
 
+import copy
+
 import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError
@@ -13,8 +15,8 @@ TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32"}
 KEPT, SCRATCH = 0x7000_0000, 0x8000_0000
 
 
-def opened(tmp_path, name="gpt-oss"):
-    made, fake = library(tmp_path / "store", options(**CASES[name]))
+def opened(tmp_path, name="gpt-oss", **more):
+    made, fake = library(tmp_path / "store", options(**CASES[name] | more))
     return made.layer("layers/moe"), fake
 
 
@@ -76,6 +78,24 @@ def test_without_kept_memory_nothing_is_kept(tmp_path):
     assert len(fake.launches) == len(layer.program.steps[INFERENCE])
 
 
+def test_a_layer_for_inference_refuses_a_backward_pass(tmp_path):
+    layer, fake = opened(tmp_path, keep="none")
+    sizes = layer.sizes(T)
+    assert (sizes.kept, sizes.backward) == (0, 0) and sizes.scratch == sizes.inference
+    given = tensors(layer, INFERENCE)
+    scratch = Torchlike((sizes.scratch,), "torch.uint8", SCRATCH)
+    layer.bind_forward(**given, scratch=scratch)(0)
+    layer.load()
+    assert fake.loaded == len(layer.program.parts) == len(layer.program.steps[INFERENCE])
+    rule = (
+        r'layers/moe was built for inference alone \(keep = "none"\) and has no backward pass; build it with keep = "z"'
+    )
+    with pytest.raises(ArgumentError, match=rule):
+        layer.bind_backward(dy=given["x"], x=given["x"], kept=scratch, scratch=scratch)
+    with pytest.raises(ArgumentError, match=rule):
+        layer.sizes(T, gradients=["dx"])
+
+
 def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):
     layer, fake = opened(tmp_path)
     given = tensors(layer, BACKWARD)
@@ -86,8 +106,10 @@ def test_a_gradient_that_is_not_asked_for_is_not_computed(tmp_path):
 
 
 def test_kernels_are_loaded_once(tmp_path):
+    """Those of a copy are the layer's own: a copied module holds one."""
     layer, fake = opened(tmp_path)
     layer.load(T)
+    assert copy.deepcopy({"layer": layer})["layer"] is layer
     loaded = fake.loaded
     assert loaded == len(layer.program.parts)
     layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fusekit.reference import activations, layouts, permutation, router
+from fusekit.reference import activations, decode, encode, layouts, permutation, router
 from fusekit.spec import Activation
 
 # What the definitions of the router want to be told beside a table's own keys.
@@ -128,9 +128,28 @@ def probs(keys, given, dims):
     return {"probs": made}
 
 
+def split(keys, given, dims):
+    """The last term is all that is left, so that their sum is exact in float64, too."""
+    found, rest = [], given["w"]
+    for _ in range(keys["terms"] - 1):
+        found.append(decode(encode(rest, "bf16"), "bf16").astype(np.float64))
+        rest = rest - found[-1]
+    return {"terms": np.concatenate([*found, rest])}
+
+
+def summed(keys, given, dims):
+    x = given["x"]
+    made = x.reshape(len(x), keys["terms"], keys["experts"]).sum(axis=1)
+    return {"y": made + given["bias"] if keys["bias"] else made}
+
+
 def aux_score(keys, given, dims):
     scores, total = router.aux_scores({**TYPES, **keys}, given)
-    return {"scores": scores, "score_sum": None if total is None else total[:, 0], "routing_map": np.zeros_like(scores)}
+    return {
+        "scores": scores,
+        "score_sum": None if total is None else total[:, 0],
+        "routing_map": np.zeros(scores.shape, np.uint8),
+    }
 
 
 def aux_score_bwd(keys, given, dims):
@@ -156,4 +175,5 @@ OPERATIONS = {
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
     "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "router-aux-score": aux_score,
     "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
+    "router-split": split, "router-sum": summed,
 }  # fmt: skip

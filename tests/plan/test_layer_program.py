@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_KEYS, Options
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
+from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 
@@ -19,6 +21,7 @@ CASES = {
     "gpt-oss-as-stored": {"bias": True, "b_major": "n", "glu_layout": "interleaved", "router": {"bias": True}},
     "deepseek": {"shared": J, "router": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4,
                                          "group_topk": 3, "scaling_factor": 2.5, "aux_loss": True}},
+    "router-f32": {"router": {"bias": True, "weight_dtype": "f32"}},
     "llama4": {"shared": J, "router": {"score_function": "sigmoid", "scale": "input"}},
     "llama4-choices": {"router": {"scale": "input", "input": "choices"}},
     "recompute": {"keep": "x", "bias": True, "shared": J},
@@ -173,3 +176,46 @@ def test_no_tokens_have_places_too(tokens):
     dims = made.dims(tokens)
     places, total = made.kept(dims)
     assert total >= 256 * len(places)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
+    o = options(**CASES[name] | {"keep": "none"})
+    made, whole = program(o), program(options(**CASES[name]))
+    assert made.steps[BACKWARD] == () and made.steps[FORWARD] == made.steps[INFERENCE]
+    assert made.parts.keys() == {step.part for step in whole.steps[INFERENCE]}
+    assert made.kept(made.dims(100)) == ({}, 0)
+    assert made.arguments(INFERENCE) == whole.arguments(INFERENCE)
+    _, given, want, _ = forward(name, INFERENCE)
+    found = layer_meaning.run(made, INFERENCE, given, T)
+    assert all(np.array_equal(found[each], want[each]) for each in made.arguments(INFERENCE)[1])
+
+
+def test_float32_weights_of_a_router_have_float32_gradients():
+    made = program(options(**CASES["router-f32"] | {"grad_dtype": "bf16"}))
+    kinds = {name: made.buffers[name].dtype for name in ("router", "router_bias", "drouter", "drouter_bias", "dw1")}
+    assert kinds == dict.fromkeys(("router", "router_bias", "drouter", "drouter_bias"), "f32") | {"dw1": "bf16"}
+    assert made.parts["router-wgrad"]["out_dtype"] == "f32"
+    assert made.parts["router"]["problem"]["N"] == 3 * X
+    frozen = [step.part for step in made.needed(BACKWARD, ["dw2"])]
+    assert "router-round" not in frozen
+
+
+# Keys of GEMMs in layers: a row's results have the same bits in every variant with these. `dbias` and `split` sum over
+# the batch.
+SAME_BITS = {
+    "op", "dtype", "out_dtype", "problem", "b_major", "bias", "activation", "glu_layout", "save_preactivation",
+    "row_scale", "recompute", "gather", "accumulate", "dbias", "split",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_key_of_a_gemm_is_known_to_keep_a_rows_bits_or_pins_its_variant(name):
+    parts = program(options(**CASES[name])).parts
+    gemms = {part: keys for part, keys in parts.items() if OPERATIONS[keys["op"]].family == GEMM}
+    for part, keys in gemms.items():
+        assert set(keys) - SAME_BITS == ({"dprob"} if pinned(keys) else set()), part
+    by_output = options(**CASES[name]).router.get("scale") == "output"
+    assert [part for part, keys in gemms.items() if pinned(keys)] == (["fc2-dgrad"] if by_output else [])
+    # What works token by token has one variant, whatever the tokens.
+    assert not any("warps" in keys or "tile" in keys for keys in parts.values())

@@ -17,7 +17,7 @@ TYPES = {"f32": np.float32, "i32": np.int32, "bf16": np.uint16}
 
 
 def spec_of(op, **keys):
-    keys = {"topk": 2} | keys
+    keys = ({} if op.startswith("router-") else {"topk": 2}) | keys
     lines = "\n".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
                       for key, value in keys.items())  # fmt: skip
     (spec,) = parse_text(f'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\nop = "{op}"\n{lines}\n', "s")
@@ -72,6 +72,7 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
         ("moe-weights-bwd", {"experts": 5}),
         ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
+        ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -210,3 +211,28 @@ def test_wrong_counts_are_seen():
     assert permutation_check(spec, inputs, outputs) == ([], [])
     wrong = outputs | {"counts": made["offsets"]}
     assert permutation_check(spec, inputs, wrong)[1] == ["counts: 2 of 3 elements are wrong"]
+
+
+def test_three_terms_are_all_of_a_float32():
+    """From 2^-110 up to bf16's greatest; infinities and NaN stay what they are."""
+    rng = np.random.default_rng(5)
+    numbers = np.ldexp(rng.uniform(1, 2, 4000), rng.integers(-110, 127, 4000)) * rng.choice([-1, 1], 4000)
+    w = np.append(numbers, [0, np.inf, -np.inf, np.nan, 1 + 2**-23, 2**-110 * (2 - 2**-23)]).astype(np.float32)[None]
+    terms = formats.decode(permutation.split(w, 3), "bf16")
+    assert np.array_equal(terms.astype(np.float64).sum(axis=0, keepdims=True), w, equal_nan=True)
+    for count, bits in ((1, 8), (2, 16)):
+        near = formats.decode(permutation.split(w[:, :4000], count), "bf16").astype(np.float64).sum(axis=0)
+        assert (np.abs(near - w[0, :4000]) <= 2.0**-bits * np.abs(w[0, :4000])).all()
+
+
+def test_terms_and_sums_are_checked_bit_for_bit():
+    spec = spec_of("router-split", terms=2)
+    inputs = {"w": np.array([[1 + 2**-9, 3.0, 0, 0, 0, 0, 0, 0]], np.float32)}
+    right = {"terms": encode(np.array([[1, 3, 0, 0, 0, 0, 0, 0], [2**-9, 0, 0, 0, 0, 0, 0, 0]]), "bf16")}
+    assert permutation_check(spec, inputs, right) == ([], [])
+    assert permutation_check(spec, inputs, {"terms": right["terms"][::-1]})[1] == ["terms: 4 of 16 elements are wrong"]
+    spec = spec_of("router-sum", experts=2, terms=3, bias=True)
+    inputs = {"x": np.array([[1, 2, 10, 20, 100, 200]], np.float32), "bias": np.array([0.5, 0.25], np.float32)}
+    assert permutation_check(spec, inputs, {"y": np.array([[111.5, 222.25]], np.float32)}) == ([], [])
+    order = {"x": np.array([[2**24, 0, 1, 0, 1, 0]], np.float32), "bias": np.zeros(2, np.float32)}  # the smallest first
+    assert permutation_check(spec, order, {"y": np.array([[2**24 + 2, 0]], np.float32)}) == ([], [])

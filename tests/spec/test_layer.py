@@ -194,7 +194,7 @@ def marked(*tables, **defaults):
     ("table", "wrong"),
     [
         ({**MOE, "hiden": 5}, "hiden"),
-        ({**MOE, "tile": [128, 128]}, "tile"),
+        ({**MOE, "schedule": "static"}, "schedule"),
         ({**MOE, "op": "grouped-gemm"}, "op"),
         ({**MOE, "kind": "moee"}, "kind"),
         ({**MOE, "hidden": 0}, "hidden"),

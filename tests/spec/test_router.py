@@ -184,6 +184,18 @@ def test_refusals_between_router_and_gemm(lines, rule):
     assert rule in problem(lines, ROWS)
 
 
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ("terms = 4", "terms = 4: must be from 1 to 3"),
+        ("problem = { T = 1, H = 12 }", "a row has 24 bytes, which must be a multiple of 16"),
+        ("topk = 2", "there is no such key"),
+    ],
+)
+def test_refusals_of_a_split(lines, rule):
+    assert rule in problem(f'op = "router-split"\n{lines}', 'schema = 1\n[defaults]\narch = "sm_90a"\n')
+
+
 @pytest.mark.parametrize("op", ROUTER_OPS)
 def test_required_keys(op):
     with pytest.raises(SpecError) as caught:

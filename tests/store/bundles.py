@@ -8,7 +8,7 @@ import pytest
 from fusekit.errors import IntegrityError
 from fusekit.store import Store
 from fusekit.store.bundle import END, export_bundle, header, padding
-from fusekit.store.bundle_import import import_bundle
+from fusekit.store.bundle_import import import_bundle, open_bundle
 from fusekit.store.keys import canonical_json
 from fusekit.store.selection import select
 from tests.store.samples import build_entry, build_record, files
@@ -33,6 +33,12 @@ def fill(store):
 def bundled(store, path):
     export_bundle(store, select(store), path)
     return path
+
+
+def read_index(path, trust=None):
+    """The checked index of the bundle `path`."""
+    with open_bundle(path, trust) as reader:
+        return reader.index()
 
 
 def refused(path, into, match, error=IntegrityError, trust=None):

@@ -11,9 +11,9 @@ import pytest
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError, UsageError
 from fusekit.store import Store
 from fusekit.store.bundle import BLOCK, INDEX, export_bundle
-from fusekit.store.bundle_import import import_bundle, read_index
+from fusekit.store.bundle_import import import_bundle
 from fusekit.store.selection import select
-from tests.store.bundles import NAMES, fill, refused
+from tests.store.bundles import NAMES, fill, read_index, refused
 from tests.store.samples import build_entry, files
 
 

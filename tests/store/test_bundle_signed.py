@@ -5,11 +5,11 @@ import json
 from fusekit.errors import IntegrityError, SignatureError
 from fusekit.store import Store
 from fusekit.store.bundle import INDEX, export_bundle
-from fusekit.store.bundle_import import import_bundle, read_index
+from fusekit.store.bundle_import import import_bundle
 from fusekit.store.keys import canonical_json
 from fusekit.store.selection import select
 from fusekit.store.signature import Trust, read_signing_key
-from tests.store.bundles import parts, put, refused
+from tests.store.bundles import parts, put, read_index, refused
 from tests.store.samples import files
 
 

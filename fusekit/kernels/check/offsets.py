@@ -14,6 +14,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
+from fusekit.kernels.inline import inline
 from fusekit.kernels.lanes import WARP
 
 BATCH = 4  # groups that a lane has in flight
@@ -67,7 +68,7 @@ class MoeCheck:
         wrong = (first != Uint32(NONE)) & (lane == 0)
         group = Int32(cutlass.select_(wrong, first, Uint32(0)))
         begin, end = self.extent(offsets.toint(), group, groups)
-        cute.arch.inline_ptx(TELL, read_only_args=[report.toint(), Int32(wrong), group, begin, end, rows])
+        inline(None, TELL, report.toint(), Int32(wrong), group, begin, end, rows)
 
     def extent(self, offsets: Int64, group: Int32, groups: Int32):
         """Where a group begins and ends; 0 for what is none."""

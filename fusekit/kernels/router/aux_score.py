@@ -43,19 +43,14 @@ class RouterAuxScore(RouterKernel):
     def __call__(self, logits: cute.Tensor, scores: cute.Tensor, score_sum, routing_map: cute.Tensor, stream: CUstream):
         """Launch; score_sum is None for softmax."""
         tokens = logits.shape[0]
-        self.kernel(
+        made = self.kernel(
             logits.iterator,
             scores.iterator,
             None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             routing_map.iterator,
             tokens,
-        ).launch(
-            grid=[self.grid(tokens), 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=-1,
-            stream=stream,
         )
+        self.launch(made, tokens, stream)
 
     @cute.kernel
     def kernel(self, logits: cute.Pointer, scores: cute.Pointer, score_sum, routing_map: cute.Pointer, tokens: Int32):
@@ -117,19 +112,14 @@ class RouterAuxScoreBackward(RouterKernel):
     ):
         """Launch; score_sum is None for softmax."""
         tokens = scores.shape[0]
-        self.kernel(
+        made = self.kernel(
             scores.iterator,
             None if cutlass.const_expr(self.softmax) else score_sum.iterator,
             grad_scores.iterator,
             grad_logits.iterator,
             tokens,
-        ).launch(
-            grid=[self.grid(tokens), 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=-1,
-            stream=stream,
         )
+        self.launch(made, tokens, stream)
 
     @cute.kernel
     def kernel(

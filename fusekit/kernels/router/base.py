@@ -47,6 +47,16 @@ class RouterKernel:
         """Blocks: every warp, or set of warps, has one token."""
         return (tokens - 1) // self.tokens_per_block + 1
 
+    def launch(self, kernel, tokens: Int32, stream) -> None:
+        """Launches it; the carveout is left to what its shared memory needs."""
+        kernel.launch(
+            grid=[self.grid(tokens), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=-1,
+            stream=stream,
+        )
+
     def token(self):
         """(token, lane in the token's row, which of the block's tokens it is)."""
         thread, _, _ = cute.arch.thread_idx()

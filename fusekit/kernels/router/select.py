@@ -20,6 +20,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.floats import add
+from fusekit.kernels.inline import inline
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.router.config import Row
 
@@ -29,33 +30,30 @@ ENTRY_BYTES = 8
 def key_of(x: Float32) -> Uint32:
     """The order-preserving key. Adding 0 turns -0 into 0 and every NaN into the canonical, positive one."""
     bits = lanes.bits_of(add(x, Float32(0.0)))
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 sign_; shr.s32 sign_, {$r0}, 31; or.b32 sign_, sign_, 0x80000000; xor.b32 {$w0}, {$r0}, sign_; }",
-        write_only_types=[Uint32],
-        read_only_args=[bits],
+    text = (
+        "{ .reg .b32 sign_; shr.s32 sign_, {$r0}, 31; or.b32 sign_, sign_, 0x80000000; xor.b32 {$w0}, {$r0}, sign_; }"
     )
+    return inline(Uint32, text, bits)
 
 
 def value_of(key: Uint32) -> Float32:
     """The value of a key."""
-    return cute.arch.inline_ptx(
+    text = (
         "{ .reg .b32 sign_; not.b32 sign_, {$r0}; shr.s32 sign_, sign_, 31; or.b32 sign_, sign_, 0x80000000;"
-        " xor.b32 {$w0}, {$r0}, sign_; }",
-        write_only_types=[Float32],
-        read_only_args=[key],
+        " xor.b32 {$w0}, {$r0}, sign_; }"
     )
+    return inline(Float32, text, key)
 
 
 def count_keys(keys: list, bound: Uint32, test: str = "ge") -> Int32:
     """How many of a lane's keys are at least ("ge") or above ("gt") `bound`."""
     count = Int32(0)
     for key in keys:
-        count = cute.arch.inline_ptx(
+        text = (
             f"{{ .reg .pred p_; setp.{test}.u32 p_, {{$r1}}, {{$r2}}; add.s32 {{$w0}}, {{$r0}}, 0;"
-            " @p_ add.s32 {$w0}, {$w0}, 1; }",
-            write_only_types=[Int32],
-            read_only_args=[count, key, bound],
+            " @p_ add.s32 {$w0}, {$w0}, 1; }"
         )
+        count = inline(Int32, text, count, key, bound)
     return count
 
 
@@ -169,12 +167,11 @@ class TopK:
         """How many of a lane's keys equal `low` and belong to experts up to `last`."""
         count, room = Int32(0), last - lane * self.row.vector
         for position, key in enumerate(keys):
-            count = cute.arch.inline_ptx(
+            text = (
                 f"{{ .reg .pred p_; setp.ge.s32 p_, {{$r3}}, {self.offset(position)};"
-                " setp.eq.and.u32 p_, {$r1}, {$r2}, p_; add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 1; }",
-                write_only_types=[Int32],
-                read_only_args=[count, key, low, room],
+                " setp.eq.and.u32 p_, {$r1}, {$r2}, p_; add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 1; }"
             )
+            count = inline(Int32, text, count, key, low, room)
         return count
 
     def put(self, address: Int32, keys: list, inverted: Uint32, low: Uint32, room=None) -> None:
@@ -195,14 +192,13 @@ class TopK:
                 " setp.ge.and.u32 p_, {$r1}, {$r3}, q_;"
             )
             arguments.append(room)
-        return cute.arch.inline_ptx(
+        text = (
             f"{{ .reg .pred p_, q_; .reg .b32 low_; sub.u32 low_, {{$r2}}, {offset}; {tests}"
             # Two stores: one of a pair would tie up the register beside every key, all the time.
             " @p_ st.volatile.shared.b32 [{$r0}], low_; @p_ st.volatile.shared.b32 [{$r0} + 4], {$r1};"
-            " add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 8; }",
-            write_only_types=[Int32],
-            read_only_args=arguments,
+            " add.s32 {$w0}, {$r0}, 0; @p_ add.s32 {$w0}, {$w0}, 8; }"
         )
+        return inline(Int32, text, *arguments)
 
     @cute.jit
     def sort(self, total: Int32, shared: Int32, lane: Int32):

@@ -52,7 +52,7 @@ class RouterTopK(RouterKernel):
         """Launch. Operands that the configuration lacks are None."""
         tokens = logits.shape[0]
         dense = self.config.dense
-        self.kernel(
+        made = self.kernel(
             logits.iterator,
             expert_bias.iterator if cutlass.const_expr(self.config.expert_bias) else None,
             probs.iterator if cutlass.const_expr(dense) else None,
@@ -61,13 +61,8 @@ class RouterTopK(RouterKernel):
             weights.iterator if cutlass.const_expr(not dense) else None,
             scaling_factor,
             tokens,
-        ).launch(
-            grid=[self.grid(tokens), 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=-1,
-            stream=stream,
         )
+        self.launch(made, tokens, stream)
 
     @cute.kernel
     def kernel(

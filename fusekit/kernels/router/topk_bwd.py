@@ -53,7 +53,7 @@ class RouterTopKBackward(RouterKernel):
         """Launch. Operands that the configuration lacks are None."""
         tokens = logits.shape[0]
         dense = self.config.dense
-        self.kernel(
+        made = self.kernel(
             logits.iterator,
             routing_map.iterator if cutlass.const_expr(dense) else None,
             grad_probs.iterator if cutlass.const_expr(dense) else None,
@@ -62,13 +62,8 @@ class RouterTopKBackward(RouterKernel):
             grad_logits.iterator,
             scaling_factor,
             tokens,
-        ).launch(
-            grid=[self.grid(tokens), 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=-1,
-            stream=stream,
         )
+        self.launch(made, tokens, stream)
 
     @cute.kernel
     def kernel(

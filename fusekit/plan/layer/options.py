@@ -9,11 +9,12 @@ from typing import Any
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.keys import Key
-from fusekit.plan.tiles import GLU_LAYOUTS
+from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
 MOE, MLP = "moe", "mlp"
 KINDS = (MOE, MLP)
 X, LOGITS, CHOICES = "x", "logits", "choices"
+F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 
@@ -21,6 +22,8 @@ ROUTER_KEYS = (
     Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
         '"logits" [T, X] as well; or "choices": indices and weights [T, K].', choices=(X, LOGITS, CHOICES), default=X),
     Key("bias", "bool", "The logits have a bias: the parameter router_bias [X].", default=False),
+    Key("weight_dtype", "choice", "Type of router, router_bias and their gradients; default: dtype, and grad_dtype.",
+        choices=("bf16", F32)),
     Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
     Key("pre_softmax", "bool", "softmax over all experts, not over the chosen ones.", default=False),
     Key("expert_bias", "bool", "Chooses by score + expert_bias [X]; sigmoid and sqrtsoftplus only.", default=False),
@@ -57,10 +60,23 @@ class Options:
     accumulate: bool
     tokens: int
 
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Options:
+        """Those of a stored table. Raises TypeError for one of other keys."""
+        found = cls(**said)
+        if differ := set(found.router) ^ ({key.name for key in ROUTER_KEYS} if found.kind == MOE else set()):
+            raise TypeError(f"router: {', '.join(sorted(differ))}")
+        return found
+
     @property
     def gated(self) -> bool:
         """Whether two columns of z make one of the activation's."""
         return kind_of(self.activation["kind"]).gated
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.keep != NOTHING
 
     @property
     def sides(self) -> int:
@@ -94,9 +110,13 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             choices=("k", "n"), default="k"),
         Key("shared", "int", "J, the columns of a shared expert, which sees every token; 0: there is none.", default=0),
         Key("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
-            'projection\'s result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
+            'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
+            "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
+            "Default: chosen for the problem.", sweep=True),
+        Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
@@ -107,6 +127,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     activation = dict(values["activation"] or {"kind": "swiglu"})
     gated = kind_of(activation["kind"]).gated
     router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
+    router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     return Options(
         file=file,
         name=values["name"],
@@ -150,6 +171,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             of = "the router's weights" if options.router["input"] == X else "b2"
             rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
             yield "experts", options.experts, f"{rule}; say a multiple of 8"
+        if options.router["input"] != X and options.router["weight_dtype"] == F32:
+            rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
+            yield "router.weight_dtype", options.router["weight_dtype"], rule
         if options.router["input"] == CHOICES:
             for key in ("bias", "expert_bias", "aux_loss"):
                 if options.router[key]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusekit.plan.layer.logits import logits, rounded
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
     ARGUMENT,
@@ -41,6 +42,8 @@ def program(options: Options) -> Program:
         _Experts(passes).write()
     backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
+    if not options.trained:
+        steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
     return Program(passes.parts, passes.buffers, steps, options.topk)
 
 
@@ -55,6 +58,7 @@ class _Passes:
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
         """A buffer, of the layer's dtype unless told otherwise; its name."""
+        place = SCRATCH if place == KEPT and not self.options.trained else place
         self.buffers[name] = Buffer(name, dtype or self.options.dtype, shape, place)
         return name
 
@@ -62,8 +66,11 @@ class _Passes:
         self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names
     ) -> None:
         """A launch of `part`, whose table has `keys`, in the passes `which`."""
-        self.parts[part] = dict(keys)
-        for each in (which,) if isinstance(which, str) else which:
+        asked = (which,) if isinstance(which, str) else which
+        asked = asked if self.options.trained else tuple(each for each in asked if each == INFERENCE)
+        if asked:
+            self.parts[part] = dict(keys)
+        for each in asked:
             self.steps[each].append(Step(part, dict(reads), dict(writes)))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
@@ -83,9 +90,9 @@ class _Passes:
         """The keys of a weight gradient."""
         return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
 
-    def parameter(self, name: str, *shape: int, grad: str = "") -> tuple[str, str]:
+    def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "") -> tuple[str, str]:
         """A parameter and its gradient."""
-        own = self.buffer(name, *shape, place=ARGUMENT)
+        own = self.buffer(name, *shape, dtype=dtype, place=ARGUMENT)
         return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
     def mlp(self, prefix: str, width: int, y: str, dx: str) -> None:
@@ -168,6 +175,8 @@ class _Experts:
             p.mlp("shared_", o.shared, "shared_y", "shared_dx")
         self.parameters()
         self.forward()
+        if not o.trained:
+            return
         self.through()
         self.choices_backward()
         self.sum_dx()
@@ -198,11 +207,7 @@ class _Experts:
         p.buffer("weights", "T", o.topk, dtype="f32", place=place)
         if r["input"] == X:
             p.buffer("logits", "T", o.experts, dtype="f32", place=KEPT)
-            reads = {"x": "x", "w": p.parameter("router", o.experts, o.hidden)[0]}
-            if r["bias"]:
-                reads["bias"] = p.parameter("router_bias", o.experts, grad="f32")[0]
-            keys = p.gemm("dense-gemm", o.experts, o.hidden, out_dtype="f32", bias=r["bias"])
-            p.step(BOTH, "router", keys, reads, {"y": "logits"})
+            logits(p)
         elif r["input"] == LOGITS:
             p.buffer("logits", "T", o.experts, dtype="f32", place=ARGUMENT)
         if not self.given:
@@ -223,7 +228,7 @@ class _Experts:
             "inverse": p.buffer("inverse", "T", o.topk, dtype="i32", place=KEPT),
             "token": p.buffer("token", "M", dtype="i32", place=KEPT),
         }
-        if not self.by_input:
+        if not self.by_input and o.trained:
             keys["weighted"] = True
             reads["weights"] = "weights"
             made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
@@ -348,8 +353,9 @@ class _Experts:
         p.step(THROUGH, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
         if own:
             p.buffer("router_dx", "T", o.hidden)
+            w = rounded(p, THROUGH)
             keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")
-            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": "router"}, {"y": "router_dx"})
+            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
 
     def sum_dx(self) -> None:
         """dx, of all that came through."""
@@ -376,3 +382,4 @@ class _Experts:
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
             p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)
+            p.parts["router-wgrad"] |= {"out_dtype": p.buffers["drouter"].dtype}

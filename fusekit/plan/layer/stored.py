@@ -42,7 +42,7 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
 
 def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
     try:
-        return Options(**said)
+        return Options.of(said)
     except TypeError as error:
         raise IntegrityError(
             f"{full_name}: its layer has other keys than this version of fusekit knows: {error}; build {name} again"

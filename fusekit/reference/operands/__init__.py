@@ -1,11 +1,13 @@
-"""The NumPy twins of the operands that change values in a forward epilogue, by the names of fusekit/plan/operands.
+"""The NumPy twins of the operands that change values, or have an output of a backward epilogue's own, by the names of
+fusekit/plan/operands.
 
-A twin has what it needs of four functions. `step` is the place of its stage in the epilogue.
+A twin has what it needs of five functions. `step` is the place of its stage in the epilogue.
 
     inputs(means, dims, rng, seed)                        its inputs, made up, by argument name
     factors(means, inputs)                                inputs with the factors of the product as they are multiplied
     product(means, inputs, value, error, owner, columns)  changes x . w and its error in place; owner: the rows' groups
-    output(means, inputs, value, error, rows)             (value, error) behind the activation
+    output(means, inputs, value, error, rows)             (value, error) behind the activation, or of its gradient
+    gradient(means, made)                                 its output of a backward epilogue, from `Gradients`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the machine code of a cubin does, through CUDA's own disassembler: for tests of kernels, not for a build.
+"""What the machine code of a cubin does, through CUDA's own disassembler.
 
 nvdisasm and cuobjdump come with the packages nvidia-cuda-nvdisasm and nvidia-cuda-cuobjdump (extra `test`); neither
 needs a GPU.

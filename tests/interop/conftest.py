@@ -1,0 +1,11 @@
+"""Memory of the CPU in place of a device's."""
+
+import pytest
+
+from fusekit.layers import memory
+from tests.layers.host import ALIGNMENT
+
+
+@pytest.fixture(autouse=True)
+def of_the_cpu(monkeypatch):
+    monkeypatch.setattr(memory, "ALIGNMENT", ALIGNMENT)

@@ -1,0 +1,100 @@
+"""A layer whose kernels are their formulas in float64, on host memory: everything else is the layer's own."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+
+from fusekit.dtypes import DTYPES
+from fusekit.layers import Layer
+from fusekit.layers.memory import Slice
+from fusekit.plan.layer import program
+from fusekit.reference import decode, encode, held
+from tests.plan import layer_meaning
+from tests.plan.test_layer_program import options
+
+ALIGNMENT = 64  # of memory that XLA and PyTorch give on the CPU; set fusekit.layers.memory.ALIGNMENT to it
+
+
+class HostLayer(Layer):
+    """The layer of `options`. passes: each one's name, tokens, and outputs asked for; launched: the parts that ran, in
+    order, with their streams. It takes tensors of PyTorch on the CPU, and what else has an address on "device" 0.
+    """
+
+    def __init__(self, options):
+        self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
+        self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
+        self._arch = self._device = None
+        self._plans, self.passes, self.launched, self.loaded = {}, [], [], []
+
+    def load(self, tokens=None):
+        self.loaded.append(tokens)
+
+    def _call(self, which, kept, scratch, arguments, stream):
+        arguments = {name: placed(tensor) for name, tensor in arguments.items()}
+        kept, scratch = placed(kept), placed(scratch)
+        if scratch is not None:
+            bytes_of(scratch)[...] = 0xFF
+        if kept is not None and which == "forward":
+            bytes_of(kept)[...] = 0  # those between its buffers, so that PyTorch's checks can compare the whole
+        given = {name for name, tensor in arguments.items() if tensor is not None}
+        lead = arguments["dy" if which == "backward" else "x"]
+        self.passes.append((which, lead.shape[0], frozenset(given & self.outputs(which).keys())))
+        super()._call(which, kept, scratch, arguments, stream)
+
+    def _kernel(self, part, dims):
+        keys = self.program.parts[part]
+
+        def run(*, stream, **tensors):
+            compute(keys, tensors, dims)
+            self.launched.append((part, stream))
+
+        return run
+
+
+def host(**said):
+    """That of `options`; in float32 unless told otherwise."""
+    return HostLayer(options(**{"dtype": "f32", **said}))
+
+
+def compute(keys, tensors, dims, change=lambda made: None):
+    """What the kernel with the table `keys` writes into its tensors. change: given the results by name, unrounded."""
+    arrays = {name: array(tensor) for name, tensor in tensors.items()}
+    with np.errstate(all="ignore"):  # of memory that nothing has written yet
+        given = {name: wide(each, tensors[name].dtype) for name, each in arrays.items()}
+        made = layer_meaning.OPERATIONS[keys["op"]](keys, given, dims)
+        change(made)
+        for name, values in made.items():
+            if name not in arrays or values is None:
+                continue
+            if keys.get("accumulate") and name in ("dw", "dbias"):
+                values = values + given[name]
+            dtype = tensors[name].dtype
+            arrays[name][...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
+
+
+def wide(values, dtype):
+    """float64 or int64."""
+    values = decode(values, dtype) if dtype in ("bf16", "fp16") else values
+    return values.astype(np.int64 if values.dtype.kind in "iu" else np.float64)
+
+
+def array(tensor):
+    """The tensor's memory, as NumPy holds it."""
+    size = int(np.prod(tensor.shape)) * DTYPES[tensor.dtype].bytes
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()
+    return np.frombuffer(memory, held(tensor.dtype)).reshape(tensor.shape)
+
+
+def bytes_of(tensor):
+    return array(Slice(tensor.data_ptr(), (array(tensor).nbytes,), "u8", 0))
+
+
+def placed(tensor):
+    """A tensor of PyTorch on the CPU as one of "device" 0; what is of a device stays."""
+    if tensor is None or isinstance(getattr(tensor, "device", None), int):
+        return tensor
+    assert tensor.is_contiguous(), tensor
+    dtype = {DTYPES[name].framework: name for name in ("bf16", "fp16", "f32", "i32", "u8")}
+    kind = str(tensor.dtype).rpartition(".")[2]
+    return Slice(tensor.data_ptr(), tuple(tensor.shape), dtype.get(kind, kind), 0)
