@@ -19,7 +19,8 @@ class Gradients:
     """For the ``rows`` and ``columns`` of da that were chosen; None: all of them. z_columns: those of dz.
 
     numbers: of the rows. shape: of dz, whole. ends: int64[E], the end row of each group. k: terms of an element of da.
-    product: da * activation(z). y: row_scale * activation(z). limit: of the Frobenius norm of sums, where codes decide it.
+    product: da * activation(z). y: row_scale * activation(z).
+    limit: of the Frobenius norm of sums, where codes decide it.
     """
 
     rows: NDArray[np.int64] | None
