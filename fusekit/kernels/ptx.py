@@ -6,7 +6,7 @@ map adds to the kernel's parameters is its 128 descriptor bytes. Sources: PTX IS
 """
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
@@ -93,10 +93,8 @@ def store_matrix_x4(address: Int32, registers, turned: bool = False) -> None:
     column l % 8 where they are stored `turned`.
     """
     turn = ".trans" if turned else ""
-    cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-        read_only_args=[address, *registers],
-    )
+    text = f"stmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};"
+    inline(None, text, address, *registers)
 
 
 def load_matrix_x4(address: Int32):
@@ -217,16 +215,13 @@ def store_shared_v4(address: Int32, values) -> None:
 
 def store_shared_u16(address: Int32, value: Uint32, offset: int) -> None:
     """The lower half of a register to shared memory, at address + offset."""
-    cute.arch.inline_ptx(f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, value])
+    inline(None, f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", address, value)
 
 
 def word_where(flag: Int32, word: Uint32) -> Uint32:
     """`word` where `flag` is not zero, else zero."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, 0, p; }",
-        write_only_types=[Uint32],
-        read_only_args=[flag, word],
-    )
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, 0, p; }"
+    return inline(Uint32, text, flag, word)
 
 
 def store_shared_f32x2(address: Int32, low: Float32, high: Float32) -> None:
