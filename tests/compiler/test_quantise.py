@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 from fusekit.abi import LaunchRecord, evaluate
-from fusekit.compiler import sass
 from fusekit.compiler.build import execute, plan_build
 from fusekit.errors import ToolchainError
 from fusekit.spec import parse_file
 from fusekit.store import Store
+from tests.compiler import sass
 
 SPECS = parse_file(Path(__file__).parents[1] / "gpu" / "quantise-matrix.toml")
 
