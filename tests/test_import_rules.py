@@ -86,6 +86,7 @@ FRAMEWORKS = {
         "fusekit/interop/torch_moe.py",
         "fusekit/interop/transformers.py",
         "fusekit/providers/quack.py",
+        "fusekit/bench/torch_blocks.py",
         "fusekit/bench/torch_gemm.py",
         "fusekit/bench/torch_router.py",
     },

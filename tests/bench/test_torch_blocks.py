@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusekit.bench import transformers_blocks
-from fusekit.bench.transformers_blocks import BACKENDS, CASES, main, measure
+from fusekit.bench import torch_blocks
+from fusekit.bench.torch_blocks import BACKENDS, CASES, main, measure
 from fusekit.layers import memory
 from fusekit.spec import parse_text
 from tests.layers.host import ALIGNMENT, host
@@ -68,7 +68,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(memory, "ALIGNMENT", ALIGNMENT)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(transformers_blocks, "_peak", lambda run: run() or 100)
+    monkeypatch.setattr(torch_blocks, "_peak", lambda run: run() or 100)
     yield make
     moe.ExpertsInterface._global_mapping.pop("fusekit", None)
 
