@@ -16,6 +16,7 @@ from fusekit.abi import evaluate
 from fusekit.errors import UsageError
 from fusekit.plan.activations import kinds
 from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.quant import SIDE, quant
 from fusekit.reference import group_sizes, offsets_of
 from fusekit.reference.inputs import RMS, bits
 from fusekit.reference.operands.gather import CHOICES
@@ -53,10 +54,13 @@ def index_of(sizes: NDArray[np.int64], rows: int, tokens: int, seed: int = 1) ->
 
 
 def dims_of(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
-    """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one."""
+    """The record's dims for a spec's problem E, M, N, K: I is N of a backward activation, N / 2 of a forward one; P
+    tokens of transposed factors.
+    """
     kind = kinds()[spec["activation"]["kind"]]
     forward_gated = kind.gated and not kind.backward
-    return {**problem, "I": problem["N"] // 2 if forward_gated else problem["N"]}
+    room = -(-(problem["M"] + (SIDE - 1) * problem["E"]) // SIDE) * SIDE  # for tokens, groups at multiples of SIDE
+    return {**problem, "I": problem["N"] // 2 if forward_gated else problem["N"], "P": room}
 
 
 class Tensors:
@@ -122,7 +126,7 @@ class Tensors:
         seed = self._seed + sum(name.encode())
         if array.dtype == "f32":
             block: NDArray[Any] = np.random.default_rng(seed).uniform(0.25, 1.0, min(BLOCK, _count(array)))
-            array.upload_repeated(block.astype(np.float32))
+            array.upload_repeated((block * 2.0 ** self._exponents.get(name, 0)).astype(np.float32))
         else:
             exponent = self._exponents.get(name, 0)
             array.upload_repeated(bits((min(BLOCK, _count(array)),), array.dtype, seed, exponent))
@@ -139,6 +143,9 @@ def _count(array: DeviceArray) -> int:
 
 def _exponents(spec: Mapping[str, Any], problem: Mapping[str, int]) -> dict[str, int]:
     """Powers of two by which inputs are scaled so that products have a spread of about 1."""
-    wgrad = OPERATIONS[spec["op"]].reduces_rows
+    wgrad, codes = OPERATIONS[spec["op"]].reduces_rows, bool(quant(spec["quant"]))
     depth = problem["M"] / problem["E"] if wgrad else problem["K"]
-    return {"dy" if wgrad else "w": -round(0.5 * float(np.log2(max(depth, 1) * RMS**4))), "bias": -1}
+    factor = "dy" if wgrad else "w"
+    if codes:  # they have their range, scales are free
+        factor = "dy_ts" if wgrad else "w_s"
+    return {factor: -round(0.5 * float(np.log2(max(depth, 1) * RMS**4))), "bias": -1}

@@ -11,6 +11,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.operands import WGRAD
+from fusekit.plan.quant import ROW, SIDE, Quant
 from fusekit.reference.meaning import meaning
 from fusekit.reference.operands.gather import CHOICES
 
@@ -46,6 +47,7 @@ class Work:
 
     flops: int
     bytes: int
+    rate: float = 1.0  # of the tensor cores, in multiples of that of bf16
 
     def rates(self, ms: float) -> tuple[float, float]:
         """(TFLOP/s, GB/s) at `ms` milliseconds a launch."""
@@ -53,7 +55,7 @@ class Work:
 
     def share(self, ms: float, peak: Peak) -> float:
         """The share of the peak that binds: tensor throughput or bandwidth, whichever needs longer at its peak."""
-        return max(self.flops / (peak.tflops * 1e9), self.bytes / (peak.gbs * 1e6)) / ms
+        return max(self.flops / (peak.tflops * self.rate * 1e9), self.bytes / (peak.gbs * 1e6)) / ms
 
 
 def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: int, k: int) -> Work:
@@ -63,32 +65,46 @@ def gemm_work(spec: Mapping[str, Any], *, rows: int, groups: int, busy: int, n: 
     (gate and up), of dy for a weight gradient. k: columns of x.
     """
     means, flops = meaning(spec), 2 * rows * n * k
+    size = DTYPES[means.factors[0]].bytes
     read = rows if means.gather == "none" else rows // CHOICES  # rows of the gathered operand
     if means.epilogue == WGRAD:
         # An empty group's zeros are written, but nothing is added to it.
         weights = 2 * 4 * busy if means.accumulate else DTYPES[means.out_dtype].bytes * groups
         sums = (2 * 4 * busy if means.accumulate else 4 * groups) if means.dbias else 0
-        return Work(
-            flops,
-            bytes=2 * (rows * n + read * k if means.gather != "dy" else read * n + rows * k)
-            + weights * n * k
-            + sums * n,
-        )
+        moved = rows * n + read * k if means.gather != "dy" else read * n + rows * k
+        scales = 4 * -(-rows // SIDE) * (n + k) if means.recipe else 0
+        return Work(flops, size * moved + scales + weights * n * k + sums * n, 2.0 / size)
     gated = means.activation.gated
-    moved = read * k + busy * n * k
+    factors, moved, rate = size * (read * k + busy * n * k), 0, 2.0 / size
     single = rows if means.row_scale else 0  # float32 numbers
+    if means.recipe:
+        single += _scales(means.recipe, rows, busy, n, k)
     if means.activation.backward:
         width = 2 * n if gated else n
-        moved += 2 * rows * width + (rows * n if means.recompute else 0)
+        moved += (1 + means.recipe.wide) * rows * width + (rows * n if means.recompute else 0)
+        if means.recipe.coded:
+            factors += rows * width
+            single += rows * -(-width // SIDE)
         single += (rows if means.dprob else 0) + (groups * width if means.dbias else 0)
-        return Work(flops, bytes=2 * moved + 4 * single)
+        return Work(flops, factors + 2 * moved + 4 * single, rate)
     y = rows * (n // 2 if gated else n)
+    coded = (1 + means.recipe.transpose) * means.recipe.coded  # orientations
+    single += coded * -(-y // SIDE)
+    factors += coded * y
     if means.out_dtype == "f32":
         single += y
-    else:
+    elif means.recipe.wide:
         moved += y
     if means.save_preactivation:
         moved += rows * n
     if means.bias:
         moved += busy * n
-    return Work(flops, bytes=2 * moved + 4 * single)
+    return Work(flops, factors + 2 * moved + 4 * single, rate)
+
+
+def _scales(recipe: Quant, rows: int, busy: int, n: int, k: int) -> int:
+    """Scales of x and of the weights that are read."""
+    if recipe.by_block:
+        blocks = -(-k // SIDE)
+        return blocks * (rows + busy * -(-n // SIDE))
+    return rows + busy * n if recipe.inputs == ROW else 1 + busy

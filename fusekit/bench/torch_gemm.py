@@ -20,6 +20,7 @@ from fusekit.dtypes import DTYPES as ROWS
 from fusekit.interop.torch import DTYPES
 from fusekit.plan.activations import kinds
 from fusekit.plan.operations import OPERATIONS
+from fusekit.plan.quant import ROW, SIDE, quant
 from fusekit.runtime import DeviceArray
 
 _CHUNK = 1 << 26  # elements that are widened at a time
@@ -111,6 +112,8 @@ class Unfused:
         return self._rest(self._product())
 
     def _product(self) -> Tensor:
+        if quant(self.spec["quant"]):
+            return self._scaled_product()
         x, w = self._t["x"], self._t["w"]
         w = w.transpose(-1, -2) if self.spec["b_major"] == "k" else w
         if not self._grouped:
@@ -122,6 +125,25 @@ class Unfused:
             if end > start:
                 torch.mm(x[start:end], w[group], out=out[start:end])
         return out
+
+    def _scaled_product(self) -> Tensor:
+        """PyTorch's product of codes with scales of rows and columns; for blocks that of their values in 16 bits."""
+        told, grouped = quant(self.spec["quant"]), self._grouped
+        x, w, x_s, w_s = (self._t[name] for name in ("x", "w", "x_s", "w_s"))
+        dtype = DTYPES[self.spec["dtype"]]
+        if told.by_block:
+            x = (x.float() * x_s.T.repeat_interleave(SIDE, 1)[:, : x.shape[1]]).to(dtype)
+            scale = w_s.repeat_interleave(SIDE, -2)[..., : w.shape[-2], :]
+            w = (w.float() * scale.repeat_interleave(SIDE, -1)[..., : w.shape[-1]]).to(dtype).transpose(-1, -2)
+            return torch._grouped_mm(x, w, offs=self._t["offsets"]) if grouped else torch.mm(x, w)
+        if told.inputs != ROW:
+            x_s = x_s.expand(x.shape[0]).contiguous()
+            w_s = w_s[:, None].expand(w.shape[:-1]).contiguous() if grouped else w_s.expand(w.shape[0]).contiguous()
+        options = {"out_dtype": dtype, "use_fast_accum": not told.promoted}
+        w = w.transpose(-1, -2)
+        if grouped:
+            return torch._scaled_grouped_mm(x, w, x_s, w_s, offs=self._t["offsets"], **options)
+        return torch._scaled_mm(x, w, x_s[:, None], w_s[None], **options)
 
     def _weight_gradient(self) -> Tensor:
         dy, x = self._t["dy"], self._t["x"]

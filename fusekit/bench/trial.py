@@ -15,13 +15,25 @@ from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
 from fusekit.plan.operations import OPERATIONS
-from fusekit.reference import BY_GROUP, POISON, Measurement, held, make_inputs, output_shapes, poisoned
+from fusekit.reference import (
+    BY_GROUP,
+    POISON,
+    Measurement,
+    coded_check,
+    held,
+    make_inputs,
+    output_shapes,
+    poisoned,
+)
+from fusekit.reference.codes import coded
+from fusekit.reference.meaning import meaning
 from fusekit.runtime import DeviceArray, Kernel, Library
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
 GUARD = 4096
 # Rows that no group owns, when the result is checked: they must stay as they were.
 SPARE = 5
+BLOCKS = 64  # of 128 tokens, whose codes are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Trial:
         self._open(library, kernel)
         spec = kernel.spec
         self.problem = _problem(spec, rows)
-        most = next(dim.maximum for dim in kernel.record.dims if dim.name == "M")
+        most = next(dim.maximum for dim in kernel.record.dims if dim.name in ("M", "P"))
         if self.problem["M"] > most:
             raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem
@@ -121,16 +133,24 @@ class Trial:
     def check(self) -> Verdict:
         """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
         problems: list[str] = []
-        outputs = {name: self._fetch(name, problems) for name in self.outputs}
+        codes = {name for each in coded(meaning(self.kernel.spec)) for name in each.outputs}
+        outputs = {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
+        for name in codes:
+            problems += self._around(name)
+            outputs[name] = self._values(name)
+        problems += coded_check(self.kernel.spec, self.inputs, outputs, BLOCKS) if codes else []
         return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
 
     def _around(self, name: str) -> list[str]:
         return written_around(name, self.arrays[name])
 
+    def _values(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+        shape, dtype = self.outputs[name]
+        return np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
+
     def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[Any]]:
         problems += self._around(name)
-        shape, dtype = self.outputs[name]
-        values = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
+        values = self._values(name)
         untouched = poisoned(values)
         if name not in BY_GROUP:
             written = ~untouched[self.owned :]

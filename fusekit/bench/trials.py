@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fusekit.bench.quantise_trial import QuantiseTrial
 from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
-from fusekit.plan.operations import EXTERN, OPERATIONS
+from fusekit.plan.operations import EXTERN, OPERATIONS, QUANTISE
 from fusekit.plan.tokens import CHECK, EXCHANGE
 from fusekit.runtime import Kernel, Library
 
@@ -35,6 +36,8 @@ def open_trial(
             f"{kernel.name} is launched by all ranks together and has no trial on one device; fusekit.exchange makes "
             "the windows that it needs"
         )
+    if operation.family == QUANTISE:
+        return QuantiseTrial(library, kernel, rows, seed)
     if operation.token_wise:
         return TokenTrial(library, kernel, rows, seed)
     return Trial(library, kernel, rows, seed, guarded=guarded)

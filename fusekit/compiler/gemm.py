@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -88,7 +89,7 @@ def _fake(argument: Any, made: Signature) -> Any:
         return cutlass.Float32(1.0)
     divisors = {dim.name: dim.divisor for dim in made.dims}
     shape = tuple(
-        cute.sym_int(divisibility=divisors[extent] if isinstance(extent, str) else 2 * divisors["I"])
+        extent if isinstance(extent, int) else cute.sym_int(divisibility=_divisor(extent, divisors))
         for extent in argument.shape
     )
     strides = tuple(
@@ -100,6 +101,14 @@ def _fake(argument: Any, made: Signature) -> Any:
     return make_fake_tensor(
         getattr(cutlass, DTYPES[argument.dtype].cutlass), shape, strides, assumed_align=argument.alignment
     )
+
+
+def _divisor(extent: Any, divisors: Mapping[str, int]) -> int:
+    """What the extent is a multiple of, as far as the kernel is told."""
+    if isinstance(extent, str):
+        return divisors[extent]
+    kind, factor, of = extent
+    return int(factor) * divisors[of] if kind == "mul" else 1
 
 
 def _memory() -> Any:

@@ -6,7 +6,7 @@ map adds to the kernel's parameters is its 128 descriptor bytes. Sources: PTX IS
 """
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
@@ -88,12 +88,13 @@ def tma_store(descriptor, source, coordinates, add: bool = False) -> None:
     inline(None, text, *arguments)
 
 
-def store_matrix_x4(address: Int32, registers) -> None:
-    """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *registers],
-    )
+def store_matrix_x4(address: Int32, registers, turned: bool = False) -> None:
+    """stmatrix of four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, or of
+    column l % 8 where they are stored `turned`.
+    """
+    turn = ".trans" if turned else ""
+    text = f"stmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};"
+    inline(None, text, address, *registers)
 
 
 def load_matrix_x4(address: Int32):
@@ -210,6 +211,17 @@ def load_shared_v4(address: Int32):
 def store_shared_v4(address: Int32, values) -> None:
     """Four int32 to shared memory, 16-byte aligned."""
     inline(None, "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", address, *[Int32(v) for v in values])
+
+
+def store_shared_u16(address: Int32, value: Uint32, offset: int) -> None:
+    """The lower half of a register to shared memory, at address + offset."""
+    inline(None, f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", address, value)
+
+
+def word_where(flag: Int32, word: Uint32) -> Uint32:
+    """`word` where `flag` is not zero, else zero."""
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, 0, p; }"
+    return inline(Uint32, text, flag, word)
 
 
 def store_shared_f32x2(address: Int32, low: Float32, high: Float32) -> None:

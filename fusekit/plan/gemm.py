@@ -1,29 +1,31 @@
 """What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
 
-A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows a fourth. In
-its dynamic shared memory are
+A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows, or to make
+codes of the transpose of dz, a fourth. In its dynamic shared memory are
 
-    stages x (tile_m + tile_n) x 64 x 2 bytes, the A and B tiles in flight (tile K is 64, operands have 16 bits)
+    stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
     32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
                  that makes room for one more stage; float32 boxes have half as many columns. With a backward
-                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns
+                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns. Codes
+                 of 16 rows x 128 columns take the place of boxes
     2304 bytes   the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fusekit.dtypes import DTYPES
-from fusekit.plan.activations import Kind, kind
-from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.product import VECTOR_BYTES as VECTOR_BYTES
+from fusekit.plan.product import Product
+from fusekit.plan.quant import SIDE
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 
 if TYPE_CHECKING:
     from fusekit.abi import Argument, Constraint, Dim, Expr
     from fusekit.plan.operands import Operand
 
+WARP = 32
 CONSUMER_WARPGROUPS = 2
 CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
 WARP_ROWS = 16  # of a 64-row block, that one warp finishes
@@ -33,76 +35,17 @@ BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = 
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 RESERVED_BYTES = 2304
+SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
 MOST_GROUPS = 2**16
-VECTOR = 8  # elements in 16 bytes, the granule of TMA addresses and strides
+VECTOR = 8  # elements of 16 bits in it
 GATHERS = ("none", "x", "dy")  # the factor whose rows an index chooses
 GATHER_WARPS = 4
 
 
-class GemmPlan:
-    """The plan of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
-
-    epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad". kind: the activation.
-    """
-
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
-        self.arch = ARCHITECTURES[spec.arch]
-        self.dtype: str = spec.dtype
-        self.out_dtype: str = spec.out_dtype
-        self.tile: tuple[int, int] = spec.tile
-        self.cluster: tuple[int, int] = spec.cluster
-        self.pingpong: bool = spec.mainloop == "pingpong"
-        self.dynamic: bool = spec.schedule == "dynamic"
-        self.epilogue: str = spec.epilogue
-        self.grouped: bool = spec.grouped
-        self.b_major: str = "n" if self.wgrad else spec.b_major
-        self.glu_layout: str = spec.glu_layout
-        self.gather: str = spec.gather
-        self.kind: Kind = kind(spec.activation.kind)
-        self.approximate: str = spec.activation.approximate
-
-    @property
-    def wgrad(self) -> bool:
-        """Whether the reduction runs over rows."""
-        return self.epilogue == "wgrad"
-
-    @property
-    def backward(self) -> bool:
-        """Whether it takes a gradient through an activation."""
-        return self.epilogue == "backward"
-
-    @property
-    def halved(self) -> bool:
-        """Whether two columns of the product, gate and up, make one column of the output."""
-        return self.epilogue == "forward" and self.kind.gated
-
-    @property
-    def sides(self) -> int:
-        """Columns of z for each column of da (backward) or of the output: 2 where gate and up are apart."""
-        return 2 if self.kind.gated else 1
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element of the factors."""
-        return DTYPES[self.dtype].bytes
-
-    @property
-    def tile_k(self) -> int:
-        """Elements of the reduction in one stage: one swizzle row."""
-        return self.arch.swizzle_bytes // self.element
-
-    @property
-    def out_tile_n(self) -> int:
-        """Columns of the output that one tile makes."""
-        return self.tile[1] // 2 if self.halved else self.tile[1]
-
-    @property
-    def cluster_size(self) -> int:
-        """CTAs in a cluster."""
-        return self.cluster[0] * self.cluster[1]
+class GemmPlan(Product):
+    """The plan of `spec`; see `Product`."""
 
     # -- operands -----------------------------------------------------------------------------------------------------
 
@@ -130,14 +73,15 @@ class GemmPlan:
     @property
     def driver(self) -> str:
         """Dotted name of the module that puts the kernel together."""
-        return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}"
+        blocks = "_blocks" if self.wgrad and self.quant else ""
+        return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}{blocks}"
 
     # -- warps --------------------------------------------------------------------------------------------------------
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS) + self.gather_threads
+        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS + self.turning) + self.gather_threads
 
     @property
     def warpgroup_rows(self) -> int:
@@ -145,26 +89,48 @@ class GemmPlan:
         return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
 
     @property
+    def turning(self) -> bool:
+        """Whether a fourth warpgroup quantises the transpose of dz."""
+        return self.backward and self.quant.coded and self.quant.transpose
+
+    @property
+    def staggered(self) -> bool:
+        """Whether one warpgroup is ahead of the other, so that it multiplies while the other finishes its tile."""
+        return self.quant.coded and not self.pingpong
+
+    @property
+    def waves(self) -> int:
+        """Parts of the tile's columns that are multiplied one after the other, where sums are promoted."""
+        whole = self._accumulators(1) <= self.arch.accumulator_registers
+        return 1 if whole or self.wgrad or not self.quant.promoted or self.tile[1] % SIDE else 2
+
+    @property
     def accumulators(self) -> int:
-        """float32 accumulators of a consumer thread."""
-        return self.warpgroup_rows * self.tile[1] // self.arch.warpgroup
+        """float32 accumulators of a consumer thread; promoted ones and those of the 64 rows that are multiplied."""
+        return self._accumulators(self.waves)
+
+    def _accumulators(self, waves: int) -> int:
+        multiplied = self.arch.mma_rows // waves if self.quant.promoted else 0
+        return (self.warpgroup_rows + multiplied) * self.tile[1] // self.arch.warpgroup
 
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
-        if self.gathers:  # the four share 512
-            load = 24 if not self._idle_work else 32 if self.gather_registers == 32 else 40
-            return load, (self.arch.registers // self.arch.warpgroup - load - self.gather_registers) // 16 * 8
+        if self.gathers or self.turning:  # the four share 512
+            load = 24 if not self._idle_work else 32 if self.fourth_registers == 32 else 40
+            return load, (self.arch.registers // self.arch.warpgroup - load - self.fourth_registers) // 16 * 8
         most, balanced = self.arch.splits
         return most if self.accumulators > 160 and not self._idle_work else balanced
 
     @property
     def _idle_work(self) -> bool:
-        return any(operand.needs_registers for operand in self.operands)
+        return self.filling_threads > 0 or any(operand.needs_registers for operand in self.operands)
 
     @property
-    def gather_registers(self) -> int:
-        """Of a thread of the gathering warpgroup: a lane of a GEMM keeps the addresses of a 16th of the tile's rows."""
+    def fourth_registers(self) -> int:
+        """Of a thread of the fourth warpgroup: a lane that gathers keeps the addresses of a 16th of the tile's rows."""
+        if self.turning:
+            return 32
         if self.wgrad:
             return 32 if self.accumulators > 160 and self._idle_work else 40
         return 56 if self.tile[0] > 128 else 40
@@ -173,7 +139,7 @@ class GemmPlan:
     def accumulator_registers(self) -> int:
         """float32 accumulators that a consumer thread can hold without spilling."""
         most = self.arch.accumulator_registers
-        return most - 32 if self.gathers and self.registers[1] < most + 32 else most
+        return most - 32 if (self.gathers or self.turning) and self.registers[1] < most + 32 else most
 
     @property
     def idle_readers(self) -> int:
@@ -198,7 +164,7 @@ class GemmPlan:
     @property
     def stage_arrivals(self) -> int:
         """Arrivals that complete a stage, beside the bytes that come by TMA."""
-        return 1 + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
+        return 1 + self.filling_threads + (0 if not self.gathers else 1 if self.relays else self.gather_threads)
 
     @property
     def gather_threads(self) -> int:
@@ -209,6 +175,16 @@ class GemmPlan:
     def reading_warps(self) -> int:
         """Warps of a CTA that read a tile and its stages."""
         return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.idle_readers
+
+    @property
+    def following_warps(self) -> int:
+        """Warps of the load warpgroup that read tiles alone, for an operand."""
+        return sum(operand.following_warps(self) for operand in self.operands)
+
+    @property
+    def filling_threads(self) -> int:
+        """Threads of the load warpgroup that fill stages for an operand; their warps read tiles."""
+        return sum(operand.filling_threads(self) for operand in self.operands)
 
     @property
     def blocks_in_turn(self) -> bool:
@@ -264,15 +240,32 @@ class GemmPlan:
     def _warp_bytes(self, box: int) -> int:
         boxes = OUTPUT_BOXES
         if self.backward:
-            boxes = Z_BOXES * self.sides + (OUTPUT_BOXES if self.outputs_staged else 0)
-        return boxes * box * WARP_ROWS * 2
+            z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
+            if self.turning:  # in the place of boxes lies, later, the transpose of what they had
+                outputs = self.tile[1] // box if self.spec.recompute else 0
+            return (z + outputs) * box * WARP_ROWS * 2 + self.codes_bytes
+        if not self.quant.wide and not self.has("preactivation"):
+            boxes = 0
+        return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
+
+    @property
+    def codes_bytes(self) -> int:
+        """Codes of a warp's 16 rows: in the place of its boxes, or behind those of a backward epilogue."""
+        columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
+        columns = SIDE if self.turning else columns  # one block after the other
+        return columns * WARP_ROWS if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
         return self.stage_room(warp_bytes) // self.stage_bytes
 
     def stage_room(self, warp_bytes: int) -> int:
         """Bytes that stages may take beside staging boxes of `warp_bytes` a warp."""
-        return self.arch.shared_bytes - RESERVED_BYTES - warp_bytes * CONSUMER_WARPS
+        return self.arch.shared_bytes - self.reserved - warp_bytes * CONSUMER_WARPS
+
+    @property
+    def reserved(self) -> int:
+        """Bytes kept for barriers, the ring of tiles and regions of operands."""
+        return RESERVED_BYTES + sum(operand.reserved(self) for operand in self.operands)
 
     @property
     def z_box_bytes(self) -> int:
@@ -282,7 +275,12 @@ class GemmPlan:
     @property
     def z_bytes(self) -> int:
         """A warp's boxes of z; behind them begin its boxes of outputs."""
-        return Z_BOXES * self.z_box_bytes
+        return self.z_boxes * self.z_box_bytes
+
+    @property
+    def z_boxes(self) -> int:
+        """Of a warp: those in turn, or all of its 16 rows."""
+        return self.tile[1] // self.epilogue_box if self.turning else Z_BOXES
 
     @cached_property
     def stages(self) -> int:
@@ -321,33 +319,12 @@ class GemmPlan:
     @property
     def ring_readers(self) -> int:
         """Warps that free a slot of the ring of tiles."""
-        return (1 + self.reading_warps + self.gather_threads // 32 + self.relays) * (
+        idle = self.filling_threads // WARP + self.following_warps
+        return (1 + idle + self.reading_warps + self.gather_threads // WARP + self.relays) * (
             self.cluster_size if self.ring_shared else 1
         )
 
     # -- arguments and memory -----------------------------------------------------------------------------------------
-
-    @property
-    def n(self) -> Expr:
-        """Columns of the product."""
-        if self.backward:
-            return self.width
-        return ["mul", 2, "I"] if self.kind.gated else "N"
-
-    @property
-    def width(self) -> Expr:
-        """Columns of y."""
-        return "I" if self.kind.gated else "N"
-
-    @property
-    def z_width(self) -> Expr:
-        """Columns of z."""
-        return ["mul", 2, "I"] if self.kind.gated else "N"
-
-    @property
-    def leading(self) -> tuple[Expr, ...]:
-        """The dim of groups, where there are any."""
-        return ("E",) if self.grouped else ()
 
     @property
     def added_to(self) -> str:
@@ -370,11 +347,17 @@ class GemmPlan:
         from fusekit.abi import Dim
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
-        width = {self.width: 32 if self.glu_layout == "interleaved-32" else VECTOR}
-        across = {"N": VECTOR, "K": VECTOR} if self.wgrad else {"K": VECTOR, **width}
+        width = {self.width: 32 if self.glu_layout == "interleaved-32" else 2 * VECTOR if self.quant.coded else VECTOR}
+        if self.kind.gated and self.glu_layout == "concat":
+            if self.backward and self.quant.coded:
+                width[self.width] = SIDE  # a block has gates alone, or ups
+            elif self.halved and self.quant.by_block:
+                width[self.width] = SEGMENT
+        across = {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, **width}
         columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
+        tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant else Dim("M", maximum=BIG)
         own = (dim for operand in self.operands for dim in operand.dims(self))
-        return Dim("M", maximum=BIG), *groups, *columns, *own
+        return tokens, *groups, *columns, *own
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
@@ -397,4 +380,4 @@ class GemmPlan:
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
         by_group = self.has("dbias") or (self.wgrad and not self.has("accumulate"))
-        return () if by_group else ("M",)
+        return () if by_group else ("P" if self.wgrad and self.quant else "M",)

@@ -15,7 +15,7 @@ from fusekit.plan.tokens import CHECK, EXCHANGE, PERMUTATION, ROUTER, TOKENS
 
 GROUP = "fusekit.operations"
 
-GEMM, EXTERN = "gemm", "extern"
+GEMM, QUANTISE, EXTERN = "gemm", "quantise", "extern"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ OPERATIONS = {
                       long_row=each.long_row)
             for each in TOKENS.values()
         ),
+        Operation("quantise", QUANTISE, "fusekit.compiler.quantise"),
         Operation("extern", EXTERN, "fusekit.compiler.extern"),
     )
 }  # fmt: skip

@@ -93,8 +93,15 @@ def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
 
 def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
     tile_m, tile_n = plan.tile
-    most, registers = plan.accumulator_registers, accumulators(plan.tile, mainloop)
-    if registers > most:
+    most, registers = plan.accumulator_registers, plan.accumulators
+    if registers > most and plan.quant.promoted:
+        yield Refusal(
+            "tile",
+            f"({tile_m} / 2 + {plan.arch.mma_rows // plan.waves}) x {tile_n} / {plan.arch.warpgroup} threads ="
+            f" {registers} accumulator registers a thread (promoted); at most {most} of a consumer's "
+            f"{plan.arch.consumer_registers} are free; take a smaller tile",
+        )
+    elif registers > most:
         consumer = plan.registers[1] if plan.gathers else plan.arch.consumer_registers
         owners, remedy = 256, "take a smaller tile"
         if plan.pingpong:
@@ -113,7 +120,7 @@ def _stages(plan: GemmPlan) -> Iterator[Refusal]:
         yield Refusal(
             "tile",
             f"({tile_m} + {tile_n}) x {plan.tile_k} x {plan.element} = {stage} bytes a stage; "
-            f"{plan.arch.shared_bytes} - {RESERVED_BYTES} (bias, barriers) - "
+            f"{plan.arch.shared_bytes} - {plan.reserved} (bias, barriers) - "
             f"{plan.warp_bytes * CONSUMER_WARPS} (epilogue) = {room} bytes of shared memory hold {room // stage} "
             f"stages, at least {MIN_STAGES} are needed; "
             "take a smaller tile",
@@ -122,7 +129,7 @@ def _stages(plan: GemmPlan) -> Iterator[Refusal]:
         rest = plan.shared.bytes - plan.stages * stage - plan.warp_bytes * CONSUMER_WARPS
         yield Refusal(
             "tile",
-            f"barriers and operands take {rest} bytes of shared memory, of which {RESERVED_BYTES} are kept for them; "
+            f"barriers and operands take {rest} bytes of shared memory, of which {plan.reserved} are kept for them; "
             "take a smaller tile",
         )
 

@@ -3,11 +3,13 @@
 Runs anywhere NumPy does; a GPU's result is compared with it by ``check``. 16-bit tensors are uint16 bit patterns.
 """
 
+from fusekit.reference.coded import coded_outputs
 from fusekit.reference.formats import POISON, decode, encode, held, poisoned
-from fusekit.reference.gemm import check, expected, gemm
+from fusekit.reference.gemm import check, coded_check, expected, gemm
 from fusekit.reference.inputs import BY_GROUP, group_sizes, make_inputs, offsets_of, output_shapes
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.permutation import permutation_check, permutation_inputs
+from fusekit.reference.quantise import quantise, quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.reference.router import route
 from fusekit.reference.router_check import router_check, router_inputs
 from fusekit.reference.sampling import sample_rows, sample_weights
@@ -19,6 +21,8 @@ __all__ = [
     "Expected",
     "Measurement",
     "check",
+    "coded_check",
+    "coded_outputs",
     "decode",
     "encode",
     "expected",
@@ -32,6 +36,10 @@ __all__ = [
     "permutation_check",
     "permutation_inputs",
     "poisoned",
+    "quantise",
+    "quantise_check",
+    "quantise_inputs",
+    "quantise_output_shapes",
     "route",
     "router_check",
     "router_inputs",

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.reference import activations, layouts
+from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import values
 from fusekit.reference.gradients import Gradients
 from fusekit.reference.meaning import Meaning, need
@@ -61,8 +62,11 @@ def expected(
         for slope, error in zip(slopes, slope_errors, strict=True)
     ]
     dz, dz_error = (layouts.join(each[0], each[1], layout) if activation.gated else each[0] for each in (parts, errors))
-    made = Gradients(rows, columns, z_columns, chosen, whole, ends, k, terms, (value, y_error), (dz, dz_error))
-    outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, shape=whole)}
+    sums = limit_of(means, single=True)
+    made = Gradients(
+        rows, columns, z_columns, chosen, whole, ends, k, terms, (value, y_error), (dz, dz_error), sums
+    )  # fmt: skip
+    outputs = {"dz": Expected(means.dtype, chosen, dz, dz_error, z_columns, whole, limit_of(means))}
     for twin in twins(means):
         if hasattr(twin, "gradient"):
             outputs |= twin.gradient(means, made)

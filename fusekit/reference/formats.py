@@ -109,18 +109,25 @@ def _single_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
     return odd
 
 
-def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> NDArray[np.uint16]:
-    """Random numbers in +-[2**-3, 2) * 2**exponent, as uint16 bits of ``dtype``; none is zero, rms 0.88 * 2**exponent.
+# Root mean square of the numbers below, before scaling.
+RMS = 0.88
+
+
+def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> NDArray[Any]:
+    """Random numbers in +-[2**-3, 2) * 2**exponent, as bits of ``dtype``: uint16, or uint8 of one of 8 bits. None is
+    zero, rms 0.88 * 2**exponent.
 
     ``ValueError`` when the exponent takes them out of the format's normal range.
     """
-    form = format_of(dtype)
+    form = DTYPES[dtype] if DTYPES[dtype].bits == 8 else format_of(dtype)
     bias, fraction = 1 - form.lowest, form.significand - 1
     lowest = bias + exponent - 3
     if not 1 <= lowest <= 2 * bias - 3:
         raise ValueError(f"2**{exponent} scales {dtype} numbers out of its normal range; scale less")
     # Raw bits are kept as sign, two low exponent bits and mantissa; adding the lowest exponent makes them a number.
-    raw = np.random.SFC64(seed).random_raw(-(-int(np.prod(shape)) // 4)).view(np.uint16)[: int(np.prod(shape))]
-    raw &= np.uint16(0x8000 | ((4 << fraction) - 1))
-    raw += np.uint16(lowest << fraction)
-    return raw.reshape(shape)
+    kind, count = held(dtype).type, int(np.prod(shape))
+    raw = np.random.SFC64(seed).random_raw(-(-count * form.bits // 64)).view(kind)[:count]
+    raw &= kind(1 << form.bits - 1 | ((4 << fraction) - 1))
+    raw += kind(lowest << fraction)
+    made: NDArray[Any] = raw.reshape(shape)
+    return made

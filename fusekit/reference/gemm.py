@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.reference import activations, backward, layouts, wgrad
-from fusekit.reference.formats import Array
+from fusekit.reference.coded import coded_faults, token_blocks, written
+from fusekit.reference.codes import coded
+from fusekit.reference.factors import limit as limit_of
+from fusekit.reference.formats import Array, poisoned
 from fusekit.reference.meaning import Meaning, group_ends, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.operands import twins
@@ -35,13 +38,15 @@ def gemm(
     ``inputs`` holds the kernel's arguments by name; bf16 and fp16 tensors as uint16 bits, or any floating-point array.
     x [M, K]; w [E, N, K] (``b_major`` "k") or [E, K, N] ("n"), without E for dense-gemm; offsets int32[E], the end row
     of each group; bias [E, N] or [N]; alpha float32, or float32[E] for ``alpha = "group"``; row_scale float32[M];
-    ``act_alpha``, ``act_limit`` and ``act_up_offset`` stand in for the spec's own when given. For a weight gradient:
-    dy [M, N], x [M, K], offsets; when it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and
-    dbias float32[E, N]. A dense-wgrad has no offsets, and its outputs have no E. An operand that is gathered has a row
-    for each token, and index int32[M] chooses among them.
+    with ``quant`` uint8 codes x and w, and their scales x_s and w_s; ``act_alpha``, ``act_limit`` and
+    ``act_up_offset`` stand in for the spec's own when given. For a weight gradient: dy [M, N], x [M, K], offsets; when
+    it accumulates, what its outputs hold before the launch: dw float32[E, N, K] and dbias float32[E, N]. A dense-wgrad
+    has no offsets, and its outputs have no E. An operand that is gathered has a row for each token, and index int32[M]
+    chooses among them.
 
     y is [M, N], or [M, N/2] for a gated activation; preactivation is [M, N], where it is saved. Rows that no group owns
-    are NaN: the kernel leaves them alone. dw is [E, N, K], and dbias [E, N] where the spec has it.
+    are NaN: the kernel leaves them alone. What is stored as codes alone is not there; see ``coded_check``. dw is
+    [E, N, K], and dbias [E, N] where the spec has it.
 
     A backward activation takes preactivation [M, N], or [M, 2N] if it is gated, and gives dz of that shape; y [M, N]
     with ``recompute``; float32 dprob [M] with ``dprob``; float32 dbias, as many columns as dz, [E, ...] or [...], with
@@ -79,10 +84,49 @@ def check(
     return {name: measure(name, want.of(np.asarray(outputs[name])), want) for name, want in wanted.items()}
 
 
+def coded_check(
+    spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array], most: int = 2**30
+) -> list[str]:
+    """What is wrong in results stored as codes, one line each: whole buffers, all ones where nothing was written.
+
+    At most ``most`` blocks of 128 tokens are compared: with what ``outputs`` has in bf16, bit for bit, or else with the
+    float64 result.
+    """
+    means = meaning(spec)
+    results = coded(means)
+    if not results:
+        return []
+    ends = group_ends(inputs, need(inputs, "x", 2).shape[0], means)
+    found = []
+    for name in (name for each in results for name in each.outputs):
+        mask, untouched = written(name, outputs[name].shape, ends), poisoned(outputs[name])
+        for wrong, what in ((mask & untouched, "not written"), (~mask & ~untouched, "written, of no group's")):
+            if wrong.any():
+                place = tuple(map(int, np.argwhere(wrong)[0]))
+                found.append(f"{name}: {int(wrong.sum())} elements {what}, the first at {place}")
+    chosen = token_blocks(ends)
+    if len(chosen) > most:
+        chosen = [chosen[int(number)] for number in np.unique(np.linspace(0, len(chosen) - 1, most).astype(int))]
+    wanted: dict[str, Expected] = {}
+    if chosen and not means.recipe.wide:
+        rows = np.concatenate([np.arange(block.begin, block.stop) for block in chosen])
+        wanted = _results(spec, inputs, rows, None)
+    return found + coded_faults(means, outputs, chosen, wanted)
+
+
 def expected(
     spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], rows: Chosen = None, columns: Chosen = None
 ) -> dict[str, Expected]:
     """What ``gemm`` gives, for the rows that groups own, with the error that float32 arithmetic may make of it."""
+    means = meaning(spec)
+    hidden = set() if means.recipe.wide else {each.name for each in coded(means)}
+    return {name: want for name, want in _results(spec, inputs, rows, columns).items() if name not in hidden}
+
+
+def _results(
+    spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], rows: Chosen, columns: Chosen
+) -> dict[str, Expected]:
+    """``expected``, and what is stored as codes alone."""
     means = meaning(spec)
     for twin in twins(means):
         if hasattr(twin, "factors"):
@@ -121,11 +165,13 @@ def _forward(
             y, y_error = twin.output(means, inputs, y, y_error, chosen)
     total = need(inputs, "x", 2).shape[0]
     # Float32 is not rounded further: products and activation alone are off, a square by twice what z is.
-    steps = -(-weights(means, inputs).shape[2] // wgrad.STEP)
-    limit = wgrad.UNIT * (32 + 2 * steps) if means.out_dtype == "f32" else None
+    steps, single = -(-weights(means, inputs).shape[2] // wgrad.STEP), means.out_dtype == "f32"
+    limit = wgrad.UNIT * (32 + 2 * steps) if single else None
+    limit = limit_of(means, single) or limit
     outputs = {"y": Expected(means.out_dtype, chosen, y, y_error, across, shape=(total, width), limit=limit)}
     if means.save_preactivation:
-        outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape=(total, n))
+        shape = total, n
+        outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape, limit_of(means))
     return outputs
 
 

@@ -20,6 +20,7 @@ class Gradients:
 
     numbers: of the rows. shape: of dz, whole. ends: int64[E], the end row of each group. k: terms of an element of da.
     product: da * activation(z). y: row_scale * activation(z).
+    limit: of the Frobenius norm of sums, where codes decide it.
     """
 
     rows: NDArray[np.int64] | None
@@ -32,6 +33,7 @@ class Gradients:
     product: Values
     y: Values
     dz: Values
+    limit: float | None = None
 
     def sums(self, terms: Values, groups: list[slice]) -> tuple[Array, Array, float]:
         """(value, error, bound of the Frobenius norm) of the sums of ``terms`` over each group of their rows.
@@ -49,4 +51,4 @@ class Gradients:
             value[index] = part.sum(axis=0)
             own = UNIT * ((8 + 2 * math.sqrt(steps)) * np.abs(part).sum(axis=0) + steps * np.abs(value[index]))
             slack[index] = 4 * np.sqrt((error**2).sum(axis=0)) + own
-        return value, slack, UNIT * (32 + most)
+        return value, slack, self.limit or UNIT * (32 + most)

@@ -13,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
-from fusekit.reference.formats import Array, bits
+from fusekit.plan.quant import SIDE
+from fusekit.reference.codes import coded_shapes, padded_starts
+from fusekit.reference.formats import RMS, Array, bits
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
 from fusekit.reference.operands.gather import tokens_of
 from fusekit.spec import KernelSpec
 
 __all__ = ["RMS", "bits", "group_sizes", "make_inputs", "offsets_of", "output_shapes"]
-
-# Root mean square of the numbers below, before scaling.
-RMS = 0.88
 
 # Outputs with a part for each group, all of which a launch writes; the others have a row for each token.
 BY_GROUP = frozenset({"dw", "dbias"})
@@ -67,10 +66,13 @@ def make_inputs(
         return _wgrad_inputs(means, (E, N, K), M, seed, sizes)
     rng = np.random.default_rng(seed)
     groups = (E,) if means.grouped else ()
-    one_over_root_k = -round(0.5 * np.log2(max(K, 1) * RMS**4))
+    # Of codes, the scales do it.
+    one_over_root_k = 0 if means.recipe else -round(0.5 * np.log2(max(K, 1) * RMS**4))
     inputs: dict[str, Any] = {
-        "x": bits((_rows(means, "x", M), K), means.dtype, seed + 1),
-        "w": bits((*groups, *((N, K) if means.b_major == "k" else (K, N))), means.dtype, seed + 2, one_over_root_k),
+        "x": bits((_rows(means, "x", M), K), means.factors[0], seed + 1),
+        "w": bits(
+            (*groups, *((N, K) if means.b_major == "k" else (K, N))), means.factors[1], seed + 2, one_over_root_k
+        ),
     }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
@@ -100,12 +102,14 @@ def _wgrad_inputs(
 ) -> dict[str, Any]:
     """Output gradients are scaled so that dw has a spread of about 1; so have the numbers that it is added to."""
     each = rows / shape[0]
-    inputs: dict[str, Any] = {
-        "dy": bits(
-            (_rows(means, "dy", rows), shape[1]), means.dtype, seed + 1, -round(0.5 * np.log2(max(each, 1) * RMS**4))
-        ),
-        "x": bits((_rows(means, "x", rows), shape[2]), means.dtype, seed + 2),
-    }
+    if means.recipe:
+        inputs = _turned(means, shape, rows, seed, sizes)
+    else:
+        spread = -round(0.5 * np.log2(max(each, 1) * RMS**4))
+        inputs = {
+            "dy": bits((_rows(means, "dy", rows), shape[1]), means.dtype, seed + 1, spread),
+            "x": bits((_rows(means, "x", rows), shape[2]), means.dtype, seed + 2),
+        }
     if means.grouped:
         inputs["offsets"] = offsets_of(sizes)
     inputs |= _of_operands(means, {"M": rows}, np.random.default_rng(seed), seed)
@@ -119,6 +123,26 @@ def _wgrad_inputs(
     return inputs
 
 
+def _turned(
+    means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Array | list[int] | tuple[int, ...]
+) -> dict[str, Any]:
+    """Codes of both factors with a column for each token, and a scale for 128 of them."""
+    starts, ends = padded_starts(offsets_of(sizes)), offsets_of(sizes)
+    room = -(-(rows + (SIDE - 1) * shape[0]) // SIDE) * SIDE
+    owned = np.zeros(room, dtype=bool)
+    for group, size in enumerate(np.diff(ends, prepend=0)):
+        owned[starts[group] : starts[group] + size] = True
+    rng, inputs = np.random.default_rng(seed), dict[str, Any]()
+    spread = 2.0 ** -round(0.5 * float(np.log2(max(rows / shape[0], 1) * RMS**4)))
+    for number, (name, dtype) in enumerate(zip(("dy", "x"), means.factors, strict=True), start=1):
+        columns = shape[number]
+        codes = bits((columns, room), dtype, seed + number)
+        codes[:, ~owned] = 0
+        scales = rng.uniform(0.5, 1.5, (room // SIDE, columns)) * (spread if name == "dy" else 1)
+        inputs |= {f"{name}_t": codes, f"{name}_ts": scales.astype(np.float32)}
+    return inputs
+
+
 def output_shapes(
     spec: KernelSpec | Mapping[str, Any],
     *,
@@ -129,7 +153,7 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 
-    "y": [M, N], or [M, N/2] when gated, of out_dtype; "preactivation": [M, N] of dtype, if saved. A weight gradient:
+    "y": [M, N], or [M, N/2] when gated, of out_dtype, or codes; "preactivation": [M, N] if saved. A weight gradient:
     "dw": [E, N, K] of out_dtype and, if asked for, "dbias": [E, N] of float32. A backward activation: "dz": [M, N], or
     [M, 2N] when gated, of dtype; if asked for, "y": [M, N] of out_dtype, "dprob": [M] and "dbias": [E, columns of dz],
     of float32. A dense operation has no E.
@@ -145,15 +169,21 @@ def output_shapes(
         return shapes
     if means.activation.backward:
         width = 2 * N if gated else N
-        shapes["dz"] = ((M, width), means.dtype)
-        if means.recompute:
+        if means.recipe.wide:
+            shapes["dz"] = ((M, width), means.dtype)
+        shapes |= coded_shapes(means, "dz", (M, width), E)
+        shapes |= coded_shapes(means, "y", (M, N), E)
+        if means.recompute and (means.recipe.wide or not means.recipe.transpose):
             shapes["y"] = ((M, N), means.out_dtype)
         if means.dprob:
             shapes["dprob"] = ((M,), "f32")
         if means.dbias:
             shapes["dbias"] = ((*groups, width), "f32")
         return shapes
-    shapes["y"] = ((M, N // 2 if gated else N), means.out_dtype)
+    y = M, N // 2 if gated else N
+    if means.recipe.wide:
+        shapes["y"] = (y, means.out_dtype)
+    shapes |= coded_shapes(means, "y", y, E)
     if means.save_preactivation:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes

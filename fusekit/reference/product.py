@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusekit.reference.formats import Array, values
+from fusekit.reference.factors import ACCUMULATION as OF_CODES
+from fusekit.reference.factors import w_values, x_values
+from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning, need
 from fusekit.reference.operands import twins
 
@@ -47,15 +49,15 @@ def product(
     error = np.empty_like(value)
     for group in np.unique(owner):
         here = owner == group
-        left = values(x[rows[here]], means.dtype).astype(np.float64)
+        left = x_values(means, inputs, rows[here])
         left_magnitude = np.abs(left).astype(np.float32)
         for start in range(0, count, COLUMNS):
             part = slice(start, start + COLUMNS)
-            right = values(w[group, part if columns is None else columns[part]], means.dtype)
+            right = w_values(means, inputs, w, group, part if columns is None else columns[part])
             value[here, part] = left @ right.astype(np.float64).T
             error[here, part] = left_magnitude @ np.abs(right).astype(np.float32).T
     for twin in twins(means):
         if hasattr(twin, "product"):
             twin.product(means, inputs, value, error, owner, columns)
-    error *= ACCUMULATION
+    error *= OF_CODES if means.recipe else ACCUMULATION
     return value, error

@@ -25,6 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.quant import SIDE
+from fusekit.reference.codes import decode, padded_starts
+from fusekit.reference.factors import ACCUMULATION as OF_CODES
+from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, values
 from fusekit.reference.meaning import Meaning, group_ends, need
 from fusekit.reference.measure import Expected
@@ -46,10 +50,11 @@ def expected(
 
     And dbias [E, N] where the spec has it, for the same ``rows``.
     """
-    dy, x = need(inputs, "dy", 2), need(inputs, "x", 2)
+    dy, x = _factors(means, inputs)
     if dy.shape[0] != x.shape[0]:
         raise ValueError(f"dy has {dy.shape[0]} rows and x has {x.shape[0]}; they must be equal")
     ends = group_ends(inputs, x.shape[0], means)
+    starts = padded_starts(ends)[:-1] if means.recipe else np.concatenate([[0], ends[:-1]])
     shape = (ends.size, dy.shape[1], x.shape[1])
     whole = shape if means.grouped else shape[1:]
     chosen = _chosen("rows", rows, shape[0] * shape[1])
@@ -66,7 +71,8 @@ def expected(
     with np.errstate(all="ignore"):  # infinities and NaNs in the inputs are carried through, not reported
         for group in np.unique(owner):
             here = owner == group
-            start, end = ends[group - 1] if group else 0, ends[group]
+            start = starts[group]
+            end = start + ends[group] - (ends[group - 1] if group else 0)
             steps[here] = math.ceil((end - start) / STEP)
             for first in range(start, end, ROWS):
                 part = slice(first, min(first + ROWS, end))
@@ -78,16 +84,29 @@ def expected(
                     bias[here] += left.sum(axis=1, keepdims=True, dtype=np.float64)
                     bias_magnitude[here] += np.abs(left).sum(axis=1, keepdims=True, dtype=np.float64)
         steps = steps[:, None]
+        unit = OF_CODES / 8 if means.recipe else UNIT
         slack, bias_slack = (
-            UNIT * ((8 + 2 * np.sqrt(steps)) * sizes + steps * np.abs(sums))
+            (unit * 8 + UNIT * 2 * np.sqrt(steps)) * sizes + UNIT * steps * np.abs(sums)
             for sizes, sums in ((magnitude, value), (bias_magnitude, bias))
         )
-    limit = UNIT * (4 + int(steps.max(initial=0)))
+    limit = limit_of(means, single=True) or UNIT * (4 + int(steps.max(initial=0)))
     told, bound = None if columns is None else across, limit if means.out_dtype == "f32" else None
     outputs = {"dw": Expected(means.out_dtype, chosen, value, slack, columns=told, shape=whole, limit=bound)}
     if means.dbias:
         outputs["dbias"] = Expected("f32", chosen, bias, bias_slack, shape=whole[:-1], limit=limit)
     return outputs
+
+
+def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
+    """dy and x, a row for each token; of codes the tokens are padded, and their values float64."""
+    if not means.recipe:
+        return need(inputs, "dy", 2), need(inputs, "x", 2)
+    found = []
+    for name, dtype in zip(("dy", "x"), means.factors, strict=True):
+        scale = np.repeat(need(inputs, f"{name}_ts", 2).astype(np.float64), SIDE, axis=0)
+        with np.errstate(invalid="ignore"):
+            found.append(decode(need(inputs, f"{name}_t", 2), dtype).T * scale)
+    return found[0], found[1]
 
 
 def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:

@@ -9,6 +9,7 @@
 | `router` | the router's operations: `RouterSpec`, their keys and rules |
 | `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
 | `exchange` | the operations between ranks: `ExchangeSpec`, their keys and rules |
+| `quantise` | codes and scales of a tensor: `QuantiseSpec`, its keys and rules |
 | `extern` | kernels that are not fusekit's: `ExternSpec`, its keys and rules |
 | `family` | which keys an operation takes; `Spec`, any of the spec classes |
 | `rules` | combinations of keys that cannot be built |

@@ -8,6 +8,8 @@ from typing import Any
 from fusekit.errors import SpecError
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import provided
+from fusekit.plan.quant import quant
+from fusekit.plan.quant import text as quant_text
 from fusekit.plan.tiles import default_mainloop
 from fusekit.spec.exchange import EXCHANGE_KEYS, EXCHANGE_OPS, ExchangeSpec, broken_exchange_rules
 from fusekit.spec.exchange import make as make_exchange
@@ -17,6 +19,8 @@ from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
 from fusekit.spec.model import OPS, Activation, KernelSpec, Problem
 from fusekit.spec.permutation import PERMUTATION_KEYS, PERMUTATION_OPS, PermutationSpec, broken_permutation_rules
 from fusekit.spec.permutation import make as make_permutation
+from fusekit.spec.quantise import QUANTISE, QUANTISE_KEYS, QuantiseSpec, broken_quantise_rules
+from fusekit.spec.quantise import make as make_quantise
 from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS, ROUTER_SWEEP_KEYS, RouterSpec, broken_router_rules
 from fusekit.spec.router import make as make_router
 from fusekit.spec.rules import broken_rules
@@ -37,8 +41,8 @@ __all__ = [
     "layer_of",
 ]
 
-Spec = KernelSpec | RouterSpec | PermutationSpec | ExchangeSpec | ExternSpec
-ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, *EXCHANGE_OPS, EXTERN)
+Spec = KernelSpec | RouterSpec | PermutationSpec | ExchangeSpec | QuantiseSpec | ExternSpec
+ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, *EXCHANGE_OPS, QUANTISE, EXTERN)
 OP_DOC = "The operation."
 ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 
@@ -89,7 +93,8 @@ def families() -> tuple[Family, ...]:
         for op, keys in EXCHANGE_KEYS.items()
     )
     extern = Family((EXTERN,), _with_op(EXTERN_KEYS), ("arch", "sweep"), make_extern, broken_extern_rules)
-    return (gemm, *routers, *permutations, *exchanges, extern)
+    quantise = Family((QUANTISE,), _with_op(QUANTISE_KEYS), ROUTER_SWEEP_KEYS, make_quantise, broken_quantise_rules)
+    return (gemm, *routers, *permutations, *exchanges, quantise, extern)
 
 
 def family_of(op: Any) -> Family:
@@ -132,7 +137,10 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     activation = Activation(**(values["activation"] or {}))
     problem = Problem(**values["problem"]) if values["problem"] else None
     tile = choice["tile"]
-    mainloop = choice["mainloop"] or default_mainloop(tile)
+    told = quant_text(values["quant"])
+    recipe = quant(told)
+    shared = recipe.promoted or recipe.transpose
+    mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile))
     return KernelSpec(
         file=stem,
         kernel=values["name"],
@@ -143,7 +151,7 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
         b_major=values["b_major"],
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if activation.gated else "none"),
-        quant=values["quant"],
+        quant=told,
         tile=tile,
         cluster=choice["cluster"],
         mainloop=mainloop,

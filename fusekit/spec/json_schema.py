@@ -100,6 +100,8 @@ def _union(*, defaults: bool) -> dict[str, Any]:
 
 def _property(key: Key) -> dict[str, Any]:
     if key.type == "table":
+        if key.choices:
+            return {"description": key.doc, "default": key.default, "anyOf": [{"enum": list(key.choices)}, _table(key)]}
         return {"description": key.doc, **_table(key)}
     if key.type == "tables":
         tables = {**_table(key), "minProperties": 1}

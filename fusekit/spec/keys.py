@@ -5,6 +5,8 @@ from dataclasses import replace
 from fusekit.plan.activations import kinds
 from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
+from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
+from fusekit.plan.quantise import SCALES
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 
@@ -32,6 +34,19 @@ ACTIVATION_KEYS = (
     Key("limit", "float", "Gated kinds: g <= limit and |u| <= limit; left out: no clamp. May be changed at launch."),
     Key("up_offset", "float", "Gated kinds: added to u; may be changed at launch.", default=0.0),
 )
+
+QUANT_KEYS = (
+    Key("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype.',
+        choices=(NONE, *RECIPES), default=NONE),
+    Key("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
+    Key("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one wgmma accumulator "
+        "has them all, with about 13 bits.", choices=ACCUMULATIONS, default="promoted"),
+    Key("out", "choice", 'What y is stored as; default: "none", out_dtype.', choices=(NONE, *OUTPUTS), default=NONE),
+    Key("scales", "choice", "out: rule of the scales: powers of two, or largest / 448.", choices=SCALES,
+        default=SCALES[0]),
+    Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens.", default=False),
+    Key("keep", "bool", "out: also y, in bf16.", default=False),
+)  # fmt: skip
 
 PROBLEM_KEYS = (
     Key("E", "int", "Groups; 1 for a dense operation.", minimum=1, required=True),
@@ -68,7 +83,8 @@ KERNEL_KEYS = (
     Key("activation", "table", 'What is applied to z; default: { kind = "identity" }.', keys=ACTIVATION_KEYS),
     Key("glu_layout", "choice", 'How gate and up lie along N; default: "concat" for a gated activation, else "none".',
         choices=("none", *GLU_LAYOUTS)),
-    Key("quant", "choice", "Quantisation recipe.", choices=("none",), default="none"),
+    Key("quant", "table", 'Quantisation recipe; default: "none", factors of dtype.', choices=("none",), keys=QUANT_KEYS,
+        default="none"),
     *(key for key in _SWEPT.values() if key.name != "arch"),
     Key("exclude", "tables", "What a sweep leaves out: each combination that has all the values of one of the tables.",
         keys=tuple(replace(key, required=False, sweep=False) for key in _SWEPT.values())),

@@ -19,6 +19,19 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
     "dense-wgrad": _dense(WGRAD),
     "grouped-wgrad": words(WGRAD),
     **{name: {each.name: each.words for each in row.operands} for name, row in TOKENS.items()},
+    "quantise": {
+        "x": "The rows to quantise.",
+        "w": "The weights to quantise.",
+        "offsets": words(FORWARD)["offsets"],
+        "x_q": "Codes of x, along its rows.",
+        "x_s": "Scales of those codes: of a row, or of 128 columns of a row, the rows side by side.",
+        "x_t": "Codes of the transpose, along the tokens; each group begins at a multiple of 128.",
+        "x_ts": "Scales of those codes: of 128 tokens of a column.",
+        "w_q": "Codes of w.",
+        "w_s": "Scales of squares of 128 x 128.",
+        "w_t": "The same codes, each matrix transposed.",
+        "w_ts": "The same scales, each matrix transposed.",
+    },
 }
 
 

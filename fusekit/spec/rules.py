@@ -6,13 +6,14 @@ from operator import attrgetter
 from typing import Any
 
 from fusekit.plan.activations import Kind, kind, kinds
+from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
+from fusekit.plan.quant import OUTPUTS, RECIPES, SIDE, Quant, quant
 from fusekit.plan.tiles import refusals
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
 
-# A TMA dimension's stride is a multiple of 16 bytes: 8 elements of 16 bits.
-ALIGNED_ELEMENTS = 8
+ALIGNED_ELEMENTS = VECTOR_BYTES // 2  # of 16 bits: a TMA dimension's stride is a multiple of 16 bytes
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
 
@@ -40,7 +41,7 @@ def broken_rules(spec: KernelSpec) -> list[Broken]:
 @lru_cache(maxsize=1024)
 def _of_kernel(alike: _Alike) -> tuple[Broken, ...]:
     spec = alike.spec
-    found = [*_activation(spec), *_types(spec)]
+    found = [*_activation(spec), *_types(spec), *_quant(spec)]
     for operand in operands():
         if operand.asked(spec):
             found += operand.rules(spec)
@@ -113,6 +114,21 @@ def _types(spec: KernelSpec) -> list[Broken]:
     return found
 
 
+def _quant(spec: KernelSpec) -> list[Broken]:
+    """Keys of the recipe that nothing is there for."""
+    told, usual = quant(spec.quant), Quant()
+    sides = (
+        ("in", bool(told), RECIPES[-1], ("x_format", "accumulation")),
+        ("out", told.coded, OUTPUTS[-1], ("scales", "transpose", "keep")),
+    )
+    return [
+        (f"quant.{name}", getattr(told, name), f'it is about {key}, which is "none"; say {key} = "{one}"')
+        for key, there, one, names_ in sides
+        for name in names_
+        if not there and getattr(told, name) != getattr(usual, name)
+    ]
+
+
 def _problem(spec: KernelSpec) -> list[Broken]:
     problem = spec.problem
     if problem is None:
@@ -121,11 +137,19 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     if not spec.grouped and problem.E != 1:
         found.append(("problem.E", problem.E, f"{spec.op} has one group; say E = 1"))
     if spec.epilogue == WGRAD:
-        return found + _aligned("problem.N", problem.N, "a row of dy") + _aligned("problem.K", problem.K, "a row of x")
-    found += _aligned("problem.K", problem.K, "a row of x")
+        size = spec.plan.element
+        found += _aligned("problem.N", problem.N, "a row of dy", size)
+        return found + _aligned("problem.K", problem.K, "a row of x", size)
+    found += _aligned("problem.K", problem.K, "a row of x", spec.plan.element)
     if spec.activation.backward and spec.glu_layout == "interleaved-32" and problem.N % 32:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N = I is a multiple of 32"
         return [*found, ("problem.N", problem.N, f"{rule}; say {_near(problem.N, 32)}")]
+    if spec.activation.backward and spec.glu_layout == "concat" and spec.plan.quant.coded and problem.N % SIDE:
+        rule = f"a block of {SIDE} columns of dz has gates alone or ups alone, so N = I is a multiple of {SIDE}"
+        return [
+            *found,
+            ("problem.N", problem.N, f'{rule}; say {_near(problem.N, SIDE)}, or glu_layout = "interleaved"'),
+        ]
     if spec.activation.backward or not spec.activation.gated:
         return found + _aligned("problem.N", problem.N, "a row of da" if spec.activation.backward else "a row of y")
     kind, half = spec.activation.kind, problem.N // 2
@@ -142,11 +166,12 @@ def _problem(spec: KernelSpec) -> list[Broken]:
     return found
 
 
-def _aligned(key: str, value: int, what: str) -> list[Broken]:
-    if value % ALIGNED_ELEMENTS == 0:
+def _aligned(key: str, value: int, what: str, size: int = 2) -> list[Broken]:
+    if value * size % VECTOR_BYTES == 0:
         return []
-    rule = f"{what} has {value} elements of 2 bytes = {2 * value} bytes, which must be a multiple of 16"
-    return [(key, value, f"{rule}; say {_near(value, ALIGNED_ELEMENTS)}")]
+    unit = f"{size} byte{'s' if size > 1 else ''}"
+    rule = f"{what} has {value} elements of {unit} = {size * value} bytes, which must be a multiple of {VECTOR_BYTES}"
+    return [(key, value, f"{rule}; say {_near(value, VECTOR_BYTES // size)}")]
 
 
 def _near(value: int, multiple: int) -> str:

@@ -236,6 +236,8 @@ class Reader:
         return pair
 
     def _table(self, where: str, key: Key, value: Any) -> Any:
+        if isinstance(value, str) and value in key.choices:
+            return value
         if not isinstance(value, dict):
             hint = f"; write {{ kind = {show(value)} }}" if key.name == "activation" and isinstance(value, str) else ""
             return self.report(where, key.name, value, f"must be {_expected(key)}, is {type_name(value)}{hint}")
@@ -298,6 +300,7 @@ def _expected(key: Key) -> str:
         case "tables":
             return "a list of tables [{ " + ", ".join(f"{sub.name} = .." for sub in key.keys[1:3]) + " }]"
         case "table":
-            return "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
+            table = "a table { " + ", ".join(f"{sub.name} = .." for sub in key.keys[:4]) + " }"
+            return f"{one_of(key.choices)}, or {table}" if key.choices else table
         case _:
             return _EXPECTED.get(key.type, "a string")

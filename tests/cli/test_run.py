@@ -16,8 +16,11 @@ import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench import compare
+from fusekit.compiler.gemm import signature
 from fusekit.config import Config
-from fusekit.reference import BY_GROUP, encode, gemm
+from fusekit.reference import BY_GROUP, coded_outputs, encode, gemm
+from fusekit.reference.coded import written
+from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
 from fusekit_cli.main import main
@@ -66,6 +69,17 @@ def record() -> LaunchRecord:
     )
 
 
+def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
+    """The results that the kernel stores as codes."""
+    means = meaning(spec)
+    if means.recipe.coded:
+        kept = spec.canonical() | {"quant": spec.quant + ("" if means.recipe.keep else " keep=true")}
+        results = {name: encode(values, "bf16") for name, values in gemm(kept, arrays).items()}
+        for name, codes in coded_outputs(means, results, arrays["offsets"]).items():
+            where = written(name, codes.shape, arrays["offsets"])
+            arrays[name][where] = codes[where]
+
+
 Harm = Callable[[dict[str, Any]], None]
 
 
@@ -95,12 +109,13 @@ def install(
                     return
                 arrays = {}
                 for (name, shape), parameter in zip(shapes.items(), launched.parameters, strict=True):
-                    kind = {"i32": np.int32, "f32": np.float32}.get(dtypes[name], np.uint16)
+                    kind = {"i32": np.int32, "f32": np.float32, "e4m3": np.uint8}.get(dtypes[name], np.uint16)
                     count = int(np.prod(shape))
                     memory = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
                         *struct.unpack("<Q", parameter)
                     )
                     arrays[name] = np.frombuffer(memory, kind).reshape(shape)
+                store_codes(spec, arrays)
                 for name, values in gemm(spec, arrays).items():
                     written = len(values) if name in BY_GROUP else int(arrays["offsets"][-1])
                     arrays[name][:written] = encode(values[:written], dtypes[name])
@@ -201,6 +216,65 @@ def test_a_wrong_result_is_noticed(
     assert any(message in problem for problem in document["problems"])
     assert main(["run", NAME, "--check"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+CODED = """
+schema = 1
+[[kernel]]
+name = "fc1"
+op = "grouped-gemm"
+arch = "sm_90a"
+quant = {{ out = "fp8-block", transpose = true, keep = {keep} }}
+activation = {{ kind = "swiglu" }}
+tile = [128, 256]
+problem = {{ E = 3, M = 300, N = 416, K = 64 }}
+"""
+CODED_SHAPES = {
+    "x": (300, 64), "w": (3, 416, 64), "y": (300, 208), "y_q": (300, 208), "y_s": (2, 300), "y_t": (208, 768),
+    "y_ts": (6, 208), "offsets": (3,),
+}  # fmt: skip
+
+
+def wrong_code(outputs: dict[str, Any]) -> None:
+    outputs["y_t"][200, 3] ^= 1
+
+
+def spare_code(outputs: dict[str, Any]) -> None:
+    outputs["y_q"][-1, 3] = 0
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("harm", "messages"),
+    [
+        (lambda outputs: None, ()),
+        (wrong_code, ("y_t: 1 elements of tokens 0 to ", "")),
+        (spare_code, ("y_q: 1 elements written, of no group's, the first at (299, 3)",) * 2),
+    ],
+)
+def test_results_as_codes(install: Any, capsys: Any, keep: bool, harm: Harm, messages: tuple[str, ...]) -> None:
+    text = CODED.format(keep=str(keep).lower())
+    (spec,) = parse_text(text, "made", "made.toml")
+    made = signature(spec)
+    tensors = tuple(argument for argument in made.arguments if isinstance(argument, TensorArgument))
+    parameters = tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors))
+    whole = LaunchRecord(
+        symbol="kernel",
+        arch="sm_90a",
+        arguments=tensors,
+        dims=made.dims,
+        parameters=parameters,
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+        skip_if_zero=("M",),
+    )
+    install(text, whole)(harm, {name: CODED_SHAPES[name] for name in (tensor.name for tensor in tensors)})
+    code, document = run(capsys, "made/fc1", "--check")
+    if not messages or not messages[0 if keep else 1]:
+        assert (code, document["ok"], document["problems"]) == (0, True, [])
+    else:
+        assert code == 1
+        assert any(line.startswith(messages[0]) for line in document["problems"])
 
 
 WGRAD = """

@@ -25,7 +25,7 @@ from tests.compiler.mutations import recorded_launches, tally
 
 MATRIX = {
     spec.full_name: spec
-    for name in ("matrix.toml", "matrix_backward.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 # Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
@@ -34,6 +34,13 @@ SAMPLE = (
     "whole-epilogue@128x128-c1x1", "identity-fp16@128x192-c1x2", "dense@128x128-c1x1",
     "dense-f32@64x64-c1x1", "f32-swiglu-interleaved@128x160-c1x2-dynamic",
 )  # fmt: skip
+FP8 = (
+    "row@256x192-c1x2-dynamic", "row-swiglu-concat@128x160-c2x1-dynamic", "tensor-e5m2@128x192-c1x2",
+    "tensor-dswiglu@128x128-c2x1-dynamic", "row-dense@128x160-c2x1", "block@128x192-c2x1-coop-dynamic",
+    "block@256x128-c1x2-dynamic", "block-dswiglu@128x128-c2x1-coop-dynamic", "row-promoted@128x192-c2x1-coop-dynamic",
+    "wgrad-bf16@128x128-c1x2-coop",
+)  # fmt: skip
+CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
 SPECS = (
     *find(
@@ -52,6 +59,8 @@ SPECS = (
     MATRIX["matrix/gather-swiglu@128x160-c2x1-dynamic"],
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
+    *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
+    *(MATRIX[name] for name in CODED),
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.split]
 
@@ -101,8 +110,9 @@ def test_nothing_is_spilled(built, spec):
 @pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
-    products = {each.opcode.partition(".F32")[0] for each in code if each.base == "HGMMA"}
-    assert products == {f"HGMMA.64x{spec.tile[1]}x16"}
+    products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
+    kind, depth = ("QGMMA", 32) if spec.plan.quant else ("HGMMA", 16)
+    assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))
@@ -114,11 +124,13 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
 def test_no_product_is_waited_for_before_the_next_begins(built, spec):
     """Where ptxas runs out of registers for the pipeline, it waits behind every wgmma, and nobody is told."""
     code = [
-        each for each in instructions(*loaded(built, spec)) if each.opcode.startswith(("HGMMA", "WARPGROUP.DEPBAR"))
+        each
+        for each in instructions(*loaded(built, spec))
+        if each.opcode.startswith(("HGMMA", "QGMMA", "WARPGROUP.DEPBAR"))
     ]
-    groups = [list(group) for base, group in groupby(code, key=lambda each: each.base) if base == "HGMMA"]
+    groups = [list(group) for base, group in groupby(code, key=lambda each: each.base) if base != "WARPGROUP"]
     assert groups
-    assert min(len(group) for group in groups) >= 4  # a stage has four steps of 16 along K
+    assert min(len(group) for group in groups) >= 4  # a stage has four steps of 32 bytes along K
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=by_name)
@@ -135,7 +147,7 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
 
 def variables(record):
     """What the record's expressions read when compact tensors of some problem are passed."""
-    env = {"M": 1000, "E": 5, "K": 136, "N": 384, "I": 192, "T": 300, "sm_count": 132, "cluster_margin": 0}
+    env = {"M": 1000, "P": 1664, "E": 5, "K": 144, "N": 384, "I": 192, "T": 300, "sm_count": 132, "cluster_margin": 0}
     env |= {"workspace.address": 1 << 39, "scratch.address": 1 << 38}
     for number, tensor in enumerate(record.tensors, start=1):
         step = 1
@@ -151,8 +163,9 @@ def test_what_was_read_is_what_was_planned(built, spec):
     """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
     entry, _ = loaded(built, spec)
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
-    assert record.schema == (1 if spec.gather == "none" else 2)  # a stride in 32 bits
-    assert bool(record.constraints) is (spec.gather != "none")
+    # Of schema 2 are a stride in 32 bits, and types of 8.
+    assert record.schema == (1 if spec.gather == "none" and spec.quant == "none" else 2)
+    assert bool(record.constraints) is (spec.gather != "none" or spec.plan.quant.transpose)
     assert record.block == (plan.threads, 1, 1)
     assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)
     assert record.dynamic_shared == plan.shared.bytes <= SM90A.shared_bytes
@@ -195,6 +208,20 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
         counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
         assert counts == {parts}
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_codes_wait_for_no_barrier_of_the_cta(built, name):
+    """Only the lead of one warpgroup over the other joins them, once a tile; the transpose goes through stmatrix."""
+    spec = MATRIX[name]
+    code = instructions(*loaded(built, spec))
+    barriers = [each for each in code if each.opcode.startswith("BAR.SYNC")]
+    assert sum(each.operands.startswith("0x0") for each in barriers) <= 2  # before the roles part, and at the end
+    assert sum(each.operands == "0x5,0x100" for each in barriers) == spec.plan.staggered
+    turned = [each.opcode for each in code if each.base == "STSM"]
+    assert any(".MT88" in each for each in turned) is spec.plan.quant.transpose
+    stores = sum(each.base == "UTMASTG" for each in code)
+    assert stores >= 1 + spec.plan.quant.keep + spec.plan.quant.transpose
 
 
 GATHERING = [spec for spec in SPECS if spec.gather != "none"]

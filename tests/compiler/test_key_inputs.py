@@ -52,7 +52,7 @@ INPUT = {
     "activation": dataclasses.replace(SPEC.activation, kind="relu"),
     "glu_layout": "concat",
     "row_scale": not SPEC.row_scale,
-    "quant": "fp8",
+    "quant": "in=fp8-row",
     "tile": (64, 128),
     "cluster": (1, 1),
     "mainloop": "cooperative",
@@ -372,7 +372,7 @@ def edited(copy, name, before, after):
         ("kernels/gemm/operands/dbias.py", "PARTS_AT_ONCE = 4", "PARTS_AT_ONCE = 8",
          lambda spec: spec.epilogue == "backward" and spec.dbias),
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
-        ("kernels/gemm/sm90/backward.py", "Z_BOXES) & 1", "Z_BOXES) & 3", lambda spec: spec.epilogue == "backward"),
+        ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
         ("plan/gemm.py", "RESERVED_BYTES = 2304", "RESERVED_BYTES = 2305", lambda spec: True),
     ],
 )  # fmt: skip

@@ -21,12 +21,17 @@ SCORES = "experts = 16\ntopk = 2\nscore_function = 'sigmoid'\n"
 DERIVATIVE = 'activation = { kind = "dswiglu" }\nrecompute = true\nrow_scale = true\ndprob = true\ndbias = true\n'
 COMPACT, BITS = 'outputs = "compact"\n', 'routing_map = "bits"\n'
 WGRAD = [GEMM + "dbias = true\n", GEMM + 'dbias = true\nout_dtype = "f32"\naccumulate = true\n']
+QUANT = 'quant = { in = "fp8-row", accumulation = "fast" }\n'
+BLOCK = 'quant = { in = "fp8-block" }\n'
+DZ = 'quant = { out = "fp8-block", keep = true }\n'
+TURNED = GEMM + 'quant = { out = "fp8-block", transpose = true }\nactivation = { kind = "dswiglu" }\nrecompute = true\n'
+CODED = 'tile = [128, 256]\nquant = { out = "fp8-block", transpose = true }\nactivation = { kind = "swiglu" }\n'
 VARIANTS = {  # which kernels have all the arguments of an operation between them
-    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\ngather = "x"\n'],
-    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n', GEMM + 'alpha = "scalar"\ngather = "x"\n'],
-    BACKWARD: [GEMM + DERIVATIVE + 'gather = "x"\n'],
+    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n' + QUANT, GEMM + 'gather = "x"\n', CODED],
+    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n' + QUANT, GEMM + 'alpha = "scalar"\ngather = "x"\n', CODED],
+    BACKWARD: [GEMM + DERIVATIVE + QUANT, GEMM + DERIVATIVE + 'gather = "x"\n', GEMM + DERIVATIVE + DZ, TURNED],
     "dense-wgrad": [*WGRAD, GEMM + "split = true\n"],
-    "grouped-wgrad": [*WGRAD, GEMM + "dbias = true\ngather = 'x'\n"],
+    "grouped-wgrad": [*WGRAD, GEMM + "dbias = true\ngather = 'x'\n", GEMM + BLOCK],
     "router-topk": [
         SCORES + "expert_bias = true\n",
         SCORES + 'outputs = "compact"\n',
@@ -48,6 +53,10 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
     "moe-probs": ["experts = 16\ntopk = 2\n"],
+    "quantise": [
+        'out = "fp8-block"\ntranspose = true\n',
+        'out = "fp8-block"\nblocks = "128x128"\ntranspose = true\n',
+    ],
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
     "moe-blank": ["topk = 2\n"],
@@ -94,7 +103,8 @@ def test_a_section_has_the_arguments_of_its_launches(op):
             kind = "peers" if isinstance(argument, PeersArgument) else "scalar"
             assert (argument.role if isinstance(argument, TensorArgument) else kind) in role.split(" or ")
             if kind != "peers":
-                assert dtype in ("dtype", "out_dtype") or argument.dtype in dtype.split(" or "), argument.name
+                types = dtype.split(" or ")
+                assert {"dtype", "out_dtype"} & {*types} or argument.dtype in types, argument.name
             assert what == OPERANDS[op][argument.name]
     assert set(rows) == seen, "a row for an argument that no launch has"
     assert seen <= set(OPERANDS[op])

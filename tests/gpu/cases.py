@@ -52,6 +52,12 @@ class Case:
 
 def multiple_of_n(spec: KernelSpec) -> int:
     """What N must be a multiple of: 16 bytes a row of w and of y, and whole blocks of the layout."""
+    if spec.plan.quant.by_block and spec.plan.halved and spec.glu_layout == "concat":
+        return 128
+    if spec.activation.backward and spec.plan.quant.coded and spec.glu_layout != "none":
+        return {"concat": 128, "interleaved": 16}.get(spec.glu_layout, 32)
+    if spec.plan.quant.coded:
+        return {"none": 16, "interleaved-32": 64}.get(spec.glu_layout, 32)
     if spec.activation.backward:
         return 32 if spec.glu_layout == "interleaved-32" else 8
     if spec.glu_layout == "none":
@@ -73,7 +79,8 @@ def cases_of(spec: KernelSpec) -> list[Case]:
 def _grouped_cases(spec: KernelSpec) -> list[Case]:
     unit = multiple_of_n(spec)
     tile_m, tile_n = spec.tile
-    n, k = _near(2 * tile_n, unit) + unit, TILE_K + 8  # two tiles and a bit; one step and a bit
+    step = spec.plan.tile_k
+    n, k = _near(2 * tile_n, unit) + unit, step + spec.plan.vector  # two tiles and a bit; one step and a bit
     uneven = tuple(int(size) for size in np.random.default_rng(5).integers(0, 6, 256))
     sparse = tuple(3 if group % 31 == 7 else 0 for group in range(200))
     cases = [
@@ -102,12 +109,12 @@ def _grouped_cases(spec: KernelSpec) -> list[Case]:
     # Columns and rows that a cluster cannot pair, and a last column that is narrower than half a tile.
     odd = (700, 64, 129, 0, 257)
     cases.append(Case("five-columns-of-tiles", odd, _near(5 * tile_n, unit), k, sample=400))
-    cases.append(Case("narrow-column", odd, _near(3 * tile_n, unit) + 64, k, sample=400))
-    cases.append(Case("narrow-column-after-a-pair", odd, _near(2 * tile_n, unit) + 64, k, sample=400))
+    cases.append(Case("narrow-column", odd, _near(3 * tile_n, unit) + max(64, unit), k, sample=400))
+    cases.append(Case("narrow-column-after-a-pair", odd, _near(2 * tile_n, unit) + max(64, unit), k, sample=400))
     cases += _extents(spec, (70, 0, 33), unit)
     cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
     # More tiles than SMs, so that the persistent loop and its rings go round; one group passes 2048 rows.
-    cases.append(Case("many-tiles", (700, 0, 4 * 1024 + 65, 129, 1000), 6 * tile_n, 2 * TILE_K, sample=400))
+    cases.append(Case("many-tiles", (700, 0, 4 * 1024 + 65, 129, 1000), 6 * tile_n, 2 * step, sample=400))
     cases.append(Case("many-tiles-few-clusters", (513, 0, 700), 4 * tile_n, k, margin=100_000, sample=400))
     return cases + _scalar_cases(spec, (70, 33), n, k)
 
@@ -115,7 +122,8 @@ def _grouped_cases(spec: KernelSpec) -> list[Case]:
 def _dense_cases(spec: KernelSpec) -> list[Case]:
     unit = multiple_of_n(spec)
     tile_n = spec.tile[1]
-    n, k = _near(2 * tile_n, unit) + unit, TILE_K + 8
+    step = spec.plan.tile_k
+    n, k = _near(2 * tile_n, unit) + unit, step + spec.plan.vector
     cases = [Case(f"{rows}-rows", (rows,), n, k) for rows in (0, 1, 63, 64, 65, 127, 128, 129, 257)]
     cases += _extents(spec, (150,), unit)
     cases += [
@@ -123,16 +131,17 @@ def _dense_cases(spec: KernelSpec) -> list[Case]:
         Case("padded-rows", (150,), n, k, pad=24),
         Case("margin-50", (300,), n, k, margin=50),
         Case("margin-100000", (300,), n, k, margin=100_000),
-        Case("many-tiles", (8 * 1024 + 65,), 6 * tile_n, 2 * TILE_K, sample=400),
+        Case("many-tiles", (8 * 1024 + 65,), 6 * tile_n, 2 * step, sample=400),
     ]
     return cases + _scalar_cases(spec, (150,), n, k)
 
 
 def _wgrad_cases(spec: KernelSpec) -> list[Case]:
-    """The tile lies on N and K; rows are the reduction, in stages of 64."""
+    """The tile lies on N and K; rows are the reduction, in stages of 64, or of 128 codes."""
     tile_n, tile_k = spec.tile
-    n, k = tile_n + 8, tile_k + 8
-    ring = spec.plan.stages * TILE_K
+    least, step = spec.plan.vector, spec.plan.tile_k
+    n, k = tile_n + least, tile_k + least
+    ring = spec.plan.stages * step
     uneven = tuple(int(size) for size in np.random.default_rng(5).integers(0, 6, 256))
     sparse = tuple(3 if group % 31 == 7 else 0 for group in range(200))
     sizes = (70, 0, 33)
@@ -149,11 +158,11 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
         Case("one-row-a-group", (1,) * 9, n, k),
         Case("one-row", (1,), n, k),
         Case("odd-tiles", (70, 0, 33), 3 * tile_n, 5 * tile_k),
-        Case("odd-tiles-and-a-bit", (70, 0, 33), 2 * tile_n + 8, 3 * tile_k + 64),
+        Case("odd-tiles-and-a-bit", (70, 0, 33), 2 * tile_n + least, 3 * tile_k + 64),
         Case("one-group", (150,), n, k),
         Case("33-groups", (140,) + (0,) * 31 + (5,), n, k),
-        Case("256-groups", uneven, 16, 24),
-        Case("200-groups-mostly-empty", sparse, 24, 16),
+        Case("256-groups", uneven, 2 * least, 3 * least),
+        Case("200-groups-mostly-empty", sparse, 3 * least, 2 * least),
         Case("no-rows", (0, 0, 0), n, k),
         Case("no-rows-but-spare-ones", (0, 0, 0), n, k, spare=130),
         Case("spare-rows", (70, 33), n, k, spare=131),
@@ -164,20 +173,20 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
         Case("nan-in-a-single-row", (64, 1, 64), n, k, nan_group=1),
         Case("padded-rows", sizes, n, k, spare=5, pad=24),
         Case("n-on-the-tile", sizes, 2 * tile_n, k),
-        Case("n-least", sizes, 8, k),
-        Case("n-under-the-tile", sizes, tile_n - 8, k),
-        Case("n-over-half-the-tile", sizes, tile_n // 2 + 8, k),
-        Case("n-three-tiles", sizes, 3 * tile_n, 8),
+        Case("n-least", sizes, least, k),
+        Case("n-under-the-tile", sizes, tile_n - least, k),
+        Case("n-over-half-the-tile", sizes, tile_n // 2 + least, k),
+        Case("n-three-tiles", sizes, 3 * tile_n, least),
         Case("k-on-the-tile", sizes, n, 2 * tile_k),
-        Case("k-least", sizes, n, 8),
-        Case("k-under-the-tile", sizes, n, tile_k - 8),
-        Case("k-three-tiles", sizes, 8, 3 * tile_k),
+        Case("k-least", sizes, n, least),
+        Case("k-under-the-tile", sizes, n, tile_k - least),
+        Case("k-three-tiles", sizes, least, 3 * tile_k),
         Case("rows-fill-the-pipeline", (ring, 0, ring - 1, ring + 1), n, k),
         Case("rows-pass-the-pipeline", (2 * ring + 65, 5, 3 * ring), n, k),
     ]
     cases += [Case(f"margin-{margin}", (300, 0, 90), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
     # More tiles than SMs, so that the persistent loop and its rings go round, over groups of very unlike size.
-    cases.append(Case("many-tiles", (300, 0, 1, 1500, 64), 6 * tile_n, 6 * tile_k + 8, sample=60))
+    cases.append(Case("many-tiles", (300, 0, 1, 1500, 64), 6 * tile_n, 6 * tile_k + least, sample=60))
     cases.append(Case("many-tiles-few-clusters", (129, 0, 65), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60))
     return cases
 
@@ -223,17 +232,18 @@ def _extents(spec: KernelSpec, sizes: tuple[int, ...], unit: int) -> list[Case]:
     """N and K on the tile, off it on both sides, below one tile, and K past the pipeline's depth."""
     tile_n = spec.tile[1]
     n = _near(tile_n, unit)
-    ring = spec.plan.stages * TILE_K
+    step, least = spec.plan.tile_k, spec.plan.vector
+    ring = spec.plan.stages * step
     return [
-        Case("n-on-the-tile", sizes, _near(2 * tile_n, unit), 2 * TILE_K),
-        Case("n-least", sizes, unit, 2 * TILE_K),
-        Case("n-under-the-tile", sizes, max(n - unit, unit), 2 * TILE_K),
-        Case("n-over-the-tile", sizes, n + unit, 2 * TILE_K),
-        Case("k-on-the-tile", sizes, n, TILE_K),
-        Case("k-least", sizes, n, 8),
-        Case("k-under-the-tile", sizes, n, 2 * TILE_K - 8),
+        Case("n-on-the-tile", sizes, _near(2 * tile_n, unit), 2 * step),
+        Case("n-least", sizes, unit, 2 * step),
+        Case("n-under-the-tile", sizes, max(n - unit, unit), 2 * step),
+        Case("n-over-the-tile", sizes, n + unit, 2 * step),
+        Case("k-on-the-tile", sizes, n, step),
+        Case("k-least", sizes, n, least),
+        Case("k-under-the-tile", sizes, n, 2 * step - least),
         Case("k-fills-the-pipeline", sizes, n + unit, ring),
-        Case("k-passes-the-pipeline", sizes, n + unit, 2 * ring + TILE_K + 8),
+        Case("k-passes-the-pipeline", sizes, n + unit, 2 * ring + step + least),
     ]
 
 

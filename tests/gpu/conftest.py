@@ -16,7 +16,8 @@ from fusekit import DriverError, FusekitError
 from fusekit.spec import parse_file
 
 HERE = Path(__file__).parent
-MATRIX, BACKWARD = HERE / "matrix.toml", HERE / "matrix_backward.toml"
+MATRIX, BACKWARD, FP8 = HERE / "matrix.toml", HERE / "matrix_backward.toml", HERE / "matrix_fp8.toml"
+CODED = HERE / "matrix_coded.toml"
 
 
 def pytest_collection_modifyitems(items):
@@ -47,9 +48,8 @@ def opened():
 @pytest.fixture(scope="session")
 def library(opened):
     """The library, if its store holds the kernels of the GEMM tests."""
-    for path in (MATRIX, BACKWARD):
-        if not opened.store.names(f"{path.stem}/*"):
-            pytest.skip(f"no kernels of {path.name} in {opened}; build it there and name the store: FUSEKIT_STORE")
+    if not any(opened.store.names(f"{path.stem}/*") for path in (MATRIX, BACKWARD, FP8, CODED)):
+        pytest.skip(f"no kernels of {MATRIX.name} in {opened}; build it there and name the store: FUSEKIT_STORE")
     return opened
 
 
@@ -73,8 +73,10 @@ def gpu(library, request):
 
 @pytest.fixture(scope="session")
 def specs():
-    """The kernels of both matrices by ``kernel@variant``."""
-    return {spec.full_name.partition("/")[2]: spec for path in (MATRIX, BACKWARD) for spec in parse_file(path)}
+    """The kernels of the matrices by ``kernel@variant``."""
+    return {
+        spec.full_name.partition("/")[2]: spec for path in (MATRIX, BACKWARD, FP8, CODED) for spec in parse_file(path)
+    }
 
 
 @pytest.fixture(scope="session")

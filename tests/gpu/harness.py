@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from fusekit import reference
+from fusekit.dtypes import DTYPES as FORMATS
+from fusekit.plan.quant import SIDE
+from fusekit.reference.codes import padded_starts
 from fusekit.spec import KernelSpec
 
 from .cases import Case
@@ -20,10 +23,14 @@ from .cases import Case
 # Bytes before and after a tensor. No tensor is better aligned than a launch demands: matrices lie 16 bytes past a
 # multiple of 32, the others one element further.
 GUARD = 1040
-VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias")
+VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s")
+COMPACT = ("dy_ts", "x_ts", "y_ts", "dz_ts")
+CODED = ("_q", "_s", "_t", "_ts")  # endings of outputs
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}
-DTYPES = {"bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32}
+DTYPES = {
+    "bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32, "e4m3": np.uint8, "e5m2": np.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,19 +100,24 @@ def prepare(spec: KernelSpec, case: Case, seed: int = 0) -> Launch:
         spec, E=len(case.sizes), M=rows, N=case.n, K=case.k, seed=seed, sizes=case.sizes, spare=case.spare
     )
     if case.loud:
-        inputs["preactivation" if spec.activation.backward else "x"] += np.uint16(
-            3 << (7 if spec.dtype == "bf16" else 10)
-        )
+        loud = "preactivation" if spec.activation.backward else "x"
+        inputs[loud] += inputs[loud].dtype.type(3 << (FORMATS[_dtype_of(spec, loud)].significand - 1))
+    if "dy_t" in inputs:
+        _poison_blocks(inputs, case)
     for name in inputs.keys() & TOKENS - {spec.gather}:
-        inputs[name][case.rows :] = reference.POISON
+        _poison(inputs[name], slice(case.rows, None))
         if case.nan_group is not None:
-            inputs[name][_rows_of(case, case.nan_group)] = reference.POISON
+            _poison(inputs[name], _rows_of(case, case.nan_group))
     if spec.gather != "none":
         _choose(inputs, spec.gather, case)
     if case.nan_empty_weights:
-        inputs["w"][[group for group, size in enumerate(case.sizes) if not size]] = reference.POISON
-    if "row_scale" in inputs:
-        inputs["row_scale"][case.rows :] = np.nan
+        for name in inputs.keys() & {"w", "w_s"}:
+            _poison(inputs[name], [group for group, size in enumerate(case.sizes) if not size])
+    for name in inputs.keys() & {"row_scale", "x_s"}:
+        if inputs[name].shape[-1] == rows > 1:  # scales of all of x are one
+            inputs[name][..., case.rows :] = np.nan
+            if case.nan_group is not None and name == "x_s":
+                inputs[name][..., _rows_of(case, case.nan_group)] = np.nan
     inputs |= case.scalars
     shapes = reference.output_shapes(spec, E=len(case.sizes), M=rows, N=case.n, K=case.k)
     arguments: dict[str, Buffer | float] = {}
@@ -138,7 +150,9 @@ def _choose(inputs: dict[str, Any], gathered: str, case: Case) -> None:
 def faults(launch: Launch) -> list[str]:
     """What is wrong with the outputs after the launch, one line each; empty if all is right."""
     found = []
-    for name in launch.outputs:
+    for name in (name for name in launch.outputs if name.endswith(CODED)):
+        found += _strays_of_codes(launch, name)
+    for name in (name for name in launch.outputs if not name.endswith(CODED)):
         buffer, parts = launch.arguments[name], _parts(launch, name)
         found += _strays(name, buffer, len(parts)) + _gaps(name, buffer, np.flatnonzero(parts))
     for name, want in _wanted(launch):
@@ -150,7 +164,8 @@ def faults(launch: Launch) -> list[str]:
         result = reference.measure(name, want.of(array), want)
         found += [] if result.ok else [str(result)]
         found += _empty_groups(launch, name) if name in reference.BY_GROUP else []
-    return found
+    arrays = {name: launch.arguments[name].array for name in launch.outputs}
+    return found + reference.coded_check(launch.spec, launch.inputs, arrays)
 
 
 def differences(first: Launch, second: Launch) -> list[str]:
@@ -219,6 +234,15 @@ def _strays(name: str, buffer: Buffer, rows: int) -> list[str]:
     ]
 
 
+def _strays_of_codes(launch: Launch, name: str) -> list[str]:
+    """Writes outside the tensor: in guards, between rows. What is inside is `coded_check`'s."""
+    buffer = launch.arguments[name]
+    beyond = replace(buffer, image=buffer.image.copy())
+    beyond.array.view(f"u{buffer.itemsize}")[...] = 2 ** (8 * buffer.itemsize) - 1
+    hit = np.flatnonzero(beyond.image != 0xFF)
+    return [f"{name}: {hit.size} bytes written outside, the first at byte {hit[0] - buffer.guard}"] if hit.size else []
+
+
 def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:
     """Elements that should have been written and still hold the poison."""
     missing = np.argwhere(reference.poisoned(buffer.array[rows]))
@@ -232,7 +256,27 @@ def _placed(name: str, shape: tuple[int, ...], dtype: str, pad: int, data: np.nd
     """The buffer of an argument; vectors, and what is compact like them, without padding and less well aligned."""
     if name in VECTORS:
         return guarded(shape, dtype, 0, data, GUARD + np.dtype(DTYPES[dtype]).itemsize)
-    return guarded(shape, dtype, pad, data)
+    if name in COMPACT:
+        pad = 0
+    return guarded(shape, dtype, pad * 2 if np.dtype(DTYPES[dtype]).itemsize == 1 else pad, data)
+
+
+def _poison(array: np.ndarray, where: Any) -> None:
+    """All ones: a NaN in every format."""
+    array.view(f"u{array.itemsize}")[where] = np.iinfo(f"u{array.itemsize}").max
+
+
+def _poison_blocks(inputs: dict[str, Any], case: Case) -> None:
+    """Codes and scales of spare blocks of tokens, and of those of a group that is full of NaN."""
+    starts = padded_starts(inputs["offsets"])
+    beyond = [slice(starts[-1], None)]
+    if case.nan_group is not None:
+        beyond.append(slice(starts[case.nan_group], starts[case.nan_group + 1]))
+    for where in beyond:
+        for name in ("dy", "x"):
+            inputs[f"{name}_t"][:, where] = 0xFF
+            first, last = where.start // SIDE, None if where.stop is None else where.stop // SIDE
+            inputs[f"{name}_ts"][first:last] = np.nan
 
 
 def _rows_of(case: Case, group: int) -> slice:
@@ -241,5 +285,8 @@ def _rows_of(case: Case, group: int) -> slice:
 
 
 def _dtype_of(spec: KernelSpec, name: str) -> str:
-    fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", "alpha": "f32", "row_scale": "f32"}
+    singles = ("alpha", "row_scale", "x_s", "w_s", "dy_ts", "x_ts")
+    fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", **dict.fromkeys(singles, "f32")}
+    names = ("dy_t", "x_t") if spec.epilogue == "wgrad" else ("x", "w")
+    fixed = dict(zip(names, spec.plan.factors, strict=True)) | fixed
     return fixed.get(name, spec.dtype)

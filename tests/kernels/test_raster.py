@@ -100,7 +100,7 @@ def test_a_panel_of_rows_stays_in_the_cache():
     """Tiles that follow each other read at most a panel of x, however many rows a group has."""
     order, depth = Raster(gemm_plan(tile=(128, 192), cluster=(1, 2))), 2880
     found = placed(order, 200, 5760, depth)
-    most = raster.PANEL_ELEMENTS // depth // 128
+    most = raster.PANEL_BYTES // 2 // depth // 128
     panels = []
     for local in range(len(found) // 2):
         panel = found[local, 0][0] // most

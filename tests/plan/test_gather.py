@@ -27,7 +27,7 @@ def arrivals(plan, region):
 def test_four_warpgroups_share_the_registers(keys, registers):
     plan = gemm_plan(**keys)
     assert plan.threads == 512
-    assert (*plan.registers, plan.gather_registers) == registers
+    assert (*plan.registers, plan.fourth_registers) == registers
     load, consumer, gather = registers
     assert 128 * (load + 2 * consumer + gather) <= SM90A.registers
 

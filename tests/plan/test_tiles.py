@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusekit.plan import gemm
+from fusekit.plan import product
 from fusekit.plan.arch import SM90A
 from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
@@ -63,7 +63,7 @@ def test_registers_of_a_cta_fit_the_file():
 
 
 def test_shared_memory_arithmetic_is_told(monkeypatch):
-    monkeypatch.setitem(gemm.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, shared_bytes=102400))
+    monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, shared_bytes=102400))
     (refusal,) = refusals(gemm_plan(tile=(128, 128)), "pingpong")
     assert refusal.rule == (
         "(128 + 128) x 64 x 2 = 32768 bytes a stage; 102400 - 2304 (bias, barriers) - 32768 (epilogue) = 67328 "

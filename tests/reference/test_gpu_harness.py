@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from fusekit import reference
+from fusekit.abi import TensorArgument, evaluate
 from fusekit.reference import formats
+from fusekit.reference.coded import coded_outputs, written
+from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_file
 from tests.gpu.cases import Case, cases_of
 from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepare
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
-    for name in ("matrix.toml", "matrix_backward.toml")
+    for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
     for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
 }
 WHOLE = SPECS["whole-epilogue@128x128-c1x1"]
@@ -24,9 +27,22 @@ SUMS = [SPECS["wgrad-dbias@128x192-c1x2-dynamic"], SPECS["wgrad-dbias-accumulate
 BACKWARD = SPECS["dswiglu-whole@128x160-c1x1"]
 
 
+def as_codes(launch, inputs):
+    """Codes of the results, in the launch's buffers."""
+    means = meaning(launch.spec)
+    wide = launch.spec.canonical() | {"quant": launch.spec.quant + ("" if means.recipe.keep else " keep=true")}
+    results = {name: formats.encode(value, "bf16") for name, value in reference.gemm(wide, inputs).items()}
+    ends = inputs.get("offsets", np.array([launch.case.rows]))
+    for name, value in coded_outputs(means, results, ends).items():
+        where = written(name, value.shape, ends)
+        launch.arguments[name].array[where] = value[where]
+
+
 def stand_in(launch, **changes):
     """What the kernel should do, from the launch's own buffers; ``changes`` replace inputs."""
     inputs = {name: value.array if isinstance(value, Buffer) else value for name, value in launch.arguments.items()}
+    if meaning(launch.spec).recipe.coded:
+        as_codes(launch, inputs)
     for name, value in reference.gemm(launch.spec, inputs | changes).items():
         if name in launch.outputs:
             buffer = launch.arguments[name]
@@ -57,6 +73,19 @@ def stand_in(launch, **changes):
         "gather-dswiglu@128x128-c2x1-dynamic",
         "wgrad-gather-x@128x192-c1x2",
         "wgrad-gather-dy-dbias@128x192-c1x1-dynamic",
+        "row-swiglu-interleaved@128x192-c1x2",
+        "block-swiglu-interleaved@128x192-c1x2-coop-dynamic",
+        "tensor-e5m2@128x192-c1x2",
+        "wgrad@128x192-c2x1-coop-dynamic",
+        "tensor-dswiglu@128x128-c2x1-dynamic",
+        "turned@128x256-c2x1-dynamic",
+        "turned-kept-interleaved@128x256-c1x2",
+        "bf16-rows-kept@128x256-c2x1-dynamic",
+        "dense-turned-kept@128x256-c2x1-dynamic",
+        "dz@128x128-c2x1-coop-dynamic",
+        "dz-kept-interleaved@128x128-c1x2-coop",
+        "dz-turned@128x128-c2x1-coop-dynamic",
+        "dz-turned-kept-interleaved-32@128x128-c1x1-coop-dynamic",
     ],
 )
 def test_the_stand_in_passes_every_case(name):
@@ -287,3 +316,25 @@ def test_guarded_buffers_hold_their_data():
     assert np.count_nonzero(buffer.image != 0xFF) <= data.nbytes
     assert guarded((0, 8), "bf16").array.shape == (0, 8)
     assert guarded((5,), "f32").strides == (1,)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.plan.quant], ids=lambda spec: spec.full_name)
+def test_buffers_of_quantised_kernels_are_what_a_launch_takes(spec):
+    """Strides and alignment of every case, against what the kernel's arguments ask for."""
+    tensors = [argument for argument in spec.plan.arguments if isinstance(argument, TensorArgument)]
+    for case in cases_of(spec):
+        if case.sample is not None:
+            continue
+        launch = prepare(spec, case)
+        shapes = {tensor.name: launch.arguments[tensor.name].shape for tensor in tensors}
+        dims = {dim: size for tensor in tensors for dim, size in zip(tensor.shape, shapes[tensor.name], strict=True)
+                if isinstance(dim, str)}  # fmt: skip
+        for tensor in tensors:
+            buffer = launch.arguments[tensor.name]
+            assert buffer.guard % tensor.alignment == 0, tensor.name
+            assert buffer.shape == tuple(evaluate(extent, dims) for extent in tensor.shape), tensor.name
+            for index, stride in enumerate(buffer.strides):
+                if buffer.shape[index] > 1 and tensor.reads_stride(index):
+                    assert stride % tensor.stride_divisor == 0, tensor.name
+                elif buffer.shape[index] > 1:
+                    assert stride == evaluate(tensor.strides[index], dims), tensor.name

@@ -15,6 +15,9 @@ GROUPED = [spec for spec in SPECS if spec.op == "grouped-gemm"]
 BACKWARD = parse_file(GPU / "matrix_backward.toml")
 WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
 DENSE_WGRAD = [spec for spec in BACKWARD if spec.op == "dense-wgrad"]
+FP8 = parse_file(GPU / "matrix_fp8.toml")
+CODED = parse_file(GPU / "matrix_coded.toml")
+QUANTISED = [spec for spec in FP8 if spec.op != "grouped-wgrad"]
 DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
 
@@ -171,14 +174,17 @@ def parts_with_rows(problem):
     return -(-stages // height) if stages else 0
 
 
-@pytest.mark.parametrize("spec", WGRAD, ids=lambda spec: spec.full_name)
+@pytest.mark.parametrize(
+    "spec", [*WGRAD, *(spec for spec in FP8 if spec.op == "grouped-wgrad")], ids=lambda spec: spec.full_name
+)
 def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     cases = cases_of(spec)
     assert len({case.name for case in cases}) == len(cases)
-    assert all(case.n % 8 == case.k % 8 == 0 < min(case.n, case.k) for case in cases)
+    least = spec.plan.vector
+    assert all(case.n % least == case.k % least == 0 < min(case.n, case.k) for case in cases)
     sizes = {size for case in cases for size in case.sizes}
     assert {0, 1, 63, 64, 65, 127, 128, 129} <= sizes
-    assert max(sizes) > 2 * spec.plan.stages * TILE_K
+    assert max(sizes) > 2 * spec.plan.stages * spec.plan.tile_k
     assert {1, 33, 256} <= {len(case.sizes) for case in cases}
     assert any(case.rows == 0 for case in cases)
     assert any(case.spare and not case.sizes[-1] % TILE_K for case in cases)
@@ -186,29 +192,48 @@ def test_cases_of_weight_gradients_hold_every_hard_one(spec):
     assert {0, 1, 2} <= {case.nan_group for case in cases}
     for extent, tile in (("n", spec.tile[0]), ("k", spec.tile[1])):
         widths = {getattr(case, extent) for case in cases}
-        assert {8, tile - 8, tile + 8, 2 * tile} <= widths
+        assert {least, tile - least, tile + least, 2 * tile} <= widths
     tiles = [len(case.sizes) * -(-case.n // spec.tile[0]) * -(-case.k // spec.tile[1]) for case in cases]
     assert max(tiles) > 132  # the SMs of an H200
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES], ids=lambda spec: spec.full_name)
+def test_codes_of_every_layout_from_every_kind_of_factor():
+    recipes = [spec.plan.quant for spec in CODED]
+    assert {recipe.inputs for recipe in recipes} == {"none", "fp8-tensor", "fp8-row", "fp8-block"}
+    assert {(recipe.transpose, recipe.keep) for recipe in recipes} >= {(False, False), (False, True), (True, False)}
+    assert {recipe.scales for recipe in recipes if recipe.transpose} == {"pow2", "f32"}
+    for key, choices in (
+        ("glu_layout", {"none", "concat", "interleaved", "interleaved-32"}),
+        ("op", {"grouped-gemm", "dense-gemm"}),
+        ("cluster", {(1, 1), (2, 1), (1, 2)}),
+        ("mainloop", {"pingpong", "cooperative"}),
+        ("save_preactivation", {True, False}),
+        ("row_scale", {True, False}),
+        ("bias", {True, False}),
+    ):
+        assert {getattr(spec, key) for spec in CODED} == choices, key
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *DERIVATIVES, *QUANTISED, *CODED], ids=lambda spec: spec.full_name)
 def test_cases_are_legal_and_reach_past_the_tile(spec):
     cases = cases_of(spec)
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.n % multiple_of_n(spec) == 0 < case.n
-        assert case.k % 8 == 0 < case.k
+        assert case.k % spec.plan.vector == 0 < case.k
     assert any(case.n % spec.tile[1] == 0 for case in cases)
     assert any(case.n % spec.tile[1] for case in cases) or multiple_of_n(spec) == spec.tile[1]
-    assert any(case.k % TILE_K for case in cases)
-    assert any(case.k > spec.plan.stages * TILE_K for case in cases)
+    assert any(case.k % spec.plan.tile_k for case in cases)
+    assert any(case.k > spec.plan.stages * spec.plan.tile_k for case in cases)
     assert any(case.rows == 0 for case in cases)
     tiles = [sum(-(-size // spec.tile[0]) for size in case.sizes) * -(-case.n // spec.tile[1]) for case in cases]
     assert max(tiles) > 132  # the SMs of an H200
 
 
 @pytest.mark.parametrize(
-    "spec", [*GROUPED, *(spec for spec in DERIVATIVES if spec.op == "grouped-gemm")], ids=lambda spec: spec.full_name
+    "spec",
+    [*GROUPED, *(spec for spec in (*DERIVATIVES, *CODED) if spec.op == "grouped-gemm")],
+    ids=lambda spec: spec.full_name,
 )
 def test_grouped_cases_hold_every_hard_one(spec):
     cases = cases_of(spec)

@@ -47,7 +47,24 @@ AT = "[[kernel]] 1 (fc1): "
         ('bias = "yes"', 'bias = "yes": must be true or false, is a string'),
         ("bias = 1", "bias = 1: must be true or false, is an integer"),
         ('b_major = "m"', 'b_major = "m": must be "k" or "n"'),
-        ('quant = "fp8"', 'quant = "fp8": must be "none"'),
+        ('quant = "fp8"', 'quant = "fp8": must be "none", or a table { in = .., x_format = ..'),
+        ('quant = { in = "fp8-rows" }', 'must be "none", "fp8-tensor", "fp8-row" or "fp8-block"; did'),
+        (
+            'quant = { x_format = "e5m2" }',
+            'quant.x_format = "e5m2": it is about in, which is "none"; say in = "fp8-block"',
+        ),
+        ("quant = { keep = true }", 'quant.keep = true: it is about out, which is "none"; say out = "fp8-block"'),
+        ("quant = { transpose = true }", "quant.transpose = true: it is about out"),
+        ('quant = { in = "fp8-row", scales = "f32" }', 'quant.scales = "f32": it is about out'),
+        ('quant = { out = "fp8-block" }\nout_dtype = "f32"', 'the codes are those of bf16, and out_dtype is "f32"'),
+        ('quant = { out = "fp8-block" }\ngather = "x"', "no tile of gathered rows has 128 columns of a gated y"),
+        ('quant = { in = "fp8-row", x_format = "e5m2", accumulation = "fast" }', 'only in = "fp8-tensor" has it'),
+        ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),
+        ('quant = { in = "fp8-row" }\nb_major = "n"', "FP8 factors are contiguous along K"),
+        (
+            'quant = { in = "fp8-row" }\nmainloop = "pingpong"',
+            "one warpgroup adds up while the other multiplies",
+        ),
         ('schedule = "fastest"', 'schedule = "fastest": must be "static" or "dynamic"'),
         ("accumulate = true", "accumulate = true: only a weight gradient adds to what is there, not grouped-gemm"),
         ("split = true", "split = true: only dense-wgrad takes its rows in parts, not grouped-gemm; leave it out"),
@@ -405,3 +422,67 @@ def test_what_cannot_be_gathered(text, message):
 def test_a_cluster_is_chosen_that_does_not_share_the_gathered_operand(text, cluster):
     (spec,) = parse_text(text + "problem = { E = 8, M = 65536, N = 8, K = 8192 }\n", "model")
     assert spec.cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('tile = [128, 160]\nquant = { in = "fp8-block" }', "tile N of 160 columns must be a multiple of 64"),
+        (
+            'tile = [128, 192]\nquant = { in = "fp8-block" }\nactivation = { kind = "swiglu" }',
+            "a gate half of 96 columns must be a multiple of 64",
+        ),
+        ('tile = [256, 192]\nquant = { in = "fp8-row" }', "(256 / 2 + 64) x 192 / 128 threads = 288 accumulator"),
+        (
+            'tile = [128, 128]\nquant = { in = "fp8-row" }\nproblem = { E = 1, M = 1, N = 8, K = 24 }',
+            "24 elements of 1 byte = 24 bytes, which must be a multiple of 16; say 16 or 32",
+        ),
+    ],
+)
+def test_tiles_of_quantised_factors(keys, message):
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n{keys}\n'
+    assert any(message in line for line in problems(text))
+
+
+CODES = 'quant = { out = "fp8-block", transpose = true }\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'tile = [128, 192]\nactivation = { kind = "swiglu" }\n' + CODES,
+            "gate and up 256, so tile N is a multiple of 256",
+        ),
+        ("tile = [128, 160]\n" + CODES, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
+        ("tile = [256, 128]\n" + CODES, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
+        ('tile = [128, 128]\nmainloop = "pingpong"\n' + CODES, "both warpgroups share a block of 128 tokens"),
+        ('tile = [128, 128]\ndbias = true\nactivation = { kind = "dswiglu" }\n' + CODES, "its sums would lie where"),
+        (
+            'tile = [128, 256]\nactivation = { kind = "dsrelu" }\n' + CODES,
+            "shared memory has room for 128 columns of da",
+        ),
+        (
+            'tile = [128, 160]\nactivation = { kind = "drelu" }\nquant = { out = "fp8-block" }\n',
+            "so tile N is a multiple of 128",
+        ),
+        (
+            'tile = [128, 128]\nactivation = { kind = "dswiglu" }\nquant = { out = "fp8-block" }\n'
+            "problem = { E = 1, M = 1, N = 2880, K = 16 }\n",
+            'so N = I is a multiple of 128; say 2816 or 2944, or glu_layout = "interleaved"',
+        ),
+    ],
+)
+def test_results_as_codes_that_cannot_be(keys, message):
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n'
+    assert any(message in line for line in problems(text + keys)), problems(text + keys)
+
+
+def test_a_weight_gradient_of_codes_is_refused():
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
+    assert any("dw is added up in its own dtype" in line for line in problems(text + 'quant = { out = "fp8-block" }\n'))
+
+
+def test_a_weight_gradient_of_quantised_rows_is_refused():
+    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
+    assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))

@@ -80,12 +80,24 @@ class Operand:
         """Its shared memory."""
         return ()
 
+    def reserved(self, plan: GemmPlan) -> int:
+        """Bytes of shared memory that are kept for it beside those that every kernel keeps for its operands."""
+        return 0
+
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         """Its barriers in shared memory, by how many arrivals each waits for."""
         return ()
 
     def reading_warps(self, plan: GemmPlan) -> int:
         """Warps of the load warpgroup that read tiles and stages for it."""
+        return 0
+
+    def following_warps(self, plan: GemmPlan) -> int:
+        """Warps of the load warpgroup that read tiles alone for it."""
+        return 0
+
+    def filling_threads(self, plan: GemmPlan) -> int:
+        """Threads of the load warpgroup, whole warps, that fill stages for it and arrive when they have."""
         return 0
 
     def workspace(self, plan: GemmPlan) -> int:
@@ -132,7 +144,7 @@ def rows(name: str, role: str, dtype: str, columns: Expr, count: str = "M") -> A
 
 def factor(name: str, plan: GemmPlan, columns: Expr) -> Argument:
     """A factor of the product with a row for each token; T of them where an index chooses its rows."""
-    return rows(name, "input", plan.dtype, columns, "T" if plan.gather == name else "M")
+    return rows(name, "input", plan.factors[0], columns, "T" if plan.gather == name else "M")
 
 
 def vector(name: str, role: str, dtype: str, extent: Expr, size: int = 4) -> Argument:

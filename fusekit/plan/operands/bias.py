@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, by_group
@@ -19,7 +20,7 @@ class Bias(Operand):
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (by_group("bias", "input", plan.dtype, plan, plan.n, plan.element),)
+        return (by_group("bias", "input", plan.dtype, plan, plan.n, DTYPES[plan.dtype].bytes),)
 
     def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
         return (Region("bias", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),)

@@ -7,6 +7,11 @@ from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, factor, tensor
 
 
+def turned(name: str, dtype: str, columns: str, vector: int) -> Argument:
+    """A tensor with a column for each token."""
+    return tensor(name, "input", dtype, (columns, "P"), (f"{name}.stride0", 1), vector)
+
+
 class TokenRows(Operand):
     """dy [M, N] and x [M, K] of a weight gradient, whose reduction runs over their rows."""
 
@@ -14,9 +19,14 @@ class TokenRows(Operand):
     words = {
         "dy": "The gradient of what the layer gave.",
         "x": "What the layer was given in the forward pass.",
+        "dy_t": "The transpose of dy as codes, tokens contiguous, each group from a multiple of 128 on.",
+        "x_t": "The transpose of x as codes, tokens contiguous, each group from a multiple of 128 on.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        if plan.quant:
+            factors = zip(("dy_t", "x_t"), plan.factors, ("N", "K"), strict=True)
+            return tuple(turned(name, dtype, columns, plan.vector) for name, dtype, columns in factors)
         return factor("dy", plan, "N"), factor("x", plan, "K")
 
 

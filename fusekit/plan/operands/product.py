@@ -6,7 +6,6 @@ from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import (
     BACKWARD,
     FORWARD,
-    VECTOR,
     WGRAD,
     Argument,
     Expr,
@@ -43,7 +42,7 @@ class W(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         shape: tuple[Expr, ...] = (plan.n, "K") if plan.b_major == "k" else ("K", plan.n)
         strides = tuple(f"w.stride{index}" for index in range(len(plan.leading) + 1))
-        return (tensor("w", "input", plan.dtype, (*plan.leading, *shape), (*strides, 1), VECTOR),)
+        return (tensor("w", "input", plan.factors[1], (*plan.leading, *shape), (*strides, 1), plan.vector),)
 
 
 class Y(Operand):
@@ -53,6 +52,9 @@ class Y(Operand):
     words = {
         "y": "The result: the activation of z, times row_scale. In a gradient through a layer, dX.",
     }
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.wide
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (rows("y", "output", plan.out_dtype, plan.width),)

@@ -20,6 +20,9 @@ class Recompute(Operand):
     words = {"y": "The activation of z once more, times row_scale: what the second weight gradient takes as x."}
     refused = {FORWARD: ONLY_BACKWARD, WGRAD: ONLY_BACKWARD}
 
+    def present(self, plan: GemmPlan) -> bool:
+        return super().present(plan) and (plan.quant.wide or not plan.turning)
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (rows("y", "output", plan.out_dtype, plan.width),)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fusekit.plan.gemm import CONSUMER_WARPS, Z_BOXES, GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, Argument, Operand, rows
 
 
 class SavedPreactivation(Operand):
-    """z; every consumer warp has `Z_BOXES` boxes of it, with a barrier each."""
+    """z; every consumer warp has some boxes of it, with a barrier each."""
 
     name, order, epilogues = "saved_preactivation", 41, (BACKWARD,)
     words = {"preactivation": "z, as the forward pass stored it."}
@@ -16,7 +16,7 @@ class SavedPreactivation(Operand):
         return (rows("preactivation", "input", plan.dtype, plan.z_width),)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
-        return (1,) * (CONSUMER_WARPS * Z_BOXES)
+        return (1,) * (CONSUMER_WARPS * plan.z_boxes)
 
 
 class Dz(Operand):
@@ -24,6 +24,9 @@ class Dz(Operand):
 
     name, order, epilogues = "dz", 50, (BACKWARD,)
     words = {"dz": "The gradient of z, in the layout of z."}
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.wide
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (rows("dz", "output", plan.dtype, plan.z_width),)

@@ -4,11 +4,13 @@
     consumer warps        begin
       each tile           prepare, ahead | main loop | start
         each 16 rows      rows
-          each chunk      chunk, accumulate       8 columns of accumulators: scaled and shifted in place
+          each chunk      chunk, scale, accumulate   8 columns of accumulators: scaled and shifted in place
           each box        box                     forward: before the activation
           each element    output                  forward: behind the activation
+          all of them     outputs                 forward
                           gradient                backward: da and the activation's value
           each unit       take, pack | stage, send, unit
+          all of them     gradients               backward
         then              rows_end
       then                finish_tile
       after the last      finish
@@ -21,7 +23,7 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32
+from cutlass import Float32, Int32, cute
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.gemm import GemmPlan
@@ -129,6 +131,10 @@ class Operand:
     def chunk(self, chunk: int, state) -> Any:
         """Before chunk `chunk` of 8 columns; handed to `accumulate`."""
 
+    def scale(self, value, mine, r: int):
+        """The accumulator, in the lane's row `r` of two."""
+        return value
+
     def accumulate(self, value, state, chunk, c: int):
         """The accumulator in column 2 (lane % 4) + `c` of a chunk."""
         return value
@@ -145,6 +151,9 @@ class Operand:
         """An output, in the lane's row `r` of two."""
         return value
 
+    def outputs(self, words, rows: Rows, work: Work, state) -> None:
+        """The outputs of 16 rows, packed, (chunk, r) in order: two columns of chunk `chunk` in the lane's row `r`."""
+
     def gradient(self, da, value, mine, r: int):
         """(da, value of the activation), in the lane's row `r` of two."""
         return da, value
@@ -154,6 +163,11 @@ class Operand:
 
     def pack(self, values):
         """Two columns of the activation's value, packed; None where nobody stores them."""
+
+    def gradients(self, made, rows: Rows, work: Work) -> None:
+        """dz and y of 16 rows, packed. dz by unit, step and side: (chunk, r) in order; (chunk, r, c) where gate and up
+        stand side by side, and make one side. y (chunk, r) in order, where an operand packs it.
+        """
 
     def stage(self, number, outputs, work: Work) -> Any:
         """Writes the packed outputs of unit `number` into a box; which it is. All lanes."""
@@ -181,3 +195,16 @@ def struct(name: str, fields) -> Any:
     """A named tuple of (name, value) pairs: what the DSL carries through control flow and into a kernel."""
     names, values = zip(*fields, strict=True)
     return namedtuple(name, names)(*values)
+
+
+@cute.jit
+def row_pair(numbers, rows):
+    """The numbers of this lane's two rows, 0 beyond the group."""
+    low = rows.row + (cute.arch.lane_idx() >> 2)
+    first = Float32(0.0)
+    second = Float32(0.0)
+    if low < rows.end:
+        first = numbers[low]
+    if low + 8 < rows.end:
+        second = numbers[low + 8]
+    return first, second

@@ -12,22 +12,21 @@ def bias_barrier(warpgroup: Int32) -> Int32:
     return warpgroup + 3
 
 
-class Bias(Operand):
-    step = 2
+class Columns(Operand):
+    """Numbers by group and column of the product, of which each tile has its own in shared memory."""
 
-    def parameter(self, given):
-        return given.bias.iterator
+    name = "bias"  # of the parameter, and of the region
 
     def begin(self, shared, warpgroup):
         tile_n = self.plan.tile[1]
-        memory = cute.recast_ptr(shared.bias, dtype=Float32)
+        memory = cute.recast_ptr(getattr(shared, self.name), dtype=Float32)
         return cute.make_tensor(memory + warpgroup * tile_n, cute.make_layout(tile_n))
 
     @cute.jit
-    def prepare(self, tile, work, own):
-        """The tile's bias into shared memory, zero beyond N."""
+    def fetch(self, tile, work, own):
+        """The tile's numbers into shared memory, zero beyond N."""
         tile_n, threads = self.plan.tile[1], self.plan.arch.warpgroup
-        bias, n = work.operands.bias, work.extents.n
+        numbers, n = getattr(work.operands, self.name), work.extents.n
         cute.arch.barrier(barrier_id=bias_barrier(work.warpgroup), number_of_threads=threads)
         for step in cutlass.range_constexpr((tile_n + threads - 1) // threads):
             column = work.thread + step * threads
@@ -35,7 +34,7 @@ class Bias(Operand):
                 source = self.column_of(column, tile.n_tile, work.extents.half_n)
                 value = Float32(0.0)
                 if source < n:
-                    value = Float32(bias[cutlass.Int64(tile.group) * n + source])
+                    value = Float32(numbers[cutlass.Int64(tile.group) * n + source])
                 own[column] = value
         cute.arch.barrier(barrier_id=bias_barrier(work.warpgroup), number_of_threads=threads)
 
@@ -51,6 +50,16 @@ class Bias(Operand):
     def chunk(self, chunk: int, state):
         lane = cute.arch.lane_idx()
         return ptx.load_shared_f32x2(state.iterator.toint() + (chunk * 8 + (lane & 3) * 2) * 4)
+
+
+class Bias(Columns):
+    step = 2
+
+    def parameter(self, given):
+        return given.bias.iterator
+
+    def prepare(self, tile, work, own) -> None:
+        self.fetch(tile, work, own)
 
     def accumulate(self, value, state, chunk, c: int):
         return value + chunk[c]

@@ -1,4 +1,4 @@
-"""The factors of a weight gradient, token-major both, and its result."""
+"""The factors of a weight gradient, both with a row for each token, or (codes) with a column, and its result."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,9 @@ import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand, struct
+from fusekit.kernels.gemm.operands.base import Operand, dtype_of, struct
 from fusekit.kernels.gemm.sm90.boxes import Boxes
-from fusekit.kernels.gemm.sm90.maps import box_map, load_op, ragged_map, store_op
+from fusekit.kernels.gemm.sm90.maps import box_map, load_map, load_op, ragged_map, store_op, swizzled
 from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
@@ -23,6 +23,11 @@ class TokenRows(Operand):
     """Columns of dy and of x, in boxes of 64 columns by 64 tokens that end with the group."""
 
     def parameter(self, given):
+        if self.plan.quant:
+            atoms = [swizzled(dtype_of(dtype), self.plan.tile_k) for dtype in self.plan.factors]
+            boxes = [(tile // self.plan.cluster_size, self.plan.tile_k) for tile in self.plan.tile]
+            pairs = zip((given.dy_t, given.x_t), boxes, atoms, strict=True)
+            return Factors(*[load_map(tensor, box, atom) for tensor, box, atom in pairs])
         box = (BOX, self.plan.tile_k)
         if self.plan.gathers:
             other = "x" if self.plan.gather == "dy" else "dy"
@@ -36,6 +41,12 @@ class TokenRows(Operand):
         """A stage of `width` columns from `column` on; rows: coordinates behind that of the column."""
         starts = [column + first for first in range(0, width, BOX)]
         return Boxes(descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows))
+
+    def blocks(self, descriptor, destination, barrier, column, width: int, token) -> Boxes:
+        """A stage of `width` columns from `column` on, of codes from token `token` on."""
+        height = width // self.plan.cluster_size
+        starts = [column + first for first in range(0, width, height)]
+        return Boxes(descriptor, destination, barrier, starts, height * self.plan.tile_k, lambda start: (token, start))
 
 
 class Dw(Operand):

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import Operand, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import Boxes
 from fusekit.kernels.gemm.sm90.maps import load_map, ragged_map, store_op, swizzled
 from fusekit.plan.gemm import BIG, BOX, WARP_ROWS
@@ -15,6 +15,7 @@ class X(Operand):
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
+        self.dtype = dtype_of(plan.factors[0])
         self.height = plan.tile[0] // plan.cluster_size  # of a box
 
     def parameter(self, given):
@@ -42,6 +43,7 @@ class W(Operand):
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
+        self.dtype = dtype_of(plan.factors[1])
         self.n_major = plan.b_major == "n"
         self.concat = plan.halved and plan.glu_layout == "concat"
         halves = plan.cluster_size > 1 or self.concat
@@ -87,8 +89,8 @@ class Y(Operand):
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
-        self.single = self.out_dtype is cutlass.Float32
-        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if self.single else plan.epilogue_box)
+        single = self.out_dtype is cutlass.Float32
+        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if single else plan.epilogue_box)
 
     def parameter(self, given):
         return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))

@@ -1,8 +1,6 @@
 """Outputs times the router weight of their row."""
 
-from cutlass import Float32, cute
-
-from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.operands.base import Operand, row_pair
 
 
 class RowScale(Operand):
@@ -11,17 +9,9 @@ class RowScale(Operand):
     def parameter(self, given):
         return given.row_scale.iterator
 
-    @cute.jit
     def rows(self, rows, work, state, acc):
         """The router weights of this lane's two rows."""
-        low = rows.row + (cute.arch.lane_idx() >> 2)
-        first = Float32(0.0)
-        second = Float32(0.0)
-        if low < rows.end:
-            first = work.operands.row_scale[low]
-        if low + 8 < rows.end:
-            second = work.operands.row_scale[low + 8]
-        return first, second
+        return row_pair(work.operands.row_scale, rows)
 
     def output(self, value, mine, r: int):
         return value * mine[r]

@@ -3,7 +3,7 @@
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
 from fusekit.kernels.gemm.sm90.maps import load_op, ragged_map, store_op
-from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+from fusekit.plan.gemm import BIG, WARP_ROWS, GemmPlan
 
 
 def z_columns(plan: GemmPlan) -> int:
@@ -14,6 +14,14 @@ def z_columns(plan: GemmPlan) -> int:
 def z_map(op, tensor, plan: GemmPlan):
     """Tensor map of z or dz."""
     return ragged_map(op, tensor, (z_columns(plan), WARP_ROWS), split=plan.glu_layout == "concat", both=True)
+
+
+def z_place(plan: GemmPlan, row, end, n_tile, unit):
+    """Coordinates of a unit's box of z or dz, of 16 rows from row `row` on."""
+    column, rows = n_tile * plan.tile[1] + unit * plan.epilogue_box, BIG - (end - row)
+    if plan.glu_layout == "concat":
+        return (column, rows, 0, BIG, end)
+    return (column * plan.sides, rows, BIG, end)
 
 
 class SavedPreactivation(Operand):

@@ -1,7 +1,7 @@
 """GEMM with a backward epilogue: da = x . w, dz = da * activation'(z), and on demand the activation of z again.
 
 x is the gradient of the layer above ([M, K]), w that layer's weight, z what the forward saved. Warp roles, pipeline and
-barriers are those of kernel.py; what differs is the epilogue. A consumer warp streams z through `Z_BOXES` boxes of
+barriers are those of kernel.py; what differs is the epilogue. A consumer warp streams z through a ring of boxes of
 its own: loaded by TMA ahead of time (the first while the warp still waits for its main loop), turned into dz in place,
 stored by TMA from the same box, and loaded again. Only its own barriers, one a box, join a warp's loads and its reads.
 
@@ -15,18 +15,18 @@ from cutlass import Float32, Int32, cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
-from fusekit.kernels.gemm.operands.saved_preactivation import z_columns
+from fusekit.kernels.gemm.operands.saved_preactivation import z_columns, z_place
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
-from fusekit.kernels.gemm.sm90.main_loop import MainLoop
+from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler
 from fusekit.plan.activations import forms
-from fusekit.plan.gemm import BIG, WARP_ROWS, Z_BOXES, GemmPlan
+from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, MainLoop(plan, halves), BackwardEpilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), BackwardEpilogue(plan, halves), Scheduler(plan))
 
 
 class BackwardEpilogue:
@@ -42,17 +42,17 @@ class BackwardEpilogue:
         self.units = plan.tile[1] // self.columns  # of one 64-row block
         self.blocks = plan.warpgroup_rows // 64
         self.z_columns = z_columns(plan)
+        self.depth = plan.z_boxes  # of a warp's ring of boxes
+        # Where registers are few: ptxas moves no load of z over a store of dz, whether dz is kept or not.
+        self.in_place = plan.quant.wide or plan.turning
         _, self.derivative = forms(plan.kind.function)[plan.approximate]
 
     # -- z ------------------------------------------------------------------------------------------------------------
 
     def place(self, tile: Tile, warp: Int32, block, unit):
         """Coordinates of a unit's box in z and dz."""
-        column = tile.n_tile * self.plan.tile[1] + unit * self.columns
-        rows = BIG - (tile.end - tile.row - block * 64 - warp * WARP_ROWS)
-        if self.concat:
-            return (column, rows, 0, BIG, tile.end)
-        return (column * self.plan.sides, rows, BIG, tile.end)
+        row = tile.row + block * 64 + warp * WARP_ROWS
+        return z_place(self.plan, row, tile.end, tile.n_tile, unit)
 
     def count(self, tile: Tile, warp: Int32):
         """Units of a tile that have rows for this warp."""
@@ -63,8 +63,8 @@ class BackwardEpilogue:
     @cute.jit
     def fetch(self, tile: Tile, work: Work, number, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
-        slot = ptx.modulo(seen + number, Z_BOXES)
-        barrier = work.shared.barriers + (work.warp_of_cta * Z_BOXES + slot)
+        slot = ptx.modulo(seen + number, self.depth)
+        barrier = work.shared.barriers + (work.warp_of_cta * self.depth + slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
         block = number // self.units if isinstance(number, int) else ptx.divide(number, self.units)
         where = self.place(tile, work.warp_of_cta & 3, block, number - block * self.units)
@@ -75,9 +75,11 @@ class BackwardEpilogue:
     def prepare(self, tile: Tile, work: Work, own, seen: Int32):
         """Before a tile's main loop: send for its first boxes of z."""
         total = self.count(tile, work.warp_of_cta & 3)
+        self.operands.prepare(tile, work, own)
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last tile's boxes have left
-            for number in cutlass.range_constexpr(min(Z_BOXES, self.units * self.blocks)):
+            ahead = 0 if self.plan.turning else min(self.depth, self.units * self.blocks)  # else it is sent for already
+            for number in cutlass.range_constexpr(ahead):
                 if number < total:
                     self.fetch(tile, work, number, seen)
             for half in self.operands:
@@ -119,39 +121,51 @@ class BackwardEpilogue:
         if row < tile.end:
             rows = Rows(row, tile.end, tile.n_tile, block)
             mine = self.operands.rows(rows, work, states, acc)
+            made, values = [], []  # dz, and y, where they are stored as codes
             for unit in cutlass.range_constexpr(self.units):
                 number = block * self.units + unit
-                slot = ptx.modulo(seen + number, Z_BOXES)
-                phase = ptx.divide(seen + number, Z_BOXES) & 1
+                slot = ptx.modulo(seen + number, self.depth)
+                phase = ptx.divide(seen + number, self.depth) & 1
                 box = work.staging + slot * self.plan.z_box_bytes
-                cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * Z_BOXES + slot), phase)
-                outputs = self.work(acc, first + unit * (self.columns // 2), box.toint(), lane, scalars, mine)
+                cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * self.depth + slot), phase)
+                if cutlass.const_expr(bool(self.plan.quant)):
+                    chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
+                    self.operands.accumulate(acc, first, chunks, states, mine)
+                base, steps = first + unit * (self.columns // 2), []
+                outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
+                made.append(steps)
+                values += outputs
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 if lane == 0:
-                    ptx.tma_store(work.operands.dz, box, self.place(tile, warp, block, unit))
+                    if cutlass.const_expr(self.plan.quant.wide):
+                        ptx.tma_store(work.operands.dz, box, self.place(tile, warp, block, unit))
                     self.operands.send(staged, unit, rows, work)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left
-                    self.fetch_ahead(tile, work, number, total, seen)
+                    if cutlass.const_expr(not self.plan.turning):
+                        self.fetch_ahead(tile, work, number, total, seen)
                 cute.arch.sync_warp()
                 self.operands.unit(states, mine, unit)
+            self.operands.gradients((made, values), rows, work)
             self.operands.rows_end(rows, mine, work)
 
     @cute.jit
     def fetch_ahead(self, tile: Tile, work: Work, number, total: Int32, seen: Int32):
         """Behind unit `number` of `total`: into the box before its own."""
-        ahead = number - 1 + Z_BOXES
+        ahead = number - 1 + self.depth
         if cutlass.const_expr(isinstance(number, int)):
-            if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - Z_BOXES):
+            if ahead < total and cutlass.const_expr(0 < number <= self.blocks * self.units - self.depth):
                 self.fetch(tile, work, ahead, seen)
         else:
             if number > 0 and ahead < total:
                 self.fetch(tile, work, ahead, seen)
 
-    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, mine) -> list:
+    def work(self, acc, base: int, box: Int32, lane: Int32, scalars, mine, made: list) -> list:
         """Replace z in a box by dz; the packed outputs, (chunk, r) in order, where an operand asks for them.
+
+        made: gets the packed dz of each step, gates and ups apart, or together where they stand side by side.
 
         With sums, z is read one step ahead of where dz is written: ptxas moves no load of shared memory over a store
         to it, and with fewer registers left it finds less to do meanwhile.
@@ -165,7 +179,9 @@ class BackwardEpilogue:
                 loaded.append(load(box, step, lane))
             if step >= ahead:
                 number = step - ahead
-                outputs += finish(acc, base, number, *loaded[number], scalars, mine)
+                packed, results = finish(acc, base, number, *loaded[number], scalars, mine)
+                outputs += packed
+                made.append(results)
         return outputs
 
     def load_pair(self, box: Int32, pair: int, lane: Int32):
@@ -173,8 +189,8 @@ class BackwardEpilogue:
         addresses = self.matrix_addresses(box, pair, lane)
         return addresses, [ptx.load_matrix_x4(address) for address in addresses]
 
-    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, mine) -> list:
-        """`work` of one pair of chunks whose z has been loaded."""
+    def finish_pair(self, acc, base: int, pair: int, addresses, parts, scalars, mine):
+        """`work` of one pair of chunks whose z has been loaded: packed outputs, packed dz by side."""
         outputs, results, rows = [], [[] for _ in parts], []
         for index in range(4):  # (chunk, r) of the pair of chunks
             first = base + pair * 8 + index * 2
@@ -191,9 +207,10 @@ class BackwardEpilogue:
             for side, result in enumerate(results):
                 result.append(ptx.pack_pair(gradients[0][side], gradients[1][side], self.dtype))
             outputs += self.operands.pack(values)
-        for address, result in zip(addresses, results, strict=True):
-            ptx.store_matrix_x4(address, result)
-        return outputs
+        if self.in_place:
+            for address, result in zip(addresses, results, strict=True):
+                ptx.store_matrix_x4(address, result)
+        return outputs, results
 
     def load_chunk(self, box: Int32, chunk: int, lane: Int32):
         """The same of a chunk of 8 columns where gate and up stand side by side: a lane's two are eight bytes."""
@@ -204,9 +221,9 @@ class BackwardEpilogue:
             addresses.append(box + row * (2 * self.z_columns) + place)
         return addresses, [ptx.load_shared_b32x2(address) for address in addresses]
 
-    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, mine) -> list:
+    def finish_chunk(self, acc, base: int, chunk: int, addresses, parts, scalars, mine):
         """`work` of one such chunk whose z has been loaded."""
-        outputs, rows = [], []
+        outputs, rows, words = [], [], []
         for r, (address, packed) in enumerate(zip(addresses, parts, strict=True)):
             values, results, gradients = [], [], []
             for c in range(2):
@@ -216,10 +233,12 @@ class BackwardEpilogue:
                 gradients += sides
                 results.append(ptx.pack_pair(*sides, self.dtype))
             rows.append(gradients)
-            ptx.store_shared_b32x2(address, *results)
+            if self.in_place:
+                ptx.store_shared_b32x2(address, *results)
+            words += results
             outputs += self.operands.pack(values)
         self.operands.take(mine, *rows)
-        return outputs
+        return outputs, [words]
 
     def element(self, da, z, r: int, scalars, mine):
         """The activation's value and dz of one column, from da and z, or (gate, up)."""

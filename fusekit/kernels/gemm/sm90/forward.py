@@ -13,7 +13,7 @@ from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
-from fusekit.kernels.gemm.sm90.main_loop import MainLoop
+from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.plan.activations import forms
@@ -22,7 +22,7 @@ from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, MainLoop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
 
 
 class Epilogue:
@@ -31,10 +31,12 @@ class Epilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
-        self.result = halves["y"]
+        self.result = halves.get("y")
+        self.single = plan.out_dtype == "f32"
+        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if self.single else plan.epilogue_box)
         self.out_dtype = dtype_of(plan.out_dtype)
         self.boxes = StagingBoxes(plan)
-        outputs = plan.out_tile_n // self.result.columns
+        outputs = plan.out_tile_n // self.columns if plan.quant.wide else 0
         self.box_count = outputs + sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
         self.activation, _ = forms(plan.kind.function)[plan.approximate]
 
@@ -82,14 +84,14 @@ class Epilogue:
                 if self.plan.glu_layout == "interleaved":
                     low = self.adjacent(acc, base, 2 * chunk, r, scalars, mine)
                     high = self.adjacent(acc, base, 2 * chunk + 1, r, scalars, mine)
-                    if self.result.single:
+                    if self.single:
                         found += gather_singles(low, high, cute.arch.lane_idx())
                     else:
                         pair = ptx.pack_pair(low, high, self.out_dtype)
                         found.append(gather_pairs(pair, cute.arch.lane_idx()))
                 else:
                     low, high = (self.activate(acc, base, chunk, r, c, scalars, mine) for c in range(2))
-                    found += [low, high] if self.result.single else [ptx.pack_pair(low, high, self.out_dtype)]
+                    found += [low, high] if self.single else [ptx.pack_pair(low, high, self.out_dtype)]
         return found
 
     # -- a tile -------------------------------------------------------------------------------------------------------
@@ -111,39 +113,31 @@ class Epilogue:
             if row < tile.end:
                 rows = Rows(row, tile.end, tile.n_tile, block)
                 self.finish_rows(acc, block * (plan.tile[1] // 2), rows, work, scalars, states)
+        self.operands.finish_tile(states, work)
         return seen
 
     def finish_rows(self, acc, base: int, rows: Rows, work: Work, scalars, states) -> None:
         """Finish the warp's 16 rows of a 64-row block, whose accumulators start at `base`."""
         mine = self.operands.rows(rows, work, states)
-        number, width = rows.block * self.box_count, self.result.columns
+        number, width, outputs = rows.block * self.box_count, self.columns, []
+        if rows.block and self.box_count and self.plan.quant.coded:
+            self.boxes.acquire_all()  # codes of the block before take the place of all boxes
         for box in range(self.plan.out_tile_n // width):
             chunks = range(box * width // 8, (box + 1) * width // 8)
             sources = self.sources(chunks)
-            self.accumulate(acc, base, sources, states)
+            self.operands.accumulate(acc, base, sources, states, mine)
             for half in self.operands:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
-            values, where = self.registers(acc, base, chunks, scalars, mine), self.result.place(box, rows)
-            if self.result.single:
-                self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
-            else:
-                self.boxes.store(number, width, values, work.operands.y, where, work.staging)
-            number += 1
-
-    def accumulate(self, acc, base: int, chunks, states) -> None:
-        """What operands make of the accumulators of these chunks, in place.
-
-        Done box by box: the stores in between keep the compiler from holding every bias and activation at once.
-        """
-        for chunk in chunks:
-            loaded = [half.chunk(chunk, getattr(states, name)) for name, half in self.operands.halves.items()]
-            for c in range(2):
-                for r in range(2):
-                    index = base + chunk * 4 + r * 2 + c
-                    value = acc[index]
-                    for (name, half), mine in zip(self.operands.halves.items(), loaded, strict=True):
-                        value = half.accumulate(value, getattr(states, name), mine, c)
-                    acc[index] = value
+            values = self.registers(acc, base, chunks, scalars, mine)
+            outputs += values
+            if self.result is not None:
+                where = self.result.place(box, rows)
+                if self.single:
+                    self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
+                else:
+                    self.boxes.store(number, width, values, work.operands.y, where, work.staging)
+                number += 1
+        self.operands.outputs(outputs, rows, work, states)
 
     def finish(self, count: Int32, work: Work) -> None:
         """Behind the last tile."""

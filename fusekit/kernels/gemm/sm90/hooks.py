@@ -31,10 +31,30 @@ class Operands:
     def rows(self, rows: Rows, work: Work, states, acc=None):
         return self.each(lambda name, half: half.rows(rows, work, getattr(states, name), acc))
 
+    def accumulate(self, acc, base: int, chunks, states, mine) -> None:
+        """What operands make of the accumulators of these chunks, in place.
+
+        Done box by box: the stores in between keep the compiler from holding every bias and activation at once.
+        """
+        for chunk in chunks:
+            loaded = [half.chunk(chunk, getattr(states, name)) for name, half in self.halves.items()]
+            for c in range(2):
+                for r in range(2):
+                    index = base + chunk * 4 + r * 2 + c
+                    value = acc[index]
+                    for (name, half), columns in zip(self.halves.items(), loaded, strict=True):
+                        value = half.scale(value, getattr(mine, name), r)
+                        value = half.accumulate(value, getattr(states, name), columns, c)
+                    acc[index] = value
+
     def output(self, value, mine, r: int):
         for name, half in self.halves.items():
             value = half.output(value, getattr(mine, name), r)
         return value
+
+    def outputs(self, words, rows: Rows, work: Work, states) -> None:
+        for name, half in self.halves.items():
+            half.outputs(words, rows, work, getattr(states, name))
 
     def gradient(self, da, value, mine, r: int):
         for name, half in self.halves.items():
@@ -47,6 +67,10 @@ class Operands:
 
     def pack(self, values) -> list:
         return [packed for half in self if (packed := half.pack(values)) is not None]
+
+    def gradients(self, made, rows: Rows, work: Work) -> None:
+        for half in self:
+            half.gradients(made, rows, work)
 
     def stage(self, number, outputs, work: Work):
         return self.each(lambda name, half: half.stage(number, outputs, work))

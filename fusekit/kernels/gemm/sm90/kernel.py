@@ -1,6 +1,6 @@
 """The Hopper kernel: dense and grouped GEMM with composed operands, persistent and warp-specialised.
 
-    y[rows of e] = epilogue(x[rows of e] . w[e]),   16-bit operands, float32 accumulation (wgmma m64nNk16)
+    y[rows of e] = epilogue(x[rows of e] . w[e]),   16- or 8-bit factors, float32 accumulation (wgmma m64nNk16, or k32)
 
 Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
 
@@ -10,11 +10,12 @@ Warps of a CTA (384 threads, 512 with a gathered factor; one CTA an SM):
     warps 4-7    consumer warpgroup 0: wgmma, then the epilogue (epilogue.py, backward.py)
     warps 8-11   consumer warpgroup 1
     warps 12-15  gather     rows that an index chooses, where a factor has them (operands/gather.py)
+                 turn       codes of the transpose of dz, where it is asked for (operands/turned.py)
 
 Ping-pong: a warpgroup owns whole tiles, 0 the even and 1 the odd ones of the CTA; while one runs its epilogue, the
 other holds the tensor cores, and named barriers hand them over. Cooperative: both share a tile, each half of its rows.
 
-Operand pipeline, `stages` deep; a stage is x [tile_m, 64] and w [tile_n, 64], 128-byte swizzled:
+Operand pipeline, `stages` deep; a stage is x [tile_m, tile_k] and w [tile_n, tile_k], 128-byte swizzled:
 
     full[s]    1 arrival (the load thread, which announces the stage's bytes) + those bytes; and where a factor is
                gathered, 1 of the warp that hands it on
@@ -51,7 +52,7 @@ class Gemm:
     def __init__(self, plan: GemmPlan, halves, main_loop: MainLoop, epilogue, scheduler: Scheduler) -> None:
         self.plan, self.halves = plan, halves
         self.main_loop, self.epilogue, self.scheduler = main_loop, epilogue, scheduler
-        self.dtype = dtype_of(plan.dtype)
+        self.factors = tuple(map(dtype_of, plan.factors))
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -96,10 +97,11 @@ class Gemm:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         shared = self.allocate()
         stages = Stages(
-            cute.recast_ptr(shared.x, dtype=self.dtype),
-            cute.recast_ptr(shared.w, dtype=self.dtype),
+            cute.recast_ptr(shared.x, dtype=self.factors[0]),
+            cute.recast_ptr(shared.w, dtype=self.factors[1]),
             shared.stages_full,
             shared.stages_empty,
+            getattr(shared, "scales", None),
         )
         ring = TileRing(plan, shared.tiles.toint(), shared.tiles_full, shared.tiles_empty)
         if warp == 0 and lane == 0:
@@ -125,19 +127,26 @@ class Gemm:
                 self.scheduler.run(ring, offsets, extents, workspace, rank)
             for half in self.epilogue.operands:
                 half.assist(Idle(operands, shared, extents, ring, warp))
-        elif cutlass.const_expr(plan.gathers):
+        elif cutlass.const_expr(plan.gathers or plan.turning):
             if warp < 4 + CONSUMER_WARPS:
                 cute.arch.setmaxregister_increase(plan.registers[1])
                 self.consume(operands, shared, stages, ring, extents)
             else:
-                cute.arch.setmaxregister_decrease(plan.gather_registers)
-                self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
+                cute.arch.setmaxregister_decrease(plan.fourth_registers)
+                self.fourth(operands, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             self.consume(operands, shared, stages, ring, extents)
         if cutlass.const_expr(plan.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def fourth(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents, warp: Int32) -> None:
+        """A warp of the fourth warpgroup, the `warp`-th of them."""
+        if self.plan.gathers:
+            self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp)
+        else:
+            self.halves["dz_turned"].run(Idle(operands, shared, extents, ring, warp))
 
     def allocate(self):
         """Pointers to the plan's regions of shared memory."""
@@ -182,6 +191,7 @@ class Gemm:
             self.epilogue.prepare(tile, work, own, seen)
             if cutlass.const_expr(plan.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
+            self.main_loop.follow(k_tiles, consumer)
             run = Run(position, k_tiles)
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
             seen = self.epilogue.run(acc, tile, work, own, seen)

@@ -16,7 +16,10 @@ from fusekit.kernels.gemm.operands.base import Extents, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPS, MIN_STAGES, WARP, GemmPlan
+
+MMA_BYTES = 32  # of K, that one wgmma multiplies
+LEAD, THREADS = 5, WARP * CONSUMER_WARPS  # named barrier of both consumer warpgroups
 
 
 class Stages(NamedTuple):
@@ -26,6 +29,7 @@ class Stages(NamedTuple):
     w: object
     full: object
     empty: object
+    scales: object = None  # of blocks, stage by stage
 
 
 class Run(NamedTuple):
@@ -40,10 +44,11 @@ class MainLoop:
 
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
-        self.dtype = dtype_of(plan.dtype)
-        self.m_major, self.n_major = plan.wgrad, plan.b_major == "n"
+        self.x_dtype, self.w_dtype = map(dtype_of, plan.factors)
+        self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
         self.x, self.w = halves.get("x"), halves.get("w")
         self.block_counts = sorted({1, plan.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
+        self.wave = plan.tile[1]  # columns of one wgmma
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class MainLoop:
         What they would keep from tile to tile could not be used by the epilogue in between. (Zeroed before the main
         loop, they would make ptxas wait behind every wgmma.)
         """
-        if self.plan.blocks_in_turn:
+        if self.plan.blocks_in_turn or self.plan.turning:
             flat = cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))
             for number in range(first, cute.size(accumulators)):
                 flat[number] = Float32(0.0)
@@ -137,7 +142,7 @@ class MainLoop:
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
         self.multiply(start, add, accumulators, fragments, stage)
-        for _ in cutlass.range(run.count - 1, unroll=1):
+        for step in cutlass.range(run.count - 1, unroll=1):
             stage += 1
             if stage == depth:
                 stage = Int32(0)
@@ -147,12 +152,27 @@ class MainLoop:
             if cutlass.const_expr(accumulators is not None):
                 warpgroup.wait_group(1)
             self.give_back(accumulators, stages.empty + released, lane)
+            self.lead(step, run, consumer)
             released = stage
         if cutlass.const_expr(self.plan.pingpong):
             cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * self.plan.arch.warpgroup)
         if cutlass.const_expr(accumulators is not None):
             warpgroup.wait_group(0)
         self.give_back(accumulators, stages.empty + released, lane)
+
+    def lead(self, step: Int32, run: Run, consumer: Int32) -> None:
+        """Behind stage `step` of a tile: the first warpgroup lets the second one begin the tile."""
+        if self.plan.staggered:
+            ahead = step == self.plan.stages - MIN_STAGES
+            arrive_where((consumer == 0) & ahead & (run.count > self.plan.stages))
+
+    def follow(self, k_tiles: Int32, consumer: Int32) -> None:
+        """Before a tile: the second warpgroup lets the first one go ahead, so that both are not finishing at once.
+
+        Of a tile with fewer stages than the pipeline, the first could be through before the second has begun.
+        """
+        if self.plan.staggered:
+            wait_where((consumer == 1) & (k_tiles > self.plan.stages))
 
     def give_back(self, accumulators, barrier, lane) -> None:
         """Release a stage. wgmma keeps a warp's lanes together; without it, and with nothing that a cluster shares, the
@@ -169,11 +189,11 @@ class MainLoop:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply(self, first, mma, accumulators, fragments, stage) -> None:
-        """Start one stage's wgmma, as one group; `first` is the MMA of its first 16 of K."""
+        """Start one stage's wgmma, as one group; `first` is the MMA of its first 32 bytes of K."""
         if accumulators is not None:
             warpgroup.fence()
             x, w = fragments
-            for k_block in range(self.plan.tile_k // 16):
+            for k_block in range(self.plan.arch.swizzle_bytes // MMA_BYTES):
                 where = (None, None, k_block, stage)
                 cute.gemm(mma if k_block else first, accumulators, x[where], w[where], accumulators)
             warpgroup.commit_group()
@@ -181,20 +201,24 @@ class MainLoop:
     def fragments(self, smem_x, smem_w):
         """A warpgroup's accumulators; wgmma descriptors of x (for each of `block_counts`) and w, for every stage."""
         mma = self.tiled_mma()
-        rows, tile_n, stages = self.plan.warpgroup_rows, self.plan.tile[1], self.plan.stages
-        atom = swizzled(self.dtype, 64, n_major=self.n_major)
-        layout = staged(atom, (tile_n, self.plan.tile_k), stages, tile_n * self.plan.tile_k, k_first=self.n_major)
-        w = cute.make_tensor(cute.recast_ptr(smem_w, layout.inner, dtype=self.dtype), layout.outer)
-        accumulators = mma.make_fragment_C(mma.partition_shape_C((rows, tile_n)))
+        w = self.w_tensor(smem_w, self.plan.tile[1])
+        accumulators = mma.make_fragment_C(mma.partition_shape_C((self.plan.warpgroup_rows, self.plan.tile[1])))
         x = [self.x_fragment(mma, smem_x, blocks) for blocks in self.block_counts]
         return accumulators, (x, mma.make_fragment_B(mma.get_slice(0).partition_B(w)))
 
+    def w_tensor(self, pointer, columns: int):
+        """`columns` of w at `pointer`, every stage."""
+        tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
+        atom = swizzled(self.w_dtype, tile_k, n_major=self.n_major)
+        layout = staged(atom, (columns, tile_k), self.plan.stages, tile_n * tile_k, k_first=self.n_major)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.w_dtype), layout.outer)
+
     def x_fragment(self, mma, pointer, blocks: int):
         """wgmma descriptors of the first `blocks` 64-row blocks of x at `pointer`, for every stage."""
-        atom = swizzled(self.dtype, 64, n_major=self.m_major)
+        atom = swizzled(self.x_dtype, self.plan.tile_k, n_major=self.m_major)
         elements = self.plan.tile[0] * self.plan.tile_k
         layout = staged(atom, (blocks * 64, self.plan.tile_k), self.plan.stages, elements, k_first=self.m_major)
-        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+        tensor = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.x_dtype), layout.outer)
         return mma.make_fragment_A(mma.get_slice(0).partition_A(tensor))
 
     def first_block(self, accumulators):
@@ -203,13 +227,11 @@ class MainLoop:
         return cute.make_tensor(accumulators.iterator, cute.make_layout(shape))
 
     def tiled_mma(self):
-        """wgmma of one warpgroup over all columns of the tile."""
+        """wgmma of one warpgroup."""
         x_major, w_major = (
             OperandMajorMode.MN if other else OperandMajorMode.K for other in (self.m_major, self.n_major)
         )
-        return make_trivial_tiled_mma(
-            self.dtype, self.dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.plan.tile[1])
-        )
+        return make_trivial_tiled_mma(self.x_dtype, self.w_dtype, x_major, w_major, Float32, (1, 1, 1), (64, self.wave))
 
 
 def staged(atom, shape: tuple[int, int], stages: int, stage_elements: int, k_first: bool = False):
@@ -218,6 +240,20 @@ def staged(atom, shape: tuple[int, int], stages: int, stage_elements: int, k_fir
     return cute.make_composed_layout(
         tile.inner, tile.offset, cute.append(tile.outer, cute.make_layout(stages, stride=stage_elements))
     )
+
+
+@cute.jit
+def arrive_where(condition):
+    """Both warpgroups call it or `wait_where`."""
+    if condition:
+        cute.arch.barrier_arrive(barrier_id=LEAD, number_of_threads=THREADS)
+
+
+@cute.jit
+def wait_where(condition):
+    """Until the other warpgroup has arrived."""
+    if condition:
+        cute.arch.barrier(barrier_id=LEAD, number_of_threads=THREADS)
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
 A group has `m_tiles` tiles along M and ceil(N / tile_n) columns of them. They go through panels of rows, M first inside
 a panel, so that a panel's operand rows stay in L2 while N advances. A group is cut into the fewest panels of at most
-`PANEL_ELEMENTS` elements of x, about equally high, all but the last of an even number of tiles.
+`PANEL_BYTES` of x, about equally high, all but the last of an even number of tiles.
 
 A cluster of two works on a pair: two columns of the same rows, which share x (cluster (1,2)), or two rows of the same
 columns, which share w (cluster (2,1)). What does not come out even is paired the other way, so that no tile lies beyond
@@ -17,7 +17,7 @@ from cutlass import cute
 from fusekit.kernels import ptx
 from fusekit.plan.gemm import GemmPlan
 
-PANEL_ELEMENTS = 12 * 2**20  # 24 MiB of 16-bit operands, about half of the L2 of an H100
+PANEL_BYTES = 24 * 2**20  # about half of the L2 of an H100
 ALONG_M = 2**30  # added to a tile's column where its cluster pairs rows
 
 
@@ -27,6 +27,7 @@ class Raster:
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
         self.tile_m, self.tile_n = plan.tile
+        self.elements = PANEL_BYTES // plan.element  # of x, in a panel
         self.pair = plan.cluster_size > 1
         self.step = 2 if self.pair else 1  # panels are as high as a multiple of it
         self.across = plan.cluster[1] > 1
@@ -48,7 +49,7 @@ class Raster:
 
         depth: elements of x in a row. A tile at or beyond `m_tiles` has no rows: that CTA only helps to load.
         """
-        most = ptx.maximum_of(ptx.divide(PANEL_ELEMENTS // (self.step * self.tile_m), depth), 1)
+        most = ptx.maximum_of(ptx.divide(self.elements // (self.step * self.tile_m), depth), 1)
         steps = ptx.divide(m_tiles + (self.step - 1), self.step)
         panels = ptx.divide(steps + most - 1, most)
         height = ptx.divide(steps + panels - 1, panels) * self.step

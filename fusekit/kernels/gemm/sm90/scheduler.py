@@ -30,6 +30,7 @@ from fusekit.kernels.ptx import (
     store_shared_v4,
 )
 from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.quant import SIDE
 
 NO_TILE = -1  # in place of a group: the schedule has ended
 
@@ -234,7 +235,7 @@ class GroupScheduler(Scheduler):
     """The program for weight gradients: every group has the same tiles, and its rows are the reduction.
 
     A tile's words: first row, end row, tile along N, group, tile along M, stages that the operand pipeline has seen
-    before it; the other two are zero.
+    before it, and of factors with a column for each token the group's first block of 128; the last is zero.
     """
 
     @cute.jit
@@ -245,6 +246,8 @@ class GroupScheduler(Scheduler):
         m_tiles = divide(m + (self.plan.tile[0] - 1), self.plan.tile[0])
         count = Int32(0)
         position = Int32(0)
+        counted = Int32(0)  # groups, whose blocks are
+        blocks = Int32(0)
         more = Boolean(True)
         while more:
             group = divide(number, self.raster.count(m_tiles, n))
@@ -264,11 +267,36 @@ class GroupScheduler(Scheduler):
                     end = cutlass.min(begin + height, rows)
                 local = number - group * self.raster.count(m_tiles, n)
                 m_tile, n_tile = self.raster.place(local, m_tiles, n, cutlass.max(end - begin, 1), rank)
+                if cutlass.const_expr(bool(self.plan.quant)):
+                    blocks += blocks_between(offsets, rows, counted, group, lane)
+                    counted = group
                 if writer:
-                    ring.put(count, (begin, end, n_tile, group, m_tile, position, Int32(0), Int32(0)), rank)
+                    ring.put(count, (begin, end, n_tile, group, m_tile, position, blocks, Int32(0)), rank)
                 position += divide(end - begin + (self.plan.tile_k - 1), self.plan.tile_k)
                 count += 1
                 number = self.next_number(counters, number, lane)
         nothing = Int32(0)
         sentinel = (nothing, nothing, nothing, Int32(NO_TILE), nothing, nothing, nothing, nothing)
         self.finish(ring, sentinel, count, counters, rank, writer, lane)
+
+
+@cute.jit
+def blocks_between(offsets, rows: Int32, first: Int32, last: Int32, lane: Int32):
+    """Blocks of 128 tokens of the groups from `first` on, before `last`."""
+    blocks = Int32(0)
+    for base in cutlass.range(first, last, 32, unroll=1):
+        group = base + lane
+        size = Int32(0)
+        if group < last:
+            size = cutlass.min(offsets[group], rows)
+            if group > 0:
+                size -= cutlass.max(offsets[group - 1], 0)
+        blocks += add_up(divide(cutlass.max(size, 0) + (SIDE - 1), SIDE))
+    return blocks
+
+
+def add_up(count: Int32) -> Int32:
+    """The sum over the warp, in every lane."""
+    return cute.arch.inline_ptx(
+        "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[count]
+    )

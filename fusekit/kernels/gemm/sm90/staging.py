@@ -74,6 +74,13 @@ class StagingBoxes:
         cute.arch.sync_warp()
 
     @cute.jit
+    def acquire_all(self):
+        """Wait until the stores of all boxes have left shared memory."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+    @cute.jit
     def send(self, box, descriptor, where, add: cutlass.Constexpr):
         """Start the store of a box that the warp has written."""
         lane = cute.arch.lane_idx()

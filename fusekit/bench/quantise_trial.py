@@ -1,0 +1,42 @@
+"""Trials of quantise: codes and scales bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fusekit.bench.roofline import Work
+from fusekit.bench.trial import Trial, Verdict
+from fusekit.dtypes import DTYPES
+from fusekit.plan.quantise import SQUARE
+from fusekit.reference import held, quantise_check, quantise_inputs, quantise_output_shapes
+from fusekit.runtime import Kernel, Library
+
+DEFAULT = {"E": 4, "M": 4096, "K": 2880}  # where a spec has no problem
+
+
+class QuantiseTrial(Trial):
+    """A `Trial` of quantise, for `rows` (None: the spec's) rows."""
+
+    def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int) -> None:
+        spec = kernel.spec
+        self._open(library, kernel)
+        self.problem = {**DEFAULT, **(spec.get("problem") or {})}
+        if rows is not None:
+            self.problem["M"] = rows
+        groups, count, columns = (int(self.problem[name]) for name in ("E", "M", "K"))
+        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, seed=seed)
+        self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
+        elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
+        codes = 2 if spec["transpose"] else 1
+        scales = sum(int(np.prod(shape)) for shape, dtype in self.outputs.values() if dtype == "f32")
+        self.work = Work(flops=0, bytes=elements * (DTYPES["bf16"].bytes + codes) + 4 * scales)
+        self._place_all()
+
+    def check(self) -> Verdict:
+        """Compares every byte that `launch` wrote, or should not have written, with the reference."""
+        problems: list[str] = []
+        outputs = {}
+        for name, (shape, dtype) in self.outputs.items():
+            problems += self._around(name)
+            outputs[name] = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
+        return Verdict.of([], problems + quantise_check(self.kernel.spec, self.inputs, outputs))

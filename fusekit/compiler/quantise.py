@@ -1,0 +1,86 @@
+"""The family of quantise: what `kernels.quantise` is traced with, and what its arguments are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.abi import Constraint, Dim, Expr, TensorArgument
+from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
+from fusekit.plan.quantise import ROW, SIDE, SQUARE
+from fusekit.spec.quantise import VECTOR, QuantiseSpec
+
+MOST_ROWS = 2**30
+MOST_COLUMNS = 2**24
+MOST_GROUPS = 2**16
+PADDED: Expr = ["add", "M", ["mul", SIDE - 1, "E"]]  # rows, of which each group begins at a multiple of SIDE
+OPERANDS = ("x", "offsets", "x_q", "x_s", "x_t", "x_ts")
+
+
+def plan(spec: QuantiseSpec) -> TracePlan:
+    """Trace plan of quantise. Imports the DSL."""
+    from fusekit.kernels.quantise.rows import QuantiseRows
+    from fusekit.kernels.quantise.tiles import QuantiseTiles
+
+    made = signature(spec)
+    if spec.out == ROW:
+        return token_wise(QuantiseRows(spec.scales), ("x", "x_q", "x_s"), made)
+    names = OPERANDS
+    if spec.blocks == SQUARE:
+        names = ("w", "offsets", "w_q", "w_s", "w_t", "w_ts")
+    return token_wise(QuantiseTiles(spec.blocks, spec.scales, spec.transpose), names, made)
+
+
+def signature(spec: QuantiseSpec) -> Signature:
+    """What the callers of `spec` pass."""
+    if spec.blocks == SQUARE:
+        return _squares(spec)
+    groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if spec.transpose else []
+    room = Constraint(["max", 0, ["sub", PADDED, "P"]], f"x_t must have room for M + {SIDE - 1} E tokens")
+    return Signature(
+        spec.arch,
+        tuple(_rows(spec)),
+        (Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS), *groups),
+        constraints=(room,) if spec.transpose else (),
+        skip_if_zero=("M",),
+    )
+
+
+def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
+    blocks: Expr = ["ceildiv", "K", SIDE]
+    found = [_matrix("x", "input", "bf16", ("M", "K"), 8)]
+    if spec.transpose:
+        found.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
+    found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
+    if spec.out == ROW:
+        found.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
+    else:
+        found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
+    if spec.transpose:
+        found.append(_matrix("x_t", "output", "e4m3", ("K", "P"), VECTOR))
+        found.append(TensorArgument("x_ts", "output", "f32", (["floordiv", "P", SIDE], "K"), ("K", 1)))
+    return found
+
+
+def _squares(spec: QuantiseSpec) -> Signature:
+    down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
+    found = [
+        _matrix("w", "input", "bf16", ("E", "N", "K"), 8),
+        _matrix("w_q", "output", "e4m3", ("E", "N", "K"), VECTOR),
+        _compact("w_s", ("E", down, across)),
+    ]
+    if spec.transpose:
+        found.append(_matrix("w_t", "output", "e4m3", ("E", "K", "N"), VECTOR))
+        found.append(_compact("w_ts", ("E", across, down)))
+    step = VECTOR if spec.transpose else 1
+    rows, columns = Dim("N", step, step, MOST_COLUMNS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
+    return Signature(spec.arch, tuple(found), (Dim("E", minimum=1, maximum=MOST_GROUPS), rows, columns))
+
+
+def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: int) -> TensorArgument:
+    strides = tuple(f"{name}.stride{index}" for index in range(len(shape) - 1))
+    return TensorArgument(name, role, dtype, shape, (*strides, 1), divisor)
+
+
+def _compact(name: str, shape: tuple[Any, Any, Any]) -> TensorArgument:
+    strides = (["mul", shape[1], shape[2]], shape[2], 1)
+    return TensorArgument(name, "output", "f32", shape, strides, alignment=4)

@@ -1,0 +1,167 @@
+"""Codes of the rows of y or dz: each warp finds the largest of 128 columns of its 16 rows and stores them by itself."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from fusekit.kernels import lanes, ptx
+from fusekit.kernels.floats import multiply
+from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
+from fusekit.kernels.gemm.sm90.staging import StagingBoxes
+from fusekit.kernels.quantise import codes
+from fusekit.plan.gemm import BIG, WARP_ROWS
+from fusekit.plan.quant import SIDE
+
+CHUNKS = SIDE // 8  # of a block
+WORDS = 2 * CHUNKS  # of a lane: two columns of two rows of each chunk
+
+
+class CodedRows(NamedTuple):
+    """Tensor map of codes [M, N]; scales [ceil(N / 128), M], `stride` elements from row to row."""
+
+    codes: Any
+    scales: cute.Pointer
+    stride: Int64
+
+
+class Codes(Operand):
+    """Of a result whose rows a warp has whole, 128 columns at a time."""
+
+    step = 7
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.staging = StagingBoxes(plan)
+
+    def view(self, parameter):
+        return CodedRows(ptx.descriptor_address(parameter.codes), parameter.scales, parameter.stride)
+
+    @cute.jit
+    def block(
+        self, words, box, extent, rows, target, first: cutlass.Constexpr, four: cutlass.Constexpr = False,
+        whole: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """16 rows of a block. extent: (its first column, columns of the result); whole: all of it is inside them.
+
+        words: (chunk, r) in order, two columns each; with `four`, of chunks of 16 columns, (chunk, r, c), four columns.
+        """
+        column, width = extent
+        each = 4 if four else 2
+        if cutlass.const_expr(not whole):
+            there = [ptx.flag(column + chunk * (4 * each) < width) for chunk in range(len(words) // each)]
+            words = [ptx.word_where(there[number // each], word) for number, word in enumerate(words)]
+        pairs = [[word for number, word in enumerate(words) if number // (each // 2) % 2 == r] for r in range(2)]
+        scales, inverses = row_scales(pairs, self.plan.quant.scales)
+        store_scales(scales, column, width, rows, target)
+        if cutlass.const_expr(first):  # the boxes before have left
+            self.staging.acquire_all()
+        (write_four if four else write)(pairs, inverses, box)
+        self.staging.send(box, target.codes, place(column, rows), False)
+
+
+class YCodes(Codes):
+    def parameter(self, given):
+        return coded_rows(given.y_q, given.y_s)
+
+    def outputs(self, words, rows, work, state) -> None:
+        width = work.extents.half_n if self.plan.halved else work.extents.n
+        for block in range(self.plan.out_tile_n // SIDE):
+            column = rows.n_tile * self.plan.out_tile_n + block * SIDE
+            mine, box = words[block * WORDS : (block + 1) * WORDS], work.staging + block * (SIDE * WARP_ROWS)
+            self.block(mine, box, (column, width), rows, work.operands.y_codes, block == 0)
+
+
+class DzCodes(Codes):
+    """Of both halves of dz, gates and ups, in the order in which they lie in it."""
+
+    def parameter(self, given):
+        return coded_rows(given.dz_q, given.dz_s)
+
+    def gradients(self, made, rows, work) -> None:
+        layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
+        words, count = in_order(made[0], layout), self.plan.sides * tile_n // SIDE
+        boxes = work.staging + (self.plan.warp_bytes - self.plan.codes_bytes)
+        for block in range(count):
+            column = rows.n_tile * (self.plan.sides * tile_n) + block * SIDE
+            if layout == "concat":  # gates of the tile, then ups
+                side, inside = block // (count // 2), block % (count // 2) * SIDE
+                column = rows.n_tile * tile_n + inside + (n if side else 0)
+            shared = self.plan.turning  # one box for all
+            mine, box = (
+                words[block * WORDS : (block + 1) * WORDS],
+                boxes + (0 if shared else block * (SIDE * WARP_ROWS)),
+            )
+            extent, first = (column, n * self.plan.sides), shared or block == 0
+            four, whole = layout == "interleaved", layout == "concat"
+            self.block(mine, box, extent, rows, work.operands.dz_codes, first, four, whole)
+
+
+def coded_rows(codes_, scales) -> CodedRows:
+    """The parameter."""
+    return CodedRows(ragged_map(store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(scales.stride[0]))
+
+
+def place(column: Int32, rows):
+    """Coordinates of a box of codes."""
+    return (column, BIG - (rows.end - rows.row), BIG, rows.end)
+
+
+def row_scales(pairs, rule: str):
+    """Scales of a lane's two rows, and their reciprocals. The four lanes of a row share its numbers."""
+    found = []
+    for words in pairs:
+        a = codes.larger(*codes.numbers(codes.largest(words)))
+        for distance in (1, 2):
+            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
+        found.append(codes.scale_of(a, rule))
+    return tuple(zip(*found, strict=True))
+
+
+def store_scales(scales, column: Int32, width: Int32, rows, target) -> None:
+    """Of the two rows of four lanes: the first stores one, the second the other."""
+    lane = cute.arch.lane_idx()
+    row = rows.row + (lane >> 2) + (lane & 1) * 8
+    scale = ptx.choose(lane & 1, scales[1], scales[0])
+    at = target.scales.toint() + (Int64(ptx.divide(column, SIDE)) * target.stride + Int64(row)) * 4
+    lanes.store(at, [lanes.bits_of(scale)], 4, ((lane & 3) < 2) & (row < rows.end) & (column < width))
+
+
+def write(pairs, inverses, box) -> None:
+    """Codes into a box of 16 rows of 128, whose 16-byte units are exchanged by the row, as tensor maps have it."""
+    lane = cute.arch.lane_idx()
+    base = box.toint() + (lane & 3) * 2
+    for chunk in range(CHUNKS):
+        at = base + unit_place(lane >> 2, chunk // 2)
+        for r in range(2):
+            ptx.store_shared_u16(at, pair_of(pairs[r][chunk], inverses[r]), chunk % 2 * 8 + r * (8 * SIDE))
+
+
+def write_four(pairs, inverses, box) -> None:
+    """The same where a lane has four columns of a chunk of 16."""
+    lane = cute.arch.lane_idx()
+    base = box.toint() + (lane & 3) * 4
+    for chunk in range(CHUNKS // 2):
+        at = base + unit_place(lane >> 2, chunk)
+        for r in range(2):
+            low, high = (pair_of(pairs[r][2 * chunk + c], inverses[r]) for c in range(2))
+            lanes.shared_store_u32(at + r * (8 * SIDE), low | (high << 16))
+
+
+def pair_of(word, inverse):
+    """Two numbers as codes."""
+    low, high = codes.halves(word)
+    return codes.two_codes(multiply(low, inverse), multiply(high, inverse))
+
+
+def unit_place(row, unit: int):
+    """Where 16 codes of a row are in a box, in bytes."""
+    return row * SIDE + (row * 16 & 112 ^ unit * 16)
+
+
+def in_order(steps, layout: str) -> list:
+    """Words of a row's blocks, one block after the other. steps: of each unit, its steps, by side."""
+    if layout == "concat":
+        return [word for side in range(2) for unit in steps for step in unit for word in step[side]]
+    return [word for unit in steps for side in range(len(unit[0])) for step in unit for word in step[side]]

@@ -1,0 +1,364 @@
+"""Codes of the transpose of y: consumer warps leave a tile in shared memory, an idle warp quantises its columns.
+
+Column c of the tile has 256 bytes there, 128 tokens of bf16, in units of eight that are exchanged by c: neither a
+consumer's stmatrix nor the idle warp, whose lanes read a unit of neighbouring columns, meets itself in a bank. Two
+barriers hand the tile over: all consumer warps have written it; the idle warp has read it.
+
+The idle warp gets the tiles from the ring as the consumers do, one after the other. It counts the blocks of tokens of
+the groups before, so that it knows where the transpose of its tile begins.
+
+Backward (DzTurned) a fourth warpgroup does it, each of its warps 32 columns at a time. A consumer warp's 16 tokens of
+all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column. When a tile has been
+read, the warpgroup sends for z of its next one.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes, ptx
+from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.operands.codes import in_order
+from fusekit.kernels.gemm.operands.saved_preactivation import z_place
+from fusekit.kernels.gemm.sm90.maps import box_map, store_op
+from fusekit.kernels.gemm.sm90.scheduler import blocks_between, column_of
+from fusekit.kernels.gemm.sm90.staging import StagingBoxes
+from fusekit.kernels.quantise import codes
+from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
+from fusekit.plan.operands.turned import HALF, TURNERS
+from fusekit.plan.quant import SIDE
+
+TURNER = 3  # warp of the load warpgroup
+UNIT = 8  # tokens in 16 bytes
+LINE = SIDE * 2  # bytes of a column
+SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
+SLABS = SIDE // WARP_ROWS
+READ = 6  # named barrier of the fourth warpgroup
+
+
+class Turned(NamedTuple):
+    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N]."""
+
+    codes: Any
+    scales: cute.Pointer
+
+
+class Place(NamedTuple):
+    """A tile as idle warps have it: its block of tokens, and how many of its slabs of 16 tokens have rows."""
+
+    block: Int32
+    slabs: Int32
+
+
+class Columns(Operand):
+    """What idle warps make of the columns of a tile. line: bytes of a column's codes in shared memory."""
+
+    step = 8
+    line = SIDE
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.barrier = plan.first_barrier(told.name)
+
+    def view(self, parameter):
+        return None
+
+    @cute.jit
+    def wait(self, tile, work):
+        """Consumer warps: until the tile before has been read."""
+        cute.arch.mbarrier_wait(work.shared.barriers + (self.barrier + 1), (tile.count & 1) ^ 1)
+
+    @cute.jit
+    def written(self, work):
+        """A consumer warp has written its part, or has no rows."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(work.shared.barriers + self.barrier)
+
+    @cute.jit
+    def follow(self, idle: Idle):
+        """Tile after tile; all lanes of an idle warp."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        counted = Int32(0)  # groups, whose blocks are
+        blocks = Int32(0)
+        row, end, n_tile, group = idle.ring.get(count)
+        cute.arch.sync_warp()
+        if lane == 0:
+            idle.ring.free(count)
+        while group >= 0:
+            self.ahead_of(idle, row, end, column_of(n_tile), lane)
+            begin = Int32(0)
+            if cutlass.const_expr(self.plan.grouped):
+                offsets = idle.operands.offsets
+                blocks += blocks_between(offsets, idle.extents.rows, counted, group, lane)
+                counted = group
+                if group > 0:
+                    begin = cutlass.max(offsets[group - 1], 0)
+            block = blocks + ptx.divide(row - begin, SIDE)
+            slabs = ptx.divide(cutlass.min(end - row, SIDE) + (WARP_ROWS - 1), WARP_ROWS)
+            cute.arch.mbarrier_wait(idle.shared.barriers + self.barrier, count & 1)
+            if row < end:  # else the CTA only helped to load
+                self.tile(idle, Place(block, slabs), column_of(n_tile), lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(idle.shared.barriers + (self.barrier + 1))
+            self.behind(idle)
+            count += 1
+            row, end, n_tile, group = idle.ring.get(count)
+            cute.arch.sync_warp()
+            if lane == 0:
+                idle.ring.free(count)
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32) -> None:
+        """Before a tile."""
+
+    def behind(self, idle: Idle) -> None:
+        """Behind a tile that this warp has read."""
+
+    @cute.jit
+    def scale_of(self, lines: Int32, slabs: Int32, lane: Int32):
+        """Of the lane's column among those from `lines` on; and the scale's reciprocal."""
+        most = Uint32(0)
+        for unit in cutlass.range(slabs * 2, unroll=2):
+            most = codes.larger_pairs(most, codes.largest(self.load(lines, unit, lane)))
+        return codes.scale_of(codes.larger(*codes.numbers(most)), self.plan.quant.scales)
+
+    @cute.jit
+    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, first: cutlass.Constexpr, inverse, lane: Int32):
+        """The lane's column from slab `first` on as codes, 16 tokens at a time, as far as its line at `made` goes."""
+        until = cutlass.min(slabs, first + self.line // WARP_ROWS)
+        for slab in cutlass.range(first, until, unroll=1):
+            words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
+            numbers = [half for word in words for half in codes.halves(word)]
+            packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab - first), packed)
+        for slab in cutlass.range(cutlass.max(until, first), first + self.line // WARP_ROWS, unroll=1):
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab - first), [Uint32(0)] * 4)
+
+    def place_of_codes(self, column, unit):
+        """Where 16 codes of a column are, in bytes: exchanged by the column, as the tensor map has it."""
+        return column * self.line + (unit ^ (column & 7 if self.line == SIDE else column >> 1 & 3)) * 16
+
+    @cute.jit
+    def send_codes(self, target, made, block: Int32, first: cutlass.Constexpr, column: Int32, lane: Int32):
+        """Starts the store of columns of codes from `column` on, from slab `first` of the block on."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            token = block * SIDE + first * WARP_ROWS
+            ptx.tma_store(ptx.descriptor_address(target.codes), made, (token, column))
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def sent(self, lane: Int32):
+        """Waits until the codes before have left."""
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+    def store_scale(self, target, scale, block: Int32, column: Int32, width: Int32) -> None:
+        """Of column `column`."""
+        at = target.scales.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
+        lanes.store(at, [lanes.bits_of(scale)], 4, column < width)
+
+
+class YTurned(Columns):
+    """Forward. Backward it is a parameter of dz_turned, and packs y where it is not stored."""
+
+    def parameter(self, given):
+        box = (HALF, WARP) if self.plan.backward else (SIDE, SIDE)
+        return Turned(turned_map(given.y_t, box), given.y_ts.iterator)
+
+    # -- consumer warps -----------------------------------------------------------------------------------------------
+
+    def start(self, tile, work, own) -> None:
+        if not self.plan.backward:
+            self.wait(tile, work)
+
+    def outputs(self, words, rows, work, state) -> None:
+        """16 rows of the tile, as columns; those behind the group's end are zeros."""
+        lane = cute.arch.lane_idx()
+        column = (lane >> 4) * 8 + (lane & 7)
+        unit = work.warp_of_cta * (WARP_ROWS // UNIT) + ((lane >> 3) & 1)
+        at = work.shared.turned.toint() + place(column, unit)
+        words = without_others(words, rows, 1)
+        for pair in range(self.plan.out_tile_n // 16):
+            ptx.store_matrix_x4(at + pair * (16 * LINE), words[4 * pair : 4 * pair + 4], turned=True)
+
+    def finish_tile(self, state, work) -> None:
+        if not self.plan.backward:
+            self.written(work)
+
+    def pack(self, values):
+        if self.plan.backward and not self.plan.has("recompute"):
+            return ptx.pack_pair(*values, self.out_dtype)
+        return None
+
+    # -- the idle warp ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def assist(self, idle: Idle):
+        """All warps of the load warpgroup."""
+        if cutlass.const_expr(not self.plan.backward):
+            self.turn(idle)
+
+    @cute.jit
+    def turn(self, idle: Idle):
+        """All warps of the load warpgroup."""
+        if idle.warp == TURNER:
+            self.follow(idle)
+
+    def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
+        """The columns of a tile."""
+        for part in range(self.plan.out_tile_n // SIDE):
+            column = n_tile * self.plan.out_tile_n + part * SIDE
+            self.columns(idle, part * (SIDE * LINE), column, where, lane)
+
+    @cute.jit
+    def columns(self, idle: Idle, offset: Int32, column: Int32, where: Place, lane: Int32):
+        """128 columns from `column` on."""
+        target, made = idle.operands.y_turned, idle.shared.turned_codes
+        width = idle.extents.half_n if cutlass.const_expr(self.plan.halved) else idle.extents.n
+        self.sent(lane)
+        for turn in cutlass.range(SIDE // WARP, unroll=1):
+            own = turn * WARP
+            lines = idle.shared.turned.toint() + offset + own * LINE
+            scale, inverse = self.scale_of(lines, where.slabs, lane)
+            self.store_scale(target, scale, where.block, column + own + lane, width)
+            self.codes_of(lines, made.toint() + own * SIDE, where.slabs, 0, inverse, lane)
+        self.send_codes(target, made, where.block, 0, column, lane)
+
+    def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
+        """Eight tokens of column `lane`."""
+        return [Uint32(word) for word in ptx.load_shared_v4(lines + place(lane, unit))]
+
+
+class DzTurned(Columns):
+    """The fourth warpgroup of a backward kernel."""
+
+    line = HALF
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.staging = StagingBoxes(plan)
+
+    def parameter(self, given):
+        return Turned(turned_map(given.dz_t, (HALF, WARP)), given.dz_ts.iterator)
+
+    # -- consumer warps -----------------------------------------------------------------------------------------------
+
+    def start(self, tile, work, own) -> None:
+        self.wait(tile, work)
+
+    def gradients(self, made, rows, work) -> None:
+        """16 rows of dz and y, as columns, where z and staged boxes were."""
+        steps, values = made
+        layout = self.plan.glu_layout
+        self.staging.acquire_all()
+        dz = work.staging.toint()
+        words = without_others(in_order(steps, layout), rows, 2 if layout == "interleaved" else 1)
+        store_slab(words, dz, side_by_side=layout == "interleaved")
+        if self.plan.has("y_turned"):
+            store_slab(without_others(values, rows, 1), dz + self.plan.z_bytes)
+
+    def finish_tile(self, state, work) -> None:
+        self.written(work)
+
+    # -- the fourth warpgroup -----------------------------------------------------------------------------------------
+
+    def run(self, idle: Idle) -> None:
+        """One of its warps."""
+        self.follow(idle)
+
+    @cute.jit
+    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32):
+        """Sends for z of a tile: each warp for that of two consumer warps."""
+        for each in cutlass.range_constexpr(CONSUMER_WARPS // TURNERS):
+            warp = idle.warp * (CONSUMER_WARPS // TURNERS) + each
+            first = row + warp * WARP_ROWS
+            if lane == 0 and first < end:
+                for unit in cutlass.range_constexpr(self.plan.z_boxes):
+                    barrier = idle.shared.barriers + (warp * self.plan.z_boxes + unit)  # those of z are the first
+                    box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
+                    z = ptx.descriptor_address(idle.operands.saved_preactivation)
+                    ptx.tma_load(z, box, barrier, z_place(self.plan, first, end, n_tile, unit))
+        cute.arch.sync_warp()
+
+    def behind(self, idle: Idle) -> None:
+        """Until the others have read the tile, too: z of the next one takes its place."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=READ, number_of_threads=TURNERS * WARP)
+
+    def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
+        """This warp's columns of a tile."""
+        tile_n, n, own = self.plan.tile[1], idle.extents.n, idle.warp * WARP
+        sides = self.plan.sides
+        for side in range(sides):
+            column = n_tile * (sides * tile_n) + side * SIDE
+            if self.plan.glu_layout == "concat":
+                column = n_tile * tile_n + side * n
+            lines = (side * SIDE + own) * SLAB
+            self.columns(idle, idle.operands.dz_turned, lines, (column + own, n * sides), where, lane)
+        if self.plan.has("y_turned"):
+            lines = self.plan.z_bytes + own * SLAB
+            self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n + own, n), where, lane)
+
+    @cute.jit
+    def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32):
+        """32 columns; offset: of the first in each warp's slab. extent: (first column, columns of the result)."""
+        column, width = extent
+        lines = idle.shared.staging.toint() + offset
+        made = idle.shared.turned_codes + idle.warp * (WARP * HALF)
+        scale, inverse = self.scale_of(lines, where.slabs, lane)
+        self.store_scale(target, scale, where.block, column + lane, width)
+        for first in cutlass.range_constexpr(0, SLABS, HALF // WARP_ROWS):
+            self.sent(lane)
+            self.codes_of(lines, made.toint(), where.slabs, first, inverse, lane)
+            self.send_codes(target, made, where.block, first, column, lane)
+
+    def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
+        """Eight tokens of column `lane`."""
+        at = lines + (unit >> 1) * self.plan.warp_bytes + slab_place(lane, unit & 1)
+        return [Uint32(word) for word in ptx.load_shared_v4(at)]
+
+
+def turned_map(tensor, box):
+    """Tensor map of codes [N, P]; box: (tokens, columns)."""
+    view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 0]))
+    return box_map(store_op(), view, box)
+
+
+def place(column, unit):
+    """Where eight tokens of a column are, in bytes behind the first of all."""
+    return column * LINE + (unit ^ (column & 7)) * 16
+
+
+def slab_place(column, half):
+    """Where eight of a warp's 16 tokens of a column are, in bytes."""
+    return column * SLAB + (half ^ (column >> 2 & 1)) * 16
+
+
+def without_others(words, rows, each: int) -> list:
+    """Zeros in the place of rows behind the group's end; `each` words in a row before the other row's."""
+    first = rows.row + (cute.arch.lane_idx() >> 2)
+    there = [ptx.flag(first + r * 8 < rows.end) for r in range(2)]
+    return [ptx.word_where(there[number // each % 2], word) for number, word in enumerate(words)]
+
+
+def store_slab(words, slab: Int32, side_by_side: bool = False) -> None:
+    """Packed words of 16 rows as columns of 16 tokens; (chunk, r) in order, or (chunk of 16, r, c) side by side."""
+    lane = cute.arch.lane_idx()
+    number, column = lane >> 3, lane & 7
+    half = number & 1
+    if side_by_side:
+        half, column = number >> 1, (column >> 1) * 4 + (number & 1) * 2 + (column & 1)
+    else:
+        column = (number >> 1) * 8 + column
+    at = slab + slab_place(column, half)
+    for pair in range(len(words) // 4):
+        ptx.store_matrix_x4(at + pair * (16 * SLAB), words[4 * pair : 4 * pair + 4], turned=True)

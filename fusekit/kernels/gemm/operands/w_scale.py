@@ -1,0 +1,36 @@
+"""Accumulators times the scale of their column of w, or times that of their group and of x."""
+
+from fusekit.kernels.gemm.operands.bias import Columns
+from fusekit.plan.quant import ROW
+
+
+class WScale(Columns):
+    name = "w_scale"
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.by_column, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block
+
+    def parameter(self, given):
+        return given.w_s.iterator
+
+    def begin(self, shared, warpgroup):
+        return super().begin(shared, warpgroup) if self.by_column else None
+
+    def prepare(self, tile, work, own) -> None:
+        if self.by_column:
+            self.fetch(tile, work, own)
+
+    def start(self, tile, work, own):
+        return own if self.by_column or self.by_block else self.factor(tile, work)
+
+    def factor(self, tile, work):
+        """The scale of x and of the group's w."""
+        operands = work.operands
+        return operands.x_scale[0] * operands.w_scale[tile.group if self.plan.grouped else 0]
+
+    def chunk(self, chunk: int, state):
+        return super().chunk(chunk, state) if self.by_column else None
+
+    def accumulate(self, value, state, chunk, c: int):
+        return value if self.by_block else value * (chunk[c] if self.by_column else state)

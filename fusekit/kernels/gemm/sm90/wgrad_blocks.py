@@ -1,0 +1,83 @@
+"""Weight gradients of codes on Hopper: dw[e] = sum over blocks b of 128 tokens of P_b dy_ts[b, n] x_ts[b, k].
+
+What differs from wgrad.py: both factors have a column for each token, [N, P] and [K, P], as FP8's wgmma wants them; a
+stage is a block of tokens, in which each group begins, so nothing is clipped; sums are promoted (promoted.py), and both
+factors have a scale for each of their columns in each block.
+"""
+
+import cutlass
+from cutlass import Int32, cute
+
+from fusekit.kernels import ptx
+from fusekit.kernels.floats import fma, multiply
+from fusekit.kernels.gemm.operands.base import Extents
+from fusekit.kernels.gemm.sm90.boxes import load_share
+from fusekit.kernels.gemm.sm90.kernel import Gemm
+from fusekit.kernels.gemm.sm90.main_loop import Stages
+from fusekit.kernels.gemm.sm90.promoted import PromotedLoop
+from fusekit.kernels.gemm.sm90.scheduler import GroupScheduler, TileRing, column_of
+from fusekit.kernels.gemm.sm90.wgrad import GradEpilogue, Wgrad, WgradLoop
+from fusekit.plan.gemm import WARP_ROWS, GemmPlan
+from fusekit.plan.operands.token_scales import stage_bytes
+
+
+def kernel(plan: GemmPlan, halves) -> Gemm:
+    """The kernel of `plan`; halves: the device halves of its operands, by name."""
+    return Wgrad(plan, halves, BlockLoop(plan, halves), GradEpilogue(plan, halves), GroupScheduler(plan))
+
+
+class BlockLoop(PromotedLoop, WgradLoop):
+    """Load role, and scales of both factors."""
+
+    reads_scales_late = True
+
+    def extents(self, given):
+        """Tokens, columns and rows of dw."""
+        return given.dy_t.shape[1], given.x_t.shape[0], given.dy_t.shape[0]
+
+    @cute.jit
+    def load(self, operands, stages: Stages, ring: TileRing, extents: Extents, rank: Int32):
+        """The load thread."""
+        plan = self.plan
+        tile_m, tile_n = plan.tile
+        dy_map, x_map = (ptx.descriptor_address(each) for each in operands.token_rows)
+        count = Int32(0)
+        stage = Int32(0)
+        phase = Int32(1)
+        row, end, n_tile, group, m_tile, _, first, _ = ring.get(count)
+        ring.free(count)
+        while group >= 0:
+            for step in cutlass.range(ptx.divide(end - row + (plan.tile_k - 1), plan.tile_k), unroll=1):
+                cute.arch.mbarrier_wait(stages.empty + stage, phase)
+                cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.stage_bytes)
+                token = (first + step) * plan.tile_k
+                to_dy, to_x = stages.x + stage * (tile_m * plan.tile_k), stages.w + stage * (tile_n * plan.tile_k)
+                dy = self.rows.blocks(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, token)
+                x = self.rows.blocks(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, token)
+                load_share(dy, x, n_tile, rank, stage, plan.cluster_size > 1)
+                stage += 1
+                if stage == plan.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            count += 1
+            row, end, n_tile, group, m_tile, _, first, _ = ring.get(count)
+            ring.free(count)
+
+    def scales(self, stages: Stages, stage: Int32, row: Int32, lane: Int32):
+        """A stage's scales of a lane's two rows from row `row` of the tile on; where those of its columns are."""
+        address = stages.scales.toint() + stage * stage_bytes(self.plan)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+        at = address + (row + warp * WARP_ROWS + (lane >> 2)) * 4
+        columns = address + (self.plan.tile[0] + (lane & 3) * 2) * 4
+        return (ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4)), columns
+
+    def promote(self, sums, first: int, accumulator, scales) -> None:
+        """Adds an accumulator to the sums from number `first` on."""
+        rows, columns = scales
+        for chunk in range(cute.size(accumulator) // 4):
+            pair = ptx.load_shared_f32x2(columns + chunk * 32)
+            for r in range(2):
+                for c in range(2):
+                    number = chunk * 4 + r * 2 + c
+                    scale = multiply(rows[r], pair[c])
+                    sums[first + number] = fma(accumulator[number], scale, sums[first + number])

@@ -1,0 +1,298 @@
+"""quantise by blocks of 128: rows, and in the same pass columns; or squares, in both orientations.
+
+A thread block takes STRIP tiles of 128 x 128 numbers side by side, one after the other, while the next one is on its
+way to the other half of shared memory. Rows: eight threads have one, as two pieces of 16 bytes each. Columns: a thread
+has 32 rows of two, so that it stores 32 bytes of each of the two transposed; four threads share their largest numbers.
+A row's 16-byte pieces are exchanged by its number, so that no two accesses of a warp meet in a bank.
+
+Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
+tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.memory
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.ptx import divide, load_shared_v4
+from fusekit.kernels.quantise import codes
+from fusekit.plan.quantise import SIDE, SQUARE, STRIP, WARPS
+
+THREADS = WARPS * WARP
+LINE = SIDE * 2  # bytes of a tile's row
+TILE = SIDE * LINE
+PIECES = LINE // 16  # of a row
+ACROSS = 8  # threads that share a row
+PAIRS = SIDE // 2  # of columns
+DEEP = SIDE * PAIRS // THREADS  # rows of a thread that has two columns
+PARTS = SIDE // DEEP  # threads that share two columns
+RESIDENT = 3  # thread blocks of a multiprocessor, at least
+
+
+class Place(NamedTuple):
+    """Where a tile is: its first row, the end of its rows, its number among all, its matrix."""
+
+    row: Int32
+    end: Int32
+    number: Int32
+    group: Int32
+
+
+class QuantiseTiles:
+    """The kernel; calling it traces host function and device code."""
+
+    def __init__(self, blocks: str, scales: str, transpose: bool) -> None:
+        self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
+        self.grouped = transpose and not self.square
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, offsets, x_q: cute.Tensor, x_s: cute.Tensor, x_t, x_ts, stream: CUstream):
+        """Launch. x [M, K], or [E, N, K] for squares; offsets, x_t and x_ts may be None."""
+        first = 1 if self.square else 0
+        rows, columns = x.shape[first], x.shape[first + 1]
+        groups = x.shape[0] if cutlass.const_expr(self.square) else Int32(1)
+        tiles = (rows + (SIDE - 1)) // SIDE
+        if cutlass.const_expr(self.square):
+            tiles = tiles * groups
+        if cutlass.const_expr(self.grouped):
+            groups = offsets.shape[0]
+            tiles = tiles + groups
+        strips = (columns + (STRIP * SIDE - 1)) // (STRIP * SIDE)
+        self.kernel(
+            x.iterator,
+            offsets.iterator if cutlass.const_expr(self.grouped) else None,
+            x_q.iterator,
+            x_s.iterator,
+            x_t.iterator if cutlass.const_expr(self.transpose) else None,
+            x_ts.iterator if cutlass.const_expr(self.transpose) else None,
+            groups,
+            rows,
+            columns,
+            [Int64(stride) for stride in x.stride[:-1]],
+            [Int64(stride) for stride in x_q.stride[:-1]],
+            [Int64(stride) for stride in x_s.stride[:-1]],
+            [Int64(stride) for stride in x_t.stride[:-1]] if cutlass.const_expr(self.transpose) else [],
+        ).launch(
+            grid=[strips * tiles, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=-1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, x: cute.Pointer, offsets, x_q: cute.Pointer, x_s: cute.Pointer, x_t, x_ts, groups: Int32, rows: Int32,
+        columns: Int32, x_strides, q_strides, s_strides, t_strides,
+    ):  # fmt: skip
+        """See the module's docstring."""
+        allocator = cutlass.memory.SmemAllocator()
+        shared = allocator.allocate(2 * TILE + PARTS * PAIRS * 4, 128).toint()
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
+        number = divide(block, strips)
+        place = self.place(offsets, groups, rows, number, thread & 31)
+        first = (block - number * strips) * STRIP
+        last = cutlass.min(first + STRIP, divide(columns + (SIDE - 1), SIDE))
+        source, target = (x.toint(), x_strides), (x_q.toint(), q_strides, x_s.toint(), s_strides)
+        turned = None
+        if cutlass.const_expr(self.transpose):
+            turned = (x_t.toint(), t_strides, x_ts.toint())
+        extents = (rows, columns)
+        if place.row < place.end:
+            self.fetch(source, place, columns, first, shared, thread)
+            cute.arch.cp_async_commit_group()
+            for step in cutlass.range(first, last, unroll=1):
+                tile = shared + ((step - first) & 1) * TILE
+                if step + 1 < last:
+                    self.fetch(source, place, columns, step + 1, shared + ((step - first + 1) & 1) * TILE, thread)
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(1)
+                cute.arch.sync_threads()
+                self.tile(target, turned, place, extents, step, tile, shared + 2 * TILE, thread)
+                cute.arch.sync_threads()
+
+    def place(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32) -> Place:
+        """Tile `number`; one without rows where there are fewer."""
+        if self.grouped:
+            begin, end = self.rows_of(offsets, groups, rows, number, lane)
+            return Place(begin, end, number, Int32(0))
+        if self.square:
+            each = divide(rows + (SIDE - 1), SIDE)
+            matrix = divide(number, each)
+            return Place((number - matrix * each) * SIDE, rows, number - matrix * each, matrix)
+        return Place(number * SIDE, rows, number, Int32(0))
+
+    @cute.jit
+    def rows_of(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
+        """First row of tile `number` of all groups, and the end of its group."""
+        begin, end, before, first = Int32(0), Int32(0), Int32(0), Int32(0)
+        more = groups > 0
+        while more:
+            low, high = Int32(0), Int32(0)
+            group = first + lane
+            if group < groups:
+                high = cutlass.min(offsets[group], rows)
+                if group > 0:
+                    low = cutlass.max(offsets[group - 1], 0)
+            tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
+            until = before + tiles + lanes.before(tiles, lane)
+            owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
+            before = cute.arch.shuffle_sync(until, 31)
+            first += 32
+            more = first < groups
+            if owner < 32:
+                more = first < 0
+                inside = number - cute.arch.shuffle_sync(until - tiles, owner)
+                begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
+                end = cute.arch.shuffle_sync(high, owner)
+        return begin, end
+
+    @cute.jit
+    def fetch(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
+        """Starts column block `step` on its way to `tile`; zeros where there is nothing."""
+        x, strides = tensor
+        if cutlass.const_expr(self.square):
+            x = x + Int64(place.group) * strides[0] * 2
+        piece, line = thread & (PIECES - 1), thread >> 4
+        column = step * SIDE + piece * 8
+        source = x + (Int64(place.row + line) * strides[-1] + Int64(column)) * 2
+        destination = tile + line * LINE + (piece ^ (line & 7)) * 16
+        for turn in cutlass.range(SIDE * PIECES // THREADS, unroll=2):
+            row = turn * (THREADS // PIECES)
+            there = (place.row + line + row < place.end) & (column < columns)
+            copy_async(destination + row * LINE, source + Int64(row) * strides[-1] * 2, there)
+
+    @cute.jit
+    def tile(self, target, turned, place: Place, extents, step: Int32, tile: Int32, parts: Int32, thread: Int32):
+        """Column block `step` of the rows of `place`, which lies at `tile`."""
+        if cutlass.const_expr(self.square):
+            words = self.columns_of(tile, thread)
+            scale, inverse = self.of_square(words, parts, thread)
+            self.store_square(target, turned, place, extents, step, scale, thread)
+            self.rows(target, place, extents, step, tile, inverse, thread)
+            if cutlass.const_expr(self.transpose):
+                self.store_columns(words, (inverse, inverse), turned, place, extents, step, thread)
+        else:
+            self.rows(target, place, extents, step, tile, None, thread)
+            if cutlass.const_expr(self.transpose):
+                words = self.columns_of(tile, thread)
+                inverse = self.of_columns(words, turned, place, extents, step, parts, thread)
+                self.store_columns(words, inverse, turned, place, extents, step, thread)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def rows(self, target, place: Place, extents, step: Int32, tile: Int32, inverse, thread: Int32):
+        """Codes of the rows, and their scales; inverse: of the scale of all, where there is one."""
+        for turn in cutlass.range(SIDE * ACROSS // THREADS, unroll=1):
+            own = (thread >> 3) + turn * (THREADS // ACROSS)
+            self.row(target, place, extents, step, tile + own * LINE, own, inverse, thread & 7)
+
+    @cute.jit
+    def row(self, target, place: Place, extents, step: Int32, line: Int32, own: Int32, inverse, part: Int32):
+        """One row, of which this thread has pieces `part` and `part` + 8."""
+        x_q, strides, x_s, s_strides = target
+        _, columns = extents
+        row = place.row + own
+        words = [load_words(line + ((part + half * 8) ^ (own & 7)) * 16) for half in range(2)]
+        if cutlass.const_expr(inverse is None):
+            a = codes.larger(*codes.numbers(codes.largest([word for four in words for word in four])))
+            for distance in cutlass.range_constexpr(3):
+                a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+            scale, inverse = codes.scale_of(a, self.scales)
+            at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
+            lanes.store(at, [lanes.bits_of(scale)], 4, (part == 0) & (row < place.end))
+        if cutlass.const_expr(self.square):
+            x_q = x_q + Int64(place.group) * strides[0]
+        x_q = x_q + Int64(row) * strides[-1]
+        for half in cutlass.range_constexpr(2):
+            column = step * SIDE + (part + half * 8) * 8
+            numbers = [number for word in words[half] for number in codes.halves(word)]
+            packed = [codes.four_codes(numbers[:4], inverse), codes.four_codes(numbers[4:], inverse)]
+            lanes.store(x_q + Int64(column), packed, 8, (row < place.end) & (column < columns))
+
+    # -- columns ------------------------------------------------------------------------------------------------------
+
+    def columns_of(self, tile: Int32, thread: Int32) -> list:
+        """DEEP rows of two columns of a thread."""
+        pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
+        start = tile + part * (DEEP * LINE) + (pair & 3) * 4
+        return [lanes.shared_load_u32(start + row * LINE + ((pair >> 2) ^ (row & 7)) * 16) for row in range(DEEP)]
+
+    @cute.jit
+    def of_columns(self, words, turned, place: Place, extents, step: Int32, parts: Int32, thread: Int32):
+        """Reciprocals of the scales of a thread's two columns; one of PARTS threads stores the scales."""
+        pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
+        lanes.shared_store_u32(parts + thread * 4, codes.largest(words))
+        cute.arch.sync_threads()
+        most = lanes.shared_load_u32(parts + pair * 4)
+        for other in cutlass.range_constexpr(1, PARTS):
+            most = codes.larger_pairs(most, lanes.shared_load_u32(parts + (other * PAIRS + pair) * 4))
+        found = [codes.scale_of(a, self.scales) for a in codes.numbers(most)]
+        _, columns = extents
+        column = step * SIDE + pair * 2
+        at = turned[2] + (Int64(place.number) * Int64(columns) + Int64(column)) * 4
+        lanes.store(at, [lanes.bits_of(scale) for scale, _ in found], 8, (part == 0) & (column < columns))
+        return [inverse for _, inverse in found]
+
+    def store_columns(self, words, inverse, turned, place: Place, extents, step: Int32, thread: Int32) -> None:
+        """A thread's codes of its two columns, DEEP bytes each."""
+        x_t, strides, _ = turned
+        rows, columns = extents
+        pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
+        column, token = step * SIDE + pair * 2, place.number * SIDE + part * DEEP
+        if self.square:
+            x_t = x_t + Int64(place.group) * strides[0]
+        for side in range(2):
+            at = x_t + Int64(column + side) * strides[-1] + Int64(token)
+            for first in range(0, DEEP, 16):
+                numbers = [codes.halves(word)[side] for word in words[first : first + 16]]
+                packed = [codes.four_codes(numbers[four : four + 4], inverse[side]) for four in range(0, 16, 4)]
+                there = column < columns
+                if self.square:
+                    there = there & (token + first < rows)
+                lanes.store(at, packed, 16, there, first)
+
+    # -- squares ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def of_square(self, words, parts: Int32, thread: Int32):
+        """(scale, reciprocal) of the whole tile."""
+        a = codes.larger(*codes.numbers(codes.largest(words)))
+        for distance in cutlass.range_constexpr(5):
+            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+        lanes.shared_store_u32_if(parts + (thread >> 5) * 4, lanes.bits_of(a), (thread & 31) == 0)
+        cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(WARPS):
+            a = codes.larger(a, lanes.float_of(lanes.shared_load_u32(parts + warp * 4)))
+        return codes.scale_of(a, self.scales)
+
+    def store_square(self, target, turned, place: Place, extents, step: Int32, scale: Float32, thread: Int32) -> None:
+        """The scale of a square, in both orientations."""
+        down, across = (divide(extent + (SIDE - 1), SIDE) for extent in extents)
+        group = Int64(place.group) * Int64(down) * Int64(across)
+        at = target[2] + (group + Int64(place.number) * Int64(across) + Int64(step)) * 4
+        lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+        if self.transpose:
+            at = turned[2] + (group + Int64(step) * Int64(down) + Int64(place.number)) * 4
+            lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+
+
+def copy_async(destination: Int32, source: Int64, there) -> None:
+    """16 bytes from global to shared memory; zeros unless they are there."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 size_; .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; selp.b32 size_, 16, 0, ok_;"
+        " cp.async.cg.shared.global [{$r0}], [{$r1}], 16, size_; }",
+        read_only_args=[destination, source, Int32(there)],
+    )
+
+
+def load_words(address: Int32) -> list:
+    """Four words of shared memory, 16-byte aligned."""
+    return [Uint32(word) for word in load_shared_v4(address)]

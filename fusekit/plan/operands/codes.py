@@ -1,0 +1,83 @@
+"""Codes of the rows of y or dz in blocks of 128 columns, with their scales, stored in its place or beside it.
+
+What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
+[ceil(N / 128), M], as those of the x that the next product reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, rows, tensor
+from fusekit.plan.quant import CODES, SIDE, quant
+
+
+class Codes(Operand):
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).coded
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.coded
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        if spec.epilogue not in self.epilogues:
+            return
+        out = quant(spec.quant).out
+        if (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
+            yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
+        if spec.gather != "none":
+            yield "gather", spec.gather, "no tile of gathered rows has 128 columns of a gated y; leave it out"
+        yield from whole_blocks(spec)
+
+
+class YCodes(Codes):
+    name, order, epilogues = "y_codes", 31, (FORWARD,)
+    words = {
+        "y_q": "Codes of y, along its rows.",
+        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+    }
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        yield from super().rules(spec)
+        if spec.epilogue == WGRAD:
+            rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
+            yield "quant.out", quant(spec.quant).out, rule
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return coded_rows("y", plan.width)
+
+
+class DzCodes(Codes):
+    name, order, epilogues = "dz_codes", 51, (BACKWARD,)
+    words = {
+        "dz_q": "Codes of dz, along its rows.",
+        "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+    }
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return coded_rows("dz", plan.z_width)
+
+
+def whole_blocks(spec: Any) -> Iterator[Broken]:
+    """The rules of tiles whose outputs are blocks."""
+    plan, what = spec.plan, "128 columns have one scale"
+    if plan.out_tile_n % SIDE:
+        least = SIDE * (2 if plan.halved else 1)
+        gated = f", gate and up {least}" if plan.halved else ""
+        yield "tile", list(spec.tile), f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
+    if quant(spec.quant).transpose:
+        if spec.mainloop != "cooperative":
+            yield "mainloop", spec.mainloop, 'both warpgroups share a block of 128 tokens; say "cooperative"'
+        elif spec.tile[0] != SIDE:
+            yield "tile", list(spec.tile), f"a tile is one block of {SIDE} tokens of the transpose; say {SIDE} rows"
+
+
+def coded_rows(name: str, columns: Expr) -> tuple[Argument, ...]:
+    """Codes [M, columns] and scales [ceil(columns / 128), M] of the rows of a result."""
+    scales = tensor(f"{name}_s", "output", "f32", (["ceildiv", columns, SIDE], "M"), (f"{name}_s.stride0", 1), 1, 4)
+    return rows(f"{name}_q", "output", CODES, columns), scales
+
+
+OPERANDS = (YCodes(), DzCodes())

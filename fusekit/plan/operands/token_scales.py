@@ -1,0 +1,49 @@
+"""Scales of the factors of a weight gradient by blocks of 128 tokens of a column; they come with the stages.
+
+Of each stage, those of the tile's columns of dy, then those of x. A warp of the load warpgroup fetches them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.plan.gemm import MAX_STAGES, WARP, GemmPlan
+from fusekit.plan.operands.base import WGRAD, Argument, Operand, tensor
+from fusekit.plan.quant import SIDE, quant
+from fusekit.plan.shared import Region
+
+
+class TokenScales(Operand):
+    """What codes of dy and x are multiplied by."""
+
+    name, order, epilogues = "token_scales", 20, (WGRAD,)
+    words = {"dy_ts": "Scales of dy_t: of 128 tokens of a column.", "x_ts": "Scales of x_t: of 128 tokens of a column."}
+
+    def asked(self, spec: Any) -> bool:
+        return bool(quant(spec.quant))
+
+    def present(self, plan: GemmPlan) -> bool:
+        return bool(plan.quant)
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return tuple(
+            tensor(name, "input", "f32", (["floordiv", "P", SIDE], columns), (columns, 1))
+            for name, columns in (("dy_ts", "N"), ("x_ts", "K"))
+        )
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        return (Region("scales", plan.stages * stage_bytes(plan)),)
+
+    def reserved(self, plan: GemmPlan) -> int:
+        return MAX_STAGES * stage_bytes(plan)
+
+    def filling_threads(self, plan: GemmPlan) -> int:
+        return WARP
+
+
+def stage_bytes(plan: GemmPlan) -> int:
+    """Scales of a stage."""
+    return 4 * sum(plan.tile)
+
+
+OPERANDS = (TokenScales(),)

@@ -1,0 +1,138 @@
+"""Codes of the transpose of y or dz in blocks of 128 tokens, with their scales: factors of weight gradients.
+
+A tile has the 128 tokens of one block: tiles begin at the first row of their group, and group e of the transpose at
+the next multiple of 128 behind group e - 1. Consumer warps leave the result in shared memory, bf16 and already
+transposed; idle warps make the codes from it, while the next tile is multiplied. Tokens behind a group's last row have
+code 0. Forward, one warp of the load warpgroup does it. Backward there are three times as many columns, and a fourth
+warpgroup does it: in the boxes of z, which it then fills with the next tile's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fusekit.plan.gemm import CONSUMER_WARPS, WARP, GemmPlan
+from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Constraint, Dim, Expr, Operand, tensor
+from fusekit.plan.quant import CODES, SIDE, quant
+from fusekit.plan.shared import Region
+
+TURNERS = 4  # warps of the fourth warpgroup
+HALF = SIDE // 2  # tokens of a column whose codes one of them has in shared memory
+
+
+class YTurned(Operand):
+    """Backward there where y is computed once more; dz_turned does the work."""
+
+    name, order, epilogues = "y_turned", 61, (FORWARD, BACKWARD)
+    needs_registers = True
+    words = {
+        "y_t": "Codes of the transpose of y, along the tokens; each group begins at a multiple of 128.",
+        "y_ts": "Scales of those codes: of 128 tokens of a column.",
+    }
+
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).transpose
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.coded and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return turned("y", plan.width)
+
+    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
+        return () if plan.backward else tokens()
+
+    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
+        return () if plan.backward else room("y_t", plan)
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        if plan.backward:
+            return ()
+        return Region("turned", plan.out_tile_n * SIDE * 2, 1024), Region("turned_codes", SIDE * SIDE, 1024)
+
+    def reserved(self, plan: GemmPlan) -> int:
+        return sum(region.bytes for region in self.regions(plan))
+
+    def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
+        return () if plan.backward else (CONSUMER_WARPS, 1)
+
+    def following_warps(self, plan: GemmPlan) -> int:
+        return 0 if plan.backward else 1
+
+
+class DzTurned(Operand):
+    name, order, epilogues = "dz_turned", 56, (BACKWARD,)
+    words = {
+        "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128.",
+        "dz_ts": "Scales of those codes: of 128 tokens of a column.",
+    }
+
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).transpose
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.turning
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        if spec.epilogue == BACKWARD and spec.dbias:
+            yield (
+                "dbias",
+                True,
+                "its sums would lie where the transpose of y does; leave it out, or leave transpose out",
+            )
+        if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
+            yield "tile", list(spec.tile), f"shared memory has room for {SIDE} columns of da; say {SIDE}"
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return turned("dz", plan.z_width)
+
+    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
+        return tokens()
+
+    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
+        return room("dz_t", plan)
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        return (Region("turned_codes", TURNERS * WARP * HALF, 1024),)
+
+    def reserved(self, plan: GemmPlan) -> int:
+        return sum(region.bytes for region in self.regions(plan))
+
+    def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
+        return CONSUMER_WARPS, TURNERS
+
+    def following_warps(self, plan: GemmPlan) -> int:
+        return TURNERS
+
+
+def turned(name: str, columns: Expr) -> tuple[Argument, ...]:
+    """Codes [columns, P] and scales [P / 128, columns] of the transpose of a result."""
+    scales: tuple[Expr, ...] = ["floordiv", "P", SIDE], columns
+    return (
+        tensor(f"{name}_t", "output", CODES, (columns, "P"), (f"{name}_t.stride0", 1), 16),
+        tensor(f"{name}_ts", "output", "f32", scales, (columns, 1)),
+    )
+
+
+def tokens() -> tuple[Dim, ...]:
+    """P, the tokens of a transpose."""
+    from fusekit.abi import Dim
+    from fusekit.plan.gemm import BIG
+
+    return (Dim("P", SIDE, SIDE, BIG),)
+
+
+def room(name: str, plan: GemmPlan) -> tuple[Constraint, ...]:
+    """P has room for the padded groups."""
+    from fusekit.abi import Constraint
+
+    if plan.grouped:
+        need: Expr = ["add", "M", ["mul", SIDE - 1, "E"]]
+        rule = f"{name} must have room for M + {SIDE - 1} E tokens"
+    else:
+        need, rule = ["mul", SIDE, ["ceildiv", "M", SIDE]], f"{name} must have room for M tokens, in blocks of {SIDE}"
+    return (Constraint(["max", 0, ["sub", need, "P"]], rule),)
+
+
+OPERANDS = (YTurned(), DzTurned())

@@ -1,0 +1,79 @@
+"""Scales of x: one number (fp8-tensor), one for each row (fp8-row), or one for 128 columns of a row (fp8-block).
+
+Those of blocks lie M-major, [ceil(K / 128), M], and come with the stages: behind those of w, four at most, each stage
+has one for each row of the tile. A warp of the load warpgroup fetches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fusekit.plan.gemm import MAX_STAGES, SEGMENT, WARP, GemmPlan
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, tensor, vector
+from fusekit.plan.quant import BLOCK, ROW, SIDE, TENSOR, X_FORMATS, quant
+from fusekit.plan.shared import Region
+
+W_SCALES = 4  # of a stage: places for those of w
+
+
+class XScale(Operand):
+    """What a code of x is multiplied by to get the value back."""
+
+    name, order, epilogues = "x_scale", 15, (FORWARD, BACKWARD)
+    words = {"x_s": "Scales of x: what a code is multiplied by to get the value back."}
+
+    def asked(self, spec: Any) -> bool:
+        return bool(quant(spec.quant))
+
+    def present(self, plan: GemmPlan) -> bool:
+        return bool(plan.quant)
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        told = quant(spec.quant)
+        if spec.epilogue == WGRAD:
+            if not told.by_block:
+                rule = f'the scales of rows are inside the sum of {spec.op}; say "{BLOCK}", or leave quant out'
+                yield "quant.in", told.inputs, rule
+            if spec.dbias:
+                yield "dbias", True, "codes of dy are scaled by blocks, and their sum is none of dy; leave it out"
+        elif spec.b_major != "k":
+            yield "b_major", spec.b_major, 'FP8 factors are contiguous along K: w is [E, N, K]; say b_major = "k"'
+        if spec.gather != "none":
+            yield "gather", spec.gather, "codes come by TMA alone, with their scales row by row; leave it out"
+        if told.x_format != X_FORMATS[0] and told.inputs != TENSOR:
+            yield "quant.x_format", told.x_format, f'only in = "{TENSOR}" has it, not {told.inputs}; leave it out'
+        if told.by_block and not told.promoted:
+            yield "quant.accumulation", told.accumulation, "scales change along K, so float32 takes over; leave it out"
+        if told.promoted and spec.mainloop != "cooperative":
+            rule = 'one warpgroup adds up while the other multiplies; say "cooperative", or accumulation = "fast"'
+            yield "mainloop", spec.mainloop, rule
+        if told.by_block and spec.epilogue != WGRAD:
+            side = spec.tile[1] // (2 if spec.plan.halved and spec.glu_layout == "concat" else 1)
+            if side % SEGMENT:
+                what = "a gate half" if side < spec.tile[1] else "tile N"
+                rule = f"{what} of {side} columns must be a multiple of {SEGMENT}: half a block has one scale of w"
+                yield "tile", list(spec.tile), rule
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        if plan.quant.by_block:
+            return (tensor("x_s", "input", "f32", (["ceildiv", "K", SIDE], "M"), ("x_s.stride0", 1), alignment=4),)
+        extent: Expr = "M" if plan.quant.inputs == ROW else 1
+        return (vector("x_s", "input", "f32", extent),)
+
+    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+        return (Region("scales", plan.stages * stage_bytes(plan)),) if plan.quant.by_block else ()
+
+    def reserved(self, plan: GemmPlan) -> int:
+        return MAX_STAGES * stage_bytes(plan) if plan.quant.by_block else 0
+
+    def filling_threads(self, plan: GemmPlan) -> int:
+        return WARP if plan.quant.by_block else 0
+
+
+def stage_bytes(plan: GemmPlan) -> int:
+    """Scales of a stage."""
+    return 4 * (W_SCALES + plan.tile[0])
+
+
+OPERANDS = (XScale(),)

@@ -1,0 +1,113 @@
+"""What a spec says of a GEMM before any operand is asked: types, sides of a tile, columns of the product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusekit.dtypes import DTYPES
+from fusekit.plan.activations import Kind, kind
+from fusekit.plan.arch import ARCHITECTURES
+from fusekit.plan.quant import W_FORMAT, Quant, quant
+
+if TYPE_CHECKING:
+    from fusekit.abi import Expr
+
+VECTOR_BYTES = 16  # the granule of TMA addresses and strides
+
+
+class Product:
+    """Of `spec`: a KernelSpec, or anything that has its attributes. tile and cluster are (M, N).
+
+    epilogue: "forward", "backward" (behind the derivative of an activation) or "wgrad". kind: the activation.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.arch = ARCHITECTURES[spec.arch]
+        self.dtype: str = spec.dtype
+        self.out_dtype: str = spec.out_dtype
+        self.tile: tuple[int, int] = spec.tile
+        self.cluster: tuple[int, int] = spec.cluster
+        self.pingpong: bool = spec.mainloop == "pingpong"
+        self.dynamic: bool = spec.schedule == "dynamic"
+        self.epilogue: str = spec.epilogue
+        self.grouped: bool = spec.grouped
+        self.quant: Quant = quant(spec.quant)
+        # 16-bit factors of a weight gradient have a row for each token, 8-bit ones a column.
+        self.b_major: str = "n" if self.wgrad and not self.quant else spec.b_major
+        self.glu_layout: str = spec.glu_layout
+        self.gather: str = spec.gather
+        self.kind: Kind = kind(spec.activation.kind)
+        self.approximate: str = spec.activation.approximate
+
+    @property
+    def wgrad(self) -> bool:
+        """Whether the reduction runs over rows."""
+        return self.epilogue == "wgrad"
+
+    @property
+    def backward(self) -> bool:
+        """Whether it takes a gradient through an activation."""
+        return self.epilogue == "backward"
+
+    @property
+    def halved(self) -> bool:
+        """Whether two columns of the product, gate and up, make one column of the output."""
+        return self.epilogue == "forward" and self.kind.gated
+
+    @property
+    def sides(self) -> int:
+        """Columns of z for each column of da (backward) or of the output: 2 where gate and up are apart."""
+        return 2 if self.kind.gated else 1
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """Types of x and w; of grouped-wgrad, dy and x."""
+        return (self.quant.x_format, W_FORMAT) if self.quant else (self.dtype, self.dtype)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the factors."""
+        return DTYPES[self.factors[0]].bytes
+
+    @property
+    def vector(self) -> int:
+        """Elements of the factors in 16 bytes."""
+        return VECTOR_BYTES // self.element
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of the reduction in one stage: one swizzle row."""
+        return self.arch.swizzle_bytes // self.element
+
+    @property
+    def out_tile_n(self) -> int:
+        """Columns of the output that one tile makes."""
+        return self.tile[1] // 2 if self.halved else self.tile[1]
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs in a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def n(self) -> Expr:
+        """Columns of the product."""
+        if self.backward:
+            return self.width
+        return ["mul", 2, "I"] if self.kind.gated else "N"
+
+    @property
+    def width(self) -> Expr:
+        """Columns of y."""
+        return "I" if self.kind.gated else "N"
+
+    @property
+    def z_width(self) -> Expr:
+        """Columns of z."""
+        return ["mul", 2, "I"] if self.kind.gated else "N"
+
+    @property
+    def leading(self) -> tuple[Expr, ...]:
+        """The dim of groups, where there are any."""
+        return ("E",) if self.grouped else ()

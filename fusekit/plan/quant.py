@@ -1,0 +1,89 @@
+"""The quantisation recipe of a GEMM: what its factors are, how their products are added up, what is stored as codes.
+
+A spec has it as text, each key of the table `quant` that is not left out and not the default: `in=fp8-row`, or "none".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fusekit.plan.quantise import SCALES
+from fusekit.plan.quantise import SIDE as SIDE
+
+NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
+RECIPES = (TENSOR, ROW, BLOCK)
+OUTPUTS = (BLOCK,)
+X_FORMATS = ("e4m3", "e5m2")
+W_FORMAT = CODES = "e4m3"
+ACCUMULATIONS = ("promoted", "fast")
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """inputs: of the factors, "none" for those of the spec's dtype. x_format: type of x. accumulation: "promoted" where
+    float32 registers take over behind every 128 of K, "fast" where one wgmma accumulator has them all.
+
+    out: what y or dz is stored as, "none" for its dtype; keep: in its dtype too. scales: the rule of their scales.
+    transpose: the codes of the transpose, too.
+    """
+
+    inputs: str = NONE
+    x_format: str = X_FORMATS[0]
+    accumulation: str = ACCUMULATIONS[0]
+    out: str = NONE
+    scales: str = SCALES[0]
+    transpose: bool = False
+    keep: bool = False
+
+    @property
+    def promoted(self) -> bool:
+        """Whether float32 registers take over behind every 128 of K."""
+        return bool(self) and self.accumulation == ACCUMULATIONS[0]
+
+    @property
+    def by_block(self) -> bool:
+        """Whether the scales change along K."""
+        return self.inputs == BLOCK
+
+    @property
+    def coded(self) -> bool:
+        """Whether y or dz is stored as codes."""
+        return self.out != NONE
+
+    @property
+    def wide(self) -> bool:
+        """Whether y or dz is stored in its dtype."""
+        return self.keep or not self.coded
+
+    def __bool__(self) -> bool:
+        """Whether the factors are codes."""
+        return self.inputs != NONE
+
+
+_NAMES = {"in": "inputs"} | {name: name for name in ("x_format", "accumulation", "out", "scales", "transpose", "keep")}
+_WORDS = {"true": True, "false": False}
+
+
+def text(table: Mapping[str, Any] | str) -> str:
+    """The table of a spec file as a spec has it."""
+    if isinstance(table, str):
+        return table
+    usual = Quant()
+    told = (
+        f"{key}={str(table[key]).lower()}"
+        for key, name in _NAMES.items()
+        if table.get(key, getattr(usual, name)) != getattr(usual, name)
+    )
+    return " ".join(told) or NONE
+
+
+@cache
+def quant(told: str) -> Quant:
+    """What `text` says."""
+    if told == NONE:
+        return Quant()
+    pairs = (each.partition("=") for each in told.split())
+    return Quant(**{_NAMES[key]: _WORDS.get(value, value) for key, _, value in pairs})  # type: ignore[arg-type]

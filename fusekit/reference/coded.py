@@ -1,0 +1,144 @@
+"""What a GEMM stores as codes: its result rounded to bf16, then quantised as ``quantise`` does it, bit for bit.
+
+A launch that also keeps the bf16 result can be held to every bit. Without it the result is known in float64 alone, and
+may round to the bf16 number next to the kernel's: then nearly all codes are equal, and the others a step away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.quantise import BLOCK, ROWS
+from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
+from fusekit.reference.formats import Array, encode, values
+from fusekit.reference.meaning import Meaning
+from fusekit.reference.measure import Expected
+from fusekit.reference.quantise import blocks, quantise
+
+EQUAL = 0.97  # of codes, where their scale is equal; and of scales
+
+
+class Block(NamedTuple):
+    """128 tokens of a group, or its last: rows [begin, stop); its number in the transpose."""
+
+    begin: int
+    stop: int
+    number: int
+
+
+def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np.int64]) -> dict[str, Array]:
+    """Every coded output, whole buffers, from bf16 ``results`` by name; what is not written holds all ones."""
+    keys = {"out": BLOCK, "blocks": ROWS, "scales": means.recipe.scales, "transpose": True}
+    found: dict[str, Array] = {}
+    for each in coded(means):
+        result = results[each.name]
+        made = quantise(keys, {"x": result, "offsets": ends})
+        for name, (shape, _) in coded_shapes(means, each.name, result.shape, ends.size).items():
+            found[name] = made[f"x_{name.rpartition('_')[2]}"][tuple(map(slice, shape))]
+    return found
+
+
+def token_blocks(ends: NDArray[np.int64]) -> list[Block]:
+    """The blocks of tokens of all groups."""
+    starts, begins = padded_starts(ends), [0, *ends[:-1]]
+    return [
+        Block(row, min(row + SIDE, int(end)), (int(start) + row - int(begin)) // SIDE)
+        for start, begin, end in zip(starts, begins, ends, strict=False)
+        for row in range(int(begin), int(end), SIDE)
+    ]
+
+
+def written(name: str, shape: tuple[int, ...], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which elements of a coded output a launch writes."""
+    mask = np.zeros(shape, dtype=bool)
+    owned, tokens = int(ends[-1]) if ends.size else 0, int(padded_starts(ends)[-1])
+    where: dict[str, Any] = {
+        "q": slice(0, owned), "s": (slice(None), slice(0, owned)), "t": (slice(None), slice(0, tokens)),
+        "ts": slice(0, tokens // SIDE),
+    }  # fmt: skip
+    mask[where[name.rpartition("_")[2]]] = True
+    return mask
+
+
+def coded_faults(
+    means: Meaning, outputs: Mapping[str, Array], chosen: list[Block], wanted: Mapping[str, Expected]
+) -> list[str]:
+    """What is wrong in the ``chosen`` blocks, one line each; of results that are not kept, against ``wanted``, whose
+    rows are those of the blocks, one after the other.
+    """
+    found: list[str] = []
+    for each in coded(means):
+        exact, first = each.name in outputs, 0
+        counts: dict[str, list[int]] = {}
+        for block in chosen:
+            size = block.stop - block.begin
+            if exact:
+                v = values(np.asarray(outputs[each.name][block.begin : block.stop]), "bf16")
+            else:
+                v = values(encode(wanted[each.name].value[first : first + size], "bf16"), "bf16")
+            first += size
+            for name, got, want in _compared(each, means.recipe.scales, outputs, block, v.astype(np.float32)):
+                wrong = _differing(got, want, exact=exact)
+                counts.setdefault(name, [0, 0])
+                counts[name][0] += wrong
+                counts[name][1] += got[0].size
+                if exact and wrong:
+                    found.append(f"{name}: {wrong} elements of tokens {block.begin} to {block.stop - 1} differ")
+        if not exact:
+            found += [
+                f"{name}: {wrong} of {total} elements differ from those of the float64 result"
+                for name, (wrong, total) in counts.items()
+                if wrong > (1 - EQUAL) * total
+            ]
+    return found
+
+
+def _compared(each: Coded, rule: str, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32]) -> list[Any]:
+    """(name, what was written, what it must be) of a block, both as (codes or scales, scale of each)."""
+    rows, tokens = slice(block.begin, block.stop), slice(block.number * SIDE, (block.number + 1) * SIDE)
+    found = []
+    if each.rows:
+        q, s = outputs[f"{each.name}_q"][rows], outputs[f"{each.name}_s"][:, rows].T
+        codes, scales = blocks(v, 1, SIDE, rule)
+        found += _pairs(each.name, "q", "s", (q, s), (codes, scales))
+    if each.turned:
+        padded = np.zeros((v.shape[1], SIDE), np.float32)
+        padded[:, : len(v)] = v.T
+        t, ts = outputs[f"{each.name}_t"][:, tokens], outputs[f"{each.name}_ts"][block.number][:, None]
+        codes, scales = blocks(padded, 1, SIDE, rule)
+        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales))
+    return found
+
+
+def _pairs(name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array]) -> list[Any]:
+    wide = [np.repeat(np.asarray(scales), SIDE, axis=1)[:, : got[0].shape[1]] for scales in (got[1], want[1])]
+    return [
+        (f"{name}_{s}", (np.asarray(got[1]), None), (want[1], None)),
+        (f"{name}_{q}", (np.asarray(got[0]).view(np.uint8), wide[0]), (want[0], wide[1])),
+    ]
+
+
+def _differing(got: tuple[Array, Any], want: tuple[Array, Any], *, exact: bool) -> int:
+    """Elements that are other than they must be: in any bit; or else scales, and codes of equal scale more than a step
+    away, or unequal.
+    """
+    first, second = got[0], want[0]
+    bits = first.view(f"u{first.itemsize}") if first.flags.c_contiguous else np.ascontiguousarray(first)
+    unequal = bits.view(f"u{first.itemsize}") != np.ascontiguousarray(second).view(f"u{second.itemsize}")
+    if exact or got[1] is None:
+        return int(np.count_nonzero(unequal))
+    same = got[1] == want[1]
+    steps = np.abs(_ordinal(first) - _ordinal(second))
+    far = np.isfinite(decode(second, CODES)) & (steps > 1)
+    return int(np.count_nonzero(same & unequal)) + first.size * int((same & far).any())
+
+
+def _ordinal(codes: Array) -> NDArray[np.int32]:
+    """Numbers in the order of the codes' values."""
+    size = (codes & 0x7F).astype(np.int32)
+    return np.where(codes & 0x80, -size, size)

@@ -1,0 +1,99 @@
+"""8-bit floating-point codes, held as uint8: what they are worth, rounding to them, where groups of them begin, which
+results of a GEMM are stored as such.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.dtypes import DTYPES
+from fusekit.plan.quant import CODES, SIDE
+from fusekit.reference.formats import Array
+from fusekit.reference.meaning import Meaning
+
+SIGN, NAN = 0x80, 0x7F
+
+
+@cache
+def table(name: str) -> NDArray[np.float32]:
+    """float32[256]: the value of each code of the format ``name``."""
+    form = DTYPES[name]
+    fraction = form.significand - 1
+    codes = np.arange(SIGN)
+    field, mantissa = codes >> fraction, (codes & (1 << fraction) - 1) / (1 << fraction)
+    exponent = np.maximum(field, 1) + form.lowest - 1
+    value = np.ldexp(np.where(field > 0, 1 + mantissa, mantissa), exponent)
+    value[value > form.max] = np.nan
+    if name == "e5m2":
+        value[0x7C] = np.inf
+    found: NDArray[np.float32] = np.concatenate([value, -value]).astype(np.float32)
+    return found
+
+
+def decode(codes: Array, name: str) -> NDArray[np.float32]:
+    """The values of ``codes``: uint8, or an array of ml_dtypes' type of that name."""
+    found: NDArray[np.float32] = table(name)[np.asarray(codes).view(np.uint8)]
+    return found
+
+
+def encode(numbers: Array, name: str) -> NDArray[np.uint8]:
+    """The nearest code of each of ``numbers``, of two the even one. What is too large saturates, a NaN is 0x7F."""
+    numbers = np.asarray(numbers)
+    finite = table(name)[: np.count_nonzero(np.isfinite(table(name)[:SIGN]))].astype(np.float64)
+    size = np.minimum(np.abs(numbers), finite[-1])
+    middle = (finite[1:] + finite[:-1]) / 2
+    code: NDArray[np.uint8] = np.searchsorted(middle, size).astype(np.uint8)  # a tie goes down
+    tie = middle[np.minimum(code, middle.size - 1)] == size
+    code += (tie & (code % 2 == 1)).astype(np.uint8)
+    code |= np.where(np.signbit(numbers), SIGN, 0).astype(np.uint8)
+    code[np.isnan(numbers)] = NAN
+    return code
+
+
+def padded_starts(ends: Array) -> NDArray[np.int64]:
+    """int64[E + 1]: the token at which each group begins in transposed tensors, and where the last one ends."""
+    sizes = np.diff(np.asarray(ends, dtype=np.int64), prepend=0)
+    starts = np.zeros(sizes.size + 1, dtype=np.int64)
+    starts[1:] = np.cumsum(-(-sizes // SIDE) * SIDE)
+    return starts
+
+
+class Coded(NamedTuple):
+    """A result that is stored as codes: of its rows, of its transpose."""
+
+    name: str
+    rows: bool
+    turned: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what a launch writes."""
+        own = [("q", "s")] if self.rows else []
+        return tuple(f"{self.name}_{end}" for pair in [*own, *([("t", "ts")] if self.turned else [])] for end in pair)
+
+
+def coded(means: Meaning) -> list[Coded]:
+    """The results that are stored as codes."""
+    recipe, backward = means.recipe, means.activation.backward
+    found = [Coded("dz" if backward else "y", True, recipe.transpose)] if recipe.coded else []
+    if backward and recipe.transpose and means.recompute:
+        found.append(Coded("y", False, True))
+    return found
+
+
+def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:
+    """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
+    rows, columns = shape
+    spare = (SIDE - 1) * groups if means.grouped else 0
+    room = max(-(-(rows + spare) // SIDE), 1) * SIDE
+    every: dict[str, tuple[Any, str]] = {
+        f"{name}_q": (shape, CODES),
+        f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
+        f"{name}_t": ((columns, room), CODES),
+        f"{name}_ts": ((room // SIDE, columns), "f32"),
+    }
+    return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}

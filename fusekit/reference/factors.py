@@ -1,0 +1,56 @@
+"""x and w of a product as numbers: 16 bits as they are, codes times their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.plan.quant import SIDE, TENSOR
+from fusekit.reference.codes import decode
+from fusekit.reference.formats import Array, values
+from fusekit.reference.meaning import Meaning, need
+
+# Sums of products of codes keep about 13 bits in a wgmma accumulator. In relative Frobenius norm that is 1.3e-4 where
+# float32 takes over behind every 128 of K, and up to 1.9e-3 in one accumulator, K being 7168.
+ACCUMULATION = 2.0**-11
+FAST, FAST_SINGLE, PROMOTED_SINGLE = 4.0e-3, 3.0e-3, 4.0e-4
+
+
+def limit(means: Meaning, single: bool = False) -> float | None:
+    """The Frobenius bound of a result that is made of the product, where it is another than its format's."""
+    if not means.recipe:
+        return None
+    if means.recipe.promoted:
+        return PROMOTED_SINGLE if single else None
+    return FAST_SINGLE if single else FAST
+
+
+def x_values(means: Meaning, inputs: Mapping[str, Any], rows: NDArray[np.int64]) -> Array:
+    """``rows`` of x, float64 [rows, K]."""
+    x = need(inputs, "x", 2)[rows]
+    if not means.recipe:
+        return values(x, means.dtype).astype(np.float64)
+    scale = need(inputs, "x_s", None).astype(np.float64)
+    if means.recipe.by_block:
+        each = np.repeat(scale[:, rows].T, SIDE, axis=1)[:, : x.shape[1]]
+    else:
+        each = scale if means.recipe.inputs == TENSOR else scale[rows, None]
+    return decode(x, means.factors[0]) * each
+
+
+def w_values(means: Meaning, inputs: Mapping[str, Any], w: Array, group: int, columns: Any) -> Array:
+    """``columns`` of w[group] of w [E, N, K], float32 or (of codes) float64 [columns, K]."""
+    if not means.recipe:
+        return values(w[group, columns], means.dtype)
+    scale = need(inputs, "w_s", None).astype(np.float64)
+    if means.recipe.by_block:
+        blocks = scale.reshape(w.shape[0], *scale.shape[-2:])[group]
+        each = np.repeat(blocks[np.arange(w.shape[1])[columns] // SIDE], SIDE, axis=1)[:, : w.shape[2]]
+    else:
+        scale = scale.reshape(w.shape[0], -1)[group]
+        each = scale if scale.size == 1 else scale[columns, None]
+    found: Array = decode(w[group, columns], means.factors[1]) * each
+    return found

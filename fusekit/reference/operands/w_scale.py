@@ -1,0 +1,23 @@
+"""Scales of w: one for each group, or for each column. They bring the product down to a spread of about 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fusekit.plan.quant import ROW, SIDE
+from fusekit.reference.formats import RMS
+from fusekit.reference.meaning import Meaning
+
+step = 0
+
+
+def inputs(means: Meaning, dims: Mapping[str, int], rng: np.random.Generator, seed: int) -> dict[str, Any]:
+    shape: tuple[int, ...] = (dims["N"],) if means.recipe.inputs == ROW else ()
+    if means.recipe.by_block:
+        shape = -(-dims["N"] // SIDE), -(-dims["K"] // SIDE)
+    shape = (dims["E"], *shape) if means.grouped else shape or (1,)
+    spread = 2.0 ** -round(0.5 * np.log2(max(dims["K"], 1) * RMS**4))
+    return {"w_s": (rng.uniform(0.5, 1.5, shape) * spread).astype(np.float32)}

@@ -1,0 +1,163 @@
+"""What quantise means, in NumPy: codes and scales, bit for bit. The rules stand in ``fusekit/plan/quantise.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusekit.plan.quantise import F32, LARGEST, LEAST, ROW, SIDE, SQUARE
+from fusekit.reference.codes import encode, padded_starts
+from fusekit.reference.formats import Array, bits, poisoned, values
+from fusekit.reference.inputs import group_sizes, offsets_of
+
+if TYPE_CHECKING:
+    from fusekit.spec.quantise import QuantiseSpec
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+
+def scale_of(a: NDArray[np.float32], rule: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(scales, reciprocals) of blocks whose largest |v| is ``a``; where that is infinite, 1."""
+    a = np.asarray(a, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        if rule == F32:
+            scale = (np.maximum(a, np.float32(LEAST)) / np.float32(LARGEST)).astype(np.float32)
+            inverse = (np.float32(1) / scale).astype(np.float32)
+            plain = np.isinf(a)
+        else:
+            ratio = a * (np.float32(1) / np.float32(LARGEST))
+            exponent = ((ratio.view(np.uint32).astype(np.int64) + 0x7FFFFF) >> 23) - 127
+            exponent = np.clip(exponent, -126, 126)
+            scale, inverse = np.exp2(exponent).astype(np.float32), np.exp2(-exponent).astype(np.float32)
+            plain = np.isinf(a) | (a == 0)
+    one = np.float32(1)
+    return np.where(plain, one, scale), np.where(plain, one, inverse)
+
+
+def blocks(v: NDArray[np.float32], down: int, across: int, rule: str) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Codes [R, C] of ``v`` [R, C], and the scale of each block of ``down`` x ``across``."""
+    rows, columns = v.shape
+    tall, wide = -(-rows // down), -(-columns // across)
+    padded = np.zeros((tall * down, wide * across), np.float32)
+    padded[:rows, :columns] = v
+    tiles = padded.reshape(tall, down, wide, across)
+    with np.errstate(all="ignore"):
+        a = np.nanmax(np.where(np.isnan(tiles), np.float32(0), np.abs(tiles)), axis=(1, 3), initial=0)
+        scale, inverse = scale_of(a, rule)
+        scaled = (tiles * inverse[:, None, :, None]).astype(np.float32)
+    return encode(scaled.reshape(padded.shape)[:rows, :columns], "e4m3"), scale
+
+
+def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Array]:
+    """The outputs of ``spec``, whole buffers; elements that are not written hold all ones."""
+    keys = _canonical(spec)
+    rule = keys["scales"]
+    if keys["blocks"] == SQUARE:
+        return _squares(keys, values(inputs["w"], "bf16").astype(np.float32))
+    x = values(inputs["x"], "bf16").astype(np.float32)
+    if keys["out"] == ROW:
+        codes, scale = blocks(x, 1, max(x.shape[1], 1), rule)
+        return {"x_q": codes, "x_s": scale[:, 0]}
+    rows, columns = x.shape
+    if not keys["transpose"]:
+        codes, scale = blocks(x, 1, SIDE, rule)
+        return {"x_q": codes, "x_s": np.ascontiguousarray(scale.T)}
+    ends = np.asarray(inputs["offsets"])
+    starts, last = padded_starts(ends), int(ends[-1])
+    shapes = quantise_output_shapes(keys, E=ends.size, M=rows, K=columns)
+    found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    codes, scale = blocks(x[:last], 1, SIDE, rule)
+    found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+    for group, end in enumerate(ends):
+        begin = int(ends[group - 1]) if group else 0
+        if end > begin:
+            turned = np.zeros((columns, starts[group + 1] - starts[group]), np.float32)
+            turned[:, : end - begin] = x[begin:end].T
+            codes, scale = blocks(turned, 1, SIDE, rule)
+            found["x_t"][:, starts[group] : starts[group + 1]] = codes
+            found["x_ts"][starts[group] // SIDE : starts[group + 1] // SIDE] = scale.T
+    return found
+
+
+def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array]:
+    made = [blocks(each, SIDE, SIDE, keys["scales"]) for each in w]
+    codes, scale = (np.stack(each) for each in zip(*made, strict=True))
+    found = {"w_q": codes, "w_s": scale}
+    if keys["transpose"]:
+        turned = {"w_t": codes, "w_ts": scale}
+        found |= {name: np.ascontiguousarray(each.transpose(0, 2, 1)) for name, each in turned.items()}
+    return found
+
+
+def _ones(shape: tuple[int, ...], dtype: str) -> Array:
+    if dtype == "f32":
+        return np.full(shape, 2**32 - 1, np.uint32).view(np.float32)
+    return np.full(shape, 0xFF, np.uint8)
+
+
+def quantise_inputs(
+    spec: QuantiseSpec | Mapping[str, Any],
+    *,
+    M: int,  # noqa: N803 - the dims' own names
+    K: int,  # noqa: N803
+    E: int = 1,  # noqa: N803
+    seed: int = 0,
+    sizes: Array | list[int] | tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Every input by its argument name: numbers of many sizes, uneven groups."""
+    keys = _canonical(spec)
+    if keys["blocks"] == SQUARE:
+        return {"w": bits((E, M, K), "bf16", seed + 1)}
+    inputs: dict[str, Any] = {"x": bits((M, K), "bf16", seed + 1)}
+    if keys["transpose"]:
+        inputs["offsets"] = offsets_of(group_sizes(M, E, seed) if sizes is None else sizes)
+    return inputs
+
+
+def quantise_output_shapes(
+    spec: QuantiseSpec | Mapping[str, Any],
+    *,
+    M: int,  # noqa: N803
+    K: int,  # noqa: N803
+    E: int = 1,  # noqa: N803
+) -> Shapes:
+    """Each output's shape and dtype; transposed tensors have room for M + 127 E tokens."""
+    keys = _canonical(spec)
+    wide = -(-K // SIDE)
+    if keys["blocks"] == SQUARE:
+        tall = -(-M // SIDE)
+        shapes: Shapes = {"w_q": ((E, M, K), "e4m3"), "w_s": ((E, tall, wide), "f32")}
+        turned: Shapes = {"w_t": ((E, K, M), "e4m3"), "w_ts": ((E, wide, tall), "f32")}
+        return shapes | (turned if keys["transpose"] else {})
+    if keys["out"] == ROW:
+        return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
+    shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")}
+    if keys["transpose"]:
+        room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE
+        shapes |= {"x_t": ((K, room), "e4m3"), "x_ts": ((room // SIDE, K), "f32")}
+    return shapes
+
+
+def quantise_check(
+    spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
+) -> list[str]:
+    """What differs from ``quantise`` in any bit, and what was written that should not have been; one line each."""
+    problems = []
+    for name, want in quantise(spec, inputs).items():
+        got = np.asarray(outputs[name]).view(f"u{want.itemsize}")
+        wrong = got != want.view(f"u{want.itemsize}")
+        if wrong.any():
+            place = tuple(int(index) for index in np.argwhere(wrong)[0])
+            strays = int((wrong & poisoned(want)).sum())
+            problems.append(
+                f"{name}: {int(wrong.sum())} of {want.size} elements differ ({strays} that nothing writes), the first"
+                f" at {place}: {got[place]:#x} for {want.view(got.dtype)[place]:#x}"
+            )
+    return problems
+
+
+def _canonical(spec: QuantiseSpec | Mapping[str, Any]) -> Mapping[str, Any]:
+    return spec if isinstance(spec, Mapping) else spec.canonical()

@@ -1,0 +1,102 @@
+"""Specs of quantise: codes and scales of a bf16 tensor, in one pass."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusekit.plan.quantise import BLOCK, BLOCKS, RECIPES, ROW, SCALES, SQUARE, WARPS
+from fusekit.spec.keys import Key
+from fusekit.spec.model import ARCHES
+from fusekit.spec.token import TokenSpec
+
+QUANTISE = "quantise"
+VECTOR = 16  # codes in 16 bytes
+
+QUANTISE_KEYS = (
+    Key("name", "string", "The kernel's name in this file.", required=True),
+    Key("summary", "string", "One line about the kernel; default: the file's."),
+    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    Key("out", "choice", "What has one scale: a row, or a block.", choices=RECIPES, required=True),
+    Key("blocks", "choice", 'fp8-block: "1x128" of the rows of tokens, "128x128" of weights.', choices=BLOCKS,
+        default=BLOCKS[0]),
+    Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
+    Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own.",
+        default=False),
+    Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
+    Key("problem", "table", "The shape that run and benchmarks use.", keys=(
+        Key("E", "int", "Groups.", minimum=1, default=1),
+        Key("M", "int", "Rows of each matrix.", required=True),
+        Key("K", "int", "Columns.", minimum=1, required=True),
+    )),
+)  # fmt: skip
+
+Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseProblem:
+    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups."""
+
+    M: int
+    K: int
+    E: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class QuantiseSpec(TokenSpec):
+    """One kernel, every sweep resolved. Two specs with equal `device_spec()` share a cubin."""
+
+    file: str
+    kernel: str
+    op: str
+    arch: str
+    out: str
+    blocks: str
+    scales: str
+    transpose: bool
+    warps: int
+    problem: QuantiseProblem | None
+    summary: str
+
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out: there are none."""
+        return {}
+
+
+def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> QuantiseSpec:
+    """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
+    return QuantiseSpec(
+        file=file,
+        kernel=values["name"],
+        op=values["op"],
+        arch=choice["arch"],
+        out=values["out"],
+        blocks=values["blocks"],
+        scales=values["scales"],
+        transpose=values["transpose"],
+        warps=choice["warps"],
+        problem=QuantiseProblem(**values["problem"]) if values["problem"] else None,
+        summary=values["summary"],
+    )
+
+
+def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
+    """Every rule that an expanded spec breaks; empty when it can be built."""
+    found: list[Broken] = []
+    if spec.out == ROW:
+        if spec.blocks == SQUARE:
+            found.append(("blocks", spec.blocks, f'{ROW} has one scale a row; say out = "{BLOCK}", or leave it out'))
+        if spec.transpose:
+            rule = f'the scales of rows are none of the columns; say out = "{BLOCK}", or leave it out'
+            found.append(("transpose", True, rule))
+    if spec.warps != WARPS:
+        found.append(("warps", spec.warps, f"must be {WARPS}"))
+    if spec.problem:
+        sizes = {"K": spec.problem.K}
+        if spec.blocks == SQUARE and spec.transpose:
+            sizes["M"] = spec.problem.M
+        for name, size in sizes.items():
+            if size % VECTOR:
+                rule = f"a row has {size} codes of one byte, which must be a multiple of {VECTOR}"
+                found.append((f"problem.{name}", size, rule))
+    return found

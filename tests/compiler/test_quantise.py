@@ -1,0 +1,49 @@
+"""The kernels of quantise: built, proved, nothing spilled; what their records say."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+
+from fusekit.abi import LaunchRecord, evaluate
+from fusekit.compiler.build import execute, plan_build
+from fusekit.errors import ToolchainError
+from fusekit.spec import parse_file
+from fusekit.store import Store
+from tests.compiler import sass
+
+SPECS = parse_file(Path(__file__).parents[1] / "gpu" / "quantise-matrix.toml")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    store = Store(tmp_path_factory.mktemp("store"))
+    report = execute(plan_build(SPECS, store), store)
+    assert not report.failed
+    return {spec.kernel: store.load(store.find_name(spec.full_name, spec.arch).key) for spec in SPECS}
+
+
+def test_nothing_is_spilled_and_loads_run_ahead(built):
+    for name, (entry, cubin) in built.items():
+        assert entry.resources["spill_bytes"] == 0, name
+        assert entry.proof["launches"] >= 64, name
+        try:
+            counted = sass.counts(sass.instructions(cubin, entry.launch["symbol"]))
+        except ToolchainError as error:
+            pytest.skip(str(error))
+        assert counted["F2FP"] >= 8, name
+        assert bool(counted["LDGSTS"]) is not name.startswith("rows"), name
+        if counted["LDGSTS"]:  # the first tile's copies are a group of their own: else nobody waits for them
+            assert counted["LDGDEPBAR"] == 2, name
+
+
+def test_records(built):
+    record = LaunchRecord.from_json(dict(built["blocks-turned"][0].launch))
+    assert record.schema == 2
+    assert [tensor.name for tensor in record.tensors] == ["x", "offsets", "x_q", "x_s", "x_t", "x_ts"]
+    dims = {"M": 1000, "K": 2880, "E": 10, "P": 2304}
+    assert evaluate(record.constraints[0].expr, dims) == 0
+    assert evaluate(record.constraints[0].expr, dims | {"P": 2176}) == 94
+    # A tile for every 128 rows, and one more for each group; six strips of four tiles side by side.
+    assert evaluate(record.grid[0], dims) == (8 + 10) * 6

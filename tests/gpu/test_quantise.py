@@ -1,0 +1,81 @@
+"""quantise on the GPU: every byte that it writes, and none that it does not, against the reference."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusekit import reference
+from fusekit.runtime import DeviceArray
+from fusekit.spec import parse_file
+
+SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("quantise-matrix.toml"))}
+SIZES = {
+    "hard-groups": (0, 1, 31, 32, 127, 128, 129, 0, 400, 100),
+    "one-row": (1,),
+    "many-groups": (3,) * 233,
+    "last-empty": (300, 0, 0),
+    "no-rows": (0, 0),
+}
+
+
+def hard(bits):
+    """Zeros, subnormals, limits, infinities, NaNs and any other bits into rows of bf16, uint16."""
+    flat = bits.reshape(-1, bits.shape[-1])
+    odd = (0x0000, 0x8000, 0x0001, 0x43E0, 0x43E1, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0x0080)
+    for row, number in zip(range(1, len(flat), 3), odd, strict=False):
+        flat[row, row % flat.shape[1] :: 1 + row] = number
+    if len(flat) > 40:
+        flat[40] = 0x7FC0
+        flat[33:35] = 0
+        flat[36] = np.random.default_rng(3).integers(0, 2**16, flat.shape[1])
+
+
+def trial(opened, name, inputs, shapes):
+    if not opened.store.names("quantise-matrix/*"):
+        pytest.skip(f"no kernels of quantise-matrix.toml in {opened}; build it there")
+    kernel = opened.load(SPECS[name].full_name)
+    arrays = {}
+    for each, value in inputs.items():
+        dtype = "bf16" if value.dtype == np.uint16 else "i32"
+        arrays[each] = DeviceArray(opened.devices, value.shape, dtype)
+        arrays[each].upload(np.ascontiguousarray(value))
+    for each, (shape, dtype) in shapes.items():
+        arrays[each] = DeviceArray(opened.devices, shape, dtype, offset=512, tail=512)
+        arrays[each].fill(0xFF)
+    kernel(**arrays)
+    opened.devices.synchronize(opened.devices.get(0), name)
+    outputs = {}
+    for each, (shape, dtype) in shapes.items():
+        around = arrays[each].download(-512, 512) + arrays[each].download(arrays[each].nbytes, 512)
+        assert set(around) == {0xFF}, f"{each}: written outside"
+        outputs[each] = np.frombuffer(arrays[each].download(), reference.held(dtype)).reshape(shape)
+    return outputs
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.blocks == "1x128"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("columns", [16, 128, 528, 2880])
+def test_rows(opened, name, sizes, columns):
+    spec, groups = SPECS[name], SIZES[sizes]
+    rows = sum(groups) + 5
+    inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=len(groups), seed=1, sizes=groups)
+    hard(inputs["x"])
+    outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, len(groups)))
+    found = reference.quantise_check(spec, inputs, outputs)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.blocks == "128x128"])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 2880, 400), (2, 128, 128), (5, 144, 1040)])
+def test_squares(opened, name, shape):
+    spec, (groups, rows, columns) = SPECS[name], shape
+    inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=groups, seed=2)
+    hard(inputs["w"])
+    outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, groups))
+    found = reference.quantise_check(spec, inputs, outputs)
+    assert not found, "\n".join(found)
+
+
+def shapes_of(spec, rows, columns, groups):
+    return reference.quantise_output_shapes(spec, M=rows, K=columns, E=groups)

@@ -1,0 +1,120 @@
+"""Results stored as codes: against ml_dtypes and exact scales, and every way of being wrong is found."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fusekit import reference
+from fusekit.reference.codes import coded_shapes, padded_starts
+from fusekit.reference.meaning import meaning
+from fusekit.spec import parse_file
+
+SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix_coded.toml")}
+SIZES = (0, 1, 128, 129, 0, 31)
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def made(name, sizes=SIZES, n=2 * 208, k=144, spare=3):
+    """(spec, inputs, y in bf16, outputs as a kernel leaves them)."""
+    spec = SPECS[name]
+    inputs = reference.make_inputs(spec, E=len(sizes), M=sum(sizes) + spare, N=n, K=k, seed=3, sizes=sizes, spare=spare)
+    means = meaning(spec)
+    wide = spec.canonical() | {"quant": spec.quant if means.recipe.keep else f"{spec.quant} keep=true"}
+    whole = reference.gemm(wide, inputs)["y"]
+    y = reference.encode(np.nan_to_num(whole), "bf16")
+    outputs = reference.coded_outputs(means, {"y": y}, inputs["offsets"])
+    if means.recipe.keep:
+        outputs["y"] = y
+    return spec, inputs, y, outputs
+
+
+def by_hand(v):
+    """Codes and scale of one block."""
+    a = np.abs(v).max(initial=0)
+    e = 0
+    if a:
+        e = int(np.ceil(np.log2(float(a) / 448)))
+        e += int(448 * 2.0**e < a) - int(448 * 2.0 ** (e - 1) >= a)
+    return (v * 2.0**-e).astype(E4M3).view(np.uint8), 2.0**e
+
+
+def test_codes_are_those_of_ml_dtypes():
+    _, inputs, y, outputs = made("turned-kept")
+    v, ends = reference.decode(y, "bf16"), inputs["offsets"]
+    starts = padded_starts(ends)
+    for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        for row in range(begin, end, 37):
+            for block, first in enumerate(range(0, 208, 128)):
+                codes, scale = by_hand(v[row, first : first + 128])
+                assert np.array_equal(outputs["y_q"][row, first : first + 128], codes)
+                assert outputs["y_s"][block, row] == scale
+        for token in range(begin, end, 128):
+            at = int(starts[group]) + token - begin
+            for column in range(0, 208, 29):
+                stop = min(token + 128, end)
+                codes, scale = by_hand(v[token:stop, column])
+                assert np.array_equal(outputs["y_t"][column, at : at + stop - token], codes)
+                assert not outputs["y_t"][column, at + stop - token : at + 128].any()
+                assert outputs["y_ts"][at // 128, column] == scale
+
+
+@pytest.mark.parametrize("name", ["turned-kept", "turned", "rows", "turned-kept-interleaved"])
+def test_what_is_right_passes(name):
+    spec, inputs, _, outputs = made(name)
+    assert reference.coded_check(spec, inputs, outputs) == []
+    assert reference.coded_check(spec, inputs, outputs, most=2) == []
+
+
+HARMS = {
+    "code": ("y_q", (5, 7), 1, "y_q: 1 elements of tokens 1 to 128 differ"),
+    "scale": ("y_s", (1, 130), 2, "y_s: 1 elements of tokens 129 to 256 differ"),
+    "turned-code": ("y_t", (100, 129), 1, "y_t: 1 elements of tokens 1 to 128 differ"),
+    "padding": ("y_t", (100, 450), 1, "y_t: 1 elements of tokens 257 to 257 differ"),
+    "turned-scale": ("y_ts", (4, 9), 2, "y_ts: 1 elements of tokens 258 to 288 differ"),
+    "spare-row": ("y_q", (290, 0), 0xFF, "y_q: 1 elements written, of no group's, the first at (290, 0)"),
+    "spare-scale": ("y_s", (0, 291), 1.0, "y_s: 1 elements written, of no group's, the first at (0, 291)"),
+    "spare-block": ("y_t", (0, 640), 0xFF, "y_t: 1 elements written, of no group's, the first at (0, 640)"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_each_way_of_being_wrong_is_found(harm):
+    spec, inputs, _, outputs = made("turned-kept")
+    name, place, change, message = HARMS[harm]
+    if outputs[name].dtype == np.uint8:
+        outputs[name][place] ^= change
+    else:
+        outputs[name][place] = change if np.isnan(outputs[name][place]) else outputs[name][place] * change
+    assert [line for line in reference.coded_check(spec, inputs, outputs) if line.startswith(message)]
+
+
+def test_what_was_not_written_is_found():
+    spec, inputs, _, outputs = made("turned-kept")
+    outputs["y_ts"][2, 3:5] = np.uint32(2**32 - 1).view(np.float32)
+    assert "y_ts: 2 elements not written, the first at (2, 3)" in reference.coded_check(spec, inputs, outputs)
+
+
+def test_without_the_bf16_result_few_codes_may_be_one_step_away():
+    spec, inputs, _, outputs = made("turned")
+    place = np.flatnonzero((outputs["y_q"][1:129].reshape(-1) & 0x7F) < 0x7E)
+    flat = outputs["y_q"][1:129].reshape(-1)
+    flat[place[::100]] += 1
+    assert reference.coded_check(spec, inputs, outputs) == []
+    flat[place[1]] += 2
+    assert any(line.startswith("y_q: ") for line in reference.coded_check(spec, inputs, outputs))
+    _, _, _, outputs = made("turned")
+    outputs["y_s"][:, 1:60] *= 2
+    assert any(line.startswith("y_s: ") for line in reference.coded_check(spec, inputs, outputs))
+
+
+def test_shapes_have_room_for_padded_groups():
+    means = meaning(SPECS["turned"])
+    assert coded_shapes(means, "y", (1000, 2880), 10) == {
+        "y_q": ((1000, 2880), "e4m3"), "y_s": ((23, 1000), "f32"), "y_t": ((2880, 2304), "e4m3"),
+        "y_ts": ((18, 2880), "f32"),
+    }  # fmt: skip
+    assert list(coded_shapes(meaning(SPECS["rows"]), "y", (5, 128), 1)) == ["y_q", "y_s"]
+    dense = coded_shapes(meaning(SPECS["dense-turned-kept"]), "y", (128, 128), 1)
+    assert dense["y_t"] == ((128, 128), "e4m3")
