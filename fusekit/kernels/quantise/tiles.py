@@ -121,38 +121,13 @@ class QuantiseTiles:
     def place(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32) -> Place:
         """Tile `number`; one without rows where there are fewer."""
         if self.grouped:
-            begin, end = self.rows_of(offsets, groups, rows, number, lane)
-            return Place(begin, end, number, Int32(0))
+            begin, end, group = rows_of(offsets, groups, rows, number, lane)
+            return Place(begin, end, number, group)
         if self.square:
             each = divide(rows + (SIDE - 1), SIDE)
             matrix = divide(number, each)
             return Place((number - matrix * each) * SIDE, rows, number - matrix * each, matrix)
         return Place(number * SIDE, rows, number, Int32(0))
-
-    @cute.jit
-    def rows_of(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
-        """First row of tile `number` of all groups, and the end of its group."""
-        begin, end, before, first = Int32(0), Int32(0), Int32(0), Int32(0)
-        more = groups > 0
-        while more:
-            low, high = Int32(0), Int32(0)
-            group = first + lane
-            if group < groups:
-                high = cutlass.min(offsets[group], rows)
-                if group > 0:
-                    low = cutlass.max(offsets[group - 1], 0)
-            tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
-            until = before + tiles + lanes.before(tiles, lane)
-            owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
-            before = cute.arch.shuffle_sync(until, 31)
-            first += 32
-            more = first < groups
-            if owner < 32:
-                more = first < 0
-                inside = number - cute.arch.shuffle_sync(until - tiles, owner)
-                begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
-                end = cute.arch.shuffle_sync(high, owner)
-        return begin, end
 
     @cute.jit
     def fetch(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
@@ -291,6 +266,33 @@ class QuantiseTiles:
         if self.transpose:
             at = turned[2] + (group + Int64(step) * Int64(down) + Int64(place.number)) * 4
             lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+
+
+@cute.jit
+def rows_of(offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
+    """First row of tile `number` of all groups, the end of its group, and which that is."""
+    begin, end, group_of, before, first = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    more = groups > 0
+    while more:
+        low, high = Int32(0), Int32(0)
+        group = first + lane
+        if group < groups:
+            high = cutlass.min(offsets[group], rows)
+            if group > 0:
+                low = cutlass.max(offsets[group - 1], 0)
+        tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
+        until = before + tiles + lanes.before(tiles, lane)
+        owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
+        before = cute.arch.shuffle_sync(until, 31)
+        first += 32
+        more = first < groups
+        if owner < 32:
+            more = first < 0
+            group_of = first - 32 + owner
+            inside = number - cute.arch.shuffle_sync(until - tiles, owner)
+            begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
+            end = cute.arch.shuffle_sync(high, owner)
+    return begin, end, group_of
 
 
 def copy_async(destination: Int32, source: Int64, there) -> None:
