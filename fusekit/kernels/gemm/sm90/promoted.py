@@ -28,7 +28,7 @@ def main_loop(plan: GemmPlan, halves) -> MainLoop:
 class PromotedLoop(MainLoop):
     """Load role and accumulation; `most` of the parent are the float32 registers.
 
-    One block of rows in one wave is worked on in two halves of its columns, which have an accumulator each: while one is
+    One block of rows in one wave is worked on in two halves of its columns, with an accumulator each: while one half is
     added up, the other's wgmma are in flight.
     """
 
