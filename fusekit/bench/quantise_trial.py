@@ -27,9 +27,8 @@ class QuantiseTrial(Trial):
         self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, seed=seed)
         self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
         elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
-        codes = 2 if spec["transpose"] else 1
-        scales = sum(int(np.prod(shape)) for shape, dtype in self.outputs.values() if dtype == "f32")
-        self.work = Work(flops=0, bytes=elements * (DTYPES["bf16"].bytes + codes) + 4 * scales)
+        made = sum(int(np.prod(shape)) * DTYPES[dtype].bytes for shape, dtype in self.outputs.values())
+        self.work = Work(flops=0, bytes=elements * DTYPES["bf16"].bytes + made)
         self._place_all()
 
     def check(self) -> Verdict:

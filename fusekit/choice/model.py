@@ -7,7 +7,8 @@ a weight gradient a group's rows),
 
 - `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
 - `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
-  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation.
+  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation;
+  as 500 with 8-bit factors, whose products take half the time.
 - What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
   memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
 
@@ -43,6 +44,7 @@ BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
+CODES_EPILOGUE = 500.0  # the same where factors have 8 bits
 BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not say
 PADDING = 0.25  # what a padded column costs, of one that is not
@@ -118,7 +120,8 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    return EPILOGUE + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
+    own = EPILOGUE if spec.get("quant", "none") == "none" else CODES_EPILOGUE
+    return own + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 
 def _groups(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Operation) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.abi import Constraint, Dim, Expr, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
-from fusekit.plan.quantise import ROW, SIDE, SQUARE
+from fusekit.plan.quantise import AMAX, MX_SIDE, MXFP8, ROW, SIDE, SQUARE, SWIZZLED
 from fusekit.spec.quantise import VECTOR, QuantiseSpec
 
 MOST_ROWS = 2**30
@@ -18,12 +18,18 @@ OPERANDS = ("x", "offsets", "x_q", "x_s", "x_t", "x_ts")
 
 def plan(spec: QuantiseSpec) -> TracePlan:
     """Trace plan of quantise. Imports the DSL."""
+    from fusekit.kernels.quantise.amax import Amax
+    from fusekit.kernels.quantise.mx import MxTiles
     from fusekit.kernels.quantise.rows import QuantiseRows
     from fusekit.kernels.quantise.tiles import QuantiseTiles
 
     made = signature(spec)
     if spec.out == ROW:
         return token_wise(QuantiseRows(spec.scales), ("x", "x_q", "x_s"), made)
+    if spec.out == AMAX:
+        return token_wise(Amax(spec.rht_amax), ("x", "offsets", "x_amax", "x_rht_amax"), made)
+    if spec.out == MXFP8:
+        return token_wise(MxTiles(spec.transpose, spec.scale_layout), OPERANDS, made)
     names = OPERANDS
     if spec.blocks == SQUARE:
         names = ("w", "offsets", "w_q", "w_s", "w_t", "w_ts")
@@ -34,12 +40,17 @@ def signature(spec: QuantiseSpec) -> Signature:
     """What the callers of `spec` pass."""
     if spec.blocks == SQUARE:
         return _squares(spec)
+    rows, columns = Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
+    if spec.out == MXFP8:
+        return Signature(spec.arch, tuple(_mx(spec)), (rows, columns), skip_if_zero=("M",))
+    if spec.out == AMAX:
+        return Signature(spec.arch, tuple(_largest(spec)), (rows, columns, Dim("E", minimum=1, maximum=MOST_GROUPS)))
     groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if spec.transpose else []
     room = Constraint(["max", 0, ["sub", PADDED, "P"]], f"x_t must have room for M + {SIDE - 1} E tokens")
     return Signature(
         spec.arch,
         tuple(_rows(spec)),
-        (Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS), *groups),
+        (rows, columns, *groups),
         constraints=(room,) if spec.transpose else (),
         skip_if_zero=("M",),
     )
@@ -61,6 +72,28 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     return found
 
 
+def _mx(spec: QuantiseSpec) -> list[TensorArgument]:
+    """Codes as x lies; scales of whole tiles of 128 x 128."""
+    tall, wide = (["mul", ["ceildiv", name, SIDE], SIDE] for name in ("M", "K"))
+    found = [
+        _matrix("x", "input", "bf16", ("M", "K"), 8),
+        _matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR),
+        _bytes("x_s", tall, "K"),
+    ]
+    if spec.transpose:
+        found.append(_matrix("x_t", "output", "e4m3", ("M", "K"), VECTOR))
+        swizzled = _bytes("x_ts", wide, "M")
+        found.append(swizzled if spec.scale_layout == SWIZZLED else _bytes("x_ts", _blocks("M"), wide))
+    return found
+
+
+def _largest(spec: QuantiseSpec) -> list[TensorArgument]:
+    names = ["x_amax", *(["x_rht_amax"] if spec.rht_amax else [])]
+    offsets = TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4)
+    found = [TensorArgument(name, "output", "f32", ("E",), (1,), alignment=4) for name in names]
+    return [_matrix("x", "input", "bf16", ("M", "K"), 8), offsets, *found]
+
+
 def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
     found = [
@@ -74,6 +107,17 @@ def _squares(spec: QuantiseSpec) -> Signature:
     step = VECTOR if spec.transpose else 1
     rows, columns = Dim("N", step, step, MOST_COLUMNS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
     return Signature(spec.arch, tuple(found), (Dim("E", minimum=1, maximum=MOST_GROUPS), rows, columns))
+
+
+def _blocks(name: str) -> Expr:
+    """Blocks of MXFP8 along a dim, of whole tiles."""
+    return ["mul", ["ceildiv", name, SIDE], SIDE // MX_SIDE]
+
+
+def _bytes(name: str, rows: Expr, columns: Expr) -> TensorArgument:
+    """Scales of MXFP8, compact. columns: a dim, whose blocks they are; or how many there are."""
+    count = _blocks(columns) if isinstance(columns, str) else columns
+    return TensorArgument(name, "output", "e8m0", (rows, count), (count, 1), alignment=4)
 
 
 def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: int) -> TensorArgument:

@@ -6,7 +6,7 @@ map adds to the kernel's parameters is its 128 descriptor bytes. Sources: PTX IS
 """
 
 import cutlass
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cutlass_dsl import dsl_user_op
@@ -122,6 +122,12 @@ def store_shared_b32x2(address: Int32, first: Uint32, second: Uint32) -> None:
     inline(None, "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", address, first, second)
 
 
+def maximum_in_memory(address: Int64, bits: Uint32, valid) -> None:
+    """The larger of a word of global memory and `bits`, unsigned, where `valid`; atomic."""
+    text = "{ .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; @ok_ red.relaxed.gpu.global.max.u32 [{$r0}], {$r1}; }"
+    inline(None, text, address, bits, Int32(valid))
+
+
 def where_at_most(a: Float32, b: Float32, value: Float32) -> Float32:
     """`value` where a <= b, else zero, whatever `value` is."""
     text = "{ .reg .pred p; setp.le.f32 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }"
@@ -213,7 +219,7 @@ def store_shared_v4(address: Int32, values) -> None:
     inline(None, "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", address, *[Int32(v) for v in values])
 
 
-def store_shared_u16(address: Int32, value: Uint32, offset: int) -> None:
+def store_shared_u16(address: Int32, value: Uint32, offset: int = 0) -> None:
     """The lower half of a register to shared memory, at address + offset."""
     inline(None, f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", address, value)
 

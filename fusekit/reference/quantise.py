@@ -8,9 +8,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fusekit.plan.quantise import F32, LARGEST, LEAST, ROW, SIDE, SQUARE
+from fusekit.plan.quantise import (
+    AMAX,
+    F32,
+    LARGEST,
+    LEAST,
+    MX_LARGEST,
+    MX_SIDE,
+    MXFP8,
+    ROW,
+    SIDE,
+    SIGNS,
+    SQUARE,
+    SWIZZLED,
+)  # fmt: skip
 from fusekit.reference.codes import encode, padded_starts
 from fusekit.reference.formats import Array, bits, poisoned, values
+from fusekit.reference.formats import decode as decode_bf16
+from fusekit.reference.formats import encode as encode_bf16
 from fusekit.reference.inputs import group_sizes, offsets_of
 
 if TYPE_CHECKING:
@@ -61,6 +76,10 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     if keys["out"] == ROW:
         codes, scale = blocks(x, 1, max(x.shape[1], 1), rule)
         return {"x_q": codes, "x_s": scale[:, 0]}
+    if keys["out"] == MXFP8:
+        return _mx(keys, x)
+    if keys["out"] == AMAX:
+        return _largest(keys, x, np.asarray(inputs["offsets"]))
     rows, columns = x.shape
     if not keys["transpose"]:
         codes, scale = blocks(x, 1, SIDE, rule)
@@ -92,6 +111,76 @@ def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array
     return found
 
 
+def mx_blocks(v: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """MXFP8 codes of ``v`` [R, C] in blocks of 32 along its rows, and the scales' bytes [R, 4 ceil(C / 128)]."""
+    rows, columns = v.shape
+    padded = np.zeros((rows, -(-columns // SIDE) * SIDE), np.float32)
+    padded[:, :columns] = v
+    tiles = padded.reshape(rows, -1, MX_SIDE)
+    with np.errstate(all="ignore"):
+        a = np.nanmax(np.where(np.isnan(tiles), np.float32(0), np.abs(tiles)), axis=2, initial=0)
+        ratio = (a * (np.float32(1) / np.float32(LARGEST))).astype(np.float32)
+        byte = np.minimum((ratio.view(np.uint32).astype(np.int64) + 0x7FFFFF) >> 23, MX_LARGEST)
+        scaled = (tiles * np.ldexp(np.float32(1), 127 - byte).astype(np.float32)[:, :, None]).astype(np.float32)
+    return encode(scaled.reshape(padded.shape)[:, :columns], "e4m3"), byte.astype(np.uint8)
+
+
+def swizzled(scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Scales [R, 4 n] of rows, R a multiple of 128, as their atoms lie; the shape stays."""
+    rows, blocks_of = scales.shape
+    atoms = scales.reshape(rows // SIDE, 4, 32, blocks_of // 4, 4).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(atoms).reshape(scales.shape)
+
+
+def _mx(keys: Mapping[str, Any], x: NDArray[np.float32]) -> dict[str, Array]:
+    rows = x.shape[0]
+    padded = np.zeros((-(-rows // SIDE) * SIDE, x.shape[1]), np.float32)
+    padded[:rows] = x
+    layout = swizzled if keys["scale_layout"] == SWIZZLED else None
+    codes, scale = mx_blocks(padded)
+    if layout is None:
+        scale[rows:] = 0xFF  # not written
+    found = {"x_q": codes[:rows], "x_s": layout(scale) if layout else scale}
+    if keys["transpose"]:
+        wide = np.zeros((-(-x.shape[1] // SIDE) * SIDE, padded.shape[0]), np.float32)
+        wide[: x.shape[1]] = padded.T
+        codes, scale = mx_blocks(wide)
+        found["x_t"] = np.ascontiguousarray(codes.T[:rows, : x.shape[1]])
+        found["x_ts"] = layout(scale) if layout else np.ascontiguousarray(scale.T)
+    return found
+
+
+def rotated(v: NDArray[np.float32]) -> NDArray[np.float32]:
+    """R v of each run of 16 rows of ``v`` [T, C], the last one filled with zeros: in float32, four times too large."""
+    runs = np.zeros((-(-v.shape[0] // len(SIGNS)) * len(SIGNS), v.shape[1]), np.float32)
+    runs[: v.shape[0]] = v
+    runs = runs.reshape(-1, len(SIGNS), v.shape[1]) * np.array(SIGNS, np.float32)[:, None]
+    step = 1
+    while step < len(SIGNS):
+        pairs = runs.reshape(len(runs), len(SIGNS) // (2 * step), 2, step, v.shape[1])
+        with np.errstate(all="ignore"):
+            runs = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        runs = runs.reshape(-1, len(SIGNS), v.shape[1])
+        step *= 2
+    return runs
+
+
+def _largest(keys: Mapping[str, Any], x: NDArray[np.float32], ends: NDArray[Any]) -> dict[str, Array]:
+    parts = [x[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    with np.errstate(all="ignore"):
+        found = {"x_amax": np.array([_most(part) for part in parts], np.float32)}
+        if keys["rht_amax"]:
+            most = np.array([_most(rotated(part)) for part in parts], np.float32) * np.float32(0.25)
+            found["x_rht_amax"] = decode_bf16(encode_bf16(most, "bf16"), "bf16")
+    return found
+
+
+def _most(v: NDArray[np.float32]) -> np.float32:
+    """The largest |v|; a NaN does not count."""
+    found: np.float32 = np.max(np.where(np.isnan(v), np.float32(0), np.abs(v)), initial=np.float32(0))
+    return found
+
+
 def _ones(shape: tuple[int, ...], dtype: str) -> Array:
     if dtype == "f32":
         return np.full(shape, 2**32 - 1, np.uint32).view(np.float32)
@@ -112,7 +201,7 @@ def quantise_inputs(
     if keys["blocks"] == SQUARE:
         return {"w": bits((E, M, K), "bf16", seed + 1)}
     inputs: dict[str, Any] = {"x": bits((M, K), "bf16", seed + 1)}
-    if keys["transpose"]:
+    if keys["out"] == AMAX or (keys["transpose"] and keys["out"] != MXFP8):
         inputs["offsets"] = offsets_of(group_sizes(M, E, seed) if sizes is None else sizes)
     return inputs
 
@@ -134,6 +223,16 @@ def quantise_output_shapes(
         return shapes | (turned if keys["transpose"] else {})
     if keys["out"] == ROW:
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
+    if keys["out"] == AMAX:
+        return dict.fromkeys(("x_amax", *(["x_rht_amax"] if keys["rht_amax"] else [])), ((E,), "f32"))
+    if keys["out"] == MXFP8:
+        tall = -(-M // SIDE)
+        shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((tall * SIDE, wide * 4), "e8m0")}
+        if keys["transpose"]:
+            blocks_of = (wide * SIDE, tall * 4)
+            turn = 1 if keys["scale_layout"] == SWIZZLED else -1
+            shapes |= {"x_t": ((M, K), "e4m3"), "x_ts": (blocks_of[::turn], "e8m0")}
+        return shapes
     shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")}
     if keys["transpose"]:
         room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.plan.quantise import BLOCK, BLOCKS, RECIPES, ROW, SCALES, SQUARE, WARPS
+from fusekit.plan.quantise import AMAX, BLOCK, BLOCKS, LAYOUTS, MXFP8, RECIPES, ROW, SCALES, SQUARE, WARPS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 from fusekit.spec.token import TokenSpec
@@ -16,12 +16,16 @@ QUANTISE_KEYS = (
     Key("name", "string", "The kernel's name in this file.", required=True),
     Key("summary", "string", "One line about the kernel; default: the file's."),
     Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
-    Key("out", "choice", "What has one scale: a row, or a block.", choices=RECIPES, required=True),
+    Key("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
+        choices=RECIPES, required=True),
     Key("blocks", "choice", 'fp8-block: "1x128" of the rows of tokens, "128x128" of weights.', choices=BLOCKS,
         default=BLOCKS[0]),
     Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
-    Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own.",
-        default=False),
+    Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
+        "also codes in blocks along the tokens, which lie as x does.", default=False),
+    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
+        choices=LAYOUTS, default=LAYOUTS[0]),
+    Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
     Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
     Key("problem", "table", "The shape that run and benchmarks use.", keys=(
         Key("E", "int", "Groups.", minimum=1, default=1),
@@ -54,6 +58,8 @@ class QuantiseSpec(TokenSpec):
     blocks: str
     scales: str
     transpose: bool
+    scale_layout: str
+    rht_amax: bool
     warps: int
     problem: QuantiseProblem | None
     summary: str
@@ -74,6 +80,8 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
         blocks=values["blocks"],
         scales=values["scales"],
         transpose=values["transpose"],
+        scale_layout=values["scale_layout"],
+        rht_amax=values["rht_amax"],
         warps=choice["warps"],
         problem=QuantiseProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
@@ -83,12 +91,14 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
-    if spec.out == ROW:
-        if spec.blocks == SQUARE:
-            found.append(("blocks", spec.blocks, f'{ROW} has one scale a row; say out = "{BLOCK}", or leave it out'))
-        if spec.transpose:
-            rule = f'the scales of rows are none of the columns; say out = "{BLOCK}", or leave it out'
-            found.append(("transpose", True, rule))
+    mine = {"blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "scale_layout": (MXFP8,),
+            "rht_amax": (AMAX,)}  # fmt: skip
+    usual = {key.name: key.default for key in QUANTISE_KEYS}
+    for name, recipes in mine.items():
+        value = getattr(spec, name)
+        if value != usual[name] and spec.out not in recipes:
+            one = " or ".join(f'"{recipe}"' for recipe in recipes)
+            found.append((name, value, f"{spec.out} has none; say out = {one}, or leave {name} out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))
     if spec.problem:

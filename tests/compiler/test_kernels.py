@@ -112,7 +112,8 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant else ("HGMMA", 16)
-    assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
+    in_halves = spec.plan.quant.promoted and spec.plan.warpgroup_rows == 64
+    assert products == {f"{kind}.64x{spec.tile[1] // (2 if in_halves else spec.plan.waves)}x{depth}"}
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))

@@ -32,8 +32,8 @@ def test_nothing_is_spilled_and_loads_run_ahead(built):
             counted = sass.counts(sass.instructions(cubin, entry.launch["symbol"]))
         except ToolchainError as error:
             pytest.skip(str(error))
-        assert counted["F2FP"] >= 8, name
-        assert bool(counted["LDGSTS"]) is not name.startswith("rows"), name
+        assert counted["F2FP"] >= 8 or name.startswith("amax"), name
+        assert bool(counted["LDGSTS"]) is not name.startswith(("rows", "amax")), name
         if counted["LDGSTS"]:  # the first tile's copies are a group of their own: else nobody waits for them
             assert counted["LDGDEPBAR"] == 2, name
 

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from fusekit import reference
+from fusekit.plan.quantise import SIGNS
 from fusekit.reference import codes
 from fusekit.reference.codes import padded_starts
-from fusekit.reference.quantise import blocks, scale_of
+from fusekit.reference.quantise import blocks, mx_blocks, rotated, scale_of, swizzled
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False}
+KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False,
+        "scale_layout": "plain", "rht_amax": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -106,3 +108,67 @@ def test_squares_are_the_same_bytes_in_both_orientations():
     assert (
         "w_t: 1 of 78336 elements differ (0 that nothing writes)" in reference.quantise_check(keys, inputs, outputs)[0]
     )
+
+
+def test_mx_scales_are_the_least_that_hold_32_numbers():
+    bits = np.arange(0, 0x7F80, 5, dtype=np.uint32)
+    a = (bits << 16).view(np.float32)
+    v = np.zeros((a.size, 32), np.float32)
+    v[:, 7] = -a
+    codes_of, byte = mx_blocks(v)
+    for number, each in zip(a, byte[:, 0], strict=True):
+        e = int(each) - 127
+        assert e == 127 or Fraction(float(number)) <= 448 * Fraction(2) ** e
+        assert number == 0 or e == -126 or Fraction(float(number)) > 448 * Fraction(2) ** (e - 1)
+    assert byte[0, 0] == 0
+    back = codes.decode(codes_of[:, 7], "e4m3") * np.ldexp(1.0, byte[:, 0].astype(int) - 127)
+    wide = a > 1e-30
+    assert (np.abs(back + a)[wide] <= a[wide] / 16).all()
+
+
+def test_mx_blocks_end_where_they_must():
+    keys = KEYS | {"out": "mxfp8", "transpose": True}
+    inputs = reference.quantise_inputs(keys, M=300, K=48)
+    found = reference.quantise(keys, inputs)
+    assert {name: each.shape for name, each in found.items()} == {
+        name: shape for name, (shape, _) in reference.quantise_output_shapes(keys, M=300, K=48).items()
+    }
+    assert not found["x_s"][:300, 2:].any()
+    assert (found["x_s"][300:] == 0xFF).all()  # nothing writes there
+    assert not found["x_ts"][10:].any()
+    assert not found["x_ts"][:, 48:].any()
+    x = reference.decode(inputs["x"], "bf16")
+    byte = np.repeat(found["x_ts"][:10], 32, axis=0)[:300, :48].astype(int)
+    assert np.allclose(codes.decode(found["x_t"], "e4m3") * np.ldexp(1.0, byte - 127), x, rtol=0.07, atol=1e-2)
+    infinite = np.full((1, 32), 2.0, np.float32)
+    infinite[0, 3] = np.inf
+    made, byte = mx_blocks(infinite)
+    assert byte[0, 0] == 254
+    assert codes.decode(made[0], "e4m3")[3] == 448
+
+
+def test_swizzled_scales_lie_where_the_formula_says():
+    plain = np.random.default_rng(0).integers(0, 255, (256, 12)).astype(np.uint8)
+    flat = swizzled(plain).reshape(-1)
+    for i in (0, 1, 31, 32, 100, 127, 128, 255):
+        for j in range(12):
+            assert flat[((i // 128) * 3 + j // 4) * 512 + (i % 32) * 16 + (i // 32 % 4) * 4 + j % 4] == plain[i, j]
+
+
+def test_the_rotation_is_sylvesters_matrix():
+    matrix = np.ones((1, 1))
+    while len(matrix) < 16:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    v = np.random.default_rng(0).standard_normal((37, 5)).astype(np.float32)
+    padded = np.zeros((48, 5))
+    padded[:37] = v
+    want = np.einsum("ij,rjc->ric", matrix * np.array(SIGNS), padded.reshape(3, 16, 5))
+    found = rotated(v)
+    assert np.allclose(found.reshape(3, 16, 5), want, atol=1e-5)
+    keys = KEYS | {"out": "amax", "rht_amax": True}
+    inputs = reference.quantise_inputs(keys, M=90, K=16, E=3, sizes=(37, 0, 50))
+    made = reference.quantise(keys, inputs)
+    x = reference.decode(inputs["x"], "bf16")
+    assert made["x_amax"].tolist() == [np.abs(x[:37]).max(), 0, np.abs(x[37:87]).max()]
+    assert made["x_rht_amax"][0] == pytest.approx(np.abs(rotated(x[:37])).max() / 4, rel=2**-8)
+    assert not (made["x_rht_amax"].view(np.uint32) & 0xFFFF).any()

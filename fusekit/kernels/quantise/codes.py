@@ -6,7 +6,7 @@ from cutlass import Float32, Uint32, cute
 from fusekit.kernels.floats import multiply
 from fusekit.kernels.lanes import bits_of, extreme, float_of
 from fusekit.kernels.ptx import unpack_pair
-from fusekit.plan.quantise import LARGEST, LEAST, POW2
+from fusekit.plan.quantise import LARGEST, LEAST, MX_LARGEST, POW2
 
 INFINITE = 0x7F800000
 BIAS = 127  # of a float's exponent
@@ -65,6 +65,26 @@ def scale_of(a: Float32, rule: str) -> tuple:
     scale = quotient(larger(a, Float32(LEAST)), Float32(LARGEST))
     scale = cutlass.select_(found < Uint32(INFINITE), scale, Float32(1.0))
     return scale, quotient(Float32(1.0), scale)
+
+
+def mx_scale_of(a: Float32) -> tuple:
+    """(e8m0 byte, its reciprocal) of 32 numbers whose largest |v| is `a`: MXFP8's rule."""
+    byte = (bits_of(multiply(a, Float32(1.0 / LARGEST))) + Uint32(0x7FFFFF)) >> 23
+    byte = extreme("min", byte, Uint32(MX_LARGEST))
+    half = cutlass.select_(byte == Uint32(MX_LARGEST), Uint32(1 << 22), (Uint32(MX_LARGEST) - byte) << 23)
+    return byte, float_of(half)
+
+
+def magnitude(value: Float32) -> Float32:
+    """|value|."""
+    return float_of(bits_of(value) & Uint32(0x7FFFFFFF))
+
+
+def rounded(value: Float32) -> Float32:
+    """To bf16, to nearest even."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[value]
+    )
 
 
 def two_codes(low: Float32, high: Float32) -> Uint32:

@@ -2,8 +2,9 @@
 
 A thread block takes STRIP tiles of 128 x 128 numbers side by side, one after the other, while the next one is on its
 way to the other half of shared memory. Rows: eight threads have one, as two pieces of 16 bytes each. Columns: a thread
-has 32 rows of two, so that it stores 32 bytes of each of the two transposed; four threads share their largest numbers.
-A row's 16-byte pieces are exchanged by its number, so that no two accesses of a warp meet in a bank.
+has 32 rows of two; four threads share their largest numbers. The transposed codes take the tile's place in shared
+memory, so that a warp stores whole lines of 128 bytes. A row's 16-byte pieces are exchanged by its number, so that no
+two accesses of a warp meet in a bank; those of transposed codes by half the column's.
 
 Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
@@ -18,7 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
-from fusekit.kernels.ptx import divide, load_shared_v4
+from fusekit.kernels.ptx import divide, load_shared_v4, store_shared_v4
 from fusekit.kernels.quantise import codes
 from fusekit.plan.quantise import SIDE, SQUARE, STRIP, WARPS
 
@@ -120,38 +121,13 @@ class QuantiseTiles:
     def place(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32) -> Place:
         """Tile `number`; one without rows where there are fewer."""
         if self.grouped:
-            begin, end = self.rows_of(offsets, groups, rows, number, lane)
-            return Place(begin, end, number, Int32(0))
+            begin, end, group = rows_of(offsets, groups, rows, number, lane)
+            return Place(begin, end, number, group)
         if self.square:
             each = divide(rows + (SIDE - 1), SIDE)
             matrix = divide(number, each)
             return Place((number - matrix * each) * SIDE, rows, number - matrix * each, matrix)
         return Place(number * SIDE, rows, number, Int32(0))
-
-    @cute.jit
-    def rows_of(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
-        """First row of tile `number` of all groups, and the end of its group."""
-        begin, end, before, first = Int32(0), Int32(0), Int32(0), Int32(0)
-        more = groups > 0
-        while more:
-            low, high = Int32(0), Int32(0)
-            group = first + lane
-            if group < groups:
-                high = cutlass.min(offsets[group], rows)
-                if group > 0:
-                    low = cutlass.max(offsets[group - 1], 0)
-            tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
-            until = before + tiles + lanes.before(tiles, lane)
-            owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
-            before = cute.arch.shuffle_sync(until, 31)
-            first += 32
-            more = first < groups
-            if owner < 32:
-                more = first < 0
-                inside = number - cute.arch.shuffle_sync(until - tiles, owner)
-                begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
-                end = cute.arch.shuffle_sync(high, owner)
-        return begin, end
 
     @cute.jit
     def fetch(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
@@ -177,13 +153,14 @@ class QuantiseTiles:
             self.store_square(target, turned, place, extents, step, scale, thread)
             self.rows(target, place, extents, step, tile, inverse, thread)
             if cutlass.const_expr(self.transpose):
-                self.store_columns(words, (inverse, inverse), turned, place, extents, step, thread)
+                cute.arch.sync_threads()
+                self.store_columns(words, (inverse, inverse), turned, place, extents, step, tile, thread)
         else:
             self.rows(target, place, extents, step, tile, None, thread)
             if cutlass.const_expr(self.transpose):
                 words = self.columns_of(tile, thread)
                 inverse = self.of_columns(words, turned, place, extents, step, parts, thread)
-                self.store_columns(words, inverse, turned, place, extents, step, thread)
+                self.store_columns(words, inverse, turned, place, extents, step, tile, thread)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -241,23 +218,30 @@ class QuantiseTiles:
         lanes.store(at, [lanes.bits_of(scale) for scale, _ in found], 8, (part == 0) & (column < columns))
         return [inverse for _, inverse in found]
 
-    def store_columns(self, words, inverse, turned, place: Place, extents, step: Int32, thread: Int32) -> None:
-        """A thread's codes of its two columns, DEEP bytes each."""
+    def store_columns(self, words, inverse, turned, place: Place, extents, step: Int32, tile: Int32, thread: Int32):
+        """The codes of a thread's two columns, through `tile`, which nobody reads any more."""
         x_t, strides, _ = turned
         rows, columns = extents
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
-        column, token = step * SIDE + pair * 2, place.number * SIDE + part * DEEP
+        for side in range(2):
+            for half in range(DEEP // 16):
+                numbers = [codes.halves(word)[side] for word in words[half * 16 : (half + 1) * 16]]
+                packed = [codes.four_codes(numbers[four : four + 4], inverse[side]) for four in range(0, 16, 4)]
+                store_shared_v4(
+                    tile + (pair * 2 + side) * SIDE + ((part * (DEEP // 16) + half) ^ (pair & 7)) * 16, packed
+                )
+        cute.arch.sync_threads()
         if self.square:
             x_t = x_t + Int64(place.group) * strides[0]
-        for side in range(2):
-            at = x_t + Int64(column + side) * strides[-1] + Int64(token)
-            for first in range(0, DEEP, 16):
-                numbers = [codes.halves(word)[side] for word in words[first : first + 16]]
-                packed = [codes.four_codes(numbers[four : four + 4], inverse[side]) for four in range(0, 16, 4)]
-                there = column < columns
-                if self.square:
-                    there = there & (token + first < rows)
-                lanes.store(at, packed, 16, there, first)
+        own, piece = thread >> 3, thread & 7
+        token = place.number * SIDE + piece * 16
+        for turn in range(SIDE * ACROSS // THREADS):
+            column = own + turn * (THREADS // ACROSS)
+            there = step * SIDE + column < columns
+            if self.square:
+                there = there & (token < rows)
+            packed = load_words(tile + column * SIDE + (piece ^ ((column >> 1) & 7)) * 16)
+            lanes.store(x_t + Int64(step * SIDE + column) * strides[-1] + Int64(token), packed, 16, there)
 
     # -- squares ------------------------------------------------------------------------------------------------------
 
@@ -282,6 +266,33 @@ class QuantiseTiles:
         if self.transpose:
             at = turned[2] + (group + Int64(step) * Int64(down) + Int64(place.number)) * 4
             lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+
+
+@cute.jit
+def rows_of(offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
+    """First row of tile `number` of all groups, the end of its group, and which that is."""
+    begin, end, group_of, before, first = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    more = groups > 0
+    while more:
+        low, high = Int32(0), Int32(0)
+        group = first + lane
+        if group < groups:
+            high = cutlass.min(offsets[group], rows)
+            if group > 0:
+                low = cutlass.max(offsets[group - 1], 0)
+        tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
+        until = before + tiles + lanes.before(tiles, lane)
+        owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
+        before = cute.arch.shuffle_sync(until, 31)
+        first += 32
+        more = first < groups
+        if owner < 32:
+            more = first < 0
+            group_of = first - 32 + owner
+            inside = number - cute.arch.shuffle_sync(until - tiles, owner)
+            begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
+            end = cute.arch.shuffle_sync(high, owner)
+    return begin, end, group_of
 
 
 def copy_async(destination: Int32, source: Int64, there) -> None:

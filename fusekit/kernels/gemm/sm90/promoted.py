@@ -5,7 +5,8 @@ what it holds in the end is added to float32 registers, times the scales of the 
 
     sum[m, n] += P_b[m, n] (x_s[b, m] w_s[b, n / 128])
 
-Both consumer warpgroups share a tile: while one adds up, the other holds the tensor cores.
+Both consumer warpgroups share a tile. Adding up hides behind the other half's wgmma, where a warpgroup has one block of
+rows, and behind the other warpgroup's.
 """
 
 import cutlass
@@ -25,24 +26,31 @@ def main_loop(plan: GemmPlan, halves) -> MainLoop:
 
 
 class PromotedLoop(MainLoop):
-    """Load role and accumulation; `most` of the parent are the float32 registers."""
+    """Load role and accumulation; `most` of the parent are the float32 registers.
+
+    One block of rows in one wave is worked on in two halves of its columns, with an accumulator each: while one half is
+    added up, the other's wgmma are in flight.
+    """
 
     reads_scales_late = False  # whether adding up still reads scales from the stage
+    ahead = 4  # stages in a row whose sums and wgmma overlap
 
     def __init__(self, plan: GemmPlan, halves) -> None:
         super().__init__(plan, halves)
         self.blocks = plan.warpgroup_rows // plan.arch.mma_rows
-        self.wave = plan.tile[1] // plan.waves  # columns
+        self.in_halves = self.blocks == plan.waves == 1
+        self.wave = plan.tile[1] // (2 if self.in_halves else plan.waves)  # columns
 
     def fragments(self, smem_x, smem_w):
-        """The sums; an accumulator of 64 rows; wgmma descriptors of each 64 rows of x and each wave of w, by stage."""
+        """The sums; accumulators of 64 rows; wgmma descriptors of each 64 rows of x and each wave of w, by stage."""
         mma = self.tiled_mma()
         rows, (_, tile_n), tile_k = self.plan.arch.mma_rows, self.plan.tile, self.plan.tile_k
         x = [self.x_fragment(mma, smem_x + block * rows * tile_k, 1) for block in range(self.blocks)]
         sums = cute.make_rmem_tensor((self.plan.warpgroup_rows * tile_n // self.plan.arch.warpgroup,), Float32)
         columns = [self.w_tensor(smem_w + first * tile_k, self.wave) for first in range(0, tile_n, self.wave)]
         w = [mma.make_fragment_B(mma.get_slice(0).partition_B(each)) for each in columns]
-        return sums, (mma.make_fragment_C(mma.partition_shape_C((rows, self.wave))), x, w)
+        shape = mma.partition_shape_C((rows, self.wave))
+        return sums, ([mma.make_fragment_C(shape) for _ in range(2 if self.in_halves else 1)], x, w)
 
     @cute.jit
     def run_tile(self, sums, fragments, stages: Stages, run: Run, rows_left: Int32, consumer: Int32, lane: Int32):
@@ -50,7 +58,10 @@ class PromotedLoop(MainLoop):
         if rows_left > 64 and cutlass.const_expr(self.blocks > 1):
             self.add_up(sums, fragments, stages, run, self.blocks, consumer, lane)
         elif rows_left > 0:
-            self.add_up(sums, fragments, stages, run, 1, consumer, lane)
+            if cutlass.const_expr(self.in_halves):
+                self.add_up_halves(sums, fragments, stages, run, consumer, lane)
+            else:
+                self.add_up(sums, fragments, stages, run, 1, consumer, lane)
             self.clear(sums, cute.size(sums) // self.blocks)
         else:
             self.add_up(sums, fragments, stages, run, 0, consumer, lane)
@@ -62,12 +73,9 @@ class PromotedLoop(MainLoop):
     ):
         """A tile's sums of its first `blocks` 64 rows; with 0 blocks, only keep the pipeline going."""
         depth = self.plan.stages
-        accumulator, x, w = fragments
+        (accumulator, *_), x, w = fragments
         stage = ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
-        start, add = self.tiled_mma(), self.tiled_mma()
-        start.set(warpgroup.Field.ACCUMULATE, False)
-        add.set(warpgroup.Field.ACCUMULATE, True)
         size = cute.size(accumulator)
         waves = len(w)
         for number in cutlass.range_constexpr(size * waves * blocks):
@@ -77,12 +85,12 @@ class PromotedLoop(MainLoop):
             for part in cutlass.range_constexpr(blocks * waves):
                 block, wave = part // waves, part % waves
                 scales = self.scales(stages, stage, consumer * self.plan.warpgroup_rows + block * 64, lane)
-                self.multiply(start, add, accumulator, (x[block], w[wave]), stage)
+                self.start(accumulator, (x[block], w[wave]), stage)
                 warpgroup.wait_group(0)
                 last = part == blocks * waves - 1
                 if cutlass.const_expr(last and not self.reads_scales_late):
                     release(self.plan, stages.empty + stage, lane)
-                self.promote(sums, part * size, accumulator, self.of_wave(scales, wave))
+                self.promote(sums, part * size, wave * self.wave, accumulator, scales)
                 if cutlass.const_expr(last and self.reads_scales_late):
                     release(self.plan, stages.empty + stage, lane)
             if cutlass.const_expr(blocks == 0):
@@ -93,29 +101,90 @@ class PromotedLoop(MainLoop):
                 stage = Int32(0)
                 phase ^= 1
 
+    @cute.jit
+    def add_up_halves(self, sums, fragments, stages: Stages, run: Run, consumer: Int32, lane: Int32):
+        """A tile's sums of one block of rows, half of the columns at a time."""
+        stage = ptx.modulo(run.position, self.plan.stages)
+        phase = ptx.divide(run.position, self.plan.stages) & 1
+        step = Int32(0)
+        for number in cutlass.range_constexpr(cute.size(sums)):
+            sums[number] = Float32(0.0)
+        for _ in cutlass.range(run.count // self.ahead, unroll=1):
+            stage, phase = self.burst(self.ahead, sums, fragments, stages, (stage, phase, step), run, consumer, lane)
+            step += self.ahead
+        for _ in cutlass.range(run.count % self.ahead, unroll=1):
+            stage, phase = self.burst(1, sums, fragments, stages, (stage, phase, step), run, consumer, lane)
+            step += 1
+
+    @cute.jit
+    def burst(
+        self, count: cutlass.Constexpr, sums, fragments, stages: Stages, at, run: Run, consumer: Int32, lane: Int32
+    ):
+        """Adds up `count` stages from `at` on, (stage, phase, how many were before); returns where the next one is.
+
+        While a half is added up, the other half's or the next stage's wgmma are in flight. None are behind the last
+        stage: ptxas would wait behind every wgmma if a loop's next turn read accumulators of this one.
+        """
+        stage, phase, step = at
+        row = consumer * self.plan.warpgroup_rows
+        accumulators, (x, *_), w = fragments
+        cute.arch.mbarrier_wait(stages.full + stage, phase)
+        scales = self.scales(stages, stage, row, lane)
+        self.start(accumulators[0], (x, w[0]), stage)
+        self.start(accumulators[1], (x, w[1]), stage)
+        for number in cutlass.range_constexpr(count):
+            warpgroup.wait_group(1)
+            self.promote(sums, 0, 0, accumulators[0], scales)
+            released, before = stage, scales
+            stage += 1
+            if stage == self.plan.stages:
+                stage = Int32(0)
+                phase ^= 1
+            if cutlass.const_expr(number + 1 < count):
+                cute.arch.mbarrier_wait(stages.full + stage, phase)
+                scales = self.scales(stages, stage, row, lane)
+                self.start(accumulators[0], (x, w[0]), stage)
+                warpgroup.wait_group(1)
+            else:
+                warpgroup.wait_group(0)
+            if cutlass.const_expr(not self.reads_scales_late):
+                release(self.plan, stages.empty + released, lane)
+            self.promote(sums, cute.size(accumulators[0]), self.wave, accumulators[1], before)
+            if cutlass.const_expr(self.reads_scales_late):
+                release(self.plan, stages.empty + released, lane)
+            if cutlass.const_expr(number + 1 < count):
+                self.start(accumulators[1], (x, w[1]), stage)
+            self.lead(step + number, run, consumer)
+        return stage, phase
+
+    def start(self, accumulator, factors, stage) -> None:
+        """A stage's wgmma of one wave, from an empty accumulator."""
+        first, add = self.tiled_mma(), self.tiled_mma()
+        first.set(warpgroup.Field.ACCUMULATE, False)
+        add.set(warpgroup.Field.ACCUMULATE, True)
+        self.multiply(first, add, accumulator, factors, stage)
+
     def scales(self, stages: Stages, stage: Int32, row: Int32, lane: Int32):
-        """A stage's scales of a lane's two rows from row `row` of the tile on, for each segment of columns."""
+        """A stage's scales of a lane's two rows from row `row` of the tile on, and of each segment of columns."""
         if not self.plan.quant.by_block:
-            return None
+            return ()
         segments = self.plan.tile[1] // SEGMENT
         address = stages.scales.toint() + stage * stage_bytes(self.plan)
         load = ptx.load_shared_f32x4 if segments > 2 else ptx.load_shared_f32x2
         columns = load(address)[:segments]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         at = address + (W_SCALES + row + warp * WARP_ROWS + (lane >> 2)) * 4
-        rows = ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4)
-        return [[each * column for each in rows] for column in columns]
+        return (ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), *columns)
 
-    def of_wave(self, scales, wave: int):
-        """Those of a wave's columns."""
-        segments = self.wave // SEGMENT
-        return scales if self.plan.waves == 1 or scales is None else scales[wave * segments : (wave + 1) * segments]
-
-    def promote(self, sums, first: int, accumulator, scales) -> None:
-        """Adds an accumulator to the sums from number `first` on."""
+    def promote(self, sums, first: int, column: int, accumulator, scales) -> None:
+        """Adds an accumulator, whose columns begin at `column` of the tile, to the sums from number `first` on."""
+        rows, columns = scales[:2], scales[2:]
+        products = {}
         for number in range(cute.size(accumulator)):
-            if scales is None:
+            if not scales:
                 sums[first + number] = sums[first + number] + accumulator[number]
-            else:
-                scale = scales[number * 2 // SEGMENT][number // 2 % 2]
-                sums[first + number] = fma(accumulator[number], scale, sums[first + number])
+                continue
+            place = (column + number // 4 * 8) // SEGMENT, number // 2 % 2
+            if place not in products:
+                products[place] = rows[place[1]] * columns[place[0]]
+            sums[first + number] = fma(accumulator[number], products[place], sums[first + number])

@@ -30,6 +30,7 @@ class BlockLoop(PromotedLoop, WgradLoop):
     """Load role, and scales of both factors."""
 
     reads_scales_late = True
+    ahead = 1
 
     def extents(self, given):
         """Tokens, columns and rows of dw."""
@@ -69,13 +70,13 @@ class BlockLoop(PromotedLoop, WgradLoop):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         at = address + (row + warp * WARP_ROWS + (lane >> 2)) * 4
         columns = address + (self.plan.tile[0] + (lane & 3) * 2) * 4
-        return (ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4)), columns
+        return ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), columns
 
-    def promote(self, sums, first: int, accumulator, scales) -> None:
-        """Adds an accumulator to the sums from number `first` on."""
-        rows, columns = scales
+    def promote(self, sums, first: int, column: int, accumulator, scales) -> None:
+        """As the parent's."""
+        *rows, columns = scales
         for chunk in range(cute.size(accumulator) // 4):
-            pair = ptx.load_shared_f32x2(columns + chunk * 32)
+            pair = ptx.load_shared_f32x2(columns + (column + chunk * 8) * 4)
             for r in range(2):
                 for c in range(2):
                     number = chunk * 4 + r * 2 + c

@@ -1,0 +1,103 @@
+"""quantise's largest numbers: of each group |x|, and |R x|, R a rotation of 16 tokens that NVFP4's recipes use.
+
+R = H diag(signs) / 4, H Sylvester's of 16, for every 16 tokens of a column from the group's first on; the last ones are
+filled with zeros. Source: Transformer Engine, NVFP4 recipe, its fixed signs. A warp takes 16 rows of 256 columns, a
+thread block 128 rows of one group.
+"""
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, cute
+
+from fusekit.kernels import lanes
+from fusekit.kernels.lanes import WARP
+from fusekit.kernels.ptx import divide, maximum_in_memory
+from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise.tiles import THREADS, rows_of
+from fusekit.plan.quantise import SIDE, SIGNS
+
+COLUMNS = 8  # of a thread
+RUN = len(SIGNS)  # rows
+
+
+class Amax:
+    """The kernels; calling it traces host function and device code."""
+
+    def __init__(self, rotated: bool) -> None:
+        self.rotated = rotated
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, offsets: cute.Tensor, x_amax: cute.Tensor, x_rht_amax, stream: CUstream):
+        """Launch: zeros first, then whatever is larger."""
+        found = [x_amax.iterator]
+        if cutlass.const_expr(self.rotated):
+            found.append(x_rht_amax.iterator)
+        groups, (rows, columns) = offsets.shape[0], x.shape
+        self.clear(found, groups).launch(
+            grid=[(groups + (THREADS - 1)) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+        tiles = (rows + (SIDE - 1)) // SIDE + groups
+        strips = (columns + (WARP * COLUMNS - 1)) // (WARP * COLUMNS)
+        self.kernel(x.iterator, Int64(x.stride[0]), offsets.iterator, found, groups, rows, columns, strips).launch(
+            grid=[tiles * strips, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def clear(self, found, groups: Int32):
+        """Zeros."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        group = block * THREADS + thread
+        if group < groups:
+            for each in found:
+                each[group] = Float32(0.0)
+
+    @cute.kernel
+    def kernel(
+        self, x: cute.Pointer, stride: Int64, offsets: cute.Pointer, found, groups: Int32, rows: Int32, columns: Int32,
+        strips: Int32,
+    ):  # fmt: skip
+        """See the module's docstring."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread & (WARP - 1)
+        tile = divide(block, strips)
+        begin, end, group = rows_of(offsets, groups, rows, tile, lane)
+        row = begin + divide(thread, WARP) * RUN
+        column = ((block - tile * strips) * WARP + lane) * COLUMNS
+        if row < end:
+            source = x.toint() + (Int64(row) * stride + Int64(column)) * 2
+            lines = []
+            for number in cutlass.range_constexpr(RUN):
+                there = (row + number < end) & (column < columns)
+                lines.append(lanes.load(source + Int64(number) * stride * 2, 16, there))
+            most = [codes.larger(*codes.numbers(codes.largest([word for line in lines for word in line])))]
+            if cutlass.const_expr(self.rotated):
+                most.append(self.rotate(lines))
+            for each, a in zip(found, most, strict=True):
+                for distance in cutlass.range_constexpr(5):
+                    a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+                maximum_in_memory(each.toint() + Int64(group) * 4, lanes.bits_of(a), lane == 0)
+
+    def rotate(self, lines: list) -> Float32:
+        """The largest |R v| of a thread's columns, rounded to bf16; a NaN does not count."""
+        most = Float32(0.0)
+        for word in range(COLUMNS // 2):
+            for side in range(2):
+                values = [codes.halves(line[word])[side] for line in lines]
+                values = [-value if sign < 0 else value for value, sign in zip(values, SIGNS, strict=True)]
+                for value in hadamard(values):
+                    most = codes.larger(most, codes.magnitude(value))
+        return codes.rounded(codes.multiply(most, Float32(0.25)))
+
+
+def hadamard(values: list) -> list:
+    """Sylvester's matrix times `values`, in steps of 1, 2, 4 and so on."""
+    step = 1
+    while step < len(values):
+        for first in range(0, len(values), 2 * step):
+            for at in range(first, first + step):
+                a, b = values[at], values[at + step]
+                values[at], values[at + step] = a + b, a - b
+        step *= 2
+    return values
