@@ -24,12 +24,13 @@ class QuantiseTrial(Trial):
         if rows is not None:
             self.problem["M"] = rows
         groups, count, columns = (int(self.problem[name]) for name in ("E", "M", "K"))
-        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, seed=seed)
+        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, T=int(self.problem.get("T", 0)), seed=seed)
         self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
         elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
-        codes = 2 if spec["transpose"] else 1
+        read = sum(value.nbytes for value in self.inputs.values())
         scales = sum(int(np.prod(shape)) for shape, dtype in self.outputs.values() if dtype == "f32")
-        self.work = Work(flops=0, bytes=elements * (DTYPES["bf16"].bytes + codes) + 4 * scales)
+        codes = elements * (len(self.outputs) // 2)
+        self.work = Work(flops=0, bytes=read + codes + 4 * scales)
         self._place_all()
 
     def check(self) -> Verdict:

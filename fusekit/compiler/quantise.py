@@ -13,7 +13,7 @@ MOST_ROWS = 2**30
 MOST_COLUMNS = 2**24
 MOST_GROUPS = 2**16
 PADDED: Expr = ["add", "M", ["mul", SIDE - 1, "E"]]  # rows, of which each group begins at a multiple of SIDE
-OPERANDS = ("x", "offsets", "x_q", "x_s", "x_t", "x_ts")
+OPERANDS = ("x", "index", "offsets", "x_q", "x_s", "x_t", "x_ts")
 
 
 def plan(spec: QuantiseSpec) -> TracePlan:
@@ -26,38 +26,46 @@ def plan(spec: QuantiseSpec) -> TracePlan:
         return token_wise(QuantiseRows(spec.scales), ("x", "x_q", "x_s"), made)
     names = OPERANDS
     if spec.blocks == SQUARE:
-        names = ("w", "offsets", "w_q", "w_s", "w_t", "w_ts")
-    return token_wise(QuantiseTiles(spec.blocks, spec.scales, spec.transpose), names, made)
+        names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
+    keys = (spec.blocks, spec.scales, spec.transpose, spec.rows, spec.groups, spec.gather)
+    return token_wise(QuantiseTiles(*keys), names, made)
 
 
 def signature(spec: QuantiseSpec) -> Signature:
     """What the callers of `spec` pass."""
     if spec.blocks == SQUARE:
         return _squares(spec)
-    groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if spec.transpose else []
+    grouped = spec.transpose and spec.groups
+    groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if grouped else []
+    tokens = [Dim("T", maximum=MOST_ROWS)] if spec.gather else []
     room = Constraint(["max", 0, ["sub", PADDED, "P"]], f"x_t must have room for M + {SIDE - 1} E tokens")
     return Signature(
         spec.arch,
         tuple(_rows(spec)),
-        (Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS), *groups),
-        constraints=(room,) if spec.transpose else (),
+        (Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS), *groups, *tokens),
+        constraints=(room,) if grouped else (),
         skip_if_zero=("M",),
     )
 
 
 def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     blocks: Expr = ["ceildiv", "K", SIDE]
-    found = [_matrix("x", "input", "bf16", ("M", "K"), 8)]
-    if spec.transpose:
+    found = [_matrix("x", "input", "bf16", ("T" if spec.gather else "M", "K"), 8)]
+    if spec.gather:
+        found.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
+    if spec.transpose and spec.groups:
         found.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
-    found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
+    if spec.rows:
+        found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
     if spec.out == ROW:
         found.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
-    else:
+    elif spec.rows:
         found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
     if spec.transpose:
-        found.append(_matrix("x_t", "output", "e4m3", ("K", "P"), VECTOR))
-        found.append(TensorArgument("x_ts", "output", "f32", (["floordiv", "P", SIDE], "K"), ("K", 1)))
+        token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["ceildiv", "M", SIDE]
+        padded: Expr = "P" if spec.groups else ["mul", SIDE, token_blocks]
+        found.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
+        found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, "K"), ("K", 1)))
     return found
 
 

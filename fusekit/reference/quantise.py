@@ -58,19 +58,23 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     if keys["blocks"] == SQUARE:
         return _squares(keys, values(inputs["w"], "bf16").astype(np.float32))
     x = values(inputs["x"], "bf16").astype(np.float32)
+    if keys["gather"]:
+        index = np.asarray(inputs["index"])
+        there = (index >= 0) & (index < len(x))
+        x = np.where(there[:, None], x[np.where(there, index, 0)] if len(x) else np.float32(0), np.float32(0))
     if keys["out"] == ROW:
         codes, scale = blocks(x, 1, max(x.shape[1], 1), rule)
         return {"x_q": codes, "x_s": scale[:, 0]}
     rows, columns = x.shape
-    if not keys["transpose"]:
-        codes, scale = blocks(x, 1, SIDE, rule)
-        return {"x_q": codes, "x_s": np.ascontiguousarray(scale.T)}
-    ends = np.asarray(inputs["offsets"])
+    ends = np.asarray(inputs["offsets"] if keys["transpose"] and keys["groups"] else [rows])
     starts, last = padded_starts(ends), int(ends[-1])
     shapes = quantise_output_shapes(keys, E=ends.size, M=rows, K=columns)
     found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
-    codes, scale = blocks(x[:last], 1, SIDE, rule)
-    found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+    if keys["rows"]:
+        codes, scale = blocks(x[:last], 1, SIDE, rule)
+        found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+    if not keys["transpose"]:
+        return found
     for group, end in enumerate(ends):
         begin = int(ends[group - 1]) if group else 0
         if end > begin:
@@ -104,15 +108,19 @@ def quantise_inputs(
     M: int,  # noqa: N803 - the dims' own names
     K: int,  # noqa: N803
     E: int = 1,  # noqa: N803
+    T: int = 0,  # noqa: N803
     seed: int = 0,
     sizes: Array | list[int] | tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Every input by its argument name: numbers of many sizes, uneven groups."""
+    """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of a gathered x; 0 for M."""
     keys = _canonical(spec)
     if keys["blocks"] == SQUARE:
         return {"w": bits((E, M, K), "bf16", seed + 1)}
-    inputs: dict[str, Any] = {"x": bits((M, K), "bf16", seed + 1)}
-    if keys["transpose"]:
+    tokens = (T or M) if keys["gather"] else M
+    inputs: dict[str, Any] = {"x": bits((tokens, K), "bf16", seed + 1)}
+    if keys["gather"]:
+        inputs["index"] = np.random.default_rng(seed).integers(-1, tokens, M, dtype=np.int32)
+    if keys["transpose"] and keys["groups"]:
         inputs["offsets"] = offsets_of(group_sizes(M, E, seed) if sizes is None else sizes)
     return inputs
 
@@ -124,7 +132,7 @@ def quantise_output_shapes(
     K: int,  # noqa: N803
     E: int = 1,  # noqa: N803
 ) -> Shapes:
-    """Each output's shape and dtype; transposed tensors have room for M + 127 E tokens."""
+    """Each output's shape and dtype; transposed tensors of groups have room for M + 127 E tokens."""
     keys = _canonical(spec)
     wide = -(-K // SIDE)
     if keys["blocks"] == SQUARE:
@@ -134,9 +142,9 @@ def quantise_output_shapes(
         return shapes | (turned if keys["transpose"] else {})
     if keys["out"] == ROW:
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
-    shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")}
+    shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")} if keys["rows"] else {}
     if keys["transpose"]:
-        room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE
+        room = -(-(M + (SIDE - 1) * E * keys["groups"]) // SIDE) * SIDE
         shapes |= {"x_t": ((K, room), "e4m3"), "x_ts": ((room // SIDE, K), "f32")}
     return shapes
 

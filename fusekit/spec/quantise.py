@@ -22,11 +22,17 @@ QUANTISE_KEYS = (
     Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
     Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own.",
         default=False),
+    Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
+    Key("groups", "bool", "The transposed codes of tokens: the rows are in groups; false: all are one, without offsets.",
+        default=True),
+    Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
+        default=False),
     Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
     Key("problem", "table", "The shape that run and benchmarks use.", keys=(
         Key("E", "int", "Groups.", minimum=1, default=1),
         Key("M", "int", "Rows of each matrix.", required=True),
         Key("K", "int", "Columns.", minimum=1, required=True),
+        Key("T", "int", "Rows of a gathered x; default: M.", default=0),
     )),
 )  # fmt: skip
 
@@ -35,11 +41,14 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 @dataclass(frozen=True, slots=True)
 class QuantiseProblem:
-    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups."""
+    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups. T: the
+    rows of a gathered x, 0 for M.
+    """
 
     M: int
     K: int
     E: int = 1
+    T: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,9 @@ class QuantiseSpec(TokenSpec):
     blocks: str
     scales: str
     transpose: bool
+    rows: bool
+    groups: bool
+    gather: bool
     warps: int
     problem: QuantiseProblem | None
     summary: str
@@ -74,6 +86,9 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
         blocks=values["blocks"],
         scales=values["scales"],
         transpose=values["transpose"],
+        rows=values["rows"],
+        groups=values["groups"],
+        gather=values["gather"],
         warps=choice["warps"],
         problem=QuantiseProblem(**values["problem"]) if values["problem"] else None,
         summary=values["summary"],
@@ -89,6 +104,14 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
         if spec.transpose:
             rule = f'the scales of rows are none of the columns; say out = "{BLOCK}", or leave it out'
             found.append(("transpose", True, rule))
+    tokens = spec.out == BLOCK and spec.blocks != SQUARE
+    for key, usual in (("rows", True), ("groups", True), ("gather", False)):
+        if getattr(spec, key) != usual and not tokens:
+            rule = f'is said of rows of tokens in blocks; say out = "{BLOCK}" and blocks = "1x128", or leave it out'
+            found.append((key, not usual, rule))
+    for key in ("rows", "groups"):
+        if tokens and not getattr(spec, key) and not spec.transpose:
+            found.append((key, False, "is for kernels that transpose; say transpose = true, or leave it out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))
     if spec.problem:

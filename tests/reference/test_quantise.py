@@ -12,7 +12,8 @@ from fusekit.reference.codes import padded_starts
 from fusekit.reference.quantise import blocks, scale_of
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False}
+KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False,
+        "rows": True, "groups": True, "gather": False}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -93,6 +94,31 @@ def test_transposed_groups_begin_at_multiples_of_128():
     assert (outputs["x_t"][:, 385:512] == 0).all()
     assert (outputs["x_t"][:, 640:] == 0xFF).all()  # nothing writes there
     assert (outputs["x_q"][289:] == 0xFF).all()
+
+
+def test_rows_that_an_index_chooses_are_those_of_the_permuted_copy():
+    keys = KEYS | {"transpose": True}
+    inputs = reference.quantise_inputs(keys | {"gather": True}, M=300, K=48, E=3, T=90, sizes=(100, 0, 190))
+    index = inputs["index"]
+    assert (index == -1).any() and index.max() < 90
+    rows = np.where((index >= 0)[:, None], inputs["x"][index], np.uint16(0))
+    want = reference.quantise(keys, inputs | {"x": rows})
+    found = reference.quantise(keys | {"gather": True}, inputs)
+    alone = reference.quantise(keys | {"gather": True, "rows": False}, inputs)
+    for name in want:
+        assert np.array_equal(found[name].view(np.uint8), want[name].view(np.uint8)), name
+    assert set(alone) == {"x_t", "x_ts"}
+    assert np.array_equal(alone["x_t"], want["x_t"])
+
+
+def test_without_groups_all_rows_are_one():
+    keys = KEYS | {"transpose": True}
+    inputs = reference.quantise_inputs(keys | {"groups": False}, M=200, K=48)
+    assert "offsets" not in inputs
+    found = reference.quantise(keys | {"groups": False}, inputs)
+    want = reference.quantise(keys, inputs | {"offsets": np.array([200])})
+    assert found["x_t"].shape == (48, 256) and found["x_ts"].shape == (2, 48)
+    assert np.array_equal(found["x_t"], want["x_t"][:, :256]) and np.array_equal(found["x_q"], want["x_q"])
 
 
 def test_squares_are_the_same_bytes_in_both_orientations():
