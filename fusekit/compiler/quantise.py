@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusekit.abi import Constraint, Dim, Expr, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.plan.quantise import ROW, SIDE, SQUARE
@@ -71,17 +69,20 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
 
 def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
+    groups: tuple[Expr, ...] = ("E",) if spec.groups else ()
     found = [
-        _matrix("w", "input", "bf16", ("E", "N", "K"), 8),
-        _matrix("w_q", "output", "e4m3", ("E", "N", "K"), VECTOR),
-        _compact("w_s", ("E", down, across)),
+        _matrix("w", "input", "bf16", (*groups, "N", "K"), 8),
+        _matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR),
+        _compact("w_s", groups, down, across),
     ]
     if spec.transpose:
-        found.append(_matrix("w_t", "output", "e4m3", ("E", "K", "N"), VECTOR))
-        found.append(_compact("w_ts", ("E", across, down)))
+        found.append(_matrix("w_t", "output", "e4m3", (*groups, "K", "N"), VECTOR))
+        found.append(_compact("w_ts", groups, across, down))
     step = VECTOR if spec.transpose else 1
     rows, columns = Dim("N", step, step, MOST_COLUMNS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
-    return Signature(spec.arch, tuple(found), (Dim("E", minimum=1, maximum=MOST_GROUPS), rows, columns))
+    return Signature(
+        spec.arch, tuple(found), (*(Dim("E", minimum=1, maximum=MOST_GROUPS) for _ in groups), rows, columns)
+    )
 
 
 def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: int) -> TensorArgument:
@@ -89,6 +90,6 @@ def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: 
     return TensorArgument(name, role, dtype, shape, (*strides, 1), divisor)
 
 
-def _compact(name: str, shape: tuple[Any, Any, Any]) -> TensorArgument:
-    strides = (["mul", shape[1], shape[2]], shape[2], 1)
-    return TensorArgument(name, "output", "f32", shape, strides, alignment=4)
+def _compact(name: str, groups: tuple[Expr, ...], down: Expr, across: Expr) -> TensorArgument:
+    strides: tuple[Expr, ...] = (["mul", down, across], across, 1)[-2 - len(groups) :]
+    return TensorArgument(name, "output", "f32", (*groups, down, across), strides, alignment=4)

@@ -56,7 +56,9 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     keys = _canonical(spec)
     rule = keys["scales"]
     if keys["blocks"] == SQUARE:
-        return _squares(keys, values(inputs["w"], "bf16").astype(np.float32))
+        w = values(inputs["w"], "bf16").astype(np.float32)
+        made = _squares(keys, w if keys["groups"] else w[None])
+        return made if keys["groups"] else {name: each[0] for name, each in made.items()}
     x = values(inputs["x"], "bf16").astype(np.float32)
     if keys["gather"]:
         index = np.asarray(inputs["index"])
@@ -115,7 +117,7 @@ def quantise_inputs(
     """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of a gathered x; 0 for M."""
     keys = _canonical(spec)
     if keys["blocks"] == SQUARE:
-        return {"w": bits((E, M, K), "bf16", seed + 1)}
+        return {"w": bits((E, M, K) if keys["groups"] else (M, K), "bf16", seed + 1)}
     tokens = (T or M) if keys["gather"] else M
     inputs: dict[str, Any] = {"x": bits((tokens, K), "bf16", seed + 1)}
     if keys["gather"]:
@@ -137,8 +139,9 @@ def quantise_output_shapes(
     wide = -(-K // SIDE)
     if keys["blocks"] == SQUARE:
         tall = -(-M // SIDE)
-        shapes: Shapes = {"w_q": ((E, M, K), "e4m3"), "w_s": ((E, tall, wide), "f32")}
-        turned: Shapes = {"w_t": ((E, K, M), "e4m3"), "w_ts": ((E, wide, tall), "f32")}
+        every = (E,) if keys["groups"] else ()
+        shapes: Shapes = {"w_q": ((*every, M, K), "e4m3"), "w_s": ((*every, tall, wide), "f32")}
+        turned: Shapes = {"w_t": ((*every, K, M), "e4m3"), "w_ts": ((*every, wide, tall), "f32")}
         return shapes | (turned if keys["transpose"] else {})
     if keys["out"] == ROW:
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}

@@ -23,8 +23,8 @@ QUANTISE_KEYS = (
     Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own.",
         default=False),
     Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
-    Key("groups", "bool", "The transposed codes of tokens: the rows are in groups; false: all are one, without offsets.",
-        default=True),
+    Key("groups", "bool", "Transposed codes of tokens are of groups of rows, and w is [E, N, K]; false: all rows are one "
+        "group, without offsets, and w is [N, K].", default=True),
     Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
         default=False),
     Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
@@ -105,12 +105,12 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             rule = f'the scales of rows are none of the columns; say out = "{BLOCK}", or leave it out'
             found.append(("transpose", True, rule))
     tokens = spec.out == BLOCK and spec.blocks != SQUARE
-    for key, usual in (("rows", True), ("groups", True), ("gather", False)):
+    for key, usual in (("rows", True), ("gather", False)):
         if getattr(spec, key) != usual and not tokens:
             rule = f'is said of rows of tokens in blocks; say out = "{BLOCK}" and blocks = "1x128", or leave it out'
             found.append((key, not usual, rule))
     for key in ("rows", "groups"):
-        if tokens and not getattr(spec, key) and not spec.transpose:
+        if spec.blocks != SQUARE and not getattr(spec, key) and not spec.transpose:
             found.append((key, False, "is for kernels that transpose; say transpose = true, or leave it out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))

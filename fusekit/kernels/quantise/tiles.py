@@ -51,18 +51,18 @@ class QuantiseTiles:
 
     def __init__(self, blocks: str, scales: str, transpose: bool, rows: bool, groups: bool, gather: bool) -> None:
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
-        self.grouped = transpose and groups and not self.square
+        self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
         self.by_row, self.gather = rows, gather
 
     @cute.jit
     def __call__(self, x: cute.Tensor, index, offsets, x_q, x_s, x_t, x_ts, stream: CUstream):
-        """Launch. x [M, K] (gathered: [T, K]), or [E, N, K] for squares; what this kernel does without is None."""
-        first = 1 if self.square else 0
+        """Launch. x [M, K] (gathered: [T, K]); for squares [E, N, K] or [N, K]. What this kernel does without is None."""
+        first = 1 if self.matrices else 0
         columns = x.shape[first + 1]
         rows = index.shape[0] if cutlass.const_expr(self.gather) else x.shape[first]
-        groups = x.shape[0] if cutlass.const_expr(self.square) else Int32(1)
+        groups = x.shape[0] if cutlass.const_expr(self.matrices) else Int32(1)
         tiles = (rows + (SIDE - 1)) // SIDE
-        if cutlass.const_expr(self.square):
+        if cutlass.const_expr(self.matrices):
             tiles = tiles * groups
         if cutlass.const_expr(self.grouped):
             groups = offsets.shape[0]
@@ -169,7 +169,7 @@ class QuantiseTiles:
     def fetch(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
         """Starts column block `step` on its way to `tile`; zeros where there is nothing."""
         x, strides, chosen = tensor
-        if cutlass.const_expr(self.square):
+        if cutlass.const_expr(self.matrices):
             x = x + Int64(place.group) * strides[0] * 2
         piece, line = thread & (PIECES - 1), thread >> 4
         column = step * SIDE + piece * 8
@@ -238,7 +238,7 @@ class QuantiseTiles:
             scale, inverse = codes.scale_of(a, self.scales)
             at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
             lanes.store(at, [lanes.bits_of(scale)], 4, (part == 0) & (row < place.end))
-        if cutlass.const_expr(self.square):
+        if cutlass.const_expr(self.matrices):
             x_q = x_q + Int64(place.group) * strides[0]
         x_q = x_q + Int64(row) * strides[-1]
         for half in cutlass.range_constexpr(2):
@@ -277,7 +277,7 @@ class QuantiseTiles:
         rows, columns = extents
         pair, part = thread & (PAIRS - 1), divide(thread, PAIRS)
         column, token = step * SIDE + pair * 2, place.number * SIDE + part * DEEP
-        if self.square:
+        if self.matrices:
             x_t = x_t + Int64(place.group) * strides[0]
         for side in range(2):
             at = x_t + Int64(column + side) * strides[-1] + Int64(token)

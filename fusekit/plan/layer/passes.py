@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusekit.plan.layer.factors import WEIGHTS, Plain, Rows, factors
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
     ARGUMENT,
@@ -16,6 +17,7 @@ from fusekit.plan.layer.program import (
     FORWARD,
     INFERENCE,
     KEPT,
+    QUANTISE,
     SCRATCH,
     Buffer,
     Program,
@@ -23,7 +25,7 @@ from fusekit.plan.layer.program import (
 )  # fmt: skip
 from fusekit.plan.operands.split import parts
 
-AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
+AGAIN, THROUGH = "again", "through"  # what a backward pass does, in this order, and then WEIGHTS
 BOTH = (FORWARD, INFERENCE)
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")
 CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
@@ -32,7 +34,7 @@ Names = Mapping[str, str]
 
 def program(options: Options) -> Program:
     """The kernels, buffers and launches of a layer."""
-    passes = _Passes(options)
+    passes = Passes(options)
     if options.kind == MLP:
         passes.buffer("x", "T", options.hidden, place=ARGUMENT)
         passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
@@ -41,17 +43,21 @@ def program(options: Options) -> Program:
         _Experts(passes).write()
     backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
-    return Program(passes.parts, passes.buffers, steps, options.topk)
+    if passes.steps[QUANTISE]:
+        steps = {QUANTISE: tuple(passes.steps[QUANTISE])} | steps
+    return Program(passes.parts, passes.buffers, steps, options.topk, options.experts)
 
 
-class _Passes:
+class Passes:
     """A program in the making."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.parts: dict[str, dict[str, Any]] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.steps: dict[str, list[Step]] = {which: [] for which in (*BOTH, AGAIN, THROUGH, WEIGHTS)}
+        self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, AGAIN, THROUGH, WEIGHTS)}
+        self.factors = factors(self)
+        self.firsts = BOTH if options.keep == "z" else (*BOTH, AGAIN)  # passes that launch the first projection
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
         """A buffer, of the layer's dtype unless told otherwise; its name."""
@@ -83,9 +89,11 @@ class _Passes:
         """The keys of a weight gradient."""
         return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
 
-    def parameter(self, name: str, *shape: int, grad: str = "") -> tuple[str, str]:
-        """A parameter and its gradient."""
+    def parameter(self, name: str, *shape: int, grad: str = "", weight: bool = False) -> tuple[str, str]:
+        """A parameter and its gradient. weight: of a projection."""
         own = self.buffer(name, *shape, place=ARGUMENT)
+        if weight:
+            self.factors.weight(name, *shape)
         return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
     def mlp(self, prefix: str, width: int, y: str, dx: str) -> None:
@@ -95,8 +103,8 @@ class _Passes:
         bias = o.bias and not prefix
         h, n = o.hidden, o.sides * width
         part, name = prefix.replace("_", "-"), prefix
-        w1, dw1 = self.parameter(f"{name}w1", *((n, h) if major == "k" else (h, n)))
-        w2, dw2 = self.parameter(f"{name}w2", *((h, width) if major == "k" else (width, h)))
+        w1, dw1 = self.parameter(f"{name}w1", *((n, h) if major == "k" else (h, n)), weight=True)
+        w2, dw2 = self.parameter(f"{name}w2", *((h, width) if major == "k" else (width, h)), weight=True)
         b1 = {"bias": self.parameter("b1", n, grad="f32")[0]} if bias else {}
         b2 = {"bias": self.parameter("b2", h, grad="f32")[0]} if bias else {}
         z = self.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
@@ -104,19 +112,25 @@ class _Passes:
         self.buffer(y, "T", h, place=place)
         self.buffer(dx, "T", h, place=place)
         dz = self.buffer(f"d{name}z", "T", n)
-        first = {**self.gemm("dense-gemm", n, h, b_major=major, bias=bias), **self.activation()}
-        self.first(f"{part}fc1", first, {"x": "x", "w": w1, **b1}, a, z)
-        second = self.gemm("dense-gemm", h, width, b_major=major, bias=bias)
-        self.step(BOTH, f"{part}fc2", second, {"x": a, "w": w2, **b2}, {"y": y})
-        other = "n" if major == "k" else "k"
-        back = {**self.gemm("dense-gemm", width, h, b_major=other, recompute=True, dbias=bias), **self.activation("d")}
+        x, dy = Rows("x", h, "T", codes=f"{name}x"), Rows("dy", h, "T", codes=f"{name}dy")
+        between, back = Rows(a, width, "T"), Rows(dz, n, "T")
+        given = self.factors.product(self.firsts, x, w1, major)
+        first = {**self.gemm("dense-gemm", n, h, bias=bias), **self.activation(), **given.keys}
+        self.first(f"{part}fc1", first, {**given.reads, **b1}, a, z)
+        given = self.factors.product(BOTH, between, w2, major)
+        second = {**self.gemm("dense-gemm", h, width, bias=bias), **given.keys}
+        self.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
+        given = self.factors.product(THROUGH, dy, w2, major, backward=True)
+        keys = self.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
         made = {"dz": dz, "y": a, **({"dbias": "db1"} if bias else {})}
-        self.step(THROUGH, f"{part}fc2-dgrad", back, {"x": "dy", "w": w2, "preactivation": z}, made)
-        keys = self.gemm("dense-gemm", h, n, b_major=other)
-        self.step(THROUGH, f"{part}fc1-dgrad", keys, {"x": dz, "w": w1}, {"y": dx})
+        self.step(THROUGH, f"{part}fc2-dgrad", {**keys, **self.activation("d"), **given.keys},
+                  {**given.reads, "preactivation": z}, made)  # fmt: skip
+        given = self.factors.product(THROUGH, back, w1, major, backward=True)
+        keys = {**self.gemm("dense-gemm", h, n), **given.keys}
+        self.step(THROUGH, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})
         sums = {"dbias": "db2"} if bias else {}
-        self.wgrad(f"{part}fc2-wgrad", "dense-wgrad", ("dy", h), (a, width), major, {"dw": dw2, **sums})
-        self.wgrad(f"{part}fc1-wgrad", "dense-wgrad", (dz, n), ("x", h), major, {"dw": dw1})
+        self.wgrad(f"{part}fc2-wgrad", "dense-wgrad", dy, between, major, {"dw": dw2, **sums})
+        self.wgrad(f"{part}fc1-wgrad", "dense-wgrad", back, x, major, {"dw": dw1})
 
     def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: str, z: str) -> None:
         """The first projection of both passes; z is kept, or made again before the backward pass reads it."""
@@ -129,32 +143,35 @@ class _Passes:
         self.step(AGAIN, f"{part}-again", plain, reads, {"y": z})
 
     def wgrad(
-        self, part: str, op: str, rows: tuple[str, int], columns: tuple[str, int], major: str, writes: Names,
-        also: Names | None = None, token: str = "",
+        self, part: str, op: str, rows: Rows, columns: Rows, major: str, writes: Names, also: Names | None = None, *,
+        plain: bool = False,
     ) -> None:  # fmt: skip
         """A weight gradient: [rows, columns] where N lies before K in the weights, else the other way about.
 
-        token: the one of both whose rows are chosen by `also`'s index.
+        plain: of tensors as they are, whatever the recipe.
         """
-        (dy, n), (x, k) = (rows, columns) if major == "k" else (columns, rows)
-        keys = {**self.gemm(op, n, k), **self.gradient(), **({"dbias": True} if "dbias" in writes else {})}
-        if op == "dense-wgrad" and parts(keys["problem"]) > 1:
+        dy, x = (rows, columns) if major == "k" else (columns, rows)
+        read = Plain() if plain else self.factors
+        given = read.tokens("dy", dy) | read.tokens("x", x)
+        keys = {**self.gemm(op, dy.columns, x.columns), **self.gradient(), **given.keys}
+        keys |= {"dbias": True} if "dbias" in writes else {}
+        if op == "dense-wgrad" and "quant" not in keys and parts(keys["problem"]) > 1:
             keys["split"] = True
-        if token:
-            keys["gather"] = "dy" if token == dy else "x"
-        self.step(WEIGHTS, part, keys, {"dy": dy, "x": x, **(also or {})}, writes)
+        self.step(WEIGHTS, part, keys, {**given.reads, **(also or {})}, writes)
 
 
 class _Experts:
     """The passes of a layer of experts."""
 
-    def __init__(self, passes: _Passes) -> None:
-        self.passes, self.o = passes, passes.options
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.o, self.factors = passes, passes.options, passes.factors
         self.router = self.o.router
         self.by_input = self.router["scale"] == "input"
         self.given = self.router["input"] == CHOICES
         self.n = self.o.sides * self.o.intermediate
-        self.other = "n" if self.o.b_major == "k" else "k"  # how a gradient through a projection reads its weights
+        self.x = Rows("rows", self.o.hidden, "M") if self.by_input else Rows("x", self.o.hidden, "M", "token")
+        self.dy = Rows("dy", self.o.hidden, "M", "token")
+        self.a, self.dz = Rows("a", self.o.intermediate, "M"), Rows("dz", self.n, "M")
 
     def write(self) -> None:
         """Everything, forward before backward."""
@@ -268,8 +285,8 @@ class _Experts:
         p, o = self.passes, self.o
         n, h, i = self.n, o.hidden, o.intermediate
         first, second = ((n, h), (h, i)) if o.b_major == "k" else ((h, n), (i, h))
-        p.parameter("w1", o.experts, *first)
-        p.parameter("w2", o.experts, *second)
+        p.parameter("w1", o.experts, *first, weight=True)
+        p.parameter("w2", o.experts, *second, weight=True)
         if o.bias:
             p.parameter("b1", o.experts, n, grad="f32")
             p.parameter("b2", o.experts, h, grad="f32")
@@ -280,18 +297,17 @@ class _Experts:
     def forward(self) -> None:
         """Rows of tokens through both projections, and back to their tokens."""
         p, o = self.passes, self.o
-        keys: dict[str, Any] = {"gather": "x"}
-        reads = {"x": "x", "index": "token", "w": "w1", "offsets": "offsets"}
         if self.by_input:  # rows times their weights, which no GEMM can take by index
-            keys = {}
-            reads = {"x": p.buffer("rows", "M", o.hidden), "w": "w1", "offsets": "offsets"}
+            p.buffer("rows", "M", o.hidden)
             permuted = {"x": "x", "inverse": "inverse", "weights": "weights"}
             p.step((*BOTH, AGAIN), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
-        reads |= {"bias": "b1"} if o.bias else {}
-        keys |= p.gemm("grouped-gemm", self.n, o.hidden, b_major=o.b_major, bias=o.bias)
+        given = self.factors.product(p.firsts, self.x, "w1", o.b_major)
+        reads = {**given.reads, "offsets": "offsets", **({"bias": "b1"} if o.bias else {})}
+        keys = {**p.gemm("grouped-gemm", self.n, o.hidden, bias=o.bias), **given.keys}
         p.first("fc1", {**keys, **p.activation()}, reads, "a", "z")
-        reads = {"x": "a", "w": "w2", "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
-        keys = p.gemm("grouped-gemm", o.hidden, o.intermediate, b_major=o.b_major, bias=o.bias)
+        given = self.factors.product(BOTH, self.a, "w2", o.b_major)
+        reads = {**given.reads, "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
+        keys = {**p.gemm("grouped-gemm", o.hidden, o.intermediate, bias=o.bias), **given.keys}
         p.step(BOTH, "fc2", keys, reads, {"y": "o"})
         self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
 
@@ -307,17 +323,19 @@ class _Experts:
     def through(self) -> None:
         """From dy to the gradients of the rows of x, and of each row's weight."""
         p, o = self.passes, self.o
-        keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden, b_major=self.other), **p.activation("d")}
-        keys |= {"gather": "x", "recompute": True, "dbias": o.bias}
-        reads = {"x": "dy", "index": "token", "w": "w2", "preactivation": "z", "offsets": "offsets"}
+        given = self.factors.product(THROUGH, self.dy, "w2", o.b_major, backward=True)
+        keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden), **p.activation("d"), **given.keys}
+        keys |= {"recompute": True, "dbias": o.bias}
+        reads = {**given.reads, "preactivation": "z", "offsets": "offsets"}
         made = {"dz": "dz", "y": "a", **({"dbias": "db1"} if o.bias else {})}
         if not self.by_input:
             keys |= {"row_scale": True, "dprob": True}
             reads["row_scale"] = "row_scale"
             made["dprob"] = p.buffer("dprob", "M", dtype="f32")
         p.step(THROUGH, "fc2-dgrad", keys, reads, made)
-        keys = p.gemm("grouped-gemm", o.hidden, self.n, b_major=self.other)
-        p.step(THROUGH, "fc1-dgrad", keys, {"x": "dz", "w": "w1", "offsets": "offsets"}, {"y": "drows"})
+        given = self.factors.product(THROUGH, self.dz, "w1", o.b_major, backward=True)
+        keys = {**p.gemm("grouped-gemm", o.hidden, self.n), **given.keys}
+        p.step(THROUGH, "fc1-dgrad", keys, {**given.reads, "offsets": "offsets"}, {"y": "drows"})
 
     def choices_backward(self) -> None:
         """The gradients of the weights, of the logits, and through the router."""
@@ -358,21 +376,17 @@ class _Experts:
 
     def weights(self) -> None:
         """The gradients of the parameters."""
-        p, o = self.passes, self.o
-        index = {"offsets": "offsets", "index": "token"}
-        h, i = o.hidden, o.intermediate
-        p.wgrad("fc2-wgrad", "grouped-wgrad", ("dy", h), ("a", i), o.b_major, {"dw": "dw2"}, index, "dy")
+        p, o, offsets = self.passes, self.o, {"offsets": "offsets"}
+        tokens = Rows("x", o.hidden, "T")
+        p.wgrad("fc2-wgrad", "grouped-wgrad", self.dy, self.a, o.b_major, {"dw": "dw2"}, offsets)
         if o.bias:  # the sum of r dy over an expert's rows
             probs = p.buffer("probs", "T", o.experts, place=SCRATCH)
             keys = self.router_op("moe-probs", out_dtype=o.dtype)
             p.step(WEIGHTS, "probs", keys, {"indices": "indices", "weights": "weights"}, {"probs": probs})
-            p.wgrad("b2-grad", "dense-wgrad", (probs, o.experts), ("dy", h), "k", {"dw": "db2"})
+            chosen, dy = Rows(probs, o.experts, "T"), Rows("dy", o.hidden, "T")
+            p.wgrad("b2-grad", "dense-wgrad", chosen, dy, "k", {"dw": "db2"}, plain=True)
             p.parts["b2-grad"] |= {"out_dtype": "f32", "accumulate": False}
-        if self.by_input:
-            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("rows", h), o.b_major, {"dw": "dw1"},
-                    {"offsets": "offsets"})  # fmt: skip
-        else:
-            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("x", h), o.b_major, {"dw": "dw1"}, index, "x")
+        p.wgrad("fc1-wgrad", "grouped-wgrad", self.dz, self.x, o.b_major, {"dw": "dw1"}, offsets)
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
-            p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)
+            p.wgrad("router-wgrad", "dense-wgrad", Rows("dlogits", o.experts, "T"), tokens, "k", writes, plain=True)

@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.quant import SIDE
 
 ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
+QUANTISE = "quantise"  # makes codes of the weights, where the layer reads codes
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """shape: numbers, and the names of dims: "T" tokens, "M" rows. place: as in the module's docstring."""
+    """shape: numbers, and the names of dims: "T" tokens, "M" rows; tensors in scratch have others of `Program.dims`, too.
+    place: as in the module's docstring.
+    """
 
     name: str
     dtype: str
@@ -49,22 +53,29 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token."""
+    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token. experts:
+    groups of rows.
+    """
 
     parts: Mapping[str, Mapping[str, Any]]
     buffers: Mapping[str, Buffer]
     steps: Mapping[str, tuple[Step, ...]]
     topk: int
+    experts: int = 0
 
     def dims(self, tokens: int) -> dict[str, int]:
-        """The dims of shapes for so many tokens."""
-        return {"T": tokens, "M": tokens * self.topk}
+        """The dims of shapes for so many tokens: T, M, and the room of either for codes along the tokens, in blocks, too."""
+        found = {"T": tokens, "M": tokens * self.topk}
+        for name, groups in (("T", 0), ("M", self.experts)):
+            blocks = -(-(found[name] + (SIDE - 1) * groups) // SIDE)
+            found |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
+        return found
 
     def arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
         """What the caller gives to a pass: (inputs, outputs)."""
         inputs: dict[str, Buffer] = {}
         outputs: dict[str, Buffer] = {}
-        for step in self.steps[which]:
+        for step in self.steps.get(which, ()):
             for name in step.reads.values():
                 if self.buffers[name].place == ARGUMENT and name not in outputs:
                     inputs[name] = self.buffers[name]
@@ -77,7 +88,7 @@ class Program:
         if which == FORWARD:
             wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
         found: list[Step] = []
-        for step in reversed(self.steps[which]):
+        for step in reversed(self.steps.get(which, ())):
             if wanted & set(step.writes.values()):
                 found.append(step)
                 wanted |= set(step.reads.values())
