@@ -40,6 +40,7 @@ class LayerBench:
         graph: Replay | None = None
         try:
             forward, backward = trial.bind(FORWARD), trial.bind(BACKWARD)
+            trial.quantise()
 
             def both(handle: int) -> None:
                 forward(handle)

@@ -46,7 +46,7 @@ def _unknown(family: Family, table: Mapping[str, Any]) -> Iterator[tuple[str, An
     """The values that an operation does not take."""
     for key in family.keys:
         value = table[key.name]
-        if key.choices and not key.sweep and value not in (None, *key.choices):
+        if key.type == "choice" and not key.sweep and value not in (None, *key.choices):
             yield key.name, value, f"must be {one_of(key.choices)}"
 
 

@@ -69,6 +69,7 @@ class QuantiseSpec(TokenSpec):
     warps: int
     problem: QuantiseProblem | None
     summary: str
+    layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""

@@ -12,7 +12,7 @@ import numpy as np
 from fusekit.dtypes import DTYPES
 from fusekit.layers import Layer
 from fusekit.plan.layer import Options, program
-from fusekit.reference import decode, encode, held
+from fusekit.reference import codes, decode, encode, held
 from fusekit.store import NameRecord, Store
 from tests.bench.rig import Rig
 from tests.plan import layer_meaning
@@ -50,7 +50,7 @@ class Formula:
         arrays = {name: memory(tensor) for name, tensor in tensors.items()}
         with np.errstate(invalid="ignore"):
             given = {
-                name: decode(array, tensors[name].dtype).astype(np.float64) if array.dtype == np.uint16 else array
+                name: numbers(array, tensors[name].dtype)
                 for name, array in arrays.items()
             }
         made = layer_meaning.OPERATIONS[self.keys["op"]](self.keys, given, self.dims)
@@ -65,7 +65,17 @@ class Formula:
             if self.keys.get("accumulate") and name in ("dw", "dbias"):
                 values = values + given[name]
             dtype = tensors[name].dtype
+            if dtype == "e4m3":
+                arrays[name][...] = codes.encode(values, dtype)
+                continue
             arrays[name][...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
+
+
+def numbers(array: Any, dtype: str) -> Any:
+    """What the elements of a tensor in memory are worth."""
+    if dtype == "e4m3":
+        return codes.decode(array, dtype).astype(np.float64)
+    return decode(array, dtype).astype(np.float64) if array.dtype == np.uint16 else array
 
 
 def memory(tensor: Any) -> Any:
