@@ -15,7 +15,7 @@ from fusekit.spec.sweep import Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
-MOST_KERNELS = 72  # of a layer, each GEMM in three variants
+MOST_KERNELS = 88  # of a layer, each GEMM in three variants
 
 
 def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
