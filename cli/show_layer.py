@@ -70,7 +70,9 @@ def _memory(options: Options, made: Program) -> dict[str, Any]:
     from fusekit.plan.layer.program import QUANTISE
 
     dims = made.dims(options.tokens)
-    scratch = {which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps if which != QUANTISE}
+    scratch = {
+        which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps if which != QUANTISE
+    }
     codes = sum(each.bytes(dims) for each in made.arguments(QUANTISE)[1].values())
     places, kept = made.kept(dims)
     parts = {name: made.buffers[name].bytes(dims) for name in places}

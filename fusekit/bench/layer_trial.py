@@ -29,7 +29,7 @@ from fusekit.spec import Activation
 # comes through the scores' derivative is a difference of numbers that were rounded.
 LIMITS = {"y": 6e-3, "loss": 1e-4, "drouter": 3e-2, "drouter_bias": 3e-2, "dlogits": 3e-2, "dweights": 2e-2}
 LIMIT = 1e-2
-# So many times as far with a recipe: a number that lies between two codes may become either, which are 1/16 to 1/8 apart.
+# With a recipe so many times as far: a number between two codes, which are 1/16 to 1/8 apart, may become either.
 CODED = 2.5
 BOTH = "both"  # passes, in one graph
 SAMPLED_ROWS = 64  # of each expert's weight gradients, where there are more than can be compared

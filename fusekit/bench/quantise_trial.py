@@ -6,7 +6,6 @@ import numpy as np
 
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import Trial, Verdict
-from fusekit.dtypes import DTYPES
 from fusekit.plan.quantise import SQUARE
 from fusekit.reference import held, quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.runtime import Kernel, Library

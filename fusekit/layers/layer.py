@@ -23,8 +23,9 @@ _PLANS_KEPT = 64  # token counts differ from step to step
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass. codes: of
-    the arguments, those that `Layer.quantise` writes.
+    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass.
+
+    codes: of arguments, those that `Layer.quantise` writes.
     """
 
     kept: int
@@ -74,8 +75,8 @@ class Layer:
     """A layer of the store `library`, for one architecture.
 
     `options` say what it is. `inputs(pass)` and `outputs(pass)` are what the caller gives: shapes with the dims "T",
-    tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for. A layer with a recipe has
-    one pass more, "quantise", which makes codes of the weights for the others.
+    tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for. A layer with a
+    recipe has one pass more, "quantise", which makes codes of the weights for the others.
     """
 
     def __init__(self, library: Library, name: str, arch: str | None = None, device: int | None = None) -> None:
@@ -136,9 +137,9 @@ class Layer:
         return self._bind(BACKWARD, kept, scratch, arguments)
 
     def bind_quantise(self, **arguments: Any) -> Pass:
-        """The pass that makes codes of weights, for layers with a recipe: w1, and w1_q, w1_s, w1_t and w1_ts, and so on.
+        """The pass of layers with a recipe that makes codes of weights: of w1 w1_q, w1_s, w1_t and w1_ts, and so on.
 
-        Launch it whenever weights have changed, such as after each step of the optimiser; the other passes read the codes.
+        Launch it when weights have changed, such as after each step of the optimiser; the other passes read the codes.
         arguments: `inputs("quantise")` and `outputs("quantise")` by name; a weight may be left out with all its codes.
         """
         return self._bind(QUANTISE, None, None, arguments)
@@ -209,7 +210,9 @@ class Layer:
         """The outputs among `given`, of which every one must be an argument."""
         inputs, outputs = self.program.arguments(which)
         if which == QUANTISE and not inputs:
-            raise ArgumentError(f"{self.name} has no recipe, so its passes read the weights themselves; quantise nothing")
+            raise ArgumentError(
+                f"{self.name} has no recipe, so its passes read the weights themselves; quantise nothing"
+            )
         unknown = sorted(set(given) - inputs.keys() - outputs.keys())
         if unknown:
             raise ArgumentError(

@@ -23,8 +23,8 @@ QUANTISE_KEYS = (
     Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own.",
         default=False),
     Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
-    Key("groups", "bool", "Transposed codes of tokens are of groups of rows, and w is [E, N, K]; false: all rows are one "
-        "group, without offsets, and w is [N, K].", default=True),
+    Key("groups", "bool", "Transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows are one, "
+        "without offsets, and w is [N, K].", default=True),
     Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
         default=False),
     Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),
@@ -41,8 +41,9 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 @dataclass(frozen=True, slots=True)
 class QuantiseProblem:
-    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups. T: the
-    rows of a gathered x, 0 for M.
+    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups.
+
+    T: the rows of a gathered x, 0 for M.
     """
 
     M: int

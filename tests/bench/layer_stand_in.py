@@ -49,10 +49,7 @@ class Formula:
     def _compute(self, tensors: Any) -> None:
         arrays = {name: memory(tensor) for name, tensor in tensors.items()}
         with np.errstate(invalid="ignore"):
-            given = {
-                name: numbers(array, tensors[name].dtype)
-                for name, array in arrays.items()
-            }
+            given = {name: numbers(array, tensors[name].dtype) for name, array in arrays.items()}
         made = layer_meaning.OPERATIONS[self.keys["op"]](self.keys, given, self.dims)
         self.wrong(self.part, made)
         with np.errstate(invalid="ignore"):  # what no kernel reads may be anything

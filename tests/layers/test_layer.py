@@ -142,7 +142,7 @@ def test_codes_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
         ({"w1_s": None}, r"the quantise pass needs w1_s, too; give w1_s \[8, 3, 2\]"),
         ({"w2": None}, r"needs w2, too; give w2 \[8, 144, 192\]"),
         ({"w2_t": Torchlike((8, 192, 143), "torch.float8_e4m3fn")}, r"; it must be e4m3 \[8, 192, 144\]"),
-        (dict.fromkeys(("w1_q", "w1_s", "w1_t", "w1_ts", "w2_q", "w2_s", "w2_t", "w2_ts")), "no codes to write are given"),
+        ({f"{w}_{end}": None for w in ("w1", "w2") for end in ("q", "s", "t", "ts")}, "no codes to write are given"),
         ({"x": Torchlike((8, 144))}, "the quantise pass has no x"),
     ],
 )  # fmt: skip

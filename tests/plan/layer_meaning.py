@@ -205,5 +205,6 @@ OPERATIONS = {
     "dense-gemm": gemm, "grouped-gemm": gemm, "dense-wgrad": wgrad, "grouped-wgrad": wgrad, "router-topk": topk,
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
     "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "router-aux-score": aux_score,
-    "router-aux-score-bwd": aux_score_bwd, "quantise": quantise, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
+    "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
+    "quantise": quantise,
 }  # fmt: skip

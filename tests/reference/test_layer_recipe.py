@@ -1,4 +1,4 @@
-"""The recipe fp8-block in a layer: against Transformer Engine's, written down once more; its error; a small training."""
+"""The recipe fp8-block in a layer: against Transformer Engine's, written down anew; its error; a small training."""
 
 import ml_dtypes
 import numpy as np
@@ -44,7 +44,7 @@ def layer_of(experts, topk, recipe):
 
 
 def by_transformer_engine(kept, tensors, grad_y):
-    """y, and the gradients of x (of the experts alone), w1 and w2, expert by expert as three linear layers have them."""
+    """y, and the gradients of x (of the experts alone), w1 and w2, expert by expert as linear layers have them."""
     found = {"y": np.zeros_like(kept.x), "x": np.zeros_like(kept.x), "w1": [], "w2": []}
     weight = np.empty(kept.token.size)
     weight[kept.inverse.reshape(-1)] = kept.weights.reshape(-1)
@@ -122,7 +122,7 @@ class InBf16(Layer):
 
 
 def losses_of(layer, steps):
-    """A training: next tokens of a Markov chain, by an embedding, the layer beside a residual, and an unembedding; Adam."""
+    """A training: next tokens of a Markov chain, by an embedding, the layer and a residual, an unembedding; Adam."""
     words, hidden, width, tokens = 48, 128, 64, 96
     rng = np.random.default_rng(5)
     chain = rng.dirichlet(np.full(words, 0.1), size=words)

@@ -87,7 +87,8 @@ def problems(*tables, **defaults):
         (
             {"recipe": "fp8-block", "hidden": 264, "intermediate": 96, "shared": 72},
             ["hidden = 264: a row of codes must be a multiple of 16 bytes; say a multiple of 16",
-             "intermediate = 96: 64 columns of gate or up have one scale of w1; say a multiple of 64, or another layout",
+             "intermediate = 96: 64 columns of gate or up have one scale of w1; say a multiple of 64, or another "
+             "layout",
              "shared = 72: a row of codes must be a multiple of 16 bytes; say a multiple of 16"],
         ),
         (

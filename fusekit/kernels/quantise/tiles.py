@@ -56,7 +56,7 @@ class QuantiseTiles:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, index, offsets, x_q, x_s, x_t, x_ts, stream: CUstream):
-        """Launch. x [M, K] (gathered: [T, K]); for squares [E, N, K] or [N, K]. What this kernel does without is None."""
+        """Launch. x [M, K] (gathered: [T, K]); for squares [E, N, K] or [N, K]. What it does without is None."""
         first = 1 if self.matrices else 0
         columns = x.shape[first + 1]
         rows = index.shape[0] if cutlass.const_expr(self.gather) else x.shape[first]
@@ -192,9 +192,7 @@ class QuantiseTiles:
         row = place.row + thread
         (word,) = lanes.load(index.toint() + Int64(row) * 4, 4, (thread < SIDE) & (row < place.end), fill=-1)
         there = Int32(word) < tokens
-        lanes.shared_store_u32_if(
-            chosen + thread * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), thread < SIDE
-        )
+        lanes.shared_store_u32_if(chosen + thread * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), thread < SIDE)
         cute.arch.sync_threads()
 
     @cute.jit

@@ -101,8 +101,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             'projection\'s result; or "x", nothing: z is computed once more.', choices=("z", "x"), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
-        Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", e4m3 '
-            "codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
+        Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
+            "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip

@@ -21,7 +21,8 @@ ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """shape: numbers, and the names of dims: "T" tokens, "M" rows; tensors in scratch have others of `Program.dims`, too.
+    """shape: numbers, and the names of dims: "T" tokens, "M" rows, and in scratch memory others of `Program.dims`.
+
     place: as in the module's docstring.
     """
 
@@ -64,7 +65,7 @@ class Program:
     experts: int = 0
 
     def dims(self, tokens: int) -> dict[str, int]:
-        """The dims of shapes for so many tokens: T, M, and the room of either for codes along the tokens, in blocks, too."""
+        """The dims of shapes for so many tokens: T, M, and the room that codes along either take, also in blocks."""
         found = {"T": tokens, "M": tokens * self.topk}
         for name, groups in (("T", 0), ("M", self.experts)):
             blocks = -(-(found[name] + (SIDE - 1) * groups) // SIDE)
