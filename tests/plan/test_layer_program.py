@@ -39,6 +39,7 @@ CASES = {
     "fp8-mlp-as-stored": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "b_major": "n", "keep": "x",
                           "activation": {"kind": "gelu"}},
 }  # fmt: skip
+PLAIN = [name for name, said in CASES.items() if "recipe" not in said]  # whose results are those of plain formulas
 
 
 def options(**said):
