@@ -42,7 +42,7 @@ def signature(spec: QuantiseSpec) -> Signature:
         tuple(_rows(spec)),
         (Dim("M", maximum=MOST_ROWS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS), *groups, *tokens),
         constraints=(room,) if grouped else (),
-        skip_if_zero=("M",),
+        skip_if_zero=("M",) if spec.groups else (),
     )
 
 
@@ -60,7 +60,7 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     elif spec.rows:
         found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
     if spec.transpose:
-        token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["ceildiv", "M", SIDE]
+        token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["max", 1, ["ceildiv", "M", SIDE]]
         padded: Expr = "P" if spec.groups else ["mul", SIDE, token_blocks]
         found.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
         found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, "K"), ("K", 1)))

@@ -79,12 +79,13 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
         return found
     for group, end in enumerate(ends):
         begin = int(ends[group - 1]) if group else 0
-        if end > begin:
-            turned = np.zeros((columns, starts[group + 1] - starts[group]), np.float32)
+        if end > begin or not keys["groups"]:
+            start, stop = starts[group], max(starts[group + 1], starts[group] + SIDE)
+            turned = np.zeros((columns, stop - start), np.float32)
             turned[:, : end - begin] = x[begin:end].T
             codes, scale = blocks(turned, 1, SIDE, rule)
-            found["x_t"][:, starts[group] : starts[group + 1]] = codes
-            found["x_ts"][starts[group] // SIDE : starts[group + 1] // SIDE] = scale.T
+            found["x_t"][:, start:stop] = codes
+            found["x_ts"][start // SIDE : stop // SIDE] = scale.T
     return found
 
 
@@ -147,7 +148,7 @@ def quantise_output_shapes(
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
     shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")} if keys["rows"] else {}
     if keys["transpose"]:
-        room = -(-(M + (SIDE - 1) * E * keys["groups"]) // SIDE) * SIDE
+        room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE if keys["groups"] else max(-(-M // SIDE), 1) * SIDE
         shapes |= {"x_t": ((K, room), "e4m3"), "x_ts": ((room // SIDE, K), "f32")}
     return shapes
 

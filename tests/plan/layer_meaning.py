@@ -91,7 +91,9 @@ def quantise(keys, given, dims):
     if keys["transpose"]:
         ends = given["offsets"] if keys["groups"] else [len(rows)]
         starts, room = codes.padded_starts(ends), dims["M_padded" if keys["groups"] else "T_padded"]
-        found |= {"x_t": np.full((rows.shape[1], room), np.nan), "x_ts": np.full((room // 128, rows.shape[1]), np.nan)}
+        unwritten = np.nan if keys["groups"] else 0.0  # without rows, one group has a block of zeros
+        shapes = {"x_t": (rows.shape[1], room), "x_ts": (room // 128, rows.shape[1])}
+        found |= {name: np.full(shape, unwritten) for name, shape in shapes.items()}
         for start, next_, own in zip(starts, starts[1:], slices(ends), strict=False):
             turned = np.zeros((rows.shape[1], next_ - start))
             turned[:, : own.stop - own.start] = rows[own].T

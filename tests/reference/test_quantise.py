@@ -121,6 +121,13 @@ def test_without_groups_all_rows_are_one():
     assert np.array_equal(found["x_t"], want["x_t"][:, :256]) and np.array_equal(found["x_q"], want["x_q"])
 
 
+def test_without_rows_one_group_has_a_block_of_zeros():
+    keys = KEYS | {"transpose": True, "groups": False}
+    found = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
+    assert found["x_t"].shape == (48, 128) and not found["x_t"].any()
+    assert found["x_ts"].shape == (1, 48) and (found["x_ts"] == 1).all()
+
+
 def test_squares_are_the_same_bytes_in_both_orientations():
     keys = KEYS | {"blocks": "128x128", "transpose": True}
     inputs = reference.quantise_inputs(keys, M=144, K=272, E=2)

@@ -53,6 +53,8 @@ class QuantiseTiles:
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
         self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
         self.by_row, self.gather = rows, gather
+        # Without rows, one group still has a block of zeros, for a weight gradient to read.
+        self.never_empty = transpose and not groups and not self.square
 
     @cute.jit
     def __call__(self, x: cute.Tensor, index, offsets, x_q, x_s, x_t, x_ts, stream: CUstream):
@@ -62,6 +64,8 @@ class QuantiseTiles:
         rows = index.shape[0] if cutlass.const_expr(self.gather) else x.shape[first]
         groups = x.shape[0] if cutlass.const_expr(self.matrices) else Int32(1)
         tiles = (rows + (SIDE - 1)) // SIDE
+        if cutlass.const_expr(self.never_empty):
+            tiles = cutlass.max(tiles, 1)
         if cutlass.const_expr(self.matrices):
             tiles = tiles * groups
         if cutlass.const_expr(self.grouped):
@@ -114,7 +118,7 @@ class QuantiseTiles:
         if cutlass.const_expr(self.transpose):
             turned = (x_t.toint(), t_strides, x_ts.toint())
         extents = (rows, columns)
-        if place.row < place.end:
+        if (place.row < place.end) | self.never_empty:
             if cutlass.const_expr(self.gather):
                 self.choose(index, tokens, place, chosen, thread)
             self.fetch(source, place, columns, first, shared, thread)

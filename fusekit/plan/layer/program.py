@@ -68,7 +68,7 @@ class Program:
         """The dims of shapes for so many tokens: T, M, and the room that codes along either take, also in blocks."""
         found = {"T": tokens, "M": tokens * self.topk}
         for name, groups in (("T", 0), ("M", self.experts)):
-            blocks = -(-(found[name] + (SIDE - 1) * groups) // SIDE)
+            blocks = max(-(-(found[name] + (SIDE - 1) * groups) // SIDE), 1)
             found |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
         return found
 
