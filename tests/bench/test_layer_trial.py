@@ -179,6 +179,27 @@ def test_times_of_passes_and_of_one_graph(rig: Rig, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("idle")
+def test_the_codes_of_weights_are_timed_apart(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    made = small(**CASES["fp8"])
+    layer = publish(tmp_path, made)
+    install(monkeypatch, rig)
+    code, document = run(capsys, layer, "--time", "--rows", "40")
+    assert code == 0
+    steps = {which: len(each) for which, each in program(made).steps.items()}
+    steps["both"] = steps["forward"] + steps["backward"]
+    assert {which: each["ms"] for which, each in document["passes"].items()} == {
+        which: MS * steps[which] for which in ("forward", "backward", "both", "quantise")
+    }
+    assert document["passes"]["quantise"]["tflops"] is None
+    assert document["memory"]["codes"] > 0
+    assert main(["run", layer, "--time"]) == 0
+    out = capsys.readouterr().out
+    assert "quantise: 1 ms, host" in out
+    assert "codes of the weights" in out
+    assert not rig.memory
+
+
+@pytest.mark.usefixtures("idle")
 def test_a_benchmark_of_a_layer(rig: Rig, cpu_torch: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     made = small()
     layer = publish(tmp_path, made)
