@@ -16,6 +16,7 @@ from fusekit.reference.inputs import group_sizes, offsets_of
 if TYPE_CHECKING:
     from fusekit.spec.quantise import QuantiseSpec
 
+USUAL = {"rows": True, "groups": True, "gather": False}  # what a spec may leave out
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -172,4 +173,4 @@ def quantise_check(
 
 
 def _canonical(spec: QuantiseSpec | Mapping[str, Any]) -> Mapping[str, Any]:
-    return spec if isinstance(spec, Mapping) else spec.canonical()
+    return {**USUAL, **(spec if isinstance(spec, Mapping) else spec.canonical())}

@@ -83,7 +83,7 @@ def test_codes_of_weights_are_the_references_bit_for_bit(trial, name):
     for weight in one.layer.inputs(QUANTISE):
         shape = buffers[weight].shape
         keys = {"op": "quantise", "out": "fp8-block", "blocks": "128x128", "scales": "pow2", "transpose": True,
-                "rows": True, "groups": len(shape) == 3, "gather": False}  # fmt: skip
+                "groups": len(shape) == 3}  # fmt: skip
         given = {"w": np.frombuffer(one.arrays[weight].download(), np.uint16).reshape(shape)}
         got = {
             f"w_{end}": np.frombuffer(one.arrays[f"{weight}_{end}"].download(), kind).reshape(

@@ -12,8 +12,7 @@ from fusekit.reference.codes import padded_starts
 from fusekit.reference.quantise import blocks, scale_of
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False,
-        "rows": True, "groups": True, "gather": False}  # fmt: skip
+KEYS = {"op": "quantise", "out": "fp8-block", "blocks": "1x128", "scales": "pow2", "transpose": False}
 
 
 @pytest.mark.parametrize("name", TYPES)
