@@ -96,10 +96,9 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
             " allow; build it with accumulate = false and add in JAX",
             argument="accumulate",
         )
-    weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
-    inputs = {**layer.inputs("forward"), **weights, **codes}
+    inputs = _inputs(layer)
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
-    own = [*_LEAD, _QUANTISE] if codes else [*_LEAD]
+    own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
     passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in own}
 
     def inference(given: Arrays) -> Arrays:
@@ -126,6 +125,14 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     run = jax.custom_vjp(inference)
     run.defvjp(forward, backward, symbolic_zeros=True)
 
+    return _calls(layer, name, run, passes)
+
+
+def _calls(layer: Layer, name: str, run: Callable[[Arrays], Arrays], passes: Mapping[str, _Pass]) -> Callable[..., Any]:
+    """What `moe` returns. run: the passes on every input by name, with a derivative."""
+    weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
+    inputs = {each: buffer for each, buffer in _inputs(layer).items() if each not in codes}
+
     def coded(params: Mapping[str, Any]) -> Arrays:
         if not codes:
             return {}
@@ -139,16 +146,19 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
         held = {each: params[each] for each in codes if each in params}
         given = {each: array for each, array in params.items() if each not in held}
-        wanted = {each: buffer for each, buffer in inputs.items() if each not in codes}
-        given = _arguments(layer, name, wanted, {"x": x, **given, **more})
+        given = _arguments(layer, name, inputs, {"x": x, **given, **more})
         layer.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
-        given |= held or coded(given)
-        made = run(given)
+        made = run(given | (held or coded(given)))
         y = made["y"].reshape(x.shape)
         return (y, made["loss"][0]) if "loss" in made else y
 
     call.quantise = quantise  # type: ignore[attr-defined]
     return call
+
+
+def _inputs(layer: Layer) -> dict[str, Any]:
+    """What the forward pass reads; with a recipe the weights and all of their codes, too."""
+    return {**layer.inputs("forward"), **layer.inputs(_QUANTISE), **layer.outputs(_QUANTISE)}
 
 
 class _Pass:
