@@ -75,8 +75,8 @@ def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | 
         peak = peak_of(trial.device.name)
         for which, timing in trial.time().items():
             work = Work(flops(layer, which, tokens), 0)
-            rates = {"tflops": work.rates(timing.ms)[0] if tokens else None}
-            share = None if peak is None or not tokens else work.share(timing.ms, peak)
+            rates = {"tflops": work.rates(timing.ms)[0] if work.flops else None}
+            share = None if peak is None or not work.flops else work.share(timing.ms, peak)
             document["passes"][which] = {
                 "ms": timing.ms, **rates, "peak_share": share, "host_us": timing.host_us,
             }  # fmt: skip
@@ -88,7 +88,7 @@ def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | 
 def _memory(trial: Any) -> dict[str, int]:
     sizes = trial.sizes
     return {"kept": sizes.kept, "scratch": sizes.scratch, "forward": sizes.forward, "inference": sizes.inference,
-            "backward": sizes.backward}  # fmt: skip
+            "backward": sizes.backward, "codes": sizes.codes}  # fmt: skip
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -105,4 +105,5 @@ def _print(document: dict[str, Any]) -> None:
         line += "" if each["peak_share"] is None else f", {each['peak_share']:.1%} of peak"
         click.echo(f"{line}, host {each['host_us']:.2f} us")
     memory = document["memory"]
-    click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}")
+    codes = f", codes of the weights {output.size(memory['codes'])}" if memory["codes"] else ""
+    click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}{codes}")

@@ -72,11 +72,16 @@ def _tensors(buffers: Iterable[Buffer]) -> list[dict[str, Any]]:
 
 def _memory(options: Options, made: Program) -> dict[str, Any]:
     """Bytes for the tokens of the spec."""
+    from fusekit.plan.layer.program import QUANTISE
+
     dims = made.dims(options.tokens)
-    scratch = {which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps}
+    scratch = {
+        which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps if which != QUANTISE
+    }
+    codes = sum(each.bytes(dims) for each in made.arguments(QUANTISE)[1].values())
     places, kept = made.kept(dims)
     parts = {name: made.buffers[name].bytes(dims) for name in places}
-    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch}
+    return {"tokens": options.tokens, "kept": kept, "kept_buffers": parts, "scratch": scratch, "codes": codes}
 
 
 def text(session: Session, document: Mapping[str, Any]) -> None:
@@ -114,6 +119,8 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
             click.echo(f"  scratch, {which:<18} {output.size(size)}")
     for name, size in memory["windows"].items():
         click.echo(f"  window {name:<19} {output.size(size)}, shared by layers of the same size")
+    if memory["codes"]:
+        click.echo(f"  codes of the weights        {output.size(memory['codes'])}")
     click.echo()
     kernels = [(row["name"], row["arch"], row["op"], row["registers"], row["key"][:12]) for row in document["kernels"]]
     output.table(session, ("NAME", "ARCH", "OP", "REGISTERS", "KEY"), kernels, right=("REGISTERS",))

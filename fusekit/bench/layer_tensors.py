@@ -47,7 +47,7 @@ class Made:
         count = int(np.prod(self.shape)) - start if count is None else count
         numbers = self._numbers
         first = start % len(numbers)
-        turns = -(-(first + count) // len(numbers))
+        turns = max(-(-(first + count) // len(numbers)), 1)
         return np.concatenate([numbers] * turns)[first : first + count].astype(np.float64)
 
     def whole(self) -> Array:

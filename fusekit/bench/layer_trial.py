@@ -19,8 +19,9 @@ from fusekit.errors import UsageError
 from fusekit.layers import Layer
 from fusekit.plan.layer import Options
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.plan.quant import NONE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray, Library
@@ -30,6 +31,8 @@ from fusekit.spec import Activation
 # comes through the scores' derivative is a difference of numbers that were rounded.
 LIMITS = {"y": 6e-3, "loss": 1e-4, "drouter": 3e-2, "drouter_bias": 3e-2, "dlogits": 3e-2, "dweights": 2e-2}
 LIMIT = 1e-2
+# With a recipe so many times as far: a number between two codes, which are 1/16 to 1/8 apart, may become either.
+CODED = 2.5
 BOTH = "both"  # passes, in one graph
 SAMPLED_ROWS = 64  # of each expert's weight gradients, where there are more than can be compared
 CHECKED = (256, 32)  # tokens, and those of a layer with weights of more than MANY elements
@@ -95,14 +98,16 @@ class LayerTrial:
         self.sizes = layer.sizes(tokens)
         dims = layer.program.dims(tokens)
         self._dims = dims
-        inputs = layer.inputs(FORWARD) | layer.inputs(BACKWARD)
+        self.codes = layer.outputs(QUANTISE)
+        inputs = layer.inputs(QUANTISE) | layer.inputs(FORWARD) | layer.inputs(BACKWARD)
+        inputs = {name: buffer for name, buffer in inputs.items() if name not in self.codes}
         added = _added(layer)
         try:
             self._make(inputs, seed)
             for name, buffer in inputs.items():
                 self._place(name, buffer.extents(dims), buffer.dtype, guard=0)
                 self.made[name].place(self.arrays[name])
-            for name, buffer in self.outputs.items():
+            for name, buffer in (self.codes | self.outputs).items():
                 self._place(name, buffer.extents(dims), buffer.dtype)
                 if name in added:
                     self.made[name] = made_up(name, buffer.extents(dims), buffer.dtype, self.options, seed)
@@ -151,12 +156,15 @@ class LayerTrial:
     def bind(self, which: str) -> Any:
         """A pass on the tensors; inference keeps nothing."""
         kept = {} if which == INFERENCE else {"kept": self.arrays["kept"]}
+        if which == QUANTISE:
+            return self.layer.bind_quantise(**self._arguments(which))
         bind = self.layer.bind_backward if which == BACKWARD else self.layer.bind_forward
         return bind(**kept, scratch=self.arrays["scratch"], **self._arguments(which))
 
     def launch(self) -> None:
         """Inference, then forward and, if there is one, backward, and waits. What inference gave is kept apart."""
         inference, passes = self.bind(INFERENCE), [self.bind(which) for which in self.passes]
+        self.quantise()
         with own_stream(self.devices, self.device) as stream:
             inference(stream)
             self._wait(stream)
@@ -173,13 +181,22 @@ class LayerTrial:
         """Those of training, in order; of a layer for inference, its forward pass."""
         return (FORWARD, BACKWARD) if self.options.trained else (FORWARD,)
 
+    def quantise(self) -> None:
+        """Makes the codes of the weights, where the layer reads codes, and waits."""
+        if self.codes:
+            with own_stream(self.devices, self.device) as stream:
+                self.bind(QUANTISE)(stream)
+                self._wait(stream)
+
     @contextmanager
     def runs(self, stream: int) -> Iterator[dict[str, Run]]:
-        """Each pass, bound, and all of them as one CUDA graph (`BOTH`)."""
+        """Each pass, bound, and all of them but that of codes as one CUDA graph (`BOTH`)."""
+        self.quantise()
         bound: dict[str, Run] = {which: self.bind(which) for which in self.passes}
         graph = Replay(self.devices, [*bound.values()], len(bound), stream)
+        codes: dict[str, Run] = {QUANTISE: self.bind(QUANTISE)} if self.codes else {}
         try:
-            yield {**bound, BOTH: graph}
+            yield {**bound, BOTH: graph, **codes}
         finally:
             graph.close()
 
@@ -208,9 +225,9 @@ class LayerTrial:
                 errors[name] = self._sums(name, expected, problems)
             else:
                 errors[name] = self._compare(name, self._download(name), expected, problems)
-        for name in ("kept", "scratch"):
+        for name in ("kept", "scratch", *self.codes):
             problems += written_around(name, self.arrays[name])
-        worst = max((errors[name] / _limit(name) for name in errors), default=0.0)
+        worst = max((errors[name] / _limit(name, self.options) for name in errors), default=0.0)
         found = {"fro": max(errors.values(), default=0.0), "max_scaled": worst}
         return Verdict(not problems, found, problems), errors
 
@@ -222,8 +239,9 @@ class LayerTrial:
             tensors["router"] = self._router
         coefficient = LOSS * self.tokens if o.router.get("aux_loss") else None
         layer = definition.Layer(
-            _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient
-        )
+            _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient,
+            o.recipe,
+        )  # fmt: skip
         y, loss, kept = definition.forward(layer, made["x"].whole(), tensors)
         back = self._gradients(layer, tensors, kept) if o.trained else {}
         found: dict[str, Any] = {"y": y, "loss": np.array([loss])}
@@ -257,7 +275,7 @@ class LayerTrial:
         return np.frombuffer(array.download(start * kind.itemsize, size), kind)
 
     def _compare(self, name: str, got: NDArray[Any], want: Array, problems: list[str], where: str = "") -> float:
-        found = _Distance(name, self.arrays[name].dtype)
+        found = _Distance(name, self.arrays[name].dtype, _limit(name, self.options))
         if name not in self.made:
             found.look(got)
         before = self.made[name].values() if name in self.made else None
@@ -268,7 +286,7 @@ class LayerTrial:
         """A gradient of weights, expert by expert: all that was written, of large ones some rows compared."""
         array = self.arrays[name]
         count, height, width = array.shape if len(array.shape) == 3 else (1, *array.shape)
-        rng, found = np.random.default_rng(0), _Distance(name, array.dtype)
+        rng, found = np.random.default_rng(0), _Distance(name, array.dtype, _limit(name, self.options))
         for expert in range(count):
             rows = np.arange(height)
             if count * height * width > WHOLE_ELEMENTS and height > SAMPLED_ROWS:
@@ -292,8 +310,8 @@ class LayerTrial:
 class _Distance:
     """The relative error of an output, a part at a time."""
 
-    def __init__(self, name: str, dtype: str) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: str, limit: float) -> None:
+        self.name, self.dtype, self.limit = name, dtype, limit
         self.apart = self.size = 0.0
         self.untouched = 0
 
@@ -312,16 +330,16 @@ class _Distance:
     def settle(self, problems: list[str], where: str = "") -> float:
         """The error; adds to the problems what is wrong."""
         error = float(np.sqrt(self.apart / self.size)) if self.size else float(np.sqrt(self.apart))
-        limit = _limit(self.name)
         if self.untouched:
             problems.append(f"{where}{self.name}: {self.untouched} elements were not written")
-        elif not error <= limit:
-            problems.append(f"{where}{self.name}: WRONG, relative error {error:.2g}, at most {limit:g}")
+        elif not error <= self.limit:
+            problems.append(f"{where}{self.name}: WRONG, relative error {error:.2g}, at most {self.limit:g}")
         return error
 
 
-def _limit(name: str) -> float:
-    return LIMITS.get(name.removeprefix("inference "), LIMIT)
+def _limit(name: str, o: Options) -> float:
+    usual = LIMITS.get(name.removeprefix("inference "), LIMIT)
+    return usual if o.recipe == NONE or name.endswith("loss") else CODED * usual
 
 
 def _added(layer: Layer) -> set[str]:

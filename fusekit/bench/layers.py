@@ -14,6 +14,7 @@ from fusekit.bench.roofline import Work, peak_of
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
 from fusekit.choice.tuning import Row
+from fusekit.plan.layer.program import QUANTISE
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import Device, Library
 
@@ -34,7 +35,9 @@ class LayerBench(Bench):
         try:
             with trial.runs(stream) as runs:
                 lines = [
-                    Line("fusekit", run, which, Work(flops(layer, which, count), 0)) for which, run in runs.items()
+                    Line("fusekit", run, which, Work(flops(layer, which, count), 0))
+                    for which, run in runs.items()
+                    if which != QUANTISE  # which multiplies nothing
                 ]
                 self.time(lines, stream)
         finally:

@@ -11,6 +11,7 @@ from fusekit.plan.quantise import SQUARE
 from fusekit.reference import held, quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.runtime import Kernel, Library
 
+CODES = "e4m3"
 DEFAULT = {"E": 4, "M": 4096, "K": 2880}  # where a spec has no problem
 
 
@@ -24,11 +25,13 @@ class QuantiseTrial(Trial):
         if rows is not None:
             self.problem["M"] = rows
         groups, count, columns = (int(self.problem[name]) for name in ("E", "M", "K"))
-        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, seed=seed)
+        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, T=int(self.problem.get("T", 0)), seed=seed)
         self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
         elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
-        made = sum(int(np.prod(shape)) * DTYPES[dtype].bytes for shape, dtype in self.outputs.values())
-        self.work = Work(flops=0, bytes=elements * DTYPES["bf16"].bytes + made)
+        read = sum(value.nbytes for value in self.inputs.values())
+        codes = elements * sum(dtype == CODES for _, dtype in self.outputs.values())
+        more = ((int(np.prod(shape)), dtype) for shape, dtype in self.outputs.values() if dtype != CODES)
+        self.work = Work(flops=0, bytes=read + codes + sum(size * DTYPES[dtype].bytes for size, dtype in more))
         self._place_all()
 
     def check(self) -> Verdict:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusekit.abi import Constraint, Dim, Expr, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.plan.quantise import AMAX, MX_SIDE, MXFP8, ROW, SIDE, SQUARE, SWIZZLED
@@ -13,7 +11,7 @@ MOST_ROWS = 2**30
 MOST_COLUMNS = 2**24
 MOST_GROUPS = 2**16
 PADDED: Expr = ["add", "M", ["mul", SIDE - 1, "E"]]  # rows, of which each group begins at a multiple of SIDE
-OPERANDS = ("x", "offsets", "x_q", "x_s", "x_t", "x_ts")
+OPERANDS = ("x", "index", "offsets", "x_q", "x_s", "x_t", "x_ts")
 
 
 def plan(spec: QuantiseSpec) -> TracePlan:
@@ -32,8 +30,9 @@ def plan(spec: QuantiseSpec) -> TracePlan:
         return token_wise(MxTiles(spec.transpose, spec.scale_layout), OPERANDS, made)
     names = OPERANDS
     if spec.blocks == SQUARE:
-        names = ("w", "offsets", "w_q", "w_s", "w_t", "w_ts")
-    return token_wise(QuantiseTiles(spec.blocks, spec.scales, spec.transpose), names, made)
+        names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
+    keys = (spec.blocks, spec.scales, spec.transpose, spec.rows, spec.groups, spec.gather)
+    return token_wise(QuantiseTiles(*keys), names, made)
 
 
 def signature(spec: QuantiseSpec) -> Signature:
@@ -45,30 +44,37 @@ def signature(spec: QuantiseSpec) -> Signature:
         return Signature(spec.arch, tuple(_mx(spec)), (rows, columns), skip_if_zero=("M",))
     if spec.out == AMAX:
         return Signature(spec.arch, tuple(_largest(spec)), (rows, columns, Dim("E", minimum=1, maximum=MOST_GROUPS)))
-    groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if spec.transpose else []
+    grouped = spec.transpose and spec.groups
+    groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if grouped else []
+    tokens = [Dim("T", maximum=MOST_ROWS)] if spec.gather else []
     room = Constraint(["max", 0, ["sub", PADDED, "P"]], f"x_t must have room for M + {SIDE - 1} E tokens")
     return Signature(
         spec.arch,
         tuple(_rows(spec)),
-        (rows, columns, *groups),
-        constraints=(room,) if spec.transpose else (),
-        skip_if_zero=("M",),
+        (rows, columns, *groups, *tokens),
+        constraints=(room,) if grouped else (),
+        skip_if_zero=("M",) if spec.groups else (),
     )
 
 
 def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     blocks: Expr = ["ceildiv", "K", SIDE]
-    found = [_matrix("x", "input", "bf16", ("M", "K"), 8)]
-    if spec.transpose:
+    found = [_matrix("x", "input", "bf16", ("T" if spec.gather else "M", "K"), 8)]
+    if spec.gather:
+        found.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
+    if spec.transpose and spec.groups:
         found.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
-    found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
+    if spec.rows:
+        found.append(_matrix("x_q", "output", "e4m3", ("M", "K"), VECTOR))
     if spec.out == ROW:
         found.append(TensorArgument("x_s", "output", "f32", ("M",), (1,), alignment=4))
-    else:
+    elif spec.rows:
         found.append(TensorArgument("x_s", "output", "f32", (blocks, "M"), ("x_s.stride0", 1), alignment=4))
     if spec.transpose:
-        found.append(_matrix("x_t", "output", "e4m3", ("K", "P"), VECTOR))
-        found.append(TensorArgument("x_ts", "output", "f32", (["floordiv", "P", SIDE], "K"), ("K", 1)))
+        token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["max", 1, ["ceildiv", "M", SIDE]]
+        padded: Expr = "P" if spec.groups else ["mul", SIDE, token_blocks]
+        found.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
+        found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, "K"), ("K", 1)))
     return found
 
 
@@ -96,17 +102,20 @@ def _largest(spec: QuantiseSpec) -> list[TensorArgument]:
 
 def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
+    groups: tuple[Expr, ...] = ("E",) if spec.groups else ()
     found = [
-        _matrix("w", "input", "bf16", ("E", "N", "K"), 8),
-        _matrix("w_q", "output", "e4m3", ("E", "N", "K"), VECTOR),
-        _compact("w_s", ("E", down, across)),
+        _matrix("w", "input", "bf16", (*groups, "N", "K"), 8),
+        _matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR),
+        _compact("w_s", groups, down, across),
     ]
     if spec.transpose:
-        found.append(_matrix("w_t", "output", "e4m3", ("E", "K", "N"), VECTOR))
-        found.append(_compact("w_ts", ("E", across, down)))
+        found.append(_matrix("w_t", "output", "e4m3", (*groups, "K", "N"), VECTOR))
+        found.append(_compact("w_ts", groups, across, down))
     step = VECTOR if spec.transpose else 1
     rows, columns = Dim("N", step, step, MOST_COLUMNS), Dim("K", VECTOR, VECTOR, MOST_COLUMNS)
-    return Signature(spec.arch, tuple(found), (Dim("E", minimum=1, maximum=MOST_GROUPS), rows, columns))
+    return Signature(
+        spec.arch, tuple(found), (*(Dim("E", minimum=1, maximum=MOST_GROUPS) for _ in groups), rows, columns)
+    )
 
 
 def _blocks(name: str) -> Expr:
@@ -125,6 +134,6 @@ def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: 
     return TensorArgument(name, role, dtype, shape, (*strides, 1), divisor)
 
 
-def _compact(name: str, shape: tuple[Any, Any, Any]) -> TensorArgument:
-    strides = (["mul", shape[1], shape[2]], shape[2], 1)
-    return TensorArgument(name, "output", "f32", shape, strides, alignment=4)
+def _compact(name: str, groups: tuple[Expr, ...], down: Expr, across: Expr) -> TensorArgument:
+    strides: tuple[Expr, ...] = (["mul", down, across], across, 1)[-2 - len(groups) :]
+    return TensorArgument(name, "output", "f32", (*groups, down, across), strides, alignment=4)

@@ -33,6 +33,7 @@ from fusekit.runtime.binding import check_scalar
 
 _XLA = by("xla")
 _LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
+_QUANTISE = "quantise"
 _CONSTANTS = ("aux_coefficient", "total_tokens")
 Arrays = dict[str, Any]
 
@@ -84,6 +85,9 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     and weights have x's leading dims. Returns y like x; with `router.aux_loss` (y, loss), the loss a float32 scalar,
     for which f takes aux_coefficient and total_tokens (default: the tokens of x), both constants to a derivative.
 
+    A layer with a recipe takes its weights, and makes codes of them in each call; `f.quantise(params)` gives these as a
+    dict, for several calls: `f(x, {**params, **codes})`.
+
     Gradients are computed of what is differentiated, no more, and have the types of what they are of. Without a
     derivative nothing is kept. The layer works on the arrays that a device has; shard with jax.shard_map. Raises
     ArgumentError for a layer that adds to gradients, and (when called) for arguments that do not fit; and what loading
@@ -97,9 +101,10 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
             " allow; build it with accumulate = false and add in JAX",
             argument="accumulate",
         )
-    inputs = layer.inputs("forward")
+    inputs = _inputs(layer)
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
-    passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in _LEAD}
+    own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
+    passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in own}
 
     def inference(given: Arrays) -> Arrays:
         return passes["inference"](given, layer.outputs("inference"))
@@ -127,14 +132,40 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     run = jax.custom_vjp(inference)
     run.defvjp(forward, backward, symbolic_zeros=True)
 
+    return _calls(layer, name, run, passes)
+
+
+def _calls(layer: Layer, name: str, run: Callable[[Arrays], Arrays], passes: Mapping[str, _Pass]) -> Callable[..., Any]:
+    """What `moe` returns. run: the passes on every input by name, with a derivative."""
+    weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
+    inputs = {each: buffer for each, buffer in _inputs(layer).items() if each not in codes}
+
+    def coded(params: Mapping[str, Any]) -> Arrays:
+        if not codes:
+            return {}
+        return passes[_QUANTISE]({each: jax.lax.stop_gradient(params[each]) for each in weights}, codes)
+
+    def quantise(params: Mapping[str, Any]) -> Arrays:
+        """Codes of the weights among `params`, by name."""
+        layer.load()
+        return coded(params)
+
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
-        given = _arguments(layer, name, {"x": x, **params, **more})
+        held = {each: params[each] for each in codes if each in params}
+        given = {each: array for each, array in params.items() if each not in held}
+        given = _arguments(layer, name, inputs, {"x": x, **given, **more})
         layer.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
-        made = run(given)
+        made = run(given | (held or coded(given)))
         y = made["y"].reshape(x.shape)
         return (y, made["loss"][0]) if "loss" in made else y
 
+    call.quantise = quantise  # type: ignore[attr-defined]
     return call
+
+
+def _inputs(layer: Layer) -> dict[str, Any]:
+    """What the forward pass reads; with a recipe the weights and all of their codes, too."""
+    return {**layer.inputs("forward"), **layer.inputs(_QUANTISE), **layer.outputs(_QUANTISE)}
 
 
 class _Pass:
@@ -151,17 +182,17 @@ class _Pass:
     def reads(self, asked: Collection[str]) -> list[str]:
         """The operands that these outputs need, by name."""
         needed = {each for step in self.layer.program.needed(self.which, asked) for each in step.reads.values()}
-        found = [each for each in self.inputs if each in needed or each == _LEAD[self.which]]
+        found = [each for each in self.inputs if each in needed or each == _LEAD.get(self.which)]
         return [*found, "kept"] if self.which == "backward" else found
 
     def __call__(self, arrays: Arrays, asked: Collection[str]) -> Arrays:
         """The outputs `asked` by name, and what the forward pass keeps; arrays: by name, `reads` at least."""
         chosen = sum(1 << index for index, each in enumerate(self.outputs) if each in asked)
         operands, results = self._names(chosen)
-        tokens = arrays[_LEAD[self.which]].shape[0]
+        tokens = arrays[_LEAD[self.which]].shape[0] if self.which in _LEAD else 0
         sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None)
         dims = self.layer.program.dims(tokens)
-        memory = {"kept": sizes.kept, "scratch": getattr(sizes, self.which)}
+        memory = {"kept": sizes.kept, "scratch": getattr(sizes, self.which, 0)}
         shapes = [
             _shape((memory[each],), "u8")
             if each in memory
@@ -175,20 +206,20 @@ class _Pass:
     def _of(self, chosen: int) -> tuple[list[str], list[str]]:
         """Operands and results by name; chosen: a bit for each output."""
         asked = [each for index, each in enumerate(self.outputs) if chosen >> index & 1]
-        return self.reads(asked), [*asked, *(["kept"] if self.which == "forward" else []), "scratch"]
+        more = {"forward": ["kept", "scratch"], _QUANTISE: []}.get(self.which, ["scratch"])
+        return self.reads(asked), [*asked, *more]
 
     def _launch(self, buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
         operands, results = self._names(int(given["outputs"]))
         known = {**self.inputs, **self.outputs}
         types = {each: known[each].dtype if each in known else "u8" for each in (*operands, *results)}
         tensors = _tensors(buffers, types, self.layer.current_device())
-        run = self.layer.backward if self.which == "backward" else self.layer.forward
+        run = {"backward": self.layer.backward, _QUANTISE: self.layer.quantise}.get(self.which, self.layer.forward)
         run(**tensors, stream=stream)
 
 
-def _arguments(layer: Layer, name: str, given: Arrays) -> Arrays:
-    """Every input of a forward pass by name, each with a token's values in a row. Raises ArgumentError."""
-    inputs = layer.inputs("forward")
+def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays) -> Arrays:
+    """Every one of `inputs` by name, each with a token's values in a row. Raises ArgumentError."""
     if "total_tokens" in inputs and given.get("total_tokens") is None:
         given["total_tokens"] = math.prod(jnp.shape(given["x"])[:-1])
     _check_names(name, list(inputs), given)

@@ -28,19 +28,23 @@ DTYPES = {name: getattr(torch, known) for known, name in by("framework").items()
 NAMESPACE = "fusekit"
 _ALIGNMENT = 16  # of a tensor that kernels copy in boxes
 _SIZES_KEPT = 256
+_QUANTISE = "_quantise"
 
 
 class Operator:
     """The passes of `layer` in PyTorch. Make one with `operator_of`.
 
-    inputs: of the forward pass, x first. parameters: those of them that are weights or biases. summed: parameters
-    whose gradients are added to a float32 tensor of the caller's. loss: whether there is a load-balancing loss.
+    inputs: of the forward pass, x first; of a layer with a recipe its weights, and codes of them for both passes, too.
+    parameters: those of them that are weights or biases. weights, codes: what the operator NAME_quantise takes and
+    gives. summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
+    load-balancing loss.
     """
 
     def __init__(self, layer: Layer, name: str) -> None:
         program = layer.program
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
-        self.inputs = ("x", *(name for name in layer.inputs("forward") if name != "x"))
+        self.weights, self.codes = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
+        self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.codes)))
         self.gradients = {name: f"d{name}" for name in self.inputs if f"d{name}" in layer.outputs("backward")}
         others = ("x", "logits", "weights")
         self.parameters = tuple(name for name in self.inputs if f"d{name}" in program.buffers and name not in others)
@@ -60,16 +64,22 @@ class Operator:
         self._forward = self._defined(name, self._forward_schema(), self._run_forward)
         self._forward.register_fake(lambda *given: self._results(given[0], given[-1]))
         self._forward.register_autograd(self._gradients, setup_context=self._set_up)
+        if self.codes:
+            quantise = self._defined(f"{name}{_QUANTISE}", self._quantise_schema(), self._run_quantise)
+            quantise.register_fake(self._new_codes)
         self.name, self.op = name, op_of(name)
 
     def __deepcopy__(self, memo: Any) -> Operator:
         return self  # a copy of a module launches the same kernels
 
     def __call__(self, tensors: Mapping[str, Any], sums: Sequence[Any] = ()) -> Any:
-        """y, or (y, loss). tensors: `inputs` by name. sums: the tensors that the gradients of `summed` are added to.
+        """y, or (y, loss). tensors: `inputs` by name; codes may be left out. sums: the tensors that the gradients of
+        `summed` are added to.
 
         Nothing is kept where no gradient can be asked for.
         """
+        if self.codes and self.codes[0] not in tensors:
+            tensors = {**tensors, **quantised(self.name, self.weights, self.codes, tensors)}
         made = launch(self.op, [tensors[name] for name in self.inputs], sums)
         return (made[0], made[1].reshape(())) if self.loss else made[0]
 
@@ -99,6 +109,25 @@ class Operator:
         given = f"Tensor dy, Tensor? dloss, Tensor kept, Tensor[] saved, {sums}SymInt[] shape, str[] asked"
         return f"({given}) -> {results}"
 
+    # -- codes --------------------------------------------------------------------------------------------------------
+
+    def _quantise_schema(self) -> str:
+        given = ", ".join(f"Tensor {name}" for name in self.weights)
+        return f"({given}) -> ({', '.join(['Tensor'] * len(self.codes))})"
+
+    def _new_codes(self, *weights: Any) -> tuple[Any, ...]:
+        buffers, device = self.layer.program.buffers, weights[0].device
+        return tuple(
+            torch.empty(buffers[name].extents({}), dtype=DTYPES[buffers[name].dtype], device=device)
+            for name in self.codes
+        )
+
+    def _run_quantise(self, *weights: Any) -> tuple[Any, ...]:
+        given = dict(zip(self.weights, map(_dense, weights), strict=True))
+        made = self._new_codes(*weights)
+        self.layer.quantise(**given, **dict(zip(self.codes, made, strict=True)), stream=_stream(weights[0]))
+        return made
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _results(self, x: Any, keep: bool) -> tuple[Any, ...]:
@@ -111,7 +140,8 @@ class Operator:
 
     def _run_forward(self, *given: Any) -> tuple[Any, ...]:
         *tensors, keep = given
-        arguments = {name: _dense(tensor) for name, tensor in zip(self.inputs, tensors, strict=False)}
+        read = self.layer.inputs("forward")
+        arguments = {name: _dense(tensor) for name, tensor in zip(self.inputs, tensors, strict=False) if name in read}
         made = self._results(arguments["x"], keep)
         arguments["x"] = x = self._rows(arguments["x"])
         outputs = dict(zip(("y", "loss") if self.loss else ("y",), (self._rows(made[0]), *made[1:]), strict=False))
@@ -202,6 +232,12 @@ def launch(op: Any, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
     """What a forward operator gives. torch.compile follows this."""
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return op(*tensors, *sums, keep)
+
+
+def quantised(op: str, weights: Sequence[str], codes: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Codes of the weights by name, for the forward operator `op`. torch.compile follows this."""
+    made = op_of(f"{op}{_QUANTISE}")(*(tensors[name].detach() for name in weights))
+    return dict(zip(codes, made, strict=True))
 
 
 def operator_of(layer: Layer) -> Operator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusekit.errors import ArgumentError
-from fusekit.interop.torch_layer import DTYPES, operator_of
+from fusekit.interop.torch_layer import DTYPES, operator_of, quantised
 from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
@@ -42,6 +42,8 @@ class MoE(nn.Module):  # type: ignore[misc]
     they are added to the float32 tensor `main_grad` of each weight, which you make and zero, as Megatron does; `.grad`
     stays None for these. Biases of both projections and of the router have a `.grad` in every case.
 
+    With a `recipe` each call makes codes of the weights first, unless `quantise` made them for several calls.
+
     group: of torch.distributed, whose processes have the experts of a layer over ranks between them. This module then
     has the experts of its rank, and takes its share of a checkpoint that has all. A call raises PeerTimeoutError within
     a second or so after a launch has waited `timeout` milliseconds for another rank.
@@ -67,6 +69,8 @@ class MoE(nn.Module):  # type: ignore[misc]
             kind = dtype if trained and dtype is not None else DTYPES[buffer.dtype]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
             _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
+        self._codes: dict[str, Any] = {}
+        self._coded: list[tuple[int, int]] = []  # what they are of
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_join)
 
@@ -96,7 +100,33 @@ class MoE(nn.Module):  # type: ignore[misc]
                 total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
             tensors["total_tokens"] = total_tokens
             tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
-        return operator(operator.cast(tensors, everything=casting), self._sums())
+        return operator({**operator.cast(tensors, everything=casting), **self._held()}, self._sums())
+
+    def quantise(self, *, hold: bool = True) -> None:
+        """Makes codes of the weights now, for all calls until the next `quantise`: after each step of the optimiser, if
+        a step has several calls, or once for inference. hold = False: each call makes its own again.
+
+        A call with weights that have changed since then raises ArgumentError. Writes through `.data` are not noticed.
+        Raises ArgumentError for a layer without a recipe. The weights are whole: not for parameters that FSDP2 shards.
+        """
+        operator = self.operator
+        if not operator.codes:
+            raise ArgumentError(f"{self.layer.name} has no recipe, so there is nothing to quantise")
+        tensors = {name: _at(self, self.names[name]) for name in operator.weights}
+        self._coded = _versions(tensors.values()) if hold else []
+        tensors = operator.cast(tensors, everything=True)
+        self._codes = quantised(operator.name, operator.weights, operator.codes, tensors) if hold else {}
+
+    def _held(self) -> dict[str, Any]:
+        """The codes that `quantise` holds."""
+        if self._codes and not torch.compiler.is_compiling():
+            now = _versions(_at(self, self.names[name]) for name in self.operator.weights)
+            if now != self._coded:
+                raise ArgumentError(
+                    f"the weights of {self.layer.name} have changed since quantise(); call quantise() again, or"
+                    " quantise(hold=False), with which each call makes its own codes"
+                )
+        return self._codes
 
     def extra_repr(self) -> str:
         """What a print of the module says."""
@@ -161,6 +191,10 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
     there = {*operator.parameters, *({"expert_bias"} & set(operator.inputs))}
     return {name: path for name, path in known.items() if name in there}
+
+
+def _versions(tensors: Iterable[Any]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def _is_bias(name: str) -> bool:

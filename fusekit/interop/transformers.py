@@ -10,7 +10,7 @@ is found in the store by what the module computes: `kind = "moe"` with `router =
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import torch
 from transformers.integrations.moe import ExpertsInterface
 
 from fusekit.errors import ArgumentError, NotBuiltError
-from fusekit.interop.torch_layer import DTYPES, launch, op_of, operator_of
+from fusekit.interop.torch_layer import DTYPES, launch, op_of, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.runtime import Library, open_library
 
@@ -51,6 +51,7 @@ class Experts:
     glu_layout: str
     bias: bool
     b_major: str
+    recipe: str = "none"
 
     def fits(self, options: Options) -> bool:
         """Whether a layer computes this, and nothing more."""
@@ -61,7 +62,17 @@ class Experts:
             and _said(options.activation) == self.activation
             and all(
                 getattr(options, name) == getattr(self, name)
-                for name in ("hidden", "intermediate", "experts", "topk", "dtype", "glu_layout", "bias", "b_major")
+                for name in (
+                    "hidden",
+                    "intermediate",
+                    "experts",
+                    "topk",
+                    "dtype",
+                    "glu_layout",
+                    "bias",
+                    "b_major",
+                    "recipe",
+                )
             )
         )
 
@@ -74,35 +85,38 @@ class Experts:
         lines += ['router = { input = "choices" }', f"activation = {{ {activation} }}"]
         lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
         lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
+        lines += [f"recipe = {_toml(self.recipe)}"] if self.recipe != "none" else []
         return "\n".join(lines) + "\n"
 
 
-def register(library: Library | None = None, name: str = "fusekit", layers: str = "*") -> None:
+def register(library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none") -> None:
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
     keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
-    `main_grad`, as `fusekit.interop.torch.MoE` says.
+    `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the layers, such as "fp8-block", with which each
+    call makes codes of the weights.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
     kernels for it. Under autocast the module's tensors are cast. Indices outside the experts, as expert parallelism
     has them, add nothing.
     """
-    ExpertsInterface.register(name, backend(library, layers))
+    ExpertsInterface.register(name, backend(library, layers, recipe))
 
 
-def backend(library: Library | None = None, layers: str = "*") -> Callable[..., Any]:
+def backend(library: Library | None = None, layers: str = "*", recipe: str = "none") -> Callable[..., Any]:
     """The function that `register` registers."""
     opened: list[Library] = [] if library is None else [library]
-    found: dict[tuple[Any, ...], tuple[str, tuple[str, ...], tuple[str, ...]]] = {}
+    found: dict[tuple[Any, ...], tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {}
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def look_up(*key: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def look_up(*key: Any) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         if key not in found:
             if not opened:
                 opened.append(open_library())
-            operator = operator_of(opened[0].layer(layer_for(opened[0], layers, described(*key), key[0].__name__)))
-            found[key] = operator.name, operator.inputs, operator.summed
+            wanted = replace(described(*key), recipe=recipe)
+            operator = operator_of(opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__)))
+            found[key] = operator.name, operator.inputs, operator.summed, operator.weights, operator.codes
         return found[key]
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -121,7 +135,7 @@ def backend(library: Library | None = None, layers: str = "*") -> Callable[..., 
         numbers = [_text(getattr(module, each, None)) for each in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
         kinds = type(module), type(getattr(module, "act_fn", None))
-        name, inputs, summed = look_up(*kinds, dtype, *shape, *flags, *numbers)
+        name, inputs, summed, weights, codes = look_up(*kinds, dtype, *shape, *flags, *numbers)
         tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
         for each, (gated, plain) in NAMES.items():
             if each in inputs:
@@ -130,6 +144,8 @@ def backend(library: Library | None = None, layers: str = "*") -> Callable[..., 
             for each in ("x", *NAMES):
                 if each in inputs:
                     tensors[each] = tensors[each].to(dtype)
+        if codes:
+            tensors |= quantised(name, weights, codes, tensors)
         sums = [main_grad(getattr(module, NAMES[each][not module.has_gate]), each) for each in summed]
         return launch(op_of(name), [tensors[each] for each in inputs], sums)[0]
 

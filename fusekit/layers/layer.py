@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
 from fusekit.plan.layer import Buffer, Options, Program, program, stored_options
-from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import describe, read
@@ -26,6 +26,8 @@ _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up
 class Sizes:
     """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass; of a
     layer over ranks also each window, which layers of the same size share.
+
+    codes: of arguments, those that `Layer.quantise` writes.
     """
 
     kept: int
@@ -33,6 +35,7 @@ class Sizes:
     inference: int
     backward: int
     windows: Mapping[str, int] = field(default_factory=dict)
+    codes: int = 0
 
     @property
     def scratch(self) -> int:
@@ -77,7 +80,8 @@ class Layer:
     """A layer of the store `library`, for one architecture.
 
     `options` say what it is. `inputs(pass)` and `outputs(pass)` are what the caller gives: shapes with the dims "T",
-    tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for.
+    tokens, and "M", rows; the kernels that a pass needs are loaded when it is first asked for. A layer with a
+    recipe has one pass more, "quantise", which makes codes of the weights for the others.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Layer:
         return id(self._library), self.name, self._arch, self._device
 
     def inputs(self, which: str) -> dict[str, Buffer]:
-        """The inputs of "forward", "inference" or "backward" by name."""
+        """The inputs of "forward", "inference", "backward" or "quantise" by name."""
         return self.program.arguments(which)[0]
 
     def outputs(self, which: str) -> dict[str, Buffer]:
@@ -124,7 +128,8 @@ class Layer:
         if gradients is not None:
             given[BACKWARD] = self._known(BACKWARD, gradients)
         found = {which: self.program.scratch(which, asked, dims)[1] for which, asked in given.items()}
-        return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD])
+        codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
+        return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD], codes=codes)
 
     def bind_forward(self, *, kept: Any = None, scratch: Any = None, **arguments: Any) -> Pass:
         """The forward pass on the caller's memory.
@@ -142,6 +147,18 @@ class Layer:
         """
         return self._bind(BACKWARD, kept, scratch, arguments)
 
+    def bind_quantise(self, **arguments: Any) -> Pass:
+        """The pass of layers with a recipe that makes codes of weights: of w1 w1_q, w1_s, w1_t and w1_ts, and so on.
+
+        Launch it when weights have changed, such as after each step of the optimiser; the other passes read the codes.
+        arguments: `inputs("quantise")` and `outputs("quantise")` by name; a weight may be left out with all its codes.
+        """
+        return self._bind(QUANTISE, None, None, arguments)
+
+    def quantise(self, *, stream: Any = None, **arguments: Any) -> None:
+        """Queues that pass without binding it first; arguments and errors are those of `bind_quantise`."""
+        self._call(QUANTISE, None, None, arguments, stream)
+
     def forward(self, *, stream: Any = None, kept: Any = None, scratch: Any = None, **arguments: Any) -> None:
         """Queues a forward pass without binding it first; arguments and errors are those of `bind_forward`."""
         self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream)
@@ -152,7 +169,7 @@ class Layer:
 
     def load(self, tokens: int | None = None) -> None:
         """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
-        for which in (FORWARD, INFERENCE, BACKWARD):
+        for which in self.program.steps:
             self._plan(which, self.options.tokens if tokens is None else _count(tokens), set(self.outputs(which)))
 
     def current_device(self) -> int:
@@ -180,7 +197,7 @@ class Layer:
         plan = self._plan(which, tokens, asked)
         driver = self._library.devices.driver
         memory = {
-            "kept": whole(kept, "kept", plan.kept_bytes if which != INFERENCE else 0, device, driver),
+            "kept": whole(kept, "kept", plan.kept_bytes if which in (FORWARD, BACKWARD) else 0, device, driver),
             "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
         }
         made: dict[str, Any] = {}
@@ -212,6 +229,10 @@ class Layer:
 
     def _known(self, which: str, given: Collection[str]) -> set[str]:
         """The outputs among `given`, of which every one must be an argument. Raises ArgumentError."""
+        if which == QUANTISE and which not in self.program.steps:
+            raise ArgumentError(
+                f"{self.name} has no recipe, so its passes read the weights themselves; quantise nothing"
+            )
         if not self.program.steps[which]:
             raise ArgumentError(untrained(self.options, which))
         inputs, outputs = self.program.arguments(which)
@@ -228,28 +249,32 @@ class Layer:
         """(tokens, device) of what is given, after a look at every shape and dtype."""
         inputs, outputs = self.program.arguments(which)
         driver = self._library.devices.driver
-        lead = "dy" if which == BACKWARD else "x"
+        lead = {BACKWARD: "dy", QUANTISE: next(iter(outputs.keys() & given), "")}.get(which, "x")
+        if not lead:
+            raise ArgumentError(f"{self.name}: no codes to write are given, such as {', '.join(list(outputs)[:4])}")
         if lead not in given:
             raise ArgumentError(f"{self.name}: {lead} is missing, whose rows are the tokens", argument=lead)
         seen = {name: describe(read(tensor, name, driver)[1], name) for name, tensor in given.items()}
-        tokens = seen[lead].shape[0] if seen[lead].shape else 0
-        dims = self.program.dims(tokens)
+        tokens = seen[lead].shape[0] if seen[lead].shape and which != QUANTISE else 0
+        dims, known = self.program.dims(tokens), inputs | outputs
         for name, view in seen.items():
-            buffer = inputs.get(name) or outputs[name]
+            buffer = known[name]
             if view.shape != buffer.extents(dims) or view.dtype != buffer.dtype:
+                few = "" if which == QUANTISE else f"for {tokens} tokens "
                 raise ArgumentError(
-                    f"{self.name}: {name} is {view.dtype} {list(view.shape)}; for {tokens} tokens it must be"
+                    f"{self.name}: {name} is {view.dtype} {list(view.shape)}; {few}it must be"
                     f" {buffer.dtype} {list(buffer.extents(dims))}",
                     argument=name,
                 )
-        needed = {
-            name for step in self.program.needed(which, set(given) & outputs.keys()) for name in step.reads.values()
-        }
-        missing = [name for name in inputs if name in needed and name not in given]
+        steps = self.program.needed(which, set(given) & outputs.keys())
+        needed = {name for step in steps for name in step.reads.values()}
+        if which == QUANTISE:  # without scratch memory, a step writes all of its results to the caller's
+            needed |= {name for step in steps for name in step.writes.values()}
+        missing = [name for name in known if name in needed and name not in given]
         if missing:
             raise ArgumentError(
                 f"{self.name}: the {which} pass needs {', '.join(missing)}, too; give"
-                f" {', '.join(f'{name} {list(inputs[name].extents(dims))}' for name in missing)}",
+                f" {', '.join(f'{name} {list(known[name].extents(dims))}' for name in missing)}",
                 argument=missing[0],
             )
         return tokens, seen[lead].device

@@ -81,7 +81,8 @@ class TokenOperation:
             _told(each, keys) | {"dtype": each.dtype_of(keys), "extents": list(each.extents(keys))}
             for each in self.operands
         ]
-        return _told(self, keys) | {"wide": self.wide, "operands": operands}
+        constraints = None if self.constraints is None else [each.to_json() for each in self.constraints(keys)]
+        return _told(self, keys) | {"wide": self.wide, "operands": operands, "constraints": constraints}
 
 
 def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:

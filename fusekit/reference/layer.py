@@ -12,7 +12,10 @@ No row is dropped. The choice itself has no gradient; the weights have one, thro
 have a second: that of the load-balancing loss, coefficient X / (K T^2) sum over t and e of counts[e] scores[t, e], in
 which the counts are constants.
 
-Nothing here is rounded, and nothing is a kernel: the steps are those of the formulas above.
+Nothing here is rounded, and nothing is a kernel: the steps are those of the formulas above. With `recipe = "fp8-block"`
+each factor of a projection's product, forward and backward, is rounded to bf16 and then to what its codes are worth:
+rows in blocks of 128 columns, weights in squares of 128, factors of a weight gradient in blocks of 128 rows of an
+expert (of a shared expert: of tokens). The derivative of that rounding counts as 1.
 """
 
 from __future__ import annotations
@@ -24,8 +27,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.plan.quant import NONE, SIDE
+from fusekit.plan.quantise import POW2
 from fusekit.reference import activations, layouts, permutation, router
+from fusekit.reference.codes import decode
 from fusekit.reference.formats import Array
+from fusekit.reference.formats import decode as numbers
+from fusekit.reference.formats import encode as bits
+from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
 SCALES = ("output", "input")
@@ -33,12 +42,52 @@ Tensors = Mapping[str, Array]
 Sums = Callable[[Array, Array, "Kept"], Any]
 
 
+class Factors:
+    """What the products of projections read of their factors: all of it."""
+
+    def rows(self, v: Array) -> Array:
+        """Of rows [M, K] that are multiplied by weights."""
+        return v
+
+    def weights(self, w: Array) -> Array:
+        """Of one expert's weights [N, K]."""
+        return w
+
+    def tokens(self, v: Array, owners: list[slice]) -> Array:
+        """Of rows [M, N] that a weight gradient sums over, those of `owners` each on its own."""
+        return v
+
+
+class Blocks(Factors):
+    """What codes of "fp8-block" are worth."""
+
+    def rows(self, v: Array) -> Array:
+        return worth(v, 1, SIDE)
+
+    def weights(self, w: Array) -> Array:
+        return worth(w, SIDE, SIDE)
+
+    def tokens(self, v: Array, owners: list[slice]) -> Array:
+        made = np.zeros(v.shape)
+        for own in owners:
+            made[own] = worth(v[own], SIDE, 1)
+        return made
+
+
+def worth(v: Array, down: int, across: int) -> Array:
+    """The values of the codes of v [R, C], rounded to bf16 first, with a scale for each block of `down` by `across`."""
+    codes, scale = blocks(numbers(bits(v, "bf16"), "bf16"), down, across, POW2)
+    each = np.repeat(np.repeat(scale.astype(np.float64), down, axis=0), across, axis=1)
+    found: Array = decode(codes, "e4m3") * each[: v.shape[0], : v.shape[1]]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The options of a layer; biases and the shared expert are there where the parameters have them.
 
     router: keys of a compact router-topk in canonical form. scale: what the weights multiply. aux: the coefficient of
-    the load-balancing loss, or None.
+    the load-balancing loss, or None. recipe: "none" or "fp8-block".
     """
 
     router: Mapping[str, Any]
@@ -46,6 +95,12 @@ class Layer:
     glu_layout: str = "none"
     scale: str = "output"
     aux: float | None = None
+    recipe: str = NONE
+
+    @property
+    def factors(self) -> Factors:
+        """What products read of their factors."""
+        return Factors() if self.recipe == NONE else Blocks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +137,14 @@ def forward(
     token = rows["order"].astype(np.int64) // layer.router["topk"]
     kept = Kept(x, logits, indices, weights, rows["offsets"], token, rows["inverse"], np.empty(0))
     into, out_of = _scales(layer, kept)
-    z = _products(into * x[token], tensors["w1"], tensors.get("b1"), kept)
-    a = activations.activate(layer.activation, layer.glu_layout, z)
-    o = _products(a, tensors["w2"], tensors.get("b2"), kept)
+    f = layer.factors
+    z = _products(f, into * x[token], tensors["w1"], tensors.get("b1"), kept)
+    a = _activated(layer, z)
+    o = _products(f, a, tensors["w2"], tensors.get("b2"), kept)
     y = _by_token(out_of * o, kept)
     if "shared_w1" in tensors:
-        y += _activated(layer, x @ tensors["shared_w1"].T) @ tensors["shared_w2"].T
+        w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
+        y += f.rows(_activated(layer, f.rows(x) @ w1.T)) @ w2.T
     return y, _aux_loss(layer, kept), Kept(x, logits, indices, weights, kept.offsets, token, kept.inverse, z)
 
 
@@ -101,20 +158,22 @@ def backward(
     fit into memory.
     """
     into, out_of = _scales(layer, kept)
+    f, owners = layer.factors, groups(kept)
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, kept.z)
-    o = _products(a, tensors["w2"], tensors.get("b2"), kept)
     rows = kept.x[kept.token]
     grad_rows = grad_y[kept.token]  # of r o
-    grad_o = out_of * grad_rows
-    grad_z = _by_slopes(layer, _products(grad_o, tensors["w2"].transpose(0, 2, 1), None, kept), slopes)
-    grad_in = _products(grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
+    grad_a = _products(f, grad_rows, tensors["w2"].transpose(0, 2, 1), None, kept)  # of r a
+    grad_z = _by_slopes(layer, out_of * grad_a, slopes)
+    grad_in = _products(f, grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
     found: dict[str, Any] = {
-        "w1": (sums or _sums)(grad_z, into * rows, kept),
-        "w2": (sums or _sums)(grad_o, a, kept),
+        "w1": (sums or _sums)(f.tokens(grad_z, owners), f.tokens(into * rows, owners), kept),
+        "w2": (sums or _sums)(f.tokens(grad_rows, owners), f.tokens(out_of * a, owners), kept),
         "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
-        "b2": _sums(grad_o, np.ones((len(rows), 1)), kept)[..., 0],
+        "b2": _sums(out_of * grad_rows, np.ones((len(rows), 1)), kept)[..., 0],
     }
-    by_row = (grad_rows * o if layer.scale == "output" else grad_in * rows).sum(axis=1)
+    by_row = (grad_a * a if layer.scale == "output" else grad_in * rows).sum(axis=1)
+    if layer.scale == "output" and "b2" in tensors:
+        by_row += (grad_rows * tensors["b2"][_owner(kept)]).sum(axis=1)
     grad_x = _by_token(into * grad_in, kept)
     if "shared_w1" in tensors:
         grad_x += _shared_gradient(layer, tensors, kept.x, grad_y, found)
@@ -139,13 +198,18 @@ def groups(kept: Kept) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *kept.offsets[:-1]], kept.offsets, strict=True)]
 
 
-def _products(rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
+def _owner(kept: Kept) -> NDArray[np.int64]:
+    """[M]: the expert of each row."""
+    return np.repeat(np.arange(len(kept.offsets)), np.diff(kept.offsets, prepend=0))
+
+
+def _products(f: Factors, rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
     """rows [M, K] by their experts' w [X, N, K], plus bias [X, N]."""
-    made = np.empty((len(rows), w.shape[1]))
+    made, rows = np.empty((len(rows), w.shape[1])), f.rows(rows)
     for expert, own in enumerate(groups(kept)):
         if own.start == own.stop:
             continue  # w may be read expert by expert, at a cost
-        made[own] = rows[own] @ w[expert].T + (0.0 if bias is None else bias[expert])
+        made[own] = rows[own] @ f.weights(w[expert]).T + (0.0 if bias is None else bias[expert])
     return made
 
 
@@ -172,10 +236,15 @@ def _by_slopes(layer: Layer, grad_a: Array, slopes: tuple[Array, ...]) -> Array:
 
 def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, found: dict[str, Array]) -> Array:
     """The shared expert's part of the gradient of x; those of its weights go into `found`."""
-    a, slopes = activations.derivative(layer.activation, layer.glu_layout, x @ tensors["shared_w1"].T)
-    grad_z = _by_slopes(layer, grad_y @ tensors["shared_w2"], slopes)
-    found |= {"shared_w1": grad_z.T @ x, "shared_w2": grad_y.T @ a}
-    made: Array = grad_z @ tensors["shared_w1"]
+    f, every = layer.factors, [slice(0, len(x))]
+    w1, w2 = (f.weights(tensors[name]) for name in ("shared_w1", "shared_w2"))
+    a, slopes = activations.derivative(layer.activation, layer.glu_layout, f.rows(x) @ w1.T)
+    grad_z = _by_slopes(layer, f.rows(grad_y) @ w2, slopes)
+    found |= {
+        "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every),
+        "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every),
+    }
+    made: Array = f.rows(grad_z) @ w1
     return made
 
 

@@ -31,6 +31,7 @@ from fusekit.reference.inputs import group_sizes, offsets_of
 if TYPE_CHECKING:
     from fusekit.spec.quantise import QuantiseSpec
 
+USUAL = {"rows": True, "groups": True, "gather": False}  # what a spec may leave out
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -71,8 +72,14 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     keys = _canonical(spec)
     rule = keys["scales"]
     if keys["blocks"] == SQUARE:
-        return _squares(keys, values(inputs["w"], "bf16").astype(np.float32))
+        w = values(inputs["w"], "bf16").astype(np.float32)
+        made = _squares(keys, w if keys["groups"] else w[None])
+        return made if keys["groups"] else {name: each[0] for name, each in made.items()}
     x = values(inputs["x"], "bf16").astype(np.float32)
+    if keys["gather"]:
+        index = np.asarray(inputs["index"])
+        there = (index >= 0) & (index < len(x))
+        x = np.where(there[:, None], x[np.where(there, index, 0)] if len(x) else np.float32(0), np.float32(0))
     if keys["out"] == ROW:
         codes, scale = blocks(x, 1, max(x.shape[1], 1), rule)
         return {"x_q": codes, "x_s": scale[:, 0]}
@@ -81,23 +88,24 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     if keys["out"] == AMAX:
         return _largest(keys, x, np.asarray(inputs["offsets"]))
     rows, columns = x.shape
-    if not keys["transpose"]:
-        codes, scale = blocks(x, 1, SIDE, rule)
-        return {"x_q": codes, "x_s": np.ascontiguousarray(scale.T)}
-    ends = np.asarray(inputs["offsets"])
+    ends = np.asarray(inputs["offsets"] if keys["transpose"] and keys["groups"] else [rows])
     starts, last = padded_starts(ends), int(ends[-1])
     shapes = quantise_output_shapes(keys, E=ends.size, M=rows, K=columns)
     found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
-    codes, scale = blocks(x[:last], 1, SIDE, rule)
-    found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+    if keys["rows"]:
+        codes, scale = blocks(x[:last], 1, SIDE, rule)
+        found["x_q"][:last], found["x_s"][:, :last] = codes, scale.T
+    if not keys["transpose"]:
+        return found
     for group, end in enumerate(ends):
         begin = int(ends[group - 1]) if group else 0
-        if end > begin:
-            turned = np.zeros((columns, starts[group + 1] - starts[group]), np.float32)
+        if end > begin or not keys["groups"]:
+            start, stop = starts[group], max(starts[group + 1], starts[group] + SIDE)
+            turned = np.zeros((columns, stop - start), np.float32)
             turned[:, : end - begin] = x[begin:end].T
             codes, scale = blocks(turned, 1, SIDE, rule)
-            found["x_t"][:, starts[group] : starts[group + 1]] = codes
-            found["x_ts"][starts[group] // SIDE : starts[group + 1] // SIDE] = scale.T
+            found["x_t"][:, start:stop] = codes
+            found["x_ts"][start // SIDE : stop // SIDE] = scale.T
     return found
 
 
@@ -193,15 +201,19 @@ def quantise_inputs(
     M: int,  # noqa: N803 - the dims' own names
     K: int,  # noqa: N803
     E: int = 1,  # noqa: N803
+    T: int = 0,  # noqa: N803
     seed: int = 0,
     sizes: Array | list[int] | tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Every input by its argument name: numbers of many sizes, uneven groups."""
+    """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of a gathered x; 0 for M."""
     keys = _canonical(spec)
     if keys["blocks"] == SQUARE:
-        return {"w": bits((E, M, K), "bf16", seed + 1)}
-    inputs: dict[str, Any] = {"x": bits((M, K), "bf16", seed + 1)}
-    if keys["out"] == AMAX or (keys["transpose"] and keys["out"] != MXFP8):
+        return {"w": bits((E, M, K) if keys["groups"] else (M, K), "bf16", seed + 1)}
+    tokens = (T or M) if keys["gather"] else M
+    inputs: dict[str, Any] = {"x": bits((tokens, K), "bf16", seed + 1)}
+    if keys["gather"]:
+        inputs["index"] = np.random.default_rng(seed).integers(-1, tokens, M, dtype=np.int32)
+    if keys["out"] == AMAX or (keys["transpose"] and keys["groups"] and keys["out"] != MXFP8):
         inputs["offsets"] = offsets_of(group_sizes(M, E, seed) if sizes is None else sizes)
     return inputs
 
@@ -213,13 +225,14 @@ def quantise_output_shapes(
     K: int,  # noqa: N803
     E: int = 1,  # noqa: N803
 ) -> Shapes:
-    """Each output's shape and dtype; transposed tensors have room for M + 127 E tokens."""
+    """Each output's shape and dtype; transposed tensors of groups have room for M + 127 E tokens."""
     keys = _canonical(spec)
     wide = -(-K // SIDE)
     if keys["blocks"] == SQUARE:
         tall = -(-M // SIDE)
-        shapes: Shapes = {"w_q": ((E, M, K), "e4m3"), "w_s": ((E, tall, wide), "f32")}
-        turned: Shapes = {"w_t": ((E, K, M), "e4m3"), "w_ts": ((E, wide, tall), "f32")}
+        every = (E,) if keys["groups"] else ()
+        shapes: Shapes = {"w_q": ((*every, M, K), "e4m3"), "w_s": ((*every, tall, wide), "f32")}
+        turned: Shapes = {"w_t": ((*every, K, M), "e4m3"), "w_ts": ((*every, wide, tall), "f32")}
         return shapes | (turned if keys["transpose"] else {})
     if keys["out"] == ROW:
         return {"x_q": ((M, K), "e4m3"), "x_s": ((M,), "f32")}
@@ -233,9 +246,9 @@ def quantise_output_shapes(
             turn = 1 if keys["scale_layout"] == SWIZZLED else -1
             shapes |= {"x_t": ((M, K), "e4m3"), "x_ts": (blocks_of[::turn], "e8m0")}
         return shapes
-    shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")}
+    shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")} if keys["rows"] else {}
     if keys["transpose"]:
-        room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE
+        room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE if keys["groups"] else max(-(-M // SIDE), 1) * SIDE
         shapes |= {"x_t": ((K, room), "e4m3"), "x_ts": ((room // SIDE, K), "f32")}
     return shapes
 
@@ -259,4 +272,4 @@ def quantise_check(
 
 
 def _canonical(spec: QuantiseSpec | Mapping[str, Any]) -> Mapping[str, Any]:
-    return spec if isinstance(spec, Mapping) else spec.canonical()
+    return {**USUAL, **(spec if isinstance(spec, Mapping) else spec.canonical())}

@@ -15,7 +15,7 @@ from fusekit.spec.sweep import Expansion, expand, indexed
 from fusekit.spec.values import one_of
 
 NAMED = 3  # kernels that a message lists
-MOST_KERNELS = 36  # of a layer, each of them in three variants or in those that its table lists
+MOST_KERNELS = 50  # of a layer, each of them in three variants or in those that its table lists
 SWEPT = ("tile", "cluster")  # keys of a layer that are those of its GEMMs
 
 
@@ -47,7 +47,7 @@ def _unknown(family: Family, table: Mapping[str, Any]) -> Iterator[tuple[str, An
     """The values that an operation does not take."""
     for key in family.keys:
         value = table[key.name]
-        if key.choices and not key.sweep and value not in (None, *key.choices):
+        if key.type == "choice" and not key.sweep and value not in (None, *key.choices):
             yield key.name, value, f"must be {one_of(key.choices)}"
 
 

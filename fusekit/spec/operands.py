@@ -22,6 +22,7 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
     "quantise": {
         "x": "The rows to quantise.",
         "w": "The weights to quantise.",
+        "index": "Which row of x each row is; outside [0, T): a row of zeros.",
         "offsets": words(FORWARD)["offsets"],
         "x_q": "Codes of x, along its rows.",
         "x_s": "Scales of those codes: of a row; of 128 columns of a row, the rows side by side; or of 32 columns.",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.plan.quantise import AMAX, BLOCK, BLOCKS, LAYOUTS, MXFP8, RECIPES, ROW, SCALES, SQUARE, WARPS
+from fusekit.plan.quantise import AMAX, BLOCK, BLOCKS, LAYOUTS, MXFP8, RECIPES, ROW, ROWS, SCALES, SQUARE, WARPS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 from fusekit.spec.token import TokenSpec
@@ -23,6 +23,11 @@ QUANTISE_KEYS = (
     Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
     Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
         "also codes in blocks along the tokens, which lie as x does.", default=False),
+    Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
+    Key("groups", "bool", "fp8-block: transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows "
+        "are one, without offsets, and w is [N, K].", default=True),
+    Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
+        default=False),
     Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
     Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
@@ -31,6 +36,7 @@ QUANTISE_KEYS = (
         Key("E", "int", "Groups.", minimum=1, default=1),
         Key("M", "int", "Rows of each matrix.", required=True),
         Key("K", "int", "Columns.", minimum=1, required=True),
+        Key("T", "int", "Rows of a gathered x; default: M.", default=0),
     )),
 )  # fmt: skip
 
@@ -39,11 +45,15 @@ Broken = tuple[str, Any, str]  # key, its value, the rule
 
 @dataclass(frozen=True, slots=True)
 class QuantiseProblem:
-    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups."""
+    """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups.
+
+    T: the rows of a gathered x, 0 for M.
+    """
 
     M: int
     K: int
     E: int = 1
+    T: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +68,15 @@ class QuantiseSpec(TokenSpec):
     blocks: str
     scales: str
     transpose: bool
+    rows: bool
+    groups: bool
+    gather: bool
     scale_layout: str
     rht_amax: bool
     warps: int
     problem: QuantiseProblem | None
     summary: str
+    layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
         """Scalars that a launch may leave out: there are none."""
@@ -80,6 +94,9 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
         blocks=values["blocks"],
         scales=values["scales"],
         transpose=values["transpose"],
+        rows=values["rows"],
+        groups=values["groups"],
+        gather=values["gather"],
         scale_layout=values["scale_layout"],
         rht_amax=values["rht_amax"],
         warps=choice["warps"],
@@ -91,14 +108,21 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
-    mine = {"blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "scale_layout": (MXFP8,),
-            "rht_amax": (AMAX,)}  # fmt: skip
+    mine = {"blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "rows": (BLOCK,),
+            "groups": (BLOCK,), "gather": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
     usual = {key.name: key.default for key in QUANTISE_KEYS}
     for name, recipes in mine.items():
         value = getattr(spec, name)
-        if value != usual[name] and spec.out not in recipes:
+        if value == usual[name]:
+            continue
+        if spec.out not in recipes:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
             found.append((name, value, f"{spec.out} has none; say out = {one}, or leave {name} out"))
+        elif spec.blocks == SQUARE and name in ("rows", "gather"):
+            rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
+            found.append((name, value, rule))
+        elif spec.blocks != SQUARE and name in ("rows", "groups") and not spec.transpose:
+            found.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))
     if spec.problem:

@@ -97,6 +97,22 @@ def test_show_of_a_layer_for_inference(fusekit):
     assert fusekit("show", "model/moe", "--json").json["passes"]["backward"]["steps"] == []
 
 
+def test_show_says_what_a_recipe_quantises(fusekit, store):
+    publish(fusekit.root, options(file="coded", recipe="fp8-block", hidden=144, intermediate=192, tokens=1024))
+    document = fusekit("show", "coded/moe", "--json").json
+    assert (document["options"]["recipe"], document["missing"]) == ("fp8-block", [])
+    told = document["passes"]["quantise"]
+    assert [each["name"] for each in told["inputs"]] == ["w1", "w2"]
+    assert {"name": "w2_ts", "dtype": "f32", "shape": [8, 2, 2], "added_to": False} in told["outputs"]
+    assert "w1" not in {each["name"] for each in document["passes"]["forward"]["inputs"]}
+    assert document["memory"]["codes"] == Layer(Library(store), "coded/moe").sizes(1024).codes
+    assert "quantise" not in document["memory"]["scratch"]
+    text = fusekit("show", "coded/moe").out
+    for said in ("codes of the weights", "quantise-x-turned", "w1_q"):
+        assert said in text
+    assert "codes of the weights" not in fusekit("show", "model/moe").out
+
+
 def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
     code = (
         "import sys; from fusekit_cli.main import main; main(['show', 'model/moe', '-q']); "

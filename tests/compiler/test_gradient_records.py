@@ -39,7 +39,7 @@ def dims_of(spec):
 @SPECS
 def test_the_problem_is_allowed(spec):
     dims = dims_of(spec)
-    env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
+    env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"]), "P": 128 * dims["M"]}
     for dim in signature(spec).dims:
         assert dim.minimum <= env[dim.name] <= dim.maximum
         assert env[dim.name] % dim.divisor == 0
@@ -54,6 +54,7 @@ def test_arguments_are_those_of_the_reference(spec):
     glu = {"act_alpha", "act_limit", "act_up_offset"} if spec.activation.gated else set()
     assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
     env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
+    env |= {"P": inputs["x_t"].shape[1]} if "x_t" in inputs else {}
     for argument in made.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu & spec.defaults().keys()
@@ -65,7 +66,7 @@ def test_arguments_are_those_of_the_reference(spec):
             assert (shape, argument.dtype) == outputs[name]
         else:
             assert shape == inputs[name].shape
-            kind = {"uint16": spec.dtype, "float32": "f32", "int32": "i32"}[inputs[name].dtype.name]
+            kind = {"uint16": spec.dtype, "float32": "f32", "int32": "i32", "uint8": "e4m3"}[inputs[name].dtype.name]
             assert argument.dtype == kind
 
 

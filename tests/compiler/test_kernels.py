@@ -38,7 +38,7 @@ FP8 = (
     "row@256x192-c1x2-dynamic", "row-swiglu-concat@128x160-c2x1-dynamic", "tensor-e5m2@128x192-c1x2",
     "tensor-dswiglu@128x128-c2x1-dynamic", "row-dense@128x160-c2x1", "block@128x192-c2x1-coop-dynamic",
     "block@256x128-c1x2-dynamic", "block-dswiglu@128x128-c2x1-coop-dynamic", "row-promoted@128x192-c2x1-coop-dynamic",
-    "wgrad-bf16@128x128-c1x2-coop",
+    "wgrad-bf16@128x128-c1x2-coop", "wgrad-dense@128x192-c2x1-coop-dynamic",
 )  # fmt: skip
 CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"

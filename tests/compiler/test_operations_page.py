@@ -30,7 +30,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n' + QUANT, GEMM + 'gather = "x"\n', CODED],
     "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n' + QUANT, GEMM + 'alpha = "scalar"\ngather = "x"\n', CODED],
     BACKWARD: [GEMM + DERIVATIVE + QUANT, GEMM + DERIVATIVE + 'gather = "x"\n', GEMM + DERIVATIVE + DZ, TURNED],
-    "dense-wgrad": [*WGRAD, GEMM + "split = true\n"],
+    "dense-wgrad": [*WGRAD, GEMM + "split = true\n", GEMM + BLOCK],
     "grouped-wgrad": [*WGRAD, GEMM + "dbias = true\ngather = 'x'\n", GEMM + BLOCK],
     "router-topk": [
         SCORES + "expert_bias = true\n",
@@ -55,6 +55,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-probs": ["experts = 16\ntopk = 2\n"],
     "quantise": [
         'out = "fp8-block"\ntranspose = true\n',
+        'out = "fp8-block"\ngather = true\n',
         'out = "fp8-block"\nblocks = "128x128"\ntranspose = true\n',
         'out = "mxfp8"\ntranspose = true\n',
         'out = "amax"\nrht_amax = true\n',

@@ -194,28 +194,29 @@ def _wgrad_cases(spec: KernelSpec) -> list[Case]:
 def _dense_wgrad_cases(spec: KernelSpec) -> list[Case]:
     """One group; where it is split, rows on both sides of a part's end, and parts that are left without rows."""
     tile_n, tile_k = spec.tile
-    n, k = tile_n + 8, tile_k + 8
+    unit = spec.plan.vector
+    n, k = tile_n + unit, tile_k + unit
     ring = spec.plan.stages * TILE_K
     rows = {0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, ring - 1, ring, ring + 1, 2 * ring + 65}
     if spec.split:
         rows |= {511, 512, 513, 1023, 1024, 1025, 2049, 5000}
     extents = {
         "n-on-the-tile": (2 * tile_n, k),
-        "n-least": (8, k),
-        "n-under-the-tile": (tile_n - 8, k),
-        "n-over-half-the-tile": (tile_n // 2 + 8, k),
+        "n-least": (unit, k),
+        "n-under-the-tile": (tile_n - unit, k),
+        "n-over-half-the-tile": (tile_n // 2 + unit, k),
         "k-on-the-tile": (n, 2 * tile_k),
-        "k-least": (n, 8),
-        "k-under-the-tile": (n, tile_k - 8),
+        "k-least": (n, unit),
+        "k-under-the-tile": (n, tile_k - unit),
         "odd-tiles": (3 * tile_n, 5 * tile_k),
-        "odd-tiles-and-a-bit": (2 * tile_n + 8, 3 * tile_k + 64),
+        "odd-tiles-and-a-bit": (2 * tile_n + unit, 3 * tile_k + 64),
     }
     cases = [Case(f"{count}-rows", (count,), n, k) for count in sorted(rows)]
     cases += [Case(name, (150,), *extent) for name, extent in extents.items()]
     cases += [Case(f"margin-{margin}", (390,), n, k, margin=margin) for margin in (0, 1, 50, 131, 100_000)]
     cases += [
         Case("padded-rows", (150,), n, k, pad=24),
-        Case("many-tiles", (700,), 12 * tile_n, 12 * tile_k + 8, sample=60),
+        Case("many-tiles", (700,), 12 * tile_n, 12 * tile_k + unit, sample=60),
         Case("many-tiles-few-clusters", (300,), 4 * tile_n, 4 * tile_k, margin=100_000, sample=60),
     ]
     if spec.split:

@@ -268,7 +268,7 @@ def _poison(array: np.ndarray, where: Any) -> None:
 
 def _poison_blocks(inputs: dict[str, Any], case: Case) -> None:
     """Codes and scales of spare blocks of tokens, and of those of a group that is full of NaN."""
-    starts = padded_starts(inputs["offsets"])
+    starts = padded_starts(inputs.get("offsets", [case.rows]))
     beyond = [slice(starts[-1], None)]
     if case.nan_group is not None:
         beyond.append(slice(starts[case.nan_group], starts[case.nan_group + 1]))

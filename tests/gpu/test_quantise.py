@@ -66,10 +66,19 @@ def test_rows(opened, name, sizes, columns):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.blocks == "1x128" and not spec.groups])
+def test_one_group_without_rows_is_a_block_of_zeros(opened, name):
+    spec = SPECS[name]
+    inputs = reference.quantise_inputs(spec, M=0, K=272)
+    outputs = trial(opened, name, inputs, shapes_of(spec, 0, 272, 1))
+    assert not reference.quantise_check(spec, inputs, outputs)
+
+
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.blocks == "128x128"])
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 2880, 400), (2, 128, 128), (5, 144, 1040)])
 def test_squares(opened, name, shape):
     spec, (groups, rows, columns) = SPECS[name], shape
+    groups = groups if spec.groups else 1
     inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=groups, seed=2)
     hard(inputs["w"])
     outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, groups))

@@ -10,7 +10,7 @@ import pytest
 
 from fusekit.errors import ArgumentError
 from fusekit.layers import memory
-from tests.plan.test_layer_program import CASES, H, K, T, X, options
+from tests.plan.test_layer_program import CASES, PLAIN, H, K, T, X, options
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 from tests.layers.host import HostLayer  # noqa: E402
@@ -41,7 +41,9 @@ def layer_of(case, **more):
 
 
 def inputs_of(layer, tokens=T, seed=0):
-    return arguments(layer.options, layer.inputs("forward"), tokens, jax.random.key(seed))
+    given = {**layer.inputs("forward"), **layer.inputs("quantise")}
+    given = {name: buffer for name, buffer in given.items() if name not in layer.outputs("quantise")}
+    return arguments(layer.options, given, tokens, jax.random.key(seed))
 
 
 def parts(layer):
@@ -71,7 +73,7 @@ def floats(more):
     return {name: array for name, array in more.items() if name in ("logits", "weights")}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PLAIN)
 def test_values_and_gradients_are_those_of_plain_jax(made, case):
     layer, f = made(layer_of(case))
     x, params, more = inputs_of(layer)
@@ -88,6 +90,30 @@ def test_values_and_gradients_are_those_of_plain_jax(made, case):
         found, right = both(f), both(wanted)
     close(found, right, 1e-4)
     assert {stream for _, stream in layer.launched} == {STREAM}
+
+
+@pytest.mark.parametrize("case", ["fp8-gpt-oss", "fp8-deepseek", "fp8-mlp"])
+def test_a_layer_with_a_recipe(made, case):
+    """Near to plain JAX, and with codes for several calls the same bits."""
+    layer, f = made(layer_of(case))
+    x, params, more = inputs_of(layer, tokens=60)
+    wanted = plain(layer.options)
+
+    def both(g, params):
+        return jax.jit(jax.value_and_grad(lambda x, p: total(g)(x, p, more), argnums=(0, 1)))(x, params)
+
+    found, right = both(f, params), both(wanted, params)
+    quantise = [part for part in parts(layer) if part.startswith("quantise") and part.endswith(("w1", "w2"))]
+    assert len(quantise) == len(layer.inputs("quantise"))
+    for each, want in zip(jax.tree.leaves(found[1]), jax.tree.leaves(right[1]), strict=True):
+        if want.any():
+            assert jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
+    codes = jax.jit(f.quantise)(params)
+    assert set(codes) == set(layer.outputs("quantise"))
+    layer.launched.clear()
+    again = jax.jit(jax.grad(lambda x, p: total(f)(x, {**p, **codes}, more), argnums=(0, 1)))(x, params)
+    jax.tree.map(np.testing.assert_array_equal, again, found[1])
+    assert not [part for part in parts(layer) if part in quantise]
 
 
 def test_nothing_is_kept_without_a_derivative(made):

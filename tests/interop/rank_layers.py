@@ -13,7 +13,7 @@ from fusekit.plan.layer import program
 from tests.plan import layer_meaning, ranks_meaning
 from tests.plan.test_layer_program import options
 
-TORCH = {name: getattr(torch, DTYPES[name].framework) for name in ("bf16", "fp16", "f32", "i32", "u8")}
+TORCH = {name: getattr(torch, DTYPES[name].framework) for name in ("bf16", "fp16", "f32", "i32", "u8", "e4m3")}
 
 
 class StandIn(Layer):
@@ -29,7 +29,8 @@ class StandIn(Layer):
     def _call(self, which, kept, scratch, arguments, stream):
         assert stream is None  # of a tensor on the CPU
         inputs, outputs = self.program.arguments(which)
-        tokens = arguments["dy" if which == "backward" else "x"].shape[0]
+        lead = {"backward": "dy", "quantise": None}.get(which, "x")
+        tokens = arguments[lead].shape[0] if lead else 0
         dims = self.program.dims(tokens)
         asked = self._known(which, arguments)
         for name, tensor in arguments.items():

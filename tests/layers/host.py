@@ -9,7 +9,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.layers import Layer
 from fusekit.layers.memory import Slice
 from fusekit.plan.layer import program
-from fusekit.reference import decode, encode, held
+from fusekit.reference import codes, decode, encode, held
 from tests.plan import layer_meaning
 from tests.plan.test_layer_program import options
 
@@ -38,8 +38,9 @@ class HostLayer(Layer):
         if kept is not None and which == "forward":
             bytes_of(kept)[...] = 0  # those between its buffers, so that PyTorch's checks can compare the whole
         given = {name for name, tensor in arguments.items() if tensor is not None}
-        lead = arguments["dy" if which == "backward" else "x"]
-        self.passes.append((which, lead.shape[0], frozenset(given & self.outputs(which).keys())))
+        lead = {"backward": "dy", "quantise": None}.get(which, "x")
+        tokens = arguments[lead].shape[0] if lead else 0
+        self.passes.append((which, tokens, frozenset(given & self.outputs(which).keys())))
         super()._call(which, kept, scratch, arguments, stream)
 
     def _kernel(self, part, dims):
@@ -75,6 +76,9 @@ def compute(keys, tensors, dims, change=lambda made: None):
 def put(tensor, values):
     """Writes float64 or int64 into the tensor, rounded."""
     dtype = tensor.dtype
+    if dtype == "e4m3":
+        array(tensor)[...] = codes.encode(values, dtype)
+        return
     array(tensor)[...] = encode(values, dtype) if dtype in ("bf16", "fp16") else values.astype(held(dtype))
 
 
@@ -84,7 +88,9 @@ def taken(tensor):
 
 
 def wide(values, dtype):
-    """float64 or int64."""
+    """float64 or int64; of codes what they are worth without their scales."""
+    if dtype == "e4m3":
+        return codes.decode(values, dtype).astype(np.float64)
     values = decode(values, dtype) if dtype in ("bf16", "fp16") else values
     return values.astype(np.int64 if values.dtype.kind in "iu" else np.float64)
 
@@ -105,6 +111,6 @@ def placed(tensor):
     if tensor is None or isinstance(getattr(tensor, "device", None), int):
         return tensor
     assert tensor.is_contiguous(), tensor
-    dtype = {DTYPES[name].framework: name for name in ("bf16", "fp16", "f32", "i32", "u8")}
+    dtype = {DTYPES[name].framework: name for name in ("bf16", "fp16", "f32", "i32", "u8", "e4m3")}
     kind = str(tensor.dtype).rpartition(".")[2]
     return Slice(tensor.data_ptr(), tuple(tensor.shape), dtype.get(kind, kind), 0)

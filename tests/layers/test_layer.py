@@ -5,13 +5,13 @@ import copy
 import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
 
 T = 40
-TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32"}
+TYPES = {"bf16": "torch.bfloat16", "f32": "torch.float32", "i32": "torch.int32", "e4m3": "torch.float8_e4m3fn"}
 KEPT, SCRATCH = 0x7000_0000, 0x8000_0000
 
 
@@ -136,6 +136,50 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path, change, text):
     with pytest.raises(ArgumentError, match=text):
         layer.bind_forward(**given)
     assert not fake.launches
+
+
+def test_codes_of_weights_are_made_by_a_pass_of_their_own(tmp_path):
+    layer, fake = opened(tmp_path, "fp8-deepseek")
+    codes, given = tensors(layer, QUANTISE), tensors(layer, FORWARD)
+    assert {*layer.inputs(QUANTISE)} == {"w1", "w2", "shared_w1", "shared_w2"}
+    assert {"w1_q", "w1_s", "shared_w2_q", "shared_w2_s"} <= {*given} and "w1" not in given
+    assert {"w1_t", "w1_ts", "shared_w2_t"} <= {*layer.inputs(BACKWARD)} and "w1_q" not in layer.inputs(BACKWARD)
+    sizes = {each.dtype: 0 for each in layer.outputs(QUANTISE).values()}
+    for each in layer.outputs(QUANTISE).values():
+        sizes[each.dtype] += each.bytes({})
+    assert sizes["e4m3"] == 2 * sum(each.bytes({}) // 2 for each in layer.inputs(QUANTISE).values())
+    assert layer.sizes(T).codes == sum(sizes.values())
+    bound = layer.bind_quantise(**codes)
+    assert len(bound.launches) == 4 and not fake.launches
+    bound(0)
+    layer.quantise(**codes, stream=0)
+    assert len(fake.launches) == 8
+    addresses = {int.from_bytes(each, "little") for launch in fake.launches for each in launch.parameters}
+    assert addresses == {tensor.address for tensor in codes.values()}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"w1_s": None}, r"the quantise pass needs w1_s, too; give w1_s \[8, 3, 2\]"),
+        ({"w2": None}, r"needs w2, too; give w2 \[8, 144, 192\]"),
+        ({"w2_t": Torchlike((8, 192, 143), "torch.float8_e4m3fn")}, r"; it must be e4m3 \[8, 192, 144\]"),
+        ({f"{w}_{end}": None for w in ("w1", "w2") for end in ("q", "s", "t", "ts")}, "no codes to write are given"),
+        ({"x": Torchlike((8, 144))}, "the quantise pass has no x"),
+    ],
+)  # fmt: skip
+def test_codes_that_do_not_fit_are_refused_in_words(tmp_path, change, text):
+    layer, fake = opened(tmp_path, "fp8")
+    with pytest.raises(ArgumentError, match=text):
+        layer.bind_quantise(**tensors(layer, QUANTISE) | change)
+    assert not fake.launches
+
+
+def test_a_layer_without_a_recipe_quantises_nothing(tmp_path):
+    layer, _ = opened(tmp_path)
+    assert layer.inputs(QUANTISE) == {} and layer.sizes(T).codes == 0
+    with pytest.raises(ArgumentError, match="has no recipe"):
+        layer.bind_quantise(w1=Torchlike((8, 16, 24)))
 
 
 def test_a_layer_that_is_not_there(tmp_path):

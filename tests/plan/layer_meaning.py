@@ -1,8 +1,12 @@
-"""Each launch of a layer's program as one formula in float64, so that a program can be run without a device."""
+"""Each launch of a layer's program as one formula in float64, so that a program can be run without a device.
+
+A tensor of codes holds what they are worth without their scales.
+"""
 
 import numpy as np
 
-from fusekit.reference import activations, decode, encode, layouts, permutation, router
+from fusekit.reference import activations, codes, decode, encode, layouts, permutation, router
+from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
 # What the definitions of the router want to be told beside a table's own keys.
@@ -28,6 +32,10 @@ def gemm(keys, given, dims):
     dense = keys["op"] == "dense-gemm"
     rows = chosen(keys, given, "x")
     w = given["w"][None] if dense else given["w"]
+    if coded_factors(keys):
+        rows = rows * spread(given["x_s"].T, 1)[:, : rows.shape[1]]
+        scales = spread(spread(given["w_s"].reshape(len(w), *given["w_s"].shape[-2:]), 1), 2)
+        w = w * scales[:, : w.shape[1], : w.shape[2]]
     if keys.get("b_major", "k") == "n":
         w = w.transpose(0, 2, 1)
     bias = given.get("bias")
@@ -54,11 +62,59 @@ def gemm(keys, given, dims):
     return found
 
 
+def coded_factors(keys):
+    return keys.get("quant", "none") != "none"
+
+
 def wgrad(keys, given, dims):
+    if coded_factors(keys):
+        dy, x = (given[f"{name}_t"].T * spread(given[f"{name}_ts"], 0) for name in ("dy", "x"))
+        if keys["op"] == "dense-wgrad":
+            return {"dw": dy.T @ x}
+        sizes, starts = np.diff(given["offsets"], prepend=0), codes.padded_starts(given["offsets"])
+        owned = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        return {"dw": np.stack([dy[own].T @ x[own] for own in owned])}
     dy, x = chosen(keys, given, "dy"), chosen(keys, given, "x")
     if keys["op"] == "dense-wgrad":
         return {"dw": dy.T @ x, "dbias": dy.sum(axis=0)}
     return {"dw": np.stack([dy[own].T @ x[own] for own in slices(given["offsets"])])}
+
+
+def quantise(keys, given, dims):
+    if keys.get("blocks") == "128x128":
+        w = given["w"] if keys["groups"] else given["w"][None]
+        made = [coded(each, 128, 128) for each in w]
+        found = {name: np.stack(each) for name, each in zip(("w_q", "w_s"), zip(*made, strict=True), strict=True)}
+        found |= {name: found[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
+        return found if keys["groups"] else {name: each[0] for name, each in found.items()}
+    rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
+    found = {}
+    if keys["rows"]:
+        found["x_q"], scale = coded(rows, 1, 128)
+        found["x_s"] = scale.T
+    if keys["transpose"]:
+        ends = given["offsets"] if keys["groups"] else [len(rows)]
+        starts, room = codes.padded_starts(ends), dims["M_padded" if keys["groups"] else "T_padded"]
+        unwritten = np.nan if keys["groups"] else 0.0  # without rows, one group has a block of zeros
+        shapes = {"x_t": (rows.shape[1], room), "x_ts": (room // 128, rows.shape[1])}
+        found |= {name: np.full(shape, unwritten) for name, shape in shapes.items()}
+        for start, next_, own in zip(starts, starts[1:], slices(ends), strict=False):
+            turned = np.zeros((rows.shape[1], next_ - start))
+            turned[:, : own.stop - own.start] = rows[own].T
+            found["x_t"][:, start:next_], scale = coded(turned, 1, 128)
+            found["x_ts"][start // 128 : next_ // 128] = scale.T
+    return found
+
+
+def coded(values, down, across):
+    """Codes and scales of what is left of the values in bf16."""
+    with np.errstate(invalid="ignore"):
+        made, scale = blocks(decode(encode(values, "bf16"), "bf16"), down, across, "pow2")
+    return codes.decode(made, "e4m3").astype(np.float64), scale.astype(np.float64)
+
+
+def spread(scales, axis):
+    return np.repeat(scales, 128, axis=axis)
 
 
 def chosen(keys, given, name):
@@ -179,5 +235,5 @@ OPERATIONS = {
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
     "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "router-aux-score": aux_score,
     "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
-    "router-split": split, "router-sum": summed, "moe-blank": blank,
+    "router-split": split, "router-sum": summed, "moe-blank": blank, "quantise": quantise,
 }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_KEYS, Options
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, SCRATCH
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
@@ -14,6 +14,7 @@ from fusekit.spec import Activation
 from . import layer_meaning
 
 H, I, J, X, K, T = 24, 8, 16, 8, 3, 7  # noqa: E741 - the field's own names
+WIDE = {"hidden": 144, "intermediate": 192, "tokens": 400}  # blocks of 128, and what is left of them
 CASES = {
     "plain": {"activation": {"kind": "silu"}},
     "gpt-oss": {"bias": True, "activation": {"kind": "swiglu", "alpha": 1.702, "limit": 0.9, "up_offset": 1.0},
@@ -30,7 +31,18 @@ CASES = {
     "choices": {"bias": True, "router": {"input": "choices"}},
     "mlp": {"kind": "mlp", "bias": True},
     "mlp-as-stored": {"kind": "mlp", "b_major": "n", "activation": {"kind": "gelu"}, "keep": "x"},
+    "fp8": {"recipe": "fp8-block", **WIDE},
+    "fp8-gpt-oss": {"recipe": "fp8-block", **WIDE, "bias": True, "b_major": "n", "glu_layout": "interleaved",
+                    "router": {"bias": True}},
+    "fp8-deepseek": {"recipe": "fp8-block", **WIDE, "shared": 64, "router": {"score_function": "sigmoid",
+                     "expert_bias": True, "num_groups": 4, "group_topk": 3, "aux_loss": True}},
+    "fp8-llama4": {"recipe": "fp8-block", **WIDE, "shared": 64, "keep": "x", "router": {"scale": "input"}},
+    "fp8-choices": {"recipe": "fp8-block", **WIDE, "keep": "x", "router": {"input": "choices"}},
+    "fp8-mlp": {"recipe": "fp8-block", **WIDE, "kind": "mlp"},
+    "fp8-mlp-as-stored": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "b_major": "n", "keep": "x",
+                          "activation": {"kind": "gelu"}},
 }  # fmt: skip
+PLAIN = [name for name, said in CASES.items() if "recipe" not in said]  # whose results are those of plain formulas
 
 
 def options(**said):
@@ -61,7 +73,7 @@ def defined(o, tensors):
     """The layer and its tensors in the terms of the definition; an mlp is a layer of one expert."""
     tensors = dict(tensors)
     if o.kind == "mlp":
-        tensors = {name: tensor[None] for name, tensor in tensors.items()} | {"router": np.zeros((1, H))}
+        tensors = {name: tensor[None] for name, tensor in tensors.items()} | {"router": np.zeros((1, o.hidden))}
     if o.b_major == "n":
         tensors |= {name: tensors[name].transpose(0, 2, 1) for name in ("w1", "w2")}
     keys = {"op": "router-topk", "experts": max(o.experts, 1), "topk": max(o.topk, 1), "score_function": "softmax"}
@@ -78,7 +90,8 @@ def defined(o, tensors):
     }
     keys |= {name: o.router[name] for name in keys if name in o.router}
     aux = 0.25 if o.router.get("aux_loss") else None
-    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), aux)
+    scale = o.router.get("scale", "output")
+    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, scale, aux, o.recipe)
     return made, tensors
 
 
@@ -86,14 +99,15 @@ def forward(name, which=FORWARD):
     """Both sides of a forward pass: program, its buffers, the definition's results, and what its backward needs."""
     o = options(**CASES[name])
     made, rng = program(o), np.random.default_rng(len(name))
-    tensors, x = tensors_of(made, rng), rng.standard_normal((T, H))
-    router = rng.standard_normal((X, H))
+    tensors, x = tensors_of(made, rng), rng.standard_normal((o.tokens, o.hidden))
+    router = rng.standard_normal((X, o.hidden))
     layer, theirs = defined(o, {"router": router} | tensors if o.kind == "moe" else tensors)
     y, loss, kept = definition.forward(layer, x, theirs)
     given = {**tensors, "x": x, "logits": kept.logits, "indices": kept.indices, "weights": kept.weights}
-    given |= {"total_tokens": np.array([T]), "aux_coefficient": np.array([0.25])}
-    given = {each: value for each, value in given.items() if each in made.arguments(which)[0]}
-    return made, given, layer_meaning.run(made, which, given, T), (layer, theirs, y, loss, kept)
+    given |= {"total_tokens": np.array([o.tokens]), "aux_coefficient": np.array([0.25])}
+    given |= layer_meaning.run(made, QUANTISE, tensors, o.tokens)
+    used = {each: value for each, value in given.items() if each in made.arguments(which)[0]}
+    return made, given, layer_meaning.run(made, which, used, o.tokens), (layer, theirs, y, loss, kept)
 
 
 @pytest.mark.parametrize("which", [FORWARD, INFERENCE])
@@ -108,10 +122,12 @@ def test_a_forward_pass_is_the_definition(name, which):
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_pass_is_the_definition(name):
     made, given, found, (layer, theirs, _, _, kept) = forward(name)
-    dy = np.random.default_rng(1).standard_normal((T, H))
+    tokens = len(given["x"])
+    dy = np.random.default_rng(1).standard_normal(given["x"].shape)
     stays = {each: found[each] for each, buffer in made.buffers.items() if buffer.place == KEPT}
     given = given | stays | {"dy": dy, "dloss": np.array([0.4])}
-    back = layer_meaning.run(made, BACKWARD, given, T)
+    given = {each: value for each, value in given.items() if each in made.arguments(BACKWARD)[0] or each in stays}
+    back = layer_meaning.run(made, BACKWARD, given, tokens)
     want = definition.backward(layer, theirs, kept, dy, grad_loss=0.4 if layer.aux is not None else 0.0)
     want["weights"] = back.get("dweights")  # the definition gives what comes after it
     outputs = made.arguments(BACKWARD)[1]
@@ -183,11 +199,12 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     o = options(**CASES[name] | {"keep": "none"})
     made, whole = program(o), program(options(**CASES[name]))
     assert made.steps[BACKWARD] == () and made.steps[FORWARD] == made.steps[INFERENCE]
-    assert made.parts.keys() == {step.part for step in whole.steps[INFERENCE]}
+    steps = (*whole.steps[INFERENCE], *whole.steps.get(QUANTISE, ()))
+    assert made.parts.keys() == {step.part for step in steps}
     assert made.kept(made.dims(100)) == ({}, 0)
     assert made.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
-    found = layer_meaning.run(made, INFERENCE, given, T)
+    found = layer_meaning.run(made, INFERENCE, given, o.tokens)
     assert all(np.array_equal(found[each], want[each]) for each in made.arguments(INFERENCE)[1])
 
 
@@ -205,7 +222,7 @@ def test_float32_weights_of_a_router_have_float32_gradients():
 # the batch.
 SAME_BITS = {
     "op", "dtype", "out_dtype", "problem", "b_major", "bias", "activation", "glu_layout", "save_preactivation",
-    "row_scale", "recompute", "gather", "accumulate", "dbias", "split",
+    "row_scale", "recompute", "gather", "accumulate", "dbias", "split", "quant",
 }  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT
 from fusekit.reference import layer as definition
 
 from . import layer_meaning, ranks_meaning
-from .test_layer_program import CASES, H, K, defined, options, tensors_of
+from .test_layer_program import CASES, PLAIN, H, K, defined, options, tensors_of
 
-LAYERS = [name for name in CASES if not name.startswith("mlp")]
+LAYERS = [name for name in PLAIN if not name.startswith("mlp")]
 PARTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its own experts
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

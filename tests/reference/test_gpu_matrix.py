@@ -17,7 +17,7 @@ WGRAD = [spec for spec in BACKWARD if spec.op == "grouped-wgrad"]
 DENSE_WGRAD = [spec for spec in BACKWARD if spec.op == "dense-wgrad"]
 FP8 = parse_file(GPU / "matrix_fp8.toml")
 CODED = parse_file(GPU / "matrix_coded.toml")
-QUANTISED = [spec for spec in FP8 if spec.op != "grouped-wgrad"]
+QUANTISED = [spec for spec in FP8 if not spec.op.endswith("wgrad")]
 DERIVATIVES = [spec for spec in BACKWARD if spec.activation.backward]
 
 
@@ -155,11 +155,15 @@ def test_sums_over_rows_and_columns():
     assert {spec.cluster for spec in DERIVATIVES if spec.dbias} == {(1, 1), (2, 1), (1, 2)}
 
 
-@pytest.mark.parametrize("spec", DENSE_WGRAD, ids=lambda spec: spec.full_name)
+@pytest.mark.parametrize(
+    "spec", [*DENSE_WGRAD, *(spec for spec in FP8 if spec.op == "dense-wgrad")], ids=lambda spec: spec.full_name
+)
 def test_cases_of_dense_weight_gradients_hold_every_hard_one(spec):
     cases = cases_of(spec)
     assert len({case.name for case in cases}) == len(cases)
-    assert all(case.n % 8 == case.k % 8 == 0 < min(case.n, case.k) and len(case.sizes) == 1 for case in cases)
+    least = spec.plan.vector
+    assert all(case.n % least == case.k % least == 0 < min(case.n, case.k) for case in cases)
+    assert {len(case.sizes) for case in cases} == {1}
     assert {0, 1, 63, 64, 65, 127, 128, 129} <= {case.rows for case in cases}
     assert any(case.pad for case in cases)
     problems = [{"M": case.rows, "N": case.n, "K": case.k} for case in cases]

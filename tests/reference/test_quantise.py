@@ -97,6 +97,38 @@ def test_transposed_groups_begin_at_multiples_of_128():
     assert (outputs["x_q"][289:] == 0xFF).all()
 
 
+def test_rows_that_an_index_chooses_are_those_of_the_permuted_copy():
+    keys = KEYS | {"transpose": True}
+    inputs = reference.quantise_inputs(keys | {"gather": True}, M=300, K=48, E=3, T=90, sizes=(100, 0, 190))
+    index = inputs["index"]
+    assert (index == -1).any() and index.max() < 90
+    rows = np.where((index >= 0)[:, None], inputs["x"][index], np.uint16(0))
+    want = reference.quantise(keys, inputs | {"x": rows})
+    found = reference.quantise(keys | {"gather": True}, inputs)
+    alone = reference.quantise(keys | {"gather": True, "rows": False}, inputs)
+    for name in want:
+        assert np.array_equal(found[name].view(np.uint8), want[name].view(np.uint8)), name
+    assert set(alone) == {"x_t", "x_ts"}
+    assert np.array_equal(alone["x_t"], want["x_t"])
+
+
+def test_without_groups_all_rows_are_one():
+    keys = KEYS | {"transpose": True}
+    inputs = reference.quantise_inputs(keys | {"groups": False}, M=200, K=48)
+    assert "offsets" not in inputs
+    found = reference.quantise(keys | {"groups": False}, inputs)
+    want = reference.quantise(keys, inputs | {"offsets": np.array([200])})
+    assert found["x_t"].shape == (48, 256) and found["x_ts"].shape == (2, 48)
+    assert np.array_equal(found["x_t"], want["x_t"][:, :256]) and np.array_equal(found["x_q"], want["x_q"])
+
+
+def test_without_rows_one_group_has_a_block_of_zeros():
+    keys = KEYS | {"transpose": True, "groups": False}
+    found = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
+    assert found["x_t"].shape == (48, 128) and not found["x_t"].any()
+    assert found["x_ts"].shape == (1, 48) and (found["x_ts"] == 1).all()
+
+
 def test_squares_are_the_same_bytes_in_both_orientations():
     keys = KEYS | {"blocks": "128x128", "transpose": True}
     inputs = reference.quantise_inputs(keys, M=144, K=272, E=2)

@@ -162,7 +162,7 @@ def test_the_kernels_of_layers_are_counted_before_any_is_made(monkeypatch):
     table += "experts = 8\ntopk = 2\n"
     monkeypatch.setattr(layer, "program", lambda *_: pytest.fail("made"))
     said = refusal("schema = 1\n" + "".join(table.format(number) for number in range(2000)))
-    assert "(m37): a layer of 108 kernels at most; a file makes at most 4096" in said
+    assert "(m27): a layer of 150 kernels at most; a file makes at most 4096" in said
 
 
 def test_no_layer_makes_more_kernels_than_it_counts_for():
@@ -177,6 +177,7 @@ def test_no_layer_makes_more_kernels_than_it_counts_for():
         bias = true
         shared = 512
         keep = "x"
+        recipe = "fp8-block"
         router = { bias = true, aux_loss = true, score_function = "sigmoid", expert_bias = true, weight_dtype = "f32" }
         """
     assert len(parse_text("schema = 1\n" + every, "s")) <= 3 * layer.MOST_KERNELS

@@ -84,6 +84,22 @@ def problems(*tables, **defaults):
             ['glu_layout = "concat": the activation relu is not gated, so there is no gate to lay out; leave it out'],
         ),
         ({"accumulate": True}, ['accumulate = true: sums of many steps want float32; say grad_dtype = "f32"']),
+        (
+            {"recipe": "fp8-block", "hidden": 264, "intermediate": 96, "shared": 72},
+            ["hidden = 264: a row of codes must be a multiple of 16 bytes; say a multiple of 16",
+             "intermediate = 96: 64 columns of gate or up have one scale of w1; say a multiple of 64, or another "
+             "layout",
+             "shared = 72: a row of codes must be a multiple of 16 bytes; say a multiple of 16"],
+        ),
+        (
+            {"recipe": "fp8-block", "dtype": "fp16"},
+            ['dtype = "fp16": the kernels that move rows and choose experts take bf16; say dtype = "bf16"'],
+        ),
+        (
+            {"recipe": "fp8-block", "ranks": 2},
+            ['recipe = "fp8-block": rows of other ranks come as bf16, without codes; leave recipe or ranks out'],
+        ),
+        ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
         ({"hiden": 5}, ['hiden = 5: there is no such key; did you mean "hidden"?']),
         ({"router": {"scor": 1}}, None),
         ({"router": {"score_function": "tanh"}}, None),
@@ -108,6 +124,36 @@ def test_what_an_mlp_refuses():
     assert problems(MLP | others) == [
         f'{key} = {value}: of kind = "moe" alone; leave it out' for key, value in shown.items()
     ]
+
+
+def test_what_an_mlp_with_a_recipe_refuses():
+    assert problems(MLP | {"recipe": "fp8-block", "dtype": "fp16", "bias": True}) == [
+        'dtype = "fp16": codes are made of bf16; say dtype = "bf16", or leave recipe out',
+        "bias = true: b2's gradient is the sum of dy, which no weight gradient of codes has; leave bias or recipe out",
+    ]
+
+
+def test_a_layer_with_a_recipe_for_inference_quantises_no_more_than_it_reads():
+    for major, coded in (("k", {False}), ("n", {True})):
+        specs = parse_text(text_of(MOE | {"recipe": "fp8-block", "keep": "none", "b_major": major}), "layers")
+        parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
+        assert {"quantise-w1", "quantise-w2", "quantise-x", "quantise-a"} == {n for n in parts if "quantise" in n}
+        assert {parts[f"quantise-{name}"].transpose for name in ("w1", "w2")} == coded
+
+
+def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program():
+    table = MOE | {"recipe": "fp8-block", "shared": 64, "bias": True, "glu_layout": "interleaved", "b_major": "n"}
+    specs = parse_text(text_of(table), "layers")
+    parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
+    assert set(parts) == set(program(specs[0].layer).parts)
+    coded = {name for name, spec in parts.items() if getattr(spec, "quant", "none") == "in=fp8-block"}
+    assert coded == {
+        f"{of}{part}" for of in ("", "shared-")
+        for part in ("fc1-fwd", "fc1-infer", "fc2", "fc2-dgrad", "fc1-dgrad", "fc2-wgrad", "fc1-wgrad")
+    }  # fmt: skip
+    assert {spec.gather for name, spec in parts.items() if name in coded} == {"none"}
+    assert {parts[f"quantise-{name}"].gather for name in ("x", "x-turned", "dy")} == {True}
+    assert {parts[f"quantise-{name}"].gather for name in ("a", "dz", "shared-x", "shared-dy")} == {False}
 
 
 @pytest.mark.parametrize(

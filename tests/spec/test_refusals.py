@@ -486,3 +486,21 @@ def test_a_weight_gradient_of_codes_is_refused():
 def test_a_weight_gradient_of_quantised_rows_is_refused():
     text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
     assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('out = "fp8-row"\ngather = true', 'gather = true: fp8-row has none; say out = "fp8-block"'),
+        ('out = "mxfp8"\ntranspose = true\nrows = false', "rows = false: mxfp8 has none"),
+        ('out = "mxfp8"\ntranspose = true\ngroups = false', "groups = false: mxfp8 has none"),
+        ('out = "amax"\ntranspose = true', 'amax has none; say out = "fp8-block" or "mxfp8"'),
+        ('out = "fp8-block"\nscale_layout = "swizzled"', 'fp8-block has none; say out = "mxfp8"'),
+        ('out = "fp8-block"\nblocks = "128x128"\ngather = true', 'rows of tokens; say blocks = "1x128"'),
+        ('out = "fp8-block"\nrows = false', "rows = false: is for kernels that transpose; say transpose = true"),
+        ('out = "fp8-block"\ngroups = false', "groups = false: is for kernels that transpose"),
+    ],
+)
+def test_what_quantise_refuses(keys, message):
+    found = problem(f'schema = 1\n[[kernel]]\nname = "k"\nop = "quantise"\narch = "sm_90a"\n{keys}\n')
+    assert message in found

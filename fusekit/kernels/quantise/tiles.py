@@ -8,6 +8,8 @@ two accesses of a warp meet in a bank; those of transposed codes by half the col
 
 Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
+
+Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows.
 """
 
 from typing import NamedTuple
@@ -29,6 +31,8 @@ TILE = SIDE * LINE
 PIECES = LINE // 16  # of a row
 ACROSS = 8  # threads that share a row
 PAIRS = SIDE // 2  # of columns
+COPIED = THREADS // PIECES  # rows that are copied at a time
+TURNS = SIDE // COPIED
 DEEP = SIDE * PAIRS // THREADS  # rows of a thread that has two columns
 PARTS = SIDE // DEEP  # threads that share two columns
 RESIDENT = 3  # thread blocks of a multiprocessor, at least
@@ -46,18 +50,24 @@ class Place(NamedTuple):
 class QuantiseTiles:
     """The kernel; calling it traces host function and device code."""
 
-    def __init__(self, blocks: str, scales: str, transpose: bool) -> None:
+    def __init__(self, blocks: str, scales: str, transpose: bool, rows: bool, groups: bool, gather: bool) -> None:
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
-        self.grouped = transpose and not self.square
+        self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
+        self.by_row, self.gather = rows, gather
+        # Without rows, one group still has a block of zeros, for a weight gradient to read.
+        self.never_empty = transpose and not groups and not self.square
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, offsets, x_q: cute.Tensor, x_s: cute.Tensor, x_t, x_ts, stream: CUstream):
-        """Launch. x [M, K], or [E, N, K] for squares; offsets, x_t and x_ts may be None."""
-        first = 1 if self.square else 0
-        rows, columns = x.shape[first], x.shape[first + 1]
-        groups = x.shape[0] if cutlass.const_expr(self.square) else Int32(1)
+    def __call__(self, x: cute.Tensor, index, offsets, x_q, x_s, x_t, x_ts, stream: CUstream):
+        """Launch. x [M, K] (gathered: [T, K]); for squares [E, N, K] or [N, K]. What it does without is None."""
+        first = 1 if self.matrices else 0
+        columns = x.shape[first + 1]
+        rows = index.shape[0] if cutlass.const_expr(self.gather) else x.shape[first]
+        groups = x.shape[0] if cutlass.const_expr(self.matrices) else Int32(1)
         tiles = (rows + (SIDE - 1)) // SIDE
-        if cutlass.const_expr(self.square):
+        if cutlass.const_expr(self.never_empty):
+            tiles = cutlass.max(tiles, 1)
+        if cutlass.const_expr(self.matrices):
             tiles = tiles * groups
         if cutlass.const_expr(self.grouped):
             groups = offsets.shape[0]
@@ -65,17 +75,19 @@ class QuantiseTiles:
         strips = (columns + (STRIP * SIDE - 1)) // (STRIP * SIDE)
         self.kernel(
             x.iterator,
+            index.iterator if cutlass.const_expr(self.gather) else None,
             offsets.iterator if cutlass.const_expr(self.grouped) else None,
-            x_q.iterator,
-            x_s.iterator,
+            x_q.iterator if cutlass.const_expr(self.by_row) else None,
+            x_s.iterator if cutlass.const_expr(self.by_row) else None,
             x_t.iterator if cutlass.const_expr(self.transpose) else None,
             x_ts.iterator if cutlass.const_expr(self.transpose) else None,
             groups,
             rows,
             columns,
+            x.shape[0] if cutlass.const_expr(self.gather) else None,
             [Int64(stride) for stride in x.stride[:-1]],
-            [Int64(stride) for stride in x_q.stride[:-1]],
-            [Int64(stride) for stride in x_s.stride[:-1]],
+            [Int64(stride) for stride in x_q.stride[:-1]] if cutlass.const_expr(self.by_row) else [],
+            [Int64(stride) for stride in x_s.stride[:-1]] if cutlass.const_expr(self.by_row) else [],
             [Int64(stride) for stride in x_t.stride[:-1]] if cutlass.const_expr(self.transpose) else [],
         ).launch(
             grid=[strips * tiles, 1, 1],
@@ -87,12 +99,12 @@ class QuantiseTiles:
 
     @cute.kernel
     def kernel(
-        self, x: cute.Pointer, offsets, x_q: cute.Pointer, x_s: cute.Pointer, x_t, x_ts, groups: Int32, rows: Int32,
-        columns: Int32, x_strides, q_strides, s_strides, t_strides,
+        self, x: cute.Pointer, index, offsets, x_q, x_s, x_t, x_ts, groups: Int32, rows: Int32, columns: Int32, tokens,
+        x_strides, q_strides, s_strides, t_strides,
     ):  # fmt: skip
         """See the module's docstring."""
         allocator = cutlass.memory.SmemAllocator()
-        shared = allocator.allocate(2 * TILE + PARTS * PAIRS * 4, 128).toint()
+        shared = allocator.allocate(2 * TILE + PARTS * PAIRS * 4 + (SIDE * 4 if self.gather else 0), 128).toint()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
@@ -100,12 +112,16 @@ class QuantiseTiles:
         place = self.place(offsets, groups, rows, number, thread & 31)
         first = (block - number * strips) * STRIP
         last = cutlass.min(first + STRIP, divide(columns + (SIDE - 1), SIDE))
-        source, target = (x.toint(), x_strides), (x_q.toint(), q_strides, x_s.toint(), s_strides)
-        turned = None
+        chosen = shared + 2 * TILE + PARTS * PAIRS * 4
+        source, target, turned = (x.toint(), x_strides, chosen), None, None
+        if cutlass.const_expr(self.by_row):
+            target = (x_q.toint(), q_strides, x_s.toint(), s_strides)
         if cutlass.const_expr(self.transpose):
             turned = (x_t.toint(), t_strides, x_ts.toint())
         extents = (rows, columns)
-        if place.row < place.end:
+        if (place.row < place.end) | self.never_empty:
+            if cutlass.const_expr(self.gather):
+                self.choose(index, tokens, place, chosen, thread)
             self.fetch(source, place, columns, first, shared, thread)
             cute.arch.cp_async_commit_group()
             for step in cutlass.range(first, last, unroll=1):
@@ -132,17 +148,32 @@ class QuantiseTiles:
     @cute.jit
     def fetch(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
         """Starts column block `step` on its way to `tile`; zeros where there is nothing."""
-        x, strides = tensor
-        if cutlass.const_expr(self.square):
+        x, strides, chosen = tensor
+        if cutlass.const_expr(self.matrices):
             x = x + Int64(place.group) * strides[0] * 2
         piece, line = thread & (PIECES - 1), thread >> 4
         column = step * SIDE + piece * 8
-        source = x + (Int64(place.row + line) * strides[-1] + Int64(column)) * 2
         destination = tile + line * LINE + (piece ^ (line & 7)) * 16
-        for turn in cutlass.range(SIDE * PIECES // THREADS, unroll=2):
-            row = turn * (THREADS // PIECES)
-            there = (place.row + line + row < place.end) & (column < columns)
-            copy_async(destination + row * LINE, source + Int64(row) * strides[-1] * 2, there)
+        if cutlass.const_expr(self.gather):
+            for turn in cutlass.range(TURNS, unroll=4):
+                row = Int32(lanes.shared_load_u32(chosen + (line + turn * COPIED) * 4))
+                source = x + (Int64(row) * strides[-1] + Int64(column)) * 2
+                copy_async(destination + turn * COPIED * LINE, source, (row >= 0) & (column < columns))
+        else:
+            source = x + (Int64(place.row + line) * strides[-1] + Int64(column)) * 2
+            for turn in cutlass.range(TURNS, unroll=2):
+                row = turn * COPIED
+                there = (place.row + line + row < place.end) & (column < columns)
+                copy_async(destination + row * LINE, source + Int64(row) * strides[-1] * 2, there)
+
+    @cute.jit
+    def choose(self, index, tokens: Int32, place: Place, chosen: Int32, thread: Int32):
+        """Which rows of x the tile has, to shared memory; -1 for zeros."""
+        row = place.row + thread
+        (word,) = lanes.load(index.toint() + Int64(row) * 4, 4, (thread < SIDE) & (row < place.end), fill=-1)
+        there = Int32(word) < tokens
+        lanes.shared_store_u32_if(chosen + thread * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), thread < SIDE)
+        cute.arch.sync_threads()
 
     @cute.jit
     def tile(self, target, turned, place: Place, extents, step: Int32, tile: Int32, parts: Int32, thread: Int32):
@@ -156,7 +187,8 @@ class QuantiseTiles:
                 cute.arch.sync_threads()
                 self.store_columns(words, (inverse, inverse), turned, place, extents, step, tile, thread)
         else:
-            self.rows(target, place, extents, step, tile, None, thread)
+            if cutlass.const_expr(self.by_row):
+                self.rows(target, place, extents, step, tile, None, thread)
             if cutlass.const_expr(self.transpose):
                 words = self.columns_of(tile, thread)
                 inverse = self.of_columns(words, turned, place, extents, step, parts, thread)
@@ -185,7 +217,7 @@ class QuantiseTiles:
             scale, inverse = codes.scale_of(a, self.scales)
             at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
             lanes.store(at, [lanes.bits_of(scale)], 4, (part == 0) & (row < place.end))
-        if cutlass.const_expr(self.square):
+        if cutlass.const_expr(self.matrices):
             x_q = x_q + Int64(place.group) * strides[0]
         x_q = x_q + Int64(row) * strides[-1]
         for half in cutlass.range_constexpr(2):
@@ -231,7 +263,7 @@ class QuantiseTiles:
                     tile + (pair * 2 + side) * SIDE + ((part * (DEEP // 16) + half) ^ (pair & 7)) * 16, packed
                 )
         cute.arch.sync_threads()
-        if self.square:
+        if self.matrices:
             x_t = x_t + Int64(place.group) * strides[0]
         own, piece = thread >> 3, thread & 7
         token = place.number * SIDE + piece * 16

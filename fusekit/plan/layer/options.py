@@ -9,7 +9,9 @@ from typing import Any
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.exchange import MOST_RANKS
+from fusekit.plan.gemm import SEGMENT
 from fusekit.plan.keys import Key
+from fusekit.plan.quant import BLOCK, NONE
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
 MOE, MLP = "moe", "mlp"
@@ -18,6 +20,7 @@ X, LOGITS, CHOICES = "x", "logits", "choices"
 F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
+CODES = 16  # in a row of them, or a multiple
 
 ROUTER_KEYS = (
     Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
@@ -61,6 +64,7 @@ class Options:
     accumulate: bool
     tokens: int
     ranks: int = 1
+    recipe: str = NONE
 
     @property
     def local(self) -> int:
@@ -121,6 +125,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
         Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
+            "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
@@ -156,6 +162,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         accumulate=values["accumulate"],
         tokens=(values["problem"] or {}).get("T", TOKENS),
         ranks=values["ranks"],
+        recipe=values["recipe"],
     )
 
 
@@ -210,5 +217,30 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield key, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
         elif key != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
             yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
+    if options.recipe != NONE:
+        yield from _broken_recipe(options)
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'
+
+
+def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
+    """What codes ask for."""
+    if options.ranks > 1:
+        yield "recipe", options.recipe, "rows of other ranks come as bf16, without codes; leave recipe or ranks out"
+    if options.dtype != "bf16" and options.kind != MOE:
+        yield "dtype", options.dtype, 'codes are made of bf16; say dtype = "bf16", or leave recipe out'
+    if options.kind == MLP and options.bias:
+        yield (
+            "bias",
+            True,
+            "b2's gradient is the sum of dy, which no weight gradient of codes has; leave bias or recipe out",
+        )
+    for key in ("hidden", "intermediate", "shared"):
+        size = getattr(options, key)
+        if size % CODES:
+            yield key, size, f"a row of codes must be a multiple of {CODES} bytes; say a multiple of {CODES}"
+        elif key != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
+            rule = (
+                f"{SEGMENT} columns of gate or up have one scale of w1; say a multiple of {SEGMENT}, or another layout"
+            )
+            yield key, size, rule

@@ -9,23 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusekit.plan.layer.factors import Plain, Rows, factors
 from fusekit.plan.layer.logits import logits, rounded
+from fusekit.plan.layer.mlp import mlp
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
+    AGAIN,
     ARGUMENT,
     BACKWARD,
+    BOTH,
     FORWARD,
     INFERENCE,
     KEPT,
+    QUANTISE,
     SCRATCH,
+    THROUGH,
+    WEIGHTS,
     Buffer,
     Program,
     Step,
 )  # fmt: skip
 from fusekit.plan.operands.split import parts
 
-AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
-BOTH = (FORWARD, INFERENCE)
 ROUTER = ("score_function", "pre_softmax", "scaling_factor")
 CHOICE = (*ROUTER, "expert_bias", "num_groups", "group_topk")
 Names = Mapping[str, str]
@@ -37,7 +42,7 @@ def program(options: Options) -> Program:
     if options.kind == MLP:
         passes.buffer("x", "T", options.hidden, place=ARGUMENT)
         passes.buffer("dy", "T", options.hidden, place=ARGUMENT)
-        passes.mlp("", options.intermediate, "y", "dx")
+        mlp(passes, "", options.intermediate, "y", "dx")
     else:
         from fusekit.plan.layer.ranks import RankedExperts  # which varies what stands here
 
@@ -46,7 +51,9 @@ def program(options: Options) -> Program:
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
     if not options.trained:
         steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
-    return Program(passes.parts, passes.buffers, steps, options.topk)
+    if passes.steps[QUANTISE]:
+        steps = {QUANTISE: tuple(passes.steps[QUANTISE])} | steps
+    return Program(passes.parts, passes.buffers, steps, options.topk, options.experts)
 
 
 class Passes:
@@ -56,7 +63,9 @@ class Passes:
         self.options = options
         self.parts: dict[str, dict[str, Any]] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.steps: dict[str, list[Step]] = {which: [] for which in (*BOTH, AGAIN, THROUGH, WEIGHTS)}
+        self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, AGAIN, THROUGH, WEIGHTS)}
+        self.factors = factors(self)
+        self.firsts = BOTH if options.keep == "z" else (*BOTH, AGAIN)  # passes that launch the first projection
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
         """A buffer, of the layer's dtype unless told otherwise; its name."""
@@ -70,7 +79,7 @@ class Passes:
     ) -> None:  # fmt: skip
         """A launch of `part`, whose table has `keys`, in the passes `which`."""
         asked = (which,) if isinstance(which, str) else which
-        asked = asked if self.options.trained else tuple(each for each in asked if each == INFERENCE)
+        asked = asked if self.options.trained else tuple(each for each in asked if each in (QUANTISE, INFERENCE))
         if asked:
             self.parts[part] = dict(keys)
         for each in asked:
@@ -93,40 +102,12 @@ class Passes:
         """The keys of a weight gradient."""
         return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
 
-    def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "") -> tuple[str, str]:
-        """A parameter and its gradient."""
+    def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "", major: str = "") -> tuple[str, str]:
+        """A parameter and its gradient. major: of a projection's weight."""
         own = self.buffer(name, *shape, dtype=dtype, place=ARGUMENT)
+        if major:
+            self.factors.weight(name, major, *shape)
         return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
-
-    def mlp(self, prefix: str, width: int, y: str, dx: str) -> None:
-        """A dense MLP of x: y, and from dy dx; both are arguments where the MLP is the layer."""
-        o, place = self.options, SCRATCH if prefix else ARGUMENT
-        major = "k" if prefix else o.b_major
-        bias = o.bias and not prefix
-        h, n = o.hidden, o.sides * width
-        part, name = prefix.replace("_", "-"), prefix
-        w1, dw1 = self.parameter(f"{name}w1", *((n, h) if major == "k" else (h, n)))
-        w2, dw2 = self.parameter(f"{name}w2", *((h, width) if major == "k" else (width, h)))
-        b1 = {"bias": self.parameter("b1", n, grad="f32")[0]} if bias else {}
-        b2 = {"bias": self.parameter("b2", h, grad="f32")[0]} if bias else {}
-        z = self.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
-        a = self.buffer(f"{name}a", "T", width)
-        self.buffer(y, "T", h, place=place)
-        self.buffer(dx, "T", h, place=place)
-        dz = self.buffer(f"d{name}z", "T", n)
-        first = {**self.gemm("dense-gemm", n, h, b_major=major, bias=bias), **self.activation()}
-        self.first(f"{part}fc1", first, {"x": "x", "w": w1, **b1}, a, z)
-        second = self.gemm("dense-gemm", h, width, b_major=major, bias=bias)
-        self.step(BOTH, f"{part}fc2", second, {"x": a, "w": w2, **b2}, {"y": y})
-        other = "n" if major == "k" else "k"
-        back = {**self.gemm("dense-gemm", width, h, b_major=other, recompute=True, dbias=bias), **self.activation("d")}
-        made = {"dz": dz, "y": a, **({"dbias": "db1"} if bias else {})}
-        self.step(THROUGH, f"{part}fc2-dgrad", back, {"x": "dy", "w": w2, "preactivation": z}, made)
-        keys = self.gemm("dense-gemm", h, n, b_major=other)
-        self.step(THROUGH, f"{part}fc1-dgrad", keys, {"x": dz, "w": w1}, {"y": dx})
-        sums = {"dbias": "db2"} if bias else {}
-        self.wgrad(f"{part}fc2-wgrad", "dense-wgrad", ("dy", h), (a, width), major, {"dw": dw2, **sums})
-        self.wgrad(f"{part}fc1-wgrad", "dense-wgrad", (dz, n), ("x", h), major, {"dw": dw1})
 
     def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: str, z: str) -> None:
         """The first projection of both passes; z is kept, or made again before the backward pass reads it."""
@@ -139,20 +120,21 @@ class Passes:
         self.step(AGAIN, f"{part}-again", plain, reads, {"y": z})
 
     def wgrad(
-        self, part: str, op: str, rows: tuple[str, int], columns: tuple[str, int], major: str, writes: Names,
-        also: Names | None = None, token: str = "",
+        self, part: str, op: str, rows: Rows, columns: Rows, major: str, writes: Names, also: Names | None = None, *,
+        plain: bool = False,
     ) -> None:  # fmt: skip
         """A weight gradient: [rows, columns] where N lies before K in the weights, else the other way about.
 
-        token: the one of both whose rows are chosen by `also`'s index.
+        plain: of tensors as they are, whatever the recipe.
         """
-        (dy, n), (x, k) = (rows, columns) if major == "k" else (columns, rows)
-        keys = {**self.gemm(op, n, k), **self.gradient(), **({"dbias": True} if "dbias" in writes else {})}
-        if op == "dense-wgrad" and parts(keys["problem"]) > 1:
+        dy, x = (rows, columns) if major == "k" else (columns, rows)
+        read = Plain() if plain else self.factors
+        given = read.tokens("dy", dy) | read.tokens("x", x)
+        keys = {**self.gemm(op, dy.columns, x.columns), **self.gradient(), **given.keys}
+        keys |= {"dbias": True} if "dbias" in writes else {}
+        if op == "dense-wgrad" and "quant" not in keys and parts(keys["problem"]) > 1:
             keys["split"] = True
-        if token:
-            keys["gather"] = "dy" if token == dy else "x"
-        self.step(WEIGHTS, part, keys, {"dy": dy, "x": x, **(also or {})}, writes)
+        self.step(WEIGHTS, part, keys, {**given.reads, **(also or {})}, writes)
 
 
 class Experts:
@@ -165,12 +147,15 @@ class Experts:
     dim, x, dy, weights_in, chosen, dweights = "T", "x", "dy", "weights", "indices", "dweights"
 
     def __init__(self, passes: Passes) -> None:
-        self.passes, self.o = passes, passes.options
+        self.passes, self.o, self.factors = passes, passes.options, passes.factors
         self.router = self.o.router
         self.by_input = self.router["scale"] == "input"
         self.given = self.router["input"] == CHOICES
         self.n = self.o.sides * self.o.intermediate
-        self.other = "n" if self.o.b_major == "k" else "k"  # how a gradient through a projection reads its weights
+        h = self.o.hidden
+        self.rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token")
+        self.rows_dy = Rows(self.dy, h, "M", "token")
+        self.rows_a, self.rows_dz = Rows("a", self.o.intermediate, "M"), Rows("dz", self.n, "M")
 
     def write(self) -> None:
         """Everything, forward before backward."""
@@ -181,7 +166,7 @@ class Experts:
         if self.router["aux_loss"]:
             self.loss()
         if o.shared:
-            p.mlp("shared_", o.shared, "shared_y", "shared_dx")
+            mlp(p, "shared_", o.shared, "shared_y", "shared_dx")
         self.parameters()
         self.forward()
         if not o.trained:
@@ -282,8 +267,8 @@ class Experts:
         p, o = self.passes, self.o
         n, h, i = self.n, o.hidden, o.intermediate
         first, second = ((n, h), (h, i)) if o.b_major == "k" else ((h, n), (i, h))
-        p.parameter("w1", o.local, *first)
-        p.parameter("w2", o.local, *second)
+        p.parameter("w1", o.local, *first, major=o.b_major)
+        p.parameter("w2", o.local, *second, major=o.b_major)
         if o.bias:
             p.parameter("b1", o.local, n, grad="f32")
             p.parameter("b2", o.local, h, grad="f32")
@@ -294,18 +279,17 @@ class Experts:
     def forward(self) -> None:
         """Rows of tokens through both projections, and back to their tokens."""
         p, o = self.passes, self.o
-        keys: dict[str, Any] = {"gather": "x"}
-        reads = {"x": self.x, "index": "token", "w": "w1", "offsets": "offsets"}
         if self.by_input:  # rows times their weights, which no GEMM can take by index
-            keys = {}
-            reads = {"x": p.buffer("rows", "M", o.hidden), "w": "w1", "offsets": "offsets"}
+            p.buffer("rows", "M", o.hidden)
             permuted = {"x": self.x, "inverse": "inverse", "weights": self.weights_in}
             p.step((*BOTH, AGAIN), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
-        reads |= {"bias": "b1"} if o.bias else {}
-        keys |= p.gemm("grouped-gemm", self.n, o.hidden, b_major=o.b_major, bias=o.bias)
+        given = self.factors.product(p.firsts, self.rows_x, "w1", o.b_major)
+        reads = {**given.reads, "offsets": "offsets", **({"bias": "b1"} if o.bias else {})}
+        keys = {**p.gemm("grouped-gemm", self.n, o.hidden, bias=o.bias), **given.keys}
         p.first("fc1", {**keys, **p.activation()}, reads, "a", "z")
-        reads = {"x": "a", "w": "w2", "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
-        keys = p.gemm("grouped-gemm", o.hidden, o.intermediate, b_major=o.b_major, bias=o.bias)
+        given = self.factors.product(BOTH, self.rows_a, "w2", o.b_major)
+        reads = {**given.reads, "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
+        keys = {**p.gemm("grouped-gemm", o.hidden, o.intermediate, bias=o.bias), **given.keys}
         p.step(BOTH, "fc2", keys, reads, {"y": "o"})
         self.unpermute(BOTH, "unpermute", "o", "y", ["shared_y"] if o.shared else [], not self.by_input)
 
@@ -321,17 +305,19 @@ class Experts:
     def through(self) -> None:
         """From dy to the gradients of the rows of x, and of each row's weight."""
         p, o = self.passes, self.o
-        keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden, b_major=self.other), **p.activation("d")}
-        keys |= {"gather": "x", "recompute": True, "dbias": o.bias}
-        reads = {"x": self.dy, "index": "token", "w": "w2", "preactivation": "z", "offsets": "offsets"}
+        given = self.factors.product(THROUGH, self.rows_dy, "w2", o.b_major, backward=True)
+        keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden), **p.activation("d"), **given.keys}
+        keys |= {"recompute": True, "dbias": o.bias}
+        reads = {**given.reads, "preactivation": "z", "offsets": "offsets"}
         made = {"dz": "dz", "y": "a", **({"dbias": "db1"} if o.bias else {})}
         if not self.by_input:
             keys |= {"row_scale": True, "dprob": True}
             reads["row_scale"] = "row_scale"
             made["dprob"] = p.buffer("dprob", "M", dtype="f32")
         p.step(THROUGH, "fc2-dgrad", keys, reads, made)
-        keys = p.gemm("grouped-gemm", o.hidden, self.n, b_major=self.other)
-        p.step(THROUGH, "fc1-dgrad", keys, {"x": "dz", "w": "w1", "offsets": "offsets"}, {"y": "drows"})
+        given = self.factors.product(THROUGH, self.rows_dz, "w1", o.b_major, backward=True)
+        keys = {**p.gemm("grouped-gemm", o.hidden, self.n), **given.keys}
+        p.step(THROUGH, "fc1-dgrad", keys, {**given.reads, "offsets": "offsets"}, {"y": "drows"})
 
     def rows_weights_backward(self) -> None:
         """The gradient of each row's weight, by token."""
@@ -378,22 +364,18 @@ class Experts:
 
     def weights(self) -> None:
         """The gradients of the parameters."""
-        p, o = self.passes, self.o
-        index = {"offsets": "offsets", "index": "token"}
-        h, i = o.hidden, o.intermediate
-        p.wgrad("fc2-wgrad", "grouped-wgrad", (self.dy, h), ("a", i), o.b_major, {"dw": "dw2"}, index, self.dy)
+        p, o, offsets = self.passes, self.o, {"offsets": "offsets"}
+        p.wgrad("fc2-wgrad", "grouped-wgrad", self.rows_dy, self.rows_a, o.b_major, {"dw": "dw2"}, offsets)
         if o.bias:  # the sum of r dy over an expert's rows
             probs = p.buffer("probs", self.dim, o.local, place=SCRATCH)
             keys = self.router_op("moe-probs", out_dtype=o.dtype, experts=o.local)
             p.step(WEIGHTS, "probs", keys, {"indices": self.chosen, "weights": self.weights_in}, {"probs": probs})
-            p.wgrad("b2-grad", "dense-wgrad", (probs, o.local), (self.dy, h), "k", {"dw": "db2"})
+            chosen, dy = Rows(probs, o.local, self.dim), Rows(self.dy, o.hidden, self.dim)
+            p.wgrad("b2-grad", "dense-wgrad", chosen, dy, "k", {"dw": "db2"}, plain=True)
             p.parts["b2-grad"] |= {"out_dtype": "f32", "accumulate": False}
-        if self.by_input:
-            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), ("rows", h), o.b_major, {"dw": "dw1"},
-                    {"offsets": "offsets"})  # fmt: skip
-        else:
-            p.wgrad("fc1-wgrad", "grouped-wgrad", ("dz", self.n), (self.x, h), o.b_major, {"dw": "dw1"}, index, self.x)
+        p.wgrad("fc1-wgrad", "grouped-wgrad", self.rows_dz, self.rows_x, o.b_major, {"dw": "dw1"}, offsets)
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}
-            p.wgrad("router-wgrad", "dense-wgrad", ("dlogits", o.experts), ("x", h), "k", writes)
+            dlogits, x = Rows("dlogits", o.experts, "T"), Rows("x", o.hidden, "T")
+            p.wgrad("router-wgrad", "dense-wgrad", dlogits, x, "k", writes, plain=True)
             p.parts["router-wgrad"] |= {"out_dtype": p.buffers["drouter"].dtype}

@@ -11,16 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.quant import SIDE
 
 ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
+BOTH = (FORWARD, INFERENCE)
+AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
+QUANTISE = "quantise"  # makes codes of the weights, where the layer reads codes
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """shape: numbers, and the names of dims: "T" tokens, "M" rows, and of a layer over ranks "S" places of a window and
-    "C" choices of its own tokens. place: as in the module's docstring.
+    """shape: numbers, and the names of dims: "T" tokens, "M" rows, of a layer over ranks "S" places of a window and "C"
+    choices of its own tokens, and in scratch memory others of `Program.dims`. place: as in the module's docstring.
     """
 
     name: str
@@ -56,7 +60,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token.
+    """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token. experts:
+    groups of rows.
 
     room: dims that are the same for any number of tokens, of a layer over ranks.
     """
@@ -65,11 +70,20 @@ class Program:
     buffers: Mapping[str, Buffer]
     steps: Mapping[str, tuple[Step, ...]]
     topk: int
+    experts: int = 0
     room: Mapping[str, int] = field(default_factory=dict)
 
     def dims(self, tokens: int) -> dict[str, int]:
-        """The dims of shapes for so many tokens."""
-        return {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
+        """The dims of shapes for so many tokens: T, M, C; and of a layer that reads codes the room that those along T
+        or M take, also in blocks.
+        """
+        found = {"T": tokens, "M": tokens * self.topk, "C": tokens * self.topk, **self.room}
+        if QUANTISE not in self.steps:
+            return found
+        for name, groups in (("T", 0), ("M", self.experts)):
+            blocks = max(-(-(found[name] + (SIDE - 1) * groups) // SIDE), 1)
+            found |= {f"{name}_padded": blocks * SIDE, f"{name}_blocks": blocks}
+        return found
 
     def within(self, room: Mapping[str, int]) -> Program:
         """The same with the dims `room` fixed."""
@@ -79,7 +93,7 @@ class Program:
         """What the caller gives to a pass: (inputs, outputs)."""
         inputs: dict[str, Buffer] = {}
         outputs: dict[str, Buffer] = {}
-        for step in self.steps[which]:
+        for step in self.steps.get(which, ()):
             for name in step.reads.values():
                 if self.buffers[name].place == ARGUMENT and name not in outputs:
                     inputs[name] = self.buffers[name]
@@ -92,7 +106,7 @@ class Program:
         if which == FORWARD:
             wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
         found: list[Step] = []
-        for step in reversed(self.steps[which]):
+        for step in reversed(self.steps.get(which, ())):
             if wanted & set(step.writes.values()):
                 found.append(step)
                 wanted |= set(step.reads.values())

@@ -16,8 +16,8 @@ from typing import Any
 from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import GRAIN, parts, regions, wide
 from fusekit.plan.layer.options import Options
-from fusekit.plan.layer.passes import AGAIN, BOTH, THROUGH, WEIGHTS, Experts, Passes
-from fusekit.plan.layer.program import KEPT, Program
+from fusekit.plan.layer.passes import Experts, Passes
+from fusekit.plan.layer.program import AGAIN, BOTH, KEPT, THROUGH, WEIGHTS, Program
 
 # Windows: of x, of dy, of sums of rows, and of gradients of weights.
 SENT, GRADS, SUMS, RETURNED = "sent", "grads", "sums", "returned"

@@ -1,0 +1,48 @@
+"""A dense MLP: the layer itself, or the shared expert of a layer of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusekit.plan.layer.factors import Rows
+from fusekit.plan.layer.program import ARGUMENT, BOTH, KEPT, SCRATCH, THROUGH
+
+if TYPE_CHECKING:
+    from fusekit.plan.layer.passes import Passes
+
+
+def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
+    """y of x, and dx of dy; both are arguments where the MLP is the layer, whose prefix is ""."""
+    o, place = p.options, SCRATCH if prefix else ARGUMENT
+    major = "k" if prefix else o.b_major
+    bias = o.bias and not prefix
+    h, n = o.hidden, o.sides * width
+    part, name = prefix.replace("_", "-"), prefix
+    w1, dw1 = p.parameter(f"{name}w1", *((n, h) if major == "k" else (h, n)), major=major)
+    w2, dw2 = p.parameter(f"{name}w2", *((h, width) if major == "k" else (width, h)), major=major)
+    b1 = {"bias": p.parameter("b1", n, grad="f32")[0]} if bias else {}
+    b2 = {"bias": p.parameter("b2", h, grad="f32")[0]} if bias else {}
+    z = p.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
+    a = p.buffer(f"{name}a", "T", width)
+    p.buffer(y, "T", h, place=place)
+    p.buffer(dx, "T", h, place=place)
+    dz = p.buffer(f"d{name}z", "T", n)
+    x, dy = Rows("x", h, "T", codes=f"{name}x"), Rows("dy", h, "T", codes=f"{name}dy")
+    between, back = Rows(a, width, "T"), Rows(dz, n, "T")
+    given = p.factors.product(p.firsts, x, w1, major)
+    first = {**p.gemm("dense-gemm", n, h, bias=bias), **p.activation(), **given.keys}
+    p.first(f"{part}fc1", first, {**given.reads, **b1}, a, z)
+    given = p.factors.product(BOTH, between, w2, major)
+    second = {**p.gemm("dense-gemm", h, width, bias=bias), **given.keys}
+    p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
+    given = p.factors.product(THROUGH, dy, w2, major, backward=True)
+    keys = p.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
+    made = {"dz": dz, "y": a, **({"dbias": "db1"} if bias else {})}
+    p.step(THROUGH, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
+              {**given.reads, "preactivation": z}, made)  # fmt: skip
+    given = p.factors.product(THROUGH, back, w1, major, backward=True)
+    keys = {**p.gemm("dense-gemm", h, n), **given.keys}
+    p.step(THROUGH, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})
+    sums = {"dbias": "db2"} if bias else {}
+    p.wgrad(f"{part}fc2-wgrad", "dense-wgrad", dy, between, major, {"dw": dw2, **sums})
+    p.wgrad(f"{part}fc1-wgrad", "dense-wgrad", back, x, major, {"dw": dw1})

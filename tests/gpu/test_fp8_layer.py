@@ -1,0 +1,168 @@
+"""Layers with a recipe on the GPU: against the definition, codes bit for bit, the same bits, graphs, hard batches.
+
+fusekit --store STORE build tests/gpu/fp8-layers.toml      on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_fp8_layer.py
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusekit import reference
+from fusekit.bench.layer_trial import LayerTrial
+from fusekit.bench.replay import Replay
+from fusekit.bench.timing import own_stream
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
+
+NAMES = ("qwen3", "gpt-oss", "deepseek", "llama4", "choices", "mlp")
+
+
+@pytest.fixture(scope="module")
+def layers(opened):
+    if not opened.store.names("fp8-layers/*"):
+        pytest.skip(f"no kernels of fp8-layers in {opened}; build tests/gpu/fp8-layers.toml there and name the store")
+    return opened
+
+
+@pytest.fixture
+def trial(layers):
+    made = []
+
+    def make(name, tokens, seed=3):
+        made.append(LayerTrial(layers, layers.layer(f"fp8-layers/{name}"), tokens, seed))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def bits(trial, name):
+    return np.frombuffer(trial.arrays[name].download(), np.uint8)
+
+
+def place(trial, name, values):
+    """Other numbers into an input of the layer's dtype, for the launches and for the definition."""
+    block = reference.encode(np.asarray(values, np.float64), "bf16").reshape(-1)
+    trial.made[name] = replace(trial.made[name], block=block)
+    trial.made[name].place(trial.arrays[name])
+
+
+def run(trial, *passes):
+    """Queues passes one after the other, and waits."""
+    bound = [trial.bind(which) for which in passes]
+    with own_stream(trial.devices, trial.device) as stream:
+        for each in bound:
+            each(stream)
+        trial._wait(stream)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 256, 1000])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_its_definition(trial, name, tokens):
+    one = trial(name, tokens)
+    one.launch()
+    verdict, _ = one.check()
+    assert verdict.ok, "\n".join(verdict.problems)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens(trial, name):
+    one = trial(name, 0)
+    run(one, QUANTISE, INFERENCE, FORWARD, BACKWARD)
+    if not one.options.accumulate:
+        assert not bits(one, "dw1").any()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "mlp"])
+def test_codes_of_weights_are_the_references_bit_for_bit(trial, name):
+    one = trial(name, 1)
+    run(one, QUANTISE)
+    buffers = one.layer.program.buffers
+    for weight in one.layer.inputs(QUANTISE):
+        shape = buffers[weight].shape
+        keys = {"op": "quantise", "out": "fp8-block", "blocks": "128x128", "scales": "pow2", "transpose": True,
+                "groups": len(shape) == 3}  # fmt: skip
+        given = {"w": np.frombuffer(one.arrays[weight].download(), np.uint16).reshape(shape)}
+        got = {
+            f"w_{end}": np.frombuffer(one.arrays[f"{weight}_{end}"].download(), kind).reshape(
+                buffers[f"{weight}_{end}"].shape
+            )
+            for end, kind in (("q", np.uint8), ("s", np.float32), ("t", np.uint8), ("ts", np.float32))
+        }
+        assert reference.quantise_check(keys, given, got) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_and_a_graph_give_the_same_bits(trial, name):
+    one = trial(name, 600)
+    outputs = [
+        each for each in one.outputs if not (one.options.accumulate and each.startswith(("dw", "dshared", "dr")))
+    ]
+    run(one, QUANTISE, FORWARD, BACKWARD)
+    first = {each: bits(one, each).copy() for each in outputs}
+    one.arrays["scratch"].fill(0xFF)
+    one.devices.synchronize(one.device)
+    run(one, FORWARD, BACKWARD)
+    for each in outputs:
+        assert np.array_equal(bits(one, each), first[each]), each
+    forward, backward = one.bind(FORWARD), one.bind(BACKWARD)
+    with own_stream(one.devices, one.device) as stream:
+        graph = Replay(one.devices, [forward, backward], 2, stream)
+        one._wait(stream)
+        x = one.made["x"].whole()
+        place(one, "x", x[::-1])  # other tokens in the same graph
+        one.devices.synchronize(one.device)
+        graph(stream)
+        one._wait(stream)
+        graph.close()
+    replayed = {each: bits(one, each).copy() for each in outputs}
+    run(one, FORWARD, BACKWARD)
+    for each in outputs:
+        assert np.array_equal(bits(one, each), replayed[each]), each
+    assert not np.array_equal(replayed["y"], first["y"])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek", "mlp"])
+def test_a_token_has_the_same_bits_in_another_batch(trial, name):
+    many, few = trial(name, 700), trial(name, 90)
+    x = many.made["x"].whole()
+    place(few, "x", x[300:390])
+    for one in (many, few):
+        run(one, QUANTISE, INFERENCE)
+    whole = np.frombuffer(many.arrays["y"].download(), np.uint16).reshape(700, -1)
+    part = np.frombuffer(few.arrays["y"].download(), np.uint16).reshape(90, -1)
+    assert np.array_equal(part, whole[300:390])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_equal_logits_leave_experts_without_tokens(trial, name):
+    """All tokens go to the first experts: groups of 0 and of all rows."""
+    one = trial(name, 300)
+    place(one, "router", np.zeros(one.arrays["router"].shape))
+    if "router_bias" in one.made:
+        place(one, "router_bias", np.zeros(one.arrays["router_bias"].shape))
+    one.launch()
+    verdict, _ = one.check()
+    wrong = [line for line in verdict.problems if "drouter" not in line]  # the gradient of equal weights is near 0
+    assert not wrong, "\n".join(wrong)
+    unused = bits(one, "dw1").reshape(one.options.experts, -1)[one.options.topk :]
+    assert not unused.any()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mlp"])
+def test_a_nan_stays_with_its_token(trial, name):
+    one = trial(name, 200)
+    run(one, QUANTISE, FORWARD, BACKWARD)
+    clean = {each: np.frombuffer(one.arrays[each].download(), np.uint16).reshape(200, -1) for each in ("y", "dx")}
+    x = one.made["x"].whole()
+    x[77, 5] = np.nan
+    place(one, "x", x)
+    run(one, FORWARD, BACKWARD)
+    others = np.arange(200) != 77
+    for each, before in clean.items():
+        after = np.frombuffer(one.arrays[each].download(), np.uint16).reshape(200, -1)
+        assert np.array_equal(after[others], before[others]), each
+    y = reference.decode(np.frombuffer(one.arrays["y"].download(), np.uint16).reshape(200, -1)[77], "bf16")
+    assert np.isnan(y).all()
