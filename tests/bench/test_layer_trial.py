@@ -152,6 +152,13 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     assert any("bytes after the buffer were written to" in line for line in document["problems"])
 
 
+def test_a_layer_for_inference_that_reads_codes(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    layer = publish(tmp_path, small(**CASES["fp8"], keep="none"))
+    install(monkeypatch, rig)
+    code, document = run(capsys, layer, "--check", "--rows", "40")
+    assert (code, document["problems"], set(document["errors"])) == (0, [], {"y", "inference y"})
+
+
 def test_a_layer_for_inference(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     layer = publish(tmp_path, small(keep="none", bias=True, router={"aux_loss": True}))
     install(monkeypatch, rig)

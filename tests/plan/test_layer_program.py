@@ -202,6 +202,8 @@ def test_a_layer_for_inference_has_the_kernels_of_a_forward_pass_alone(name):
     steps = (*whole.steps[INFERENCE], *whole.steps.get(QUANTISE, ()))
     assert made.parts.keys() == {step.part for step in steps}
     assert made.kept(made.dims(100)) == ({}, 0)
+    codes = made.arguments(QUANTISE)[1].keys() - made.arguments(INFERENCE)[0].keys()
+    assert codes <= {"w1_q", "w1_s", "w2_q", "w2_s"} and (o.b_major == "n" or not codes)
     assert made.arguments(INFERENCE) == whole.arguments(INFERENCE)
     _, given, want, _ = forward(name, INFERENCE)
     found = layer_meaning.run(made, INFERENCE, given, o.tokens)
