@@ -9,19 +9,19 @@ from typing import Any
 from fusekit.abi import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import (
+from fusekit.plan.token_operation import (
     EXCHANGE,
     INOUT,
     OUTPUT,
     PEERS,
     ROUTER,
     SCALAR,
-    TOKENS,
     Extent,
     Keys,
     Operand,
     TokenOperation,
 )
+from fusekit.plan.tokens import TOKENS
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31

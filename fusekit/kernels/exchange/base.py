@@ -44,7 +44,7 @@ class Exchange(Permutation):
         super().__init__(spec.topk, spec.dtype, spec.weighted, False, spec.addends, spec.warps, self.LINES)
         self.ranks, self.blocks, self.gradients, self.wide = spec.ranks, spec.blocks, spec.gradients, spec.rows
         self.experts, self.local = spec.experts, spec.experts // spec.ranks
-        self.index_bytes, self.weight_bytes = parts(spec.canonical())
+        self.index_bytes, self.weight_bytes = parts(vars(spec))
 
     def of_rank(self, windows: list, rank: Int32) -> Int64:
         """The window of a rank that only the device knows."""
