@@ -12,13 +12,13 @@ from fusekit.plan.layer.options import F32
 from fusekit.plan.layer.program import FORWARD, INFERENCE
 
 if TYPE_CHECKING:
-    from fusekit.plan.layer.passes import _Passes
+    from fusekit.plan.layer.passes import Passes
 
 TERMS = 3  # bf16 numbers that are a float32 one
 BOTH = (FORWARD, INFERENCE)
 
 
-def logits(p: _Passes) -> None:
+def logits(p: Passes) -> None:
     """x . router^T + router_bias."""
     o = p.options
     bias, own = o.router["bias"], {"dtype": F32, "grad": F32} if _wide(p) else {}
@@ -37,7 +37,7 @@ def logits(p: _Passes) -> None:
     p.step(BOTH, "router-sum", keys, {"x": products, **biased}, {"y": "logits"})
 
 
-def rounded(p: _Passes, which: str) -> str:
+def rounded(p: Passes, which: str) -> str:
     """The router's weights as bf16, made in the pass `which` where they are not."""
     if not _wide(p):
         return "router"
@@ -46,9 +46,9 @@ def rounded(p: _Passes, which: str) -> str:
     return made
 
 
-def _wide(p: _Passes) -> bool:
+def _wide(p: Passes) -> bool:
     return bool(p.options.router["weight_dtype"] == F32)
 
 
-def _split(p: _Passes, terms: int) -> dict[str, Any]:
+def _split(p: Passes, terms: int) -> dict[str, Any]:
     return {"op": "router-split", "terms": terms, "problem": {"T": p.options.experts, "H": p.options.hidden}}
