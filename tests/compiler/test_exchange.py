@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fusekit.abi import LaunchRecord, evaluate
-from fusekit.compiler import sass
 from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.errors import SpecError, ToolchainError
 from fusekit.plan.exchange import regions
 from fusekit.spec import parse_text
+from tests.compiler import sass
 
 HEAD = 'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\n'
 KERNELS = {
