@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fusekit.abi import Constraint, Expr
+if TYPE_CHECKING:
+    from fusekit.abi import Expr
 
 Keys = Mapping[str, Any]
 Extent = int | str | list[Any]
+Rule = tuple[Any, str]  # of a constraint of the launch record: an expression that must be 0, and the rule in words
 ROUTER, PERMUTATION, EXCHANGE, CHECK = "router", "permutation", "exchange", "check"
 INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "peers"
 
@@ -59,7 +61,7 @@ class TokenOperation:
     kernel: str
     operands: tuple[Operand, ...]
     long_row: int = 0
-    constraints: Callable[[Keys], tuple[Constraint, ...]] | None = None
+    constraints: Callable[[Keys], tuple[Rule, ...]] | None = None
 
     @property
     def wide(self) -> bool:
@@ -87,6 +89,4 @@ def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """In JSON types."""
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value.to_json() if isinstance(value, Constraint) else value
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusekit.abi import Constraint
 from fusekit.plan.exchange import GRAIN, wide, window_bytes
 from fusekit.plan.token_operation import (
     CHECK,
@@ -22,6 +21,7 @@ from fusekit.plan.token_operation import (
     SCALAR,
     Keys,
     Operand,
+    Rule,
     TokenOperation,
 )
 
@@ -79,13 +79,13 @@ _EXCHANGED = (
     Operand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
             bounds=lambda keys: (1, 2**31 - 1, 1)),
 )  # fmt: skip
-_FITS = Constraint(("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
+_FITS: Rule = (("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
 
 
-def _room(keys: Keys) -> tuple[Constraint, ...]:
+def _room(keys: Keys) -> tuple[Rule, ...]:
     slots = ("mul", keys["ranks"], "capacity")
     rule = f"S must be at least {keys['ranks']} times capacity: a place for each token of each rank"
-    return _FITS, Constraint(("max", 0, ("sub", slots, "S")), rule)
+    return _FITS, (("max", 0, ("sub", slots, "S")), rule)
 
 
 def _map(role: str) -> tuple[Operand, ...]:
