@@ -11,7 +11,8 @@ import numpy as np
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import Trial, Verdict
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import INOUT, ROUTER, TOKENS
+from fusekit.plan.token_operation import INOUT, ROUTER
+from fusekit.plan.tokens import TOKENS
 from fusekit.reference import (
     Measurement,
     held,

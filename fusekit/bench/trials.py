@@ -9,7 +9,7 @@ from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
 from fusekit.plan.operations import EXTERN, OPERATIONS, QUANTISE
-from fusekit.plan.tokens import CHECK, EXCHANGE
+from fusekit.plan.token_operation import CHECK, EXCHANGE
 from fusekit.runtime import Kernel, Library
 
 

@@ -6,22 +6,22 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from fusekit.abi import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument
+from fusekit.abi import Argument, Constraint, Dim, PeersArgument, ScalarArgument, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
 from fusekit.dtypes import DTYPES
-from fusekit.plan.tokens import (
+from fusekit.plan.token_operation import (
     EXCHANGE,
     INOUT,
     OUTPUT,
     PEERS,
     ROUTER,
     SCALAR,
-    TOKENS,
     Extent,
     Keys,
     Operand,
     TokenOperation,
 )
+from fusekit.plan.tokens import TOKENS
 
 VECTOR_BYTES = 16  # the widest access of a lane
 MOST_TOKENS = 2**31 - 2**7  # a router's; token numbers of the last block stay below 2**31
@@ -59,7 +59,7 @@ def signature(spec: Any) -> Signature:
             _argument(operation, operand, shape, keys) for operand, shape in zip(operands, shapes, strict=True)
         ),
         dims=tuple(dim for dim in _dims(operation, keys) if dim.name in named),
-        constraints=operation.constraints(keys) if operation.constraints else (),
+        constraints=tuple(Constraint(*each) for each in operation.constraints(keys)) if operation.constraints else (),
         skip_if_zero=("T",) if skips and operation.family != EXCHANGE else (),
     )
 

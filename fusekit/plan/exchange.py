@@ -13,10 +13,12 @@ in capacity: a flag is always a flag.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fusekit.abi import Expr
 from fusekit.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from fusekit.abi import Expr
 
 CHUNK = 16  # tokens that one flag speaks of
 GRAIN = 128  # every region then begins at a multiple of 128 bytes

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
-from fusekit.plan.tokens import CHECK, EXCHANGE, PERMUTATION, ROUTER, TOKENS
+from fusekit.plan.token_operation import CHECK, EXCHANGE, PERMUTATION, ROUTER
+from fusekit.plan.tokens import TOKENS
 
 GROUP = "fusekit.operations"
 

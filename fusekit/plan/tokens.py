@@ -6,89 +6,24 @@ launch moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import replace
 
-from fusekit.abi import Constraint, Expr
 from fusekit.plan.exchange import GRAIN, wide, window_bytes
-
-Keys = Mapping[str, Any]
-Extent = int | str | list[Any]
-ROUTER, PERMUTATION, EXCHANGE, CHECK = "router", "permutation", "exchange", "check"
-INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "peers"
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor, or a scalar, or the windows of all ranks; these have no shape.
-
-    dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
-    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
-    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse:
-    whether only the chosen experts' elements of [T, X] are read. bounds: minimum, maximum and divisor of a scalar.
-    size: bytes of a window.
-    """
-
-    name: str
-    role: str
-    dtype: str
-    shape: str
-    words: str
-    when: Callable[[Keys], Any] = bool
-    sparse: bool = False
-    bounds: Callable[[Keys], tuple[int, int, int]] | None = None
-    size: Callable[[Keys], Expr] | None = None
-
-    def extents(self, keys: Keys) -> tuple[Extent, ...]:
-        """The shape: numbers, names of dims, and an expression for TK."""
-        experts, topk = keys["experts"], keys["topk"]
-        known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
-        known["NX"] = keys.get("terms", 0) * experts
-        return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
-
-    def dtype_of(self, keys: Keys) -> str:
-        """Its type in a kernel with these keys."""
-        return str(keys.get(self.dtype, self.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOperation:
-    """One operation. kernel: MODULE:CLASS, of which `of(spec)` gives what is traced. long_row: see `Operation`.
-
-    constraints: of the launch record.
-    """
-
-    name: str
-    family: str
-    kernel: str
-    operands: tuple[Operand, ...]
-    long_row: int = 0
-    constraints: Callable[[Keys], tuple[Constraint, ...]] | None = None
-
-    @property
-    def wide(self) -> bool:
-        """Whether rows have H elements."""
-        return any("H" in operand.shape.split() for operand in self.operands)
-
-    def of(self, keys: Keys) -> tuple[Operand, ...]:
-        """The operands of a kernel with these keys, in the order of its host function, scalars last."""
-        return tuple(operand for operand in self.operands if operand.when(keys))
-
-    def facts(self, keys: Keys) -> dict[str, Any]:
-        """In JSON types, all that a kernel with these keys is made from: a key holds that, and not this file."""
-        operands = [
-            _told(each, keys) | {"dtype": each.dtype_of(keys), "extents": list(each.extents(keys))}
-            for each in self.operands
-        ]
-        constraints = None if self.constraints is None else [each.to_json() for each in self.constraints(keys)]
-        return _told(self, keys) | {"wide": self.wide, "operands": operands, "constraints": constraints}
-
-
-def _told(row: Operand | TokenOperation, keys: Keys) -> dict[str, Any]:
-    """Its fields, what depends on the keys as it is with these; but for what reaches no kernel."""
-    told = {each.name: getattr(row, each.name) for each in fields(row) if each.name not in ("words", "long_row")}
-    return {name: value(keys) if callable(value) else value for name, value in told.items()}
+from fusekit.plan.token_operation import (
+    CHECK,
+    EXCHANGE,
+    INOUT,
+    INPUT,
+    OUTPUT,
+    PEERS,
+    PERMUTATION,
+    ROUTER,
+    SCALAR,
+    Keys,
+    Operand,
+    Rule,
+    TokenOperation,
+)
 
 
 def _compact(keys: Keys) -> bool:
@@ -144,13 +79,13 @@ _EXCHANGED = (
     Operand("timeout", SCALAR, "i32", "", "Milliseconds that a launch waits for other ranks; left out: a minute.",
             bounds=lambda keys: (1, 2**31 - 1, 1)),
 )  # fmt: skip
-_FITS = Constraint(("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
+_FITS: Rule = (("max", 0, ("sub", "T", "capacity")), "T must be at most capacity")
 
 
-def _room(keys: Keys) -> tuple[Constraint, ...]:
+def _room(keys: Keys) -> tuple[Rule, ...]:
     slots = ("mul", keys["ranks"], "capacity")
     rule = f"S must be at least {keys['ranks']} times capacity: a place for each token of each rank"
-    return _FITS, Constraint(("max", 0, ("sub", slots, "S")), rule)
+    return _FITS, (("max", 0, ("sub", slots, "S")), rule)
 
 
 def _map(role: str) -> tuple[Operand, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fusekit.plan.tokens import INPUT, PEERS, SCALAR, TOKENS, Operand
+from fusekit.plan.token_operation import INPUT, PEERS, SCALAR, Operand
+from fusekit.plan.tokens import TOKENS
 
 if TYPE_CHECKING:
     from fusekit.spec import PermutationSpec, RouterSpec

@@ -16,9 +16,9 @@ def z_map(op, tensor, plan: GemmPlan):
     return ragged_map(op, tensor, (z_columns(plan), WARP_ROWS), split=plan.glu_layout == "concat", both=True)
 
 
-def z_place(plan: GemmPlan, row, end, n_tile, unit):
-    """Coordinates of a unit's box of z or dz, of 16 rows from row `row` on."""
-    column, rows = n_tile * plan.tile[1] + unit * plan.epilogue_box, BIG - (end - row)
+def z_place(plan: GemmPlan, left, end, n_tile, unit):
+    """Coordinates of a unit's box of z or dz, of 16 rows that begin `left` rows before `end`."""
+    column, rows = n_tile * plan.tile[1] + unit * plan.epilogue_box, BIG - left
     if plan.glu_layout == "concat":
         return (column, rows, 0, BIG, end)
     return (column * plan.sides, rows, BIG, end)

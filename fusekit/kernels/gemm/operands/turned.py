@@ -286,7 +286,7 @@ class DzTurned(Columns):
                     box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
                     z = ptx.descriptor_address(idle.operands.saved_preactivation)
-                    ptx.tma_load(z, box, barrier, z_place(self.plan, first, end, n_tile, unit))
+                    ptx.tma_load(z, box, barrier, z_place(self.plan, end - first, end, n_tile, unit))
         cute.arch.sync_warp()
 
     def behind(self, idle: Idle) -> None:

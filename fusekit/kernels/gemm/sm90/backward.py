@@ -51,8 +51,8 @@ class BackwardEpilogue:
 
     def place(self, tile: Tile, warp: Int32, block, unit):
         """Coordinates of a unit's box in z and dz."""
-        row = tile.row + block * 64 + warp * WARP_ROWS
-        return z_place(self.plan, row, tile.end, tile.n_tile, unit)
+        left = tile.end - tile.row - block * 64 - warp * WARP_ROWS
+        return z_place(self.plan, left, tile.end, tile.n_tile, unit)
 
     def count(self, tile: Tile, warp: Int32):
         """Units of a tile that have rows for this warp."""
