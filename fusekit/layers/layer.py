@@ -13,7 +13,7 @@ from fusekit.plan.layer import Buffer, Options, Program, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import describe, read
+from fusekit.runtime.tensors import compact_strides, describe, read
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Launch, Library
@@ -71,7 +71,7 @@ class _Plan:
     steps: tuple[tuple[Kernel, Mapping[str, Buffer], str], ...]
     kept: Mapping[str, int]
     kept_bytes: int
-    scratch: Mapping[str, int]
+    scratch: Mapping[str, tuple[str, int]]
     scratch_bytes: int
     dims: Mapping[str, int]
 
@@ -119,15 +119,16 @@ class Layer:
         return self.program.arguments(which)[1]
 
     def sizes(self, tokens: int, gradients: Collection[str] | None = None) -> Sizes:
-        """The memory for so many tokens. gradients: the outputs of the backward pass that will be asked for; None: all.
+        """The memory for so many tokens, whatever outputs are asked for.
 
-        Loads nothing, and needs no GPU.
+        gradients: the outputs that every backward pass will be asked for, all contiguous. Less scratch memory is needed
+        then: until they are written, outputs serve as such. Loads nothing, and needs no GPU.
         """
         dims = self.program.dims(_count(tokens))
-        given = {which: set(self.outputs(which)) for which in (FORWARD, INFERENCE, BACKWARD)}
+        passes = (FORWARD, INFERENCE, BACKWARD)
+        found = {which: self.program.scratch(which, set(self.outputs(which)), dims, ())[1] for which in passes}
         if gradients is not None:
-            given[BACKWARD] = self._known(BACKWARD, gradients)
-        found = {which: self.program.scratch(which, asked, dims)[1] for which, asked in given.items()}
+            found[BACKWARD] = self.program.scratch(BACKWARD, self._known(BACKWARD, gradients), dims)[1]
         codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
         return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD], codes=codes)
 
@@ -193,10 +194,10 @@ class Layer:
         """Each kernel of a pass with its tensors."""
         given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         asked = self._known(which, given)
-        tokens, device = self._check(which, given)
-        plan = self._plan(which, tokens, asked)
+        tokens, device, compact = self._check(which, given)
+        plan = self._plan(which, tokens, asked, compact.keys() & asked)
         driver = self._library.devices.driver
-        memory = {
+        memory = compact | {
             "kept": whole(kept, "kept", plan.kept_bytes if which in (FORWARD, BACKWARD) else 0, device, driver),
             "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
         }
@@ -209,9 +210,8 @@ class Layer:
             if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
                 return self._in_window(buffer)
             if name not in made:
-                base, places = ("scratch", plan.scratch) if name in plan.scratch else ("kept", plan.kept)
-                address = memory[base] + places[name]
-                made[name] = Slice(address, buffer.extents(plan.dims), buffer.dtype, device)
+                base, begin = plan.scratch[name] if name in plan.scratch else ("kept", plan.kept[name])
+                made[name] = Slice(memory[base] + begin, buffer.extents(plan.dims), buffer.dtype, device)
             return made[name]
 
         return [
@@ -245,8 +245,8 @@ class Layer:
             )
         return set(given) & outputs.keys()
 
-    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int]:
-        """(tokens, device) of what is given, after a look at every shape and dtype."""
+    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
+        """(tokens, device, addresses of what is contiguous) of what is given, after a look at every shape and dtype."""
         inputs, outputs = self.program.arguments(which)
         driver = self._library.devices.driver
         lead = {BACKWARD: "dy", QUANTISE: next(iter(outputs.keys() & given), "")}.get(which, "x")
@@ -254,7 +254,8 @@ class Layer:
             raise ArgumentError(f"{self.name}: no codes to write are given, such as {', '.join(list(outputs)[:4])}")
         if lead not in given:
             raise ArgumentError(f"{self.name}: {lead} is missing, whose rows are the tokens", argument=lead)
-        seen = {name: describe(read(tensor, name, driver)[1], name) for name, tensor in given.items()}
+        found = {name: read(tensor, name, driver) for name, tensor in given.items()}
+        seen = {name: describe(meta, name) for name, (_, meta) in found.items()}
         tokens = seen[lead].shape[0] if seen[lead].shape and which != QUANTISE else 0
         dims, known = self.program.dims(tokens), inputs | outputs
         for name, view in seen.items():
@@ -277,20 +278,23 @@ class Layer:
                 f" {', '.join(f'{name} {list(known[name].extents(dims))}' for name in missing)}",
                 argument=missing[0],
             )
-        return tokens, seen[lead].device
+        compact = {name for name, view in seen.items() if view.strides == compact_strides(view.shape)}
+        return tokens, seen[lead].device, {name: found[name][0] for name in compact}
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, which: str, tokens: int, asked: set[str]) -> _Plan:
-        key = which, tokens, frozenset(asked)
+    def _plan(self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None) -> _Plan:
+        """compact: of the outputs `asked`, those that are contiguous; None: all."""
+        compact = asked if compact is None else compact
+        key = which, tokens, frozenset(asked), frozenset(compact)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
-            plan = self._plans[key] = self._planned(which, tokens, asked)
+            plan = self._plans[key] = self._planned(which, tokens, asked, compact)
         return plan
 
-    def _planned(self, which: str, tokens: int, asked: set[str]) -> _Plan:
+    def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str]) -> _Plan:
         dims = self.program.dims(tokens)
         buffers = self.program.buffers
         steps = []
@@ -298,7 +302,7 @@ class Layer:
             names = {**step.reads, **step.writes}
             given = {each: buffers[name] for each, name in names.items() if not each.startswith("window.")}
             steps.append((self._kernel(step.part, dims), given, step.window))
-        scratch, scratch_bytes = self.program.scratch(which, asked, dims)
+        scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact)
         kept, kept_bytes = self.program.kept(dims)
         return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
 

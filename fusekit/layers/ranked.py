@@ -110,8 +110,8 @@ class RankedLayer(Layer):
             self._looked = time.monotonic()
         super()._call(which, kept, scratch, arguments, stream)
 
-    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int]:
-        tokens, device = super()._check(which, given)
+    def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
+        tokens, device, compact = super()._check(which, given)
         if self.ranks is None:
             raise ArgumentError(
                 f"{self.name} is over {self.options.ranks} ranks; open it with library.layer(name, ranks=...), of"
@@ -126,7 +126,7 @@ class RankedLayer(Layer):
                 f" with tokens = {tokens} or more",
                 argument="dy" if which == BACKWARD else "x",
             )
-        return tokens, device
+        return tokens, device, compact
 
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
         # Of a rank without tokens the experts may have many rows: what is chosen is for the most tokens of each rank.

@@ -1,7 +1,7 @@
 """What a GEMM stores as codes: its result rounded to bf16, then quantised as ``quantise`` does it, bit for bit.
 
-A launch that also keeps the bf16 result can be held to every bit. Without it the result is known in float64 alone, and
-may round to the bf16 number next to the kernel's: then nearly all codes are equal, and the others a step away.
+A launch that also keeps the bf16 result can be held to every bit. Without it the result is known in float64 alone, with
+the error that float32 may make of it: then nearly all codes are equal, and each stands for a number within that error.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fusekit.dtypes import DTYPES
 from fusekit.plan.quant import CODES, SIDE
 from fusekit.plan.quantise import BLOCK, ROWS
 from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.formats import Array, encode, values
 from fusekit.reference.meaning import Meaning
-from fusekit.reference.measure import Expected
+from fusekit.reference.measure import Expected, bound
 from fusekit.reference.quantise import blocks, quantise
 
 EQUAL = 0.97  # of codes, where their scale is equal; and of scales
@@ -76,13 +77,14 @@ def coded_faults(
         exact, first = each.name in outputs, 0
         counts: dict[str, list[int]] = {}
         for block in chosen:
-            size = block.stop - block.begin
+            room = None
             if exact:
                 v = values(np.asarray(outputs[each.name][block.begin : block.stop]), "bf16")
             else:
-                v = values(encode(wanted[each.name].value[first : first + size], "bf16"), "bf16")
-            first += size
-            for name, got, want in _compared(each, means.recipe.scales, outputs, block, v.astype(np.float32)):
+                rows = slice(first, first + block.stop - block.begin)
+                value, room = wanted[each.name].value[rows], bound(wanted[each.name])[rows]
+                v, first = values(encode(value, "bf16"), "bf16"), rows.stop
+            for name, got, want in _compared(each, means.recipe.scales, outputs, block, v.astype(np.float32), room):
                 wrong = _differing(got, want, exact=exact)
                 counts.setdefault(name, [0, 0])
                 counts[name][0] += wrong
@@ -98,47 +100,55 @@ def coded_faults(
     return found
 
 
-def _compared(each: Coded, rule: str, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32]) -> list[Any]:
-    """(name, what was written, what it must be) of a block, both as (codes or scales, scale of each)."""
+def _compared(
+    each: Coded, rule: str, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
+) -> list[Any]:
+    """(name, what was written, what it must be) of a block: codes and the scale of each, or scales and None; and of
+    what must be the numbers ``v`` that the codes are of, with how far from them the kernel's may be.
+    """
     rows, tokens = slice(block.begin, block.stop), slice(block.number * SIDE, (block.number + 1) * SIDE)
     found = []
     if each.rows:
         q, s = outputs[f"{each.name}_q"][rows], outputs[f"{each.name}_s"][:, rows].T
         codes, scales = blocks(v, 1, SIDE, rule)
-        found += _pairs(each.name, "q", "s", (q, s), (codes, scales))
+        found += _pairs(each.name, "q", "s", (q, s), (codes, scales), (v, room))
     if each.turned:
-        padded = np.zeros((v.shape[1], SIDE), np.float32)
-        padded[:, : len(v)] = v.T
+        padded = _turned(v)
         t, ts = outputs[f"{each.name}_t"][:, tokens], outputs[f"{each.name}_ts"][block.number][:, None]
         codes, scales = blocks(padded, 1, SIDE, rule)
-        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales))
+        near = padded, None if room is None else _turned(room)
+        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales), near)
     return found
 
 
-def _pairs(name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array]) -> list[Any]:
+def _turned(rows: Array) -> Array:
+    """Rows of a block of tokens as columns, and zeros behind them."""
+    padded = np.zeros((rows.shape[1], SIDE), rows.dtype)
+    padded[:, : len(rows)] = rows.T
+    return padded
+
+
+def _pairs(name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any) -> list[Any]:
     wide = [np.repeat(np.asarray(scales), SIDE, axis=1)[:, : got[0].shape[1]] for scales in (got[1], want[1])]
     return [
-        (f"{name}_{s}", (np.asarray(got[1]), None), (want[1], None)),
-        (f"{name}_{q}", (np.asarray(got[0]).view(np.uint8), wide[0]), (want[0], wide[1])),
+        (f"{name}_{s}", (np.asarray(got[1]), None), (want[1], None, None)),
+        (f"{name}_{q}", (np.asarray(got[0]).view(np.uint8), wide[0]), (want[0], wide[1], near)),
     ]
 
 
-def _differing(got: tuple[Array, Any], want: tuple[Array, Any], *, exact: bool) -> int:
-    """Elements that are other than they must be: in any bit; or else scales, and codes of equal scale more than a step
-    away, or unequal.
+def _differing(got: tuple[Array, Any], want: tuple[Array, Any, Any], *, exact: bool) -> int:
+    """Elements that are other than they must be: in any bit; or else scales, and codes of equal scale; all of them
+    where a code is of no number that the kernel may have.
     """
     first, second = got[0], want[0]
     bits = first.view(f"u{first.itemsize}") if first.flags.c_contiguous else np.ascontiguousarray(first)
     unequal = bits.view(f"u{first.itemsize}") != np.ascontiguousarray(second).view(f"u{second.itemsize}")
     if exact or got[1] is None:
         return int(np.count_nonzero(unequal))
-    same = got[1] == want[1]
-    steps = np.abs(_ordinal(first) - _ordinal(second))
-    far = np.isfinite(decode(second, CODES)) & (steps > 1)
-    return int(np.count_nonzero(same & unequal)) + first.size * int((same & far).any())
-
-
-def _ordinal(codes: Array) -> NDArray[np.int32]:
-    """Numbers in the order of the codes' values."""
-    size = (codes & 0x7F).astype(np.int32)
-    return np.where(codes & 0x80, -size, size)
+    form, (v, room) = DTYPES[CODES], want[2]
+    number = decode(first, CODES).astype(np.float64)
+    with np.errstate(all="ignore"):
+        half = np.exp2(np.maximum(np.floor(np.log2(np.abs(number))), form.lowest) - form.significand)
+        far = np.abs(number * got[1] - v) > room + half * got[1] * (1 + 1e-6)
+    far &= np.isfinite(decode(second, CODES)) & np.isfinite(v)
+    return int(np.count_nonzero((got[1] == want[1]) & unequal)) + first.size * int(far.any())

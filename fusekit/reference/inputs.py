@@ -128,7 +128,7 @@ def _turned(
 ) -> dict[str, Any]:
     """Codes of both factors with a column for each token, and a scale for 128 of them."""
     starts, ends = padded_starts(offsets_of(sizes)), offsets_of(sizes)
-    room = -(-(rows + (SIDE - 1) * shape[0] * means.grouped) // SIDE) * SIDE
+    room = max(-(-(rows + (SIDE - 1) * shape[0] * means.grouped) // SIDE), 1) * SIDE
     owned = np.zeros(room, dtype=bool)
     for group, size in enumerate(np.diff(ends, prepend=0)):
         owned[starts[group] : starts[group] + size] = True

@@ -124,14 +124,20 @@ def measure(name: str, got: Array, want: Expected) -> Measurement:
     )
 
 
+def bound(want: Expected) -> Array:
+    """How far an element may be from the reference [R, C]."""
+    form = format_of(want.dtype)
+    return np.abs(want.value) * form.eps + want.slack + form.smallest
+
+
 def _scaled(numbers: Array, want: Expected) -> Array:
     """|got - ref| in units of the bound [R, C]; infinite where one is NaN or infinite and the other is not that."""
     form = format_of(want.dtype)
     with np.errstate(all="ignore"):
-        bound = np.abs(want.value) * form.eps + want.slack + form.smallest
-        scaled = np.abs(numbers - want.value) / bound
+        room = bound(want)
+        scaled = np.abs(numbers - want.value) / room
         # A NaN or an infinity has no distance: it is right where the reference has it too, or rounds to infinity.
-        overflow = np.abs(want.value) + bound > form.max
+        overflow = np.abs(want.value) + room > form.max
         same = (np.isnan(numbers) & np.isnan(want.value)) | (
             np.isinf(numbers) & (np.sign(numbers) == np.sign(want.value)) & overflow
         )

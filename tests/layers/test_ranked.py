@@ -83,7 +83,8 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
                 elif buffer.name in places:
                     assert address == FIRST + KEPT + places[buffer.name]
                 elif buffer.name in scratch:
-                    assert address == FIRST + SCRATCH + scratch[buffer.name]
+                    home, begin = scratch[buffer.name]
+                    assert address == (FIRST + SCRATCH if home == "scratch" else mine[home].address) + begin
                 else:
                     assert address == mine[buffer.name].address
 

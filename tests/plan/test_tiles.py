@@ -1,6 +1,7 @@
 """Shared memory, registers, and which tiles fit."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from fusekit.plan import product
 from fusekit.plan.arch import SM90A
-from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES
+from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES, WARP
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
+from fusekit.spec import parse_file
 from tests.plans import gemm_plan
 
 
@@ -116,6 +118,20 @@ def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layo
         assert tile[0] % 64 == tile[1] % 64 == 0
         return
     assert tile[1] % (32 if glu_layout != "none" else 16) == 0
+
+
+EVERY_SPEC = [
+    spec for path in sorted((Path(__file__).parents[1] / "gpu").glob("matrix*.toml")) for spec in parse_file(path)
+]
+
+
+@pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.full_name)
+def test_an_idle_warp_works_for_one_operand(spec):
+    """Its program for one ends with the tiles, and would keep that for another waiting for ever."""
+    plan = spec.plan
+    warps = [warp for operand in plan.operands for warp in operand.warps(plan)]
+    assert len(warps) == len(set(warps)) and set(warps) <= {2, 3}
+    assert WARP * plan.idle_readers + plan.filling_threads <= WARP * len(warps)
 
 
 def test_regions_lie_one_behind_the_other():

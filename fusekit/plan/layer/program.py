@@ -6,8 +6,9 @@ reads; or in `scratch`, for one pass; or, of a layer over ranks, in a window, wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
@@ -38,10 +39,7 @@ class Buffer:
 
     def bytes(self, dims: Mapping[str, int]) -> int:
         """Its size; at least one element, so that it has an address."""
-        size = DTYPES[self.dtype].bytes
-        for extent in self.extents(dims):
-            size *= max(extent, 1)
-        return size
+        return prod(max(extent, 1) for extent in self.extents(dims)) * DTYPES[self.dtype].bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +125,68 @@ class Program:
                 rest += size + ALIGNMENT
         return slope, rest
 
-    def scratch(self, which: str, given: Collection[str], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Where each buffer of a pass's scratch memory begins, and the bytes of all; those that are not needed at the
-        same time share memory. given: the caller's outputs; any other that a step writes lies here, too.
+    def scratch(
+        self, which: str, given: Collection[str], dims: Mapping[str, int], lent: Collection[str] | None = None
+    ) -> tuple[dict[str, tuple[str, int]], int]:
+        """Where each buffer of a pass's scratch memory lies, (SCRATCH or an output, first byte), and how many bytes of
+        scratch memory that takes; those that are not needed at the same time share memory.
+
+        given: the caller's outputs; any other that a step writes lies here, too. lent: those of them that may hold
+        buffers which are done with before they are written; None: all.
         """
+        steps = self.needed(which, given)
         life: dict[str, tuple[int, int]] = {}
         elsewhere = set(given) | self.arguments(which)[0].keys()
         inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
         elsewhere |= {name for name, each in self.buffers.items() if each.place not in inside}
-        for index, step in enumerate(self.needed(which, given)):
+        for index, step in enumerate(steps):
             for name in {*step.reads.values(), *step.writes.values()} - elsewhere:
                 life[name] = (life.get(name, (index, index))[0], index)
-        places: dict[str, int] = {}
-        taken: list[tuple[int, int, tuple[int, int]]] = []
-        # The largest first, each at the lowest place that is free while it lives.
+        homes = [_Home(name, *until) for name, until in self._unwritten(steps, dims).items() if name in given]
+        homes = [home for home in homes if lent is None or home.name in lent]
+        homes = [*sorted(homes, key=lambda home: (home.room, home.name)), rest := _Home(SCRATCH, None, len(steps))]
+        places: dict[str, tuple[str, int]] = {}
+        # The largest first, each in the smallest home that has room, at the lowest place that is free while it lives.
         for name in sorted(life, key=lambda name: (-self.buffers[name].bytes(dims), name)):
-            size, (first, last) = _padded(self.buffers[name].bytes(dims)), life[name]
-            begin = 0
-            for low, high, (start, end) in sorted(taken):
-                if start <= last and first <= end and low < begin + size:
-                    begin = max(begin, high)
-            places[name] = begin
-            taken.append((begin, begin + size, life[name]))
-        return places, max((high for _, high, _ in taken), default=0)
+            size = _padded(self.buffers[name].bytes(dims))
+            places[name] = next(
+                (home.name, begin) for home in homes if (begin := home.place(size, life[name])) is not None
+            )
+        return places, max((high for _, high, _ in rest.taken), default=0)
+
+    def _unwritten(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of each output that is not added to: its bytes, and the step that is the first to have it."""
+        found: dict[str, tuple[int, int]] = {}
+        for index, step in reversed(list(enumerate(steps))):
+            for name in {*step.reads.values(), *step.writes.values()}:
+                buffer = self.buffers[name]
+                if buffer.place == ARGUMENT and 0 not in buffer.extents(dims):  # without elements it has no memory
+                    found[name] = buffer.bytes(dims), index
+        added = {each for step in steps if self.parts[step.part].get("accumulate") for each in step.writes.values()}
+        return {name: until for name, until in found.items() if name not in added}
+
+
+@dataclass(slots=True)
+class _Home:
+    """Memory for buffers. room: its bytes; None: as many as it takes. until: the step from which on it is not free.
+    taken: by (first byte, end, life).
+    """
+
+    name: str
+    room: int | None
+    until: int
+    taken: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
+
+    def place(self, size: int, life: tuple[int, int]) -> int | None:
+        """Takes the lowest place that is free from step life[0] to life[1]; None where there is none."""
+        begin = 0
+        for low, high, (start, end) in sorted(self.taken):
+            if start <= life[1] and life[0] <= end and low < begin + size:
+                begin = max(begin, high)
+        if life[1] >= self.until or (self.room is not None and begin + size > self.room):
+            return None
+        self.taken.append((begin, begin + size, life))
+        return begin
 
 
 def _one_after_another(buffers: Iterable[Buffer], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:

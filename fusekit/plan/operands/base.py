@@ -96,6 +96,10 @@ class Operand:
         """Warps of the load warpgroup that read tiles alone for it."""
         return 0
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        """Idle warps of the load warpgroup, 2 and 3, that work for it until the tiles are over, so for no other."""
+        return ()
+
     def filling_threads(self, plan: GemmPlan) -> int:
         """Threads of the load warpgroup, whole warps, that fill stages for it and arrive when they have."""
         return 0

@@ -16,8 +16,11 @@ class ColumnSums(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (by_group("dbias", plan.added_to, "f32", plan, "N"),)
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        return 2, 3
+
     def reading_warps(self, plan: GemmPlan) -> int:
-        return 2
+        return len(self.warps(plan))
 
 
 OPERANDS = (ColumnSums(),)

@@ -21,7 +21,7 @@ KEY = Key(
 class Dbias(Summed):
     """Of dz; a warp's sums of columns lie in its staging boxes of y."""
 
-    name, order = "dbias", 120
+    name, order, warp = "dbias", 120, 2
     key = KEY
     needs_registers = blocks_in_turn = True
     words = {"dbias": "The gradient of the first projection's bias: dz summed over the rows of a group."}

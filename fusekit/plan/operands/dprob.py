@@ -13,7 +13,7 @@ from fusekit.plan.operands.sums import Summed, groups, pieces, tiles
 
 
 class Dprob(Summed):
-    name, order = "dprob", 110
+    name, order, warp = "dprob", 110, 3
     key = Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False)
     words = {"dprob": "The gradient of row_scale."}
     refused = {FORWARD: ONLY_BACKWARD, WGRAD: ONLY_BACKWARD}

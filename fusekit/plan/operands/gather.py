@@ -45,6 +45,9 @@ class Gather(Operand):
     def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
         return (barriers("landed", *(plan.gather_threads,) * plan.stages),) if plan.relays else ()
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        return (2,) if plan.relays else ()
+
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         from fusekit.abi import Dim
 

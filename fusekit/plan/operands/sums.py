@@ -6,6 +6,8 @@ Consumer warps leave what they added up in a box, of which each warpgroup has on
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, Expr, Operand
 from fusekit.plan.shared import Region
@@ -16,8 +18,9 @@ ALIGNMENT_WORDS = 6  # both kinds of parts begin at a multiple of four words
 
 
 class Summed(Operand):
-    """An operand that is a sum of what the epilogue makes. box_words: its part of a box."""
+    """An operand that is a sum of what the epilogue makes. warp: adds it up, if free. box_words: its part of a box."""
 
+    warp: ClassVar[int]
     epilogues = (BACKWARD,)
     requires = ("sums",)
 
@@ -38,6 +41,10 @@ class Sums(Operand):
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return (4,) * CONSUMER_WARPGROUPS + (len(summed(plan)),) * CONSUMER_WARPGROUPS
+
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        """One does all where the other fetches scales of blocks."""
+        return (3,) if plan.quant.by_block else tuple(sorted({operand.warp for operand in summed(plan)}))
 
     def workspace(self, plan: GemmPlan) -> int:
         return WORKSPACE

@@ -37,6 +37,9 @@ class TokenScales(Operand):
     def reserved(self, plan: GemmPlan) -> int:
         return MAX_STAGES * stage_bytes(plan)
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        return (2,)
+
     def filling_threads(self, plan: GemmPlan) -> int:
         return WARP
 

@@ -57,8 +57,11 @@ class YTurned(Operand):
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return () if plan.backward else (CONSUMER_WARPS, 1)
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        return () if plan.backward else (3,)
+
     def following_warps(self, plan: GemmPlan) -> int:
-        return 0 if plan.backward else 1
+        return len(self.warps(plan))
 
 
 class DzTurned(Operand):

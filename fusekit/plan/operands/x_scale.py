@@ -67,6 +67,9 @@ class XScale(Operand):
     def reserved(self, plan: GemmPlan) -> int:
         return MAX_STAGES * stage_bytes(plan) if plan.quant.by_block else 0
 
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        return (2,) if plan.quant.by_block else ()
+
     def filling_threads(self, plan: GemmPlan) -> int:
         return WARP if plan.quant.by_block else 0
 

@@ -19,7 +19,6 @@ from fusekit.kernels.gemm.sm90.main_loop import release
 from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import BOX
 
-FIRST_WARP = 2  # of the load warpgroup
 UNIT = 8  # columns
 TOKEN_BYTES = BOX * 2
 BOX_UNITS = BOX // UNIT
@@ -32,7 +31,7 @@ class ColumnSums(Operand):
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
-        self.warps = told.reading_warps(plan)
+        self.first, self.warps = told.warps(plan)[0], told.reading_warps(plan)
         self.units = plan.tile[0] // UNIT // self.warps  # for each warp, if one tile has to sum them all
         self.stage_bytes = plan.tile[0] * plan.arch.swizzle_bytes
         self.box_bytes = plan.tile_k * TOKEN_BYTES
@@ -55,8 +54,8 @@ class ColumnSums(Operand):
     @cute.jit
     def assist(self, idle: Idle):
         """The warps that sum."""
-        if idle.warp >= FIRST_WARP and idle.warp < FIRST_WARP + self.warps:
-            self.run(idle, idle.ring, idle.warp - FIRST_WARP)
+        if idle.warp >= self.first and idle.warp < self.first + self.warps:
+            self.run(idle, idle.ring, idle.warp - self.first)
 
     @cute.jit
     def run(self, idle: Idle, ring, warp: Int32):

@@ -140,18 +140,14 @@ class Dbias(Summed):
         return (self.blocks(extents) + extents.groups) * self.sums.tiles_n(extents.n)
 
     @cute.jit
-    def program(self, idle: Idle, barriers):
+    def add(self, tile: Note, number: Int32, idle: Idle, barriers):
+        self.take_columns(tile, number, fresh(idle))
+        self.sums.taken(barriers, number)
+        if tile.row < tile.end:
+            self.end_piece(tile, idle)
+
+    def open(self, idle: Idle) -> None:
         self.zero_empty(idle)
-        self.sums.ready(idle.operands.workspace)
-        number = Int32(0)
-        tile = self.sums.note(barriers, idle.shared, number)
-        while tile.group >= 0:
-            self.take_columns(tile, number, fresh(idle))
-            self.sums.taken(barriers, number)
-            if tile.row < tile.end:
-                self.end_piece(tile, idle)
-            number += 1
-            tile = self.sums.note(barriers, idle.shared, number)
 
     @cute.jit
     def zero_empty(self, idle: Idle):

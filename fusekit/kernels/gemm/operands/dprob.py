@@ -14,7 +14,7 @@ from fusekit.plan.operands.sums import NOTE_WORDS
 
 
 class Dprob(Summed):
-    step, warp = 2, 3
+    step = 2
 
     def parameter(self, given):
         return given.dprob.iterator
@@ -51,15 +51,8 @@ class Dprob(Summed):
     def parts(self, extents: Extents) -> Int64:
         return Int64(self.sums.tiles_n(extents.n)) * Int64(extents.rows)
 
-    @cute.jit
-    def program(self, idle: Idle, barriers):
-        self.sums.ready(idle.operands.workspace)
-        number = Int32(0)
-        tile = self.sums.note(barriers, idle.shared, number)
-        while tile.group >= 0:
-            self.add_rows(tile, number, fresh(idle), barriers)
-            number += 1
-            tile = self.sums.note(barriers, idle.shared, number)
+    def add(self, tile: Note, number: Int32, idle: Idle, barriers) -> None:
+        self.add_rows(tile, number, fresh(idle), barriers)
 
     @cute.jit
     def add_rows(self, tile: Note, number: Int32, idle: Idle, barriers):

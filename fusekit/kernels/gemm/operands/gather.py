@@ -33,7 +33,6 @@ UNITS = 8  # of a row of a box, and lanes that bring it
 ROWS_AT_ONCE = WARP // UNITS
 ROW_BYTES = 128
 AHEAD = 2  # stages
-RELAY_WARP = 2  # of the load warpgroup
 
 
 class Gather(Operand):
@@ -101,7 +100,7 @@ class Gather(Operand):
     def assist(self, idle: Idle):
         """The warp that hands stages on."""
         if cutlass.const_expr(self.plan.relays):  # noqa: SIM102
-            if idle.warp == RELAY_WARP:
+            if idle.warp == self.told.warps(self.plan)[0]:
                 self.relay(idle, idle.ring)
 
     @cute.jit

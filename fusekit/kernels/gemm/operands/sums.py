@@ -10,7 +10,7 @@ leave (dprob); a warp's sums of columns (dbias) lie in its staging boxes of y, w
 again.
 
     full[wg]    4 arrivals (one a warp): all is left of the tile
-    empty[wg]   1 arrival of each idle warp that reads the box
+    empty[wg]   1 arrival for each sum
 
 Scratch, in 32-bit words, of any content before and after:
 
@@ -57,9 +57,7 @@ def fresh(idle: Idle) -> Idle:
 
 
 class Summed(Operand):
-    """A sum. warp: of the load warpgroup, that adds it up."""
-
-    warp = 2
+    """A sum, that an idle warp adds up."""
 
     def bind(self, halves) -> None:
         self.sums = halves["sums"]
@@ -72,8 +70,11 @@ class Summed(Operand):
         """How many words its parts have."""
         raise NotImplementedError
 
-    def program(self, idle: Idle, barriers) -> None:
-        """What its warp does, until the tiles are over. barriers: of the boxes."""
+    def open(self, idle: Idle) -> None:
+        """What its warp does before the first piece."""
+
+    def add(self, tile: Note, number: Int32, idle: Idle, barriers) -> None:
+        """Add the CTA's `number`-th piece, which is of `tile`; the warp says when it has `taken` it."""
         raise NotImplementedError
 
 
@@ -90,7 +91,11 @@ class Sums(Operand):
 
     def bind(self, halves) -> None:
         self.all = [half for half in halves.values() if isinstance(half, Summed)]
-        self.warps = len({2, *(half.warp for half in self.all)})
+        adding = self.told.warps(self.plan)
+        self.clearing = 3 if self.plan.quant.by_block else 2  # the warp that clears the counters
+        self.of_warp = {warp: [] for warp in sorted({self.clearing, *adding})}
+        for half in self.all:
+            self.of_warp[half.told.warp if half.told.warp in adding else adding[0]].append(half)
 
     def barriers(self, shared):
         """Its barriers."""
@@ -123,24 +128,38 @@ class Sums(Operand):
 
     # -- idle warps ---------------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def assist(self, idle: Idle):
-        """Warp 2 clears the counters; then every warp has the program of its sum."""
+    def assist(self, idle: Idle) -> None:
+        """A warp clears the counters; then every warp adds up its sums."""
         barriers = self.barriers(idle.shared)
-        if idle.warp == 2:
-            self.clear(idle)
-            self.run(2, idle, barriers)
-            self.leave(idle.operands.workspace)
-        if cutlass.const_expr(self.warps > 1):  # noqa: SIM102
-            if idle.warp == 3:
-                self.run(3, idle, barriers)
-                self.leave(idle.operands.workspace)
+        for warp in self.of_warp:
+            self.run(warp, idle, barriers)
 
-    def run(self, warp: int, idle: Idle, barriers) -> None:
-        """The programs of one warp."""
-        for half in self.all:
-            if half.warp == warp:
-                half.program(idle, barriers)
+    @cute.jit
+    def run(self, warp: cutlass.Constexpr, idle: Idle, barriers):
+        """What one warp does, piece after piece, until the tiles are over."""
+        if idle.warp == warp:
+            if cutlass.const_expr(warp == self.clearing):
+                self.clear(idle)
+            if cutlass.const_expr(len(self.of_warp[warp]) > 0):
+                self.add_pieces(warp, idle, barriers)
+            self.leave(idle.operands.workspace)
+
+    @cute.jit
+    def add_pieces(self, warp: cutlass.Constexpr, idle: Idle, barriers):
+        """A piece after the other."""
+        self.each(warp, "open", idle)
+        self.ready(idle.operands.workspace)
+        number = Int32(0)
+        tile = self.note(barriers, idle.shared, number)
+        while tile.group >= 0:
+            self.each(warp, "add", tile, number, idle, barriers)
+            number += 1
+            tile = self.note(barriers, idle.shared, number)
+
+    def each(self, warp: int, hook: str, *arguments) -> None:
+        """Call a hook of every sum of a warp."""
+        for half in self.of_warp[warp]:
+            getattr(half, hook)(*arguments)
 
     @cute.jit
     def clear(self, idle: Idle):
@@ -174,7 +193,7 @@ class Sums(Operand):
         if cute.arch.lane_idx() == 0:
             blocks, _, _ = cute.arch.grid_dim()
             ended = cute.arch.atomic_add(workspace + FINISHED, Int32(1), sem="acq_rel", scope="gpu")
-            if ended == blocks * self.warps - 1:
+            if ended == blocks * len(self.of_warp) - 1:
                 for word in cutlass.range_constexpr(TICKET, FINISHED + 1):
                     cute.arch.store(workspace + word, Int32(0))
 

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
-from fusekit.kernels.gemm.operands.x_scale import FETCHER, arrive_when_copied, copy_async
+from fusekit.kernels.gemm.operands.x_scale import arrive_when_copied, copy_async
 from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import WARP
 from fusekit.plan.operands.token_scales import stage_bytes
@@ -30,7 +30,7 @@ class TokenScales(Operand):
     def assist(self, idle: Idle):
         """One warp fetches the scales of each stage, as the load thread fetches the factors."""
         plan, lane = self.plan, cute.arch.lane_idx()
-        if idle.warp == FETCHER:
+        if idle.warp == self.told.warps(plan)[0]:
             count = Int32(0)
             stage = Int32(0)
             phase = Int32(1)

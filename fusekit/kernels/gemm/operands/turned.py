@@ -29,7 +29,6 @@ from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
 from fusekit.plan.operands.turned import HALF, TURNERS
 from fusekit.plan.quant import SIDE
 
-TURNER = 3  # warp of the load warpgroup
 UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
@@ -209,7 +208,7 @@ class YTurned(Columns):
     @cute.jit
     def turn(self, idle: Idle):
         """All warps of the load warpgroup."""
-        if idle.warp == TURNER:
+        if idle.warp == self.told.warps(self.plan)[0]:
             self.follow(idle)
 
     def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:

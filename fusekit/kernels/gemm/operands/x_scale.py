@@ -15,8 +15,6 @@ from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.x_scale import W_SCALES, stage_bytes
 from fusekit.plan.quant import ROW, SIDE
 
-FETCHER = 2  # warp of the load warpgroup
-
 
 class BlockScales(NamedTuple):
     """Scales [ceil(K / 128), M], `stride` elements from row to row."""
@@ -51,7 +49,7 @@ class XScale(Operand):
     @cute.jit
     def fetch(self, idle: Idle):
         """All warps of the load warpgroup."""
-        if idle.warp == FETCHER:
+        if idle.warp == self.told.warps(self.plan)[0]:
             self.fetch_tiles(idle)
 
     @cute.jit
