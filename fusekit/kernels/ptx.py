@@ -129,16 +129,16 @@ def maximum_in_memory(address: Int64, bits: Uint32, valid) -> None:
 
 
 def where_at_most(a: Float32, b: Float32, value: Float32) -> Float32:
-    """`value` where a <= b, else zero, whatever `value` is."""
-    text = "{ .reg .pred p; setp.le.f32 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }"
+    """`value` where a <= b or a is NaN, else zero, whatever `value` is."""
+    text = "{ .reg .pred p; setp.leu.f32 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }"
     return inline(Float32, text, a, b, value)
 
 
 def where_within(a: Float32, b: Float32, value: Float32) -> Float32:
-    """`value` where |a| <= b, else zero, whatever `value` is."""
+    """`value` where |a| <= b or a is NaN, else zero, whatever `value` is."""
     text = (
         "{ .reg .pred p; .reg .f32 t; abs.f32 t, {$r0};"
-        " setp.le.f32 p, t, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }"
+        " setp.leu.f32 p, t, {$r1}; selp.f32 {$w0}, {$r2}, 0f00000000, p; }"
     )
     return inline(Float32, text, a, b, value)
 

@@ -101,7 +101,7 @@ def step(moe, given, call=None):
     """(outputs, gradients by name) of a forward and a backward pass."""
     moe.zero_grad(set_to_none=True)
     given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
-    made = (call or moe)(*given)
+    made = (moe if call is None else call)(*given)
     total(made).backward()
     grads = {f"input{number}": each.grad for number, each in enumerate(given) if each.is_floating_point()}
     grads |= {name: each.grad for name, each in moe.named_parameters()}
