@@ -138,7 +138,8 @@ def test_what_is_not_written_or_written_beyond_is_noticed(
     install(monkeypatch, rig, off("fc1-wgrad", "dw", lambda values: None))
     code, document = run(capsys, layer, "--check")
     assert code == 1
-    assert document["problems"] == [f"dw1: {8 * 64 * 64} elements were not written"]
+    (said,) = document["problems"]  # of most: until it is written, dw1 serves as scratch memory
+    assert 8 * 64 * 64 / 2 < int(said.removeprefix("dw1: ").removesuffix(" elements were not written")) <= 8 * 64 * 64
 
     def beyond(part: str, made: dict[str, Any]) -> None:
         for buffer in rig.memory.values():
