@@ -30,7 +30,7 @@ count = distributed.get_world_size()
 main, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
 torch.cuda.set_stream(main)
 
-layer = fusekit.open_library().layer("data-parallel/moe")
+layer = fusekit.open_library().layer("data-parallel/moe", device=rank)
 X, K, H, I = layer.options.experts, layer.options.topk, layer.options.hidden, layer.options.intermediate
 sizes = layer.sizes(T)
 scratch = torch.empty(sizes.scratch, dtype=torch.uint8, device=device)
