@@ -147,7 +147,7 @@ class LayerTrial:
                 self.made["indices"] = given("i32", best)
                 self.made["weights"] = given("f32", chosen / chosen.sum(axis=1, keepdims=True))
 
-    def _arguments(self, which: str) -> dict[str, DeviceArray]:
+    def _arguments(self, which: str) -> dict[str, Any]:
         names = [*self.layer.inputs(which), *self.layer.outputs(which)]
         return {name: self.arrays[name] for name in names}
 
@@ -155,7 +155,7 @@ class LayerTrial:
 
     def bind(self, which: str) -> Any:
         """A pass on the tensors; inference keeps nothing."""
-        kept = {} if which == INFERENCE else {"kept": self.arrays["kept"]}
+        kept: dict[str, Any] = {} if which == INFERENCE else {"kept": self.arrays["kept"]}
         if which == QUANTISE:
             return self.layer.bind_quantise(**self._arguments(which))
         bind = self.layer.bind_backward if which == BACKWARD else self.layer.bind_forward

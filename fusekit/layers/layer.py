@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,11 +49,12 @@ class Pass:
     It belongs to one thread at a time, and keeps its arguments alive.
     """
 
-    __slots__ = ("_arguments", "launches")
+    __slots__ = ("_arguments", "_written", "launches")
 
-    def __init__(self, launches: list[Launch], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, launches: Sequence[Launch], arguments: Mapping[str, Any], written: Mapping[str, int]) -> None:
+        """written: how many launches it takes until an output is there."""
         self.launches = tuple(launches)
-        self._arguments = dict(arguments)
+        self._arguments, self._written = dict(arguments), dict(written)
 
     def __call__(self, stream: Any = None) -> None:
         """Queues the launches on `stream`, as a kernel's."""
@@ -61,14 +62,31 @@ class Pass:
         for launch in self.launches:
             launch(handle)
 
+    def split(self, output: str) -> tuple[Pass, Pass]:
+        """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
+
+        So `dx, weights = backward.split("dx")`: what waits for dx can start between. Raises ArgumentError.
+        """
+        if output not in self._written:
+            raise ArgumentError(
+                f"the pass does not write {output}; its outputs are {', '.join(self._written)}", argument=output
+            )
+        count = self._written[output]
+        later = {name: at - count for name, at in self._written.items() if at > count}
+        first = {name: at for name, at in self._written.items() if at <= count}
+        return (
+            Pass(self.launches[:count], self._arguments, first), Pass(self.launches[count:], self._arguments, later)
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A pass for one count of tokens and one set of outputs: kernels with their buffers and the window that they store
-    into, and where each buffer lies.
+    into, and where each buffer lies. written: after how many steps each output is there.
     """
 
     steps: tuple[tuple[Kernel, Mapping[str, Buffer], str], ...]
+    written: Mapping[str, int]
     kept: Mapping[str, int]
     kept_bytes: int
     scratch: Mapping[str, tuple[str, int]]
@@ -132,21 +150,26 @@ class Layer:
         codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
         return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD], codes=codes)
 
-    def bind_forward(self, *, kept: Any = None, scratch: Any = None, **arguments: Any) -> Pass:
+    def bind_forward(
+        self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
+    ) -> Pass:
         """The forward pass on the caller's memory.
 
         arguments: `inputs` and `outputs` by name; an output may be left out. kept, scratch: device tensors of any type
         with the bytes of `sizes`, aligned to 128; without `kept`, the pass is one of inference, which keeps nothing.
+        cluster_margin: clusters that each GEMM holds back for other kernels; None takes the spec's, which is 0.
         Raises ArgumentError naming the argument, and what loading a kernel raises.
         """
-        return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments)
+        return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, cluster_margin)
 
-    def bind_backward(self, *, kept: Any, scratch: Any = None, **arguments: Any) -> Pass:
+    def bind_backward(
+        self, *, kept: Any, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
+    ) -> Pass:
         """The backward pass, after a forward pass with the same `kept`, on the caller's memory, as `bind_forward`.
 
         An output that is left out is not computed. Outputs that are added to hold what is there before.
         """
-        return self._bind(BACKWARD, kept, scratch, arguments)
+        return self._bind(BACKWARD, kept, scratch, arguments, cluster_margin)
 
     def bind_quantise(self, **arguments: Any) -> Pass:
         """The pass of layers with a recipe that makes codes of weights: of w1 w1_q, w1_s, w1_t and w1_ts, and so on.
@@ -160,13 +183,18 @@ class Layer:
         """Queues that pass without binding it first; arguments and errors are those of `bind_quantise`."""
         self._call(QUANTISE, None, None, arguments, stream)
 
-    def forward(self, *, stream: Any = None, kept: Any = None, scratch: Any = None, **arguments: Any) -> None:
+    def forward(
+        self, *, stream: Any = None, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
+        **arguments: Any,
+    ) -> None:  # fmt: skip
         """Queues a forward pass without binding it first; arguments and errors are those of `bind_forward`."""
-        self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream)
+        self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream, cluster_margin)
 
-    def backward(self, *, stream: Any = None, kept: Any, scratch: Any = None, **arguments: Any) -> None:
+    def backward(
+        self, *, stream: Any = None, kept: Any, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
+    ) -> None:
         """Queues a backward pass without binding it first; arguments and errors are those of `bind_backward`."""
-        self._call(BACKWARD, kept, scratch, arguments, stream)
+        self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin)
 
     def load(self, tokens: int | None = None) -> None:
         """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
@@ -179,19 +207,25 @@ class Layer:
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
-    def _bind(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]) -> Pass:
-        launches = [kernel.bind(**given) for kernel, given in self._resolve(which, kept, scratch, arguments)]
-        return Pass(launches, {**arguments, "kept": kept, "scratch": scratch})
+    def _bind(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None
+    ) -> Pass:
+        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin)
+        launches = [kernel.bind(**given) for kernel, given in calls]
+        return Pass(launches, {**arguments, "kept": kept, "scratch": scratch}, plan.written)
 
-    def _call(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any) -> None:
+    def _call(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
+        cluster_margin: int | None = None,
+    ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else stream_handle(stream)
-        for kernel, given in self._resolve(which, kept, scratch, arguments):
+        for kernel, given in self._resolve(which, kept, scratch, arguments, cluster_margin)[1]:
             kernel(stream=handle, **given)
 
     def _resolve(
-        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any]
-    ) -> list[tuple[Kernel, dict[str, Any]]]:
-        """Each kernel of a pass with its tensors."""
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None
+    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]]]:
+        """The plan of a pass, and each kernel with what it is given."""
         given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         asked = self._known(which, given)
         tokens, device, compact = self._check(which, given)
@@ -202,6 +236,7 @@ class Layer:
             "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
         }
         made: dict[str, Any] = {}
+        margin = {} if cluster_margin is None else {"cluster_margin": cluster_margin}
 
         def tensor(buffer: Buffer) -> Any:
             name = buffer.name
@@ -214,8 +249,11 @@ class Layer:
                 made[name] = Slice(memory[base] + begin, buffer.extents(plan.dims), buffer.dtype, device)
             return made[name]
 
-        return [
-            (kernel, {argument: tensor(buffer) for argument, buffer in buffers.items()} | self._together(window))
+        return plan, [
+            (
+                kernel,
+                {argument: tensor(buffer) for argument, buffer in buffers.items()} | self._together(window) | margin,
+            )
             for kernel, buffers, window in plan.steps
         ]
 
@@ -297,14 +335,16 @@ class Layer:
     def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str]) -> _Plan:
         dims = self.program.dims(tokens)
         buffers = self.program.buffers
-        steps = []
+        steps: list[tuple[Kernel, Mapping[str, Buffer], str]] = []
+        written: dict[str, int] = {}
         for step in self.program.needed(which, asked):
             names = {**step.reads, **step.writes}
             given = {each: buffers[name] for each, name in names.items() if not each.startswith("window.")}
             steps.append((self._kernel(step.part, dims), given, step.window))
+            written |= {name: len(steps) for name in asked.intersection(step.writes.values())}
         scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact)
         kept, kept_bytes = self.program.kept(dims)
-        return _Plan(tuple(steps), kept, kept_bytes, scratch, scratch_bytes, dims)
+        return _Plan(tuple(steps), written, kept, kept_bytes, scratch, scratch_bytes, dims)
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is

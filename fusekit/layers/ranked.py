@@ -104,11 +104,14 @@ class RankedLayer(Layer):
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
-    def _call(self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any) -> None:
+    def _call(
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
+        cluster_margin: int | None = None,
+    ) -> None:  # fmt: skip
         if time.monotonic() - self._looked > _SECONDS:
             self.check()
             self._looked = time.monotonic()
-        super()._call(which, kept, scratch, arguments, stream)
+        super()._call(which, kept, scratch, arguments, stream, cluster_margin)
 
     def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
         tokens, device, compact = super()._check(which, given)

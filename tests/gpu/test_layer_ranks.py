@@ -1,6 +1,6 @@
 """Layers whose experts are on two ranks, against the definition of one GPU: on two devices, or both ranks on one.
 
-fusekit --store STORE build tests/gpu/layer-ranks.toml tests/examples/ranks.toml          on any machine
+fusekit --store STORE build tests/gpu/layer-ranks.toml tests/examples/{ranks,data-parallel}.toml     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_layer_ranks.py
 
 The tests with processes need two devices, and PyTorch or mpirun with mpi4py.
@@ -153,12 +153,15 @@ def test_too_few_rows(over):
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def processes(opened, command, *arguments):
-    """Runs an example with two ranks, each a process with a device of its own."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
+
+def processes(opened, command, *arguments, needs="ranks"):
+    """Runs an example with two ranks, each a process with a device of its own. needs: the file of its layer."""
     if opened.devices.count < 2:
         pytest.skip("needs two devices")
-    if not opened.store.names("ranks/*"):
-        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/ranks.toml there and name the store")
+    if not opened.store.names(f"{needs}/*"):
+        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/{needs}.toml there and name the store")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -183,8 +186,15 @@ def test_torchrun(opened, more):
     """Values and gradients of MoE(group=...); a process that leaves, after which the other raises in time."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    example = ROOT / "tests" / "examples" / "moe_ranks.py"
-    out = processes(opened, command, example, *more)
+    out = processes(opened, TORCHRUN, ROOT / "tests" / "examples" / "moe_ranks.py", *more)
     assert out.count("right") == 2, out
     assert not more or "rank 0 waited in launch" in out, out
+
+
+def test_gradients_are_summed_while_others_are_computed(opened):
+    """Their bits and sums, for several margins."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    example = ROOT / "tests" / "examples" / "data_parallel.py"
+    out = processes(opened, TORCHRUN, example, "0", "8", needs="data-parallel")
+    assert out.count("right") == 2 and out.count('"with"') == 2, out

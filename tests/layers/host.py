@@ -30,7 +30,7 @@ class HostLayer(Layer):
     def load(self, tokens=None):
         self.loaded.append(tokens)
 
-    def _call(self, which, kept, scratch, arguments, stream):
+    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None):
         arguments = {name: placed(tensor) for name, tensor in arguments.items()}
         kept, scratch = placed(kept), placed(scratch)
         if scratch is not None:
@@ -41,12 +41,12 @@ class HostLayer(Layer):
         lead = {"backward": "dy", "quantise": None}.get(which, "x")
         tokens = arguments[lead].shape[0] if lead else 0
         self.passes.append((which, tokens, frozenset(given & self.outputs(which).keys())))
-        super()._call(which, kept, scratch, arguments, stream)
+        super()._call(which, kept, scratch, arguments, stream, cluster_margin)
 
     def _kernel(self, part, dims):
         keys = self.program.parts[part]
 
-        def run(*, stream, **tensors):
+        def run(*, stream, cluster_margin=None, **tensors):
             compute(keys, tensors, dims)
             self.launched.append((part, stream))
 

@@ -45,9 +45,12 @@ def records(options: Options) -> dict[str, LaunchRecord]:
             ]
             if step.window:
                 arguments += [ScalarArgument(each, "i32", None) for each in ("rank", "capacity", "timeout")]
+            op = made.parts[step.part]["op"]
+            gemm = op in OPERATIONS and OPERATIONS[op].family == GEMM
+            blocks = ("max", 1, ("sub", "sm_count", "cluster_margin")) if gemm else 1
             found[step.part] = LaunchRecord(
                 symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments), dims=tuple(dims),
-                constraints=(), parameters=tuple(parameters), grid=(1, 1, 1), block=(128, 1, 1), cluster=(1, 1, 1),
+                constraints=(), parameters=tuple(parameters), grid=(blocks, 1, 1), block=(128, 1, 1), cluster=(1, 1, 1),
                 dynamic_shared=0, skip_if_zero=(),
             )  # fmt: skip
     return found

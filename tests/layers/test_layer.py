@@ -6,6 +6,7 @@ import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
+from fusekit.plan.operations import GEMM, OPERATIONS
 from tests.layers.samples import library
 from tests.plan.test_layer_program import CASES, options
 from tests.runtime.samples import Torchlike
@@ -70,6 +71,52 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound):
                 assert home != "scratch" or begin < total
             else:
                 assert address == mine[buffer].address
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_gemms_hold_back_the_clusters_of_a_margin(tmp_path, bound):
+    layer, fake = opened(tmp_path)
+    told = tensors(layer, BACKWARD) | memory(layer)
+    given = {which: tensors(layer, which) | memory(layer) for which in (FORWARD, INFERENCE)}
+    given[INFERENCE].pop("kept")
+    for margin, blocks in ((None, 132), (8, 124), (0, 132), (500, 1)):
+        fake.launches.clear()
+        for which in (FORWARD, INFERENCE, BACKWARD):
+            mine = told if which == BACKWARD else given[which]
+            if bound:
+                bind = layer.bind_backward if which == BACKWARD else layer.bind_forward
+                bind(**mine, cluster_margin=margin)(0)
+            else:
+                (layer.backward if which == BACKWARD else layer.forward)(**mine, stream=0, cluster_margin=margin)
+        steps = [step for which in (FORWARD, INFERENCE, BACKWARD) for step in layer.program.steps[which]]
+        gemms = [OPERATIONS[layer.program.parts[step.part]["op"]].family == GEMM for step in steps]
+        assert [launch.grid[0] for launch in fake.launches] == [blocks if gemm else 1 for gemm in gemms]
+        assert any(gemms) and not all(gemms)
+    fake.launches.clear()
+    with pytest.raises(ArgumentError, match="cluster_margin is -1"):
+        layer.forward(**given[FORWARD], stream=0, cluster_margin=-1)
+    assert not fake.launches
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_is_split_where_an_output_is_there(tmp_path, name):
+    layer, fake = opened(tmp_path, name)
+    backward = layer.bind_backward(**tensors(layer, BACKWARD), **memory(layer))
+    steps = layer.program.steps[BACKWARD]
+    for output in layer.outputs(BACKWARD):
+        first, rest = backward.split(output)
+        assert (*first.launches, *rest.launches) == backward.launches
+        assert output in steps[len(first.launches) - 1].writes.values()
+        assert all(output not in step.writes.values() for step in steps[len(first.launches) :])
+    first, rest = backward.split("dx")
+    assert {"dw1", "dw2"} <= {each for step in steps[len(first.launches) :] for each in step.writes.values()}
+    again = rest.split("dw2")
+    assert (*again[0].launches, *again[1].launches) == rest.launches
+    fake.launches.clear()
+    first(0)
+    assert len(fake.launches) == len(first.launches)
+    with pytest.raises(ArgumentError, match="the pass does not write dx; its outputs are d"):
+        rest.split("dx")
 
 
 def test_without_kept_memory_nothing_is_kept(tmp_path):

@@ -89,6 +89,21 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
                     assert address == mine[buffer.name].address
 
 
+def test_gemms_hold_back_the_clusters_of_a_margin(ranked):
+    (layer, _), fake = ranked(over(2), tokens=100)
+    given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+    layer.connect()
+    layer.load()
+    fake.launches.clear()
+    layer.forward(**given, **kept, stream=0, cluster_margin=32)
+    layer.bind_backward(**told, **kept, cluster_margin=32)(0)
+    assert {launch.grid[0] for launch in fake.launches} == {1, 100}
+    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    sent = [step.part for step in layer.program.steps[BACKWARD] if step.window][-1]
+    assert sent == "dispatch" and len(rest.launches) >= 3  # x is sent again for the gradients of weights
+    assert len(first.launches) + len(rest.launches) == len(layer.program.steps[BACKWARD])
+
+
 def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     (layer, other), _ = ranked(over(2), tokens=100)
     again = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=128)
