@@ -76,7 +76,7 @@ def _memory(options: Options, made: Program) -> dict[str, Any]:
 
     dims = made.dims(options.tokens)
     scratch = {
-        which: made.scratch(which, made.arguments(which)[1], dims)[1] for which in made.steps if which != QUANTISE
+        which: made.scratch(which, made.arguments(which)[1], dims, ())[1] for which in made.steps if which != QUANTISE
     }
     codes = sum(each.bytes(dims) for each in made.arguments(QUANTISE)[1].values())
     places, kept = made.kept(dims)
