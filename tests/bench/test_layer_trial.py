@@ -110,19 +110,24 @@ def test_a_wrong_layer_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "change", "said"),
+    ("case", "part", "name", "change", "said"),
     [
-        ("quantise-x", "x_s", lambda scale: scale[::-1], {"y", "inference y"}),  # another block's scale
-        ("quantise-w1", "w_ts", lambda scale: 2 * scale, {"dx"}),
-        ("quantise-dz", "x_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),  # another block of tokens
-        ("quantise-a-turned", "x_t", lambda codes: np.roll(codes, 1, axis=0), {"dw2"}),
-        ("quantise-dy", "x_q", lambda codes: np.roll(codes, 1, axis=0), {"dx", "drouter", "dw1"}),
+        ("fp8", "quantise-x", "x_s", lambda scale: scale[::-1], {"y", "inference y"}),  # another block's scale
+        ("fp8", "quantise-w1", "w_ts", lambda scale: 2 * scale, {"dx"}),
+        ("fp8", "quantise-dz", "x_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),  # another block of tokens
+        ("fp8", "quantise-a-turned", "x_t", lambda codes: np.roll(codes, 1, axis=0), {"dw2"}),
+        ("fp8", "quantise-dy", "x_q", lambda codes: np.roll(codes, 1, axis=0), {"dx", "drouter", "dw1"}),
+        ("fp8", "fc1-infer", "y_s", lambda scale: scale[::-1], {"inference y"}),
+        ("fp8-interleaved", "fc2-dgrad", "dz_q", lambda codes: np.roll(codes, 1, axis=0), {"dx"}),
+        ("fp8-interleaved", "fc2-dgrad", "dz_ts", lambda scale: np.roll(scale, 1, axis=0), {"dw1"}),
+        ("fp8-interleaved", "fc2-dgrad", "y_t", lambda codes: np.roll(codes, 1, axis=0), {"dw2"}),
     ],
 )
 def test_wrong_codes_are_noticed(
-    rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, part: str, name: str, change: Any, said: set[str]
-) -> None:
-    layer = publish(tmp_path, small(**CASES["fp8"], router={"bias": True}))
+    rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str, part: str, name: str, change: Any,
+    said: set[str],
+) -> None:  # fmt: skip
+    layer = publish(tmp_path, small(**CASES[case], router={"bias": True}))
     install(monkeypatch, rig, off(part, name, change))
     code, document = run(capsys, layer, "--check", "--rows", "400")
     assert code == 1

@@ -15,7 +15,7 @@ from fusekit.bench.replay import Replay
 from fusekit.bench.timing import own_stream
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 
-NAMES = ("qwen3", "gpt-oss", "deepseek", "llama4", "choices", "mlp")
+NAMES = ("qwen3", "gpt-oss", "interleaved", "deepseek", "llama4", "choices", "mlp")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,10 @@ def step(moe, x, call=None):
     return y.detach(), grads(moe, x)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-mlp", "fp8-mlp-as-stored"])
+NAMES = ("fp8", "fp8-gpt-oss", "fp8-interleaved", "fp8-deepseek", "fp8-llama4", "fp8-mlp", "fp8-mlp-as-stored")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_the_definitions(name):
     moe = module(name)
     x = x_of(moe)

@@ -29,6 +29,18 @@ def run(program, which, given, tokens, wanted=None):
 
 
 def gemm(keys, given, dims):
+    """All of its results, and where it stores any as codes their codes."""
+    made = product(keys, given)
+    asked = keys.get("quant", "none")
+    if asked != "none" and "out" in asked:
+        for name in made.keys() & {"y", "dz"}:
+            made |= rows_of_codes(name, made[name])
+            if asked.get("transpose"):
+                made |= turned_codes(name, made[name], dims, given.get("offsets"))
+    return made
+
+
+def product(keys, given):
     dense = keys["op"] == "dense-gemm"
     rows = chosen(keys, given, "x")
     w = given["w"][None] if dense else given["w"]
@@ -88,22 +100,30 @@ def quantise(keys, given, dims):
         found |= {name: found[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
         return found if keys["groups"] else {name: each[0] for name, each in found.items()}
     rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
-    found = {}
-    if keys["rows"]:
-        found["x_q"], scale = coded(rows, 1, 128)
-        found["x_s"] = scale.T
+    found = rows_of_codes("x", rows) if keys["rows"] else {}
     if keys["transpose"]:
-        ends = given["offsets"] if keys["groups"] else [len(rows)]
-        starts, room = codes.padded_starts(ends), dims["M_padded" if keys["groups"] else "T_padded"]
-        unwritten = np.nan if keys["groups"] else 0.0  # without rows, one group has a block of zeros
-        shapes = {"x_t": (rows.shape[1], room), "x_ts": (room // 128, rows.shape[1])}
-        found |= {name: np.full(shape, unwritten) for name, shape in shapes.items()}
-        for start, next_, own in zip(starts, starts[1:], slices(ends), strict=False):
-            turned = np.zeros((rows.shape[1], next_ - start))
-            turned[:, : own.stop - own.start] = rows[own].T
-            found["x_t"][:, start:next_], scale = coded(turned, 1, 128)
-            found["x_ts"][start // 128 : next_ // 128] = scale.T
+        found |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None)
     return found
+
+
+def rows_of_codes(name, rows):
+    q, s = coded(rows, 1, 128)
+    return {f"{name}_q": q, f"{name}_s": s.T}
+
+
+def turned_codes(name, rows, dims, offsets):
+    """Along the tokens. offsets: of groups, or None."""
+    grouped = offsets is not None
+    ends = offsets if grouped else [len(rows)]
+    starts, room = codes.padded_starts(ends), dims["M_padded" if grouped else "T_padded"]
+    unwritten = np.nan if grouped else 0.0  # without rows, one group has a block of zeros
+    t, ts = np.full((rows.shape[1], room), unwritten), np.full((room // 128, rows.shape[1]), unwritten)
+    for start, next_, own in zip(starts, starts[1:], slices(ends), strict=False):
+        turned = np.zeros((rows.shape[1], next_ - start))
+        turned[:, : own.stop - own.start] = rows[own].T
+        t[:, start:next_], scale = coded(turned, 1, 128)
+        ts[start // 128 : next_ // 128] = scale.T
+    return {f"{name}_t": t, f"{name}_ts": ts}
 
 
 def coded(values, down, across):

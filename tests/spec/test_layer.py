@@ -137,23 +137,54 @@ def test_a_layer_with_a_recipe_for_inference_quantises_no_more_than_it_reads():
     for major, coded in (("k", {False}), ("n", {True})):
         specs = parse_text(text_of(MOE | {"recipe": "fp8-block", "keep": "none", "b_major": major}), "layers")
         parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
-        assert {"quantise-w1", "quantise-w2", "quantise-x", "quantise-a"} == {n for n in parts if "quantise" in n}
+        assert {"quantise-w1", "quantise-w2", "quantise-x"} == {n for n in parts if "quantise" in n}
+        assert parts["fc1-infer"].quant == "in=fp8-block out=fp8-block"
         assert {parts[f"quantise-{name}"].transpose for name in ("w1", "w2")} == coded
 
 
-def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program():
-    table = MOE | {"recipe": "fp8-block", "shared": 64, "bias": True, "glu_layout": "interleaved", "b_major": "n"}
-    specs = parse_text(text_of(table), "layers")
+@pytest.mark.parametrize(
+    ("change", "turns"),
+    [
+        ({"glu_layout": "interleaved", "b_major": "n"}, True),
+        ({"glu_layout": "interleaved", "bias": True}, False),
+        ({"intermediate": 128}, True),
+        ({"intermediate": 192}, False),
+        ({"intermediate": 192, "activation": {"kind": "gelu"}, "keep": "x"}, True),
+    ],
+)
+def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
+    """Its products make all codes of the activation, and those of dz where their kernels can."""
+    specs = parse_text(text_of(MOE | {"recipe": "fp8-block", "shared": 64} | change), "layers")
     parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
     assert set(parts) == set(program(specs[0].layer).parts)
-    coded = {name for name, spec in parts.items() if getattr(spec, "quant", "none") == "in=fp8-block"}
-    assert coded == {
+    coded = {name: spec.quant for name, spec in parts.items() if getattr(spec, "quant", "none") != "none"}
+    first = ("fc1-infer", "fc1-again" if change.get("keep") == "x" else "fc1-fwd")
+    assert set(coded) == {
         f"{of}{part}" for of in ("", "shared-")
-        for part in ("fc1-fwd", "fc1-infer", "fc2", "fc2-dgrad", "fc1-dgrad", "fc2-wgrad", "fc1-wgrad")
+        for part in (*first, "fc2", "fc2-dgrad", "fc1-dgrad", "fc2-wgrad", "fc1-wgrad")
     }  # fmt: skip
-    assert {spec.gather for name, spec in parts.items() if name in coded} == {"none"}
-    assert {parts[f"quantise-{name}"].gather for name in ("x", "x-turned", "dy")} == {True}
-    assert {parts[f"quantise-{name}"].gather for name in ("a", "dz", "shared-x", "shared-dy")} == {False}
+    out = "in=fp8-block out=fp8-block"
+    wanted = {name: out for name in coded if name.endswith(("fc1-infer", "fc1-fwd"))}
+    wanted |= {"fc2-dgrad": f"{out} transpose=true"} if turns else {}
+    assert coded == {name: wanted.get(name, "in=fp8-block") for name in coded}
+    assert {parts[name].gather for name in coded} == {"none"}
+    quantised = {"w1", "w2", "x", "dy", "x-turned"} | (set() if turns else {"dz", "a-turned"})
+    quantised |= {f"shared-{name}" for name in ("w1", "w2", "x", "dy", "a-turned", "x-turned")} | {"dshared-z"}
+    assert {name for name in parts if "quantise" in name} == {f"quantise-{name}" for name in quantised}
+    gathering = {name for name in quantised if getattr(parts[f"quantise-{name}"], "gather", False)}
+    assert gathering == {"x", "dy", "x-turned"}
+
+
+def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():
+    table = MOE | {"recipe": "fp8-block", "glu_layout": "interleaved", "b_major": "n"}
+    specs = parse_text(text_of(table | {"tile": [[128, 128], [128, 256]]}), "layers")
+    tiles = {spec.kernel.removeprefix("moe."): spec.tile for spec in specs if hasattr(spec, "tile")}
+    assert (tiles["fc1-fwd"], tiles["fc2-dgrad"]) == ((128, 256), (128, 128))
+    (said,) = problems(table | {"tile": [128, 128]})
+    assert said == (
+        "tile = [128, 128]: 128 columns have one scale, gate and up 256, so tile N is a multiple of 256; say 256 (of "
+        "its kernels fc1-fwd, fc1-infer)"
+    )
 
 
 @pytest.mark.parametrize(

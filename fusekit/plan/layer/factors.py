@@ -6,8 +6,9 @@
     fc2-dgrad     rows of dy, w2 turned
     fc1-dgrad     rows of dz, w1 turned
 
-Codes of rows are made from rows in the order of the experts, so a product gathers nothing. Those of weights are the
-caller's: `QUANTISE` makes them of w, in both orientations.
+Codes of rows are made from rows in the order of the experts, so a product gathers nothing. The products make those of
+the activation, which then is stored as nothing else, and where `Blocks.turns` those of dz, and of the activation along
+the tokens. Those of weights are the caller's: `QUANTISE` makes them of w, in both orientations.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ Which = str | tuple[str, ...]  # one or more passes of a layer
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a kernel's table says of a factor, and what its arguments read."""
+    """What a kernel's table says of a factor or a result, and what its arguments read and write."""
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     reads: Mapping[str, str] = field(default_factory=dict)
+    writes: Mapping[str, str] = field(default_factory=dict)
 
     def __or__(self, other: Given) -> Given:
-        return Given({**self.keys, **other.keys}, {**self.reads, **other.reads})
+        return Given({**self.keys, **other.keys}, {**self.reads, **other.reads}, {**self.writes, **other.writes})
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor whose rows products read. extent: "M", rows of experts, or "T", tokens, where its rows are of neither
-    expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. codes: begins the
-    names of its codes; default: its own name.
+    """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
+    neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. codes: begins
+    the names of its codes; default: its own name.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Rows:
 
 
 class Factors(Protocol):
-    """The factors of a layer's products, by a recipe."""
+    """The factors of a layer's products, and the results that are factors of others, by a recipe."""
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """Makes what products read of the weight `name`, which lies by `major`."""
@@ -69,14 +71,23 @@ class Factors(Protocol):
     def tokens(self, argument: str, rows: Rows) -> Given:
         """The factor `argument` of a weight gradient, "dy" or "x", behind the products that read the same rows."""
 
+    def activation(self, rows: Rows) -> Given:
+        """What a product through the activation stores; its keys overrule those of `product`."""
+
+    def gradient(self, dz: Rows, rows: Rows) -> Given:
+        """What a product back through the activation stores, likewise: dz, and the activation's rows once more."""
+
 
 def factors(passes: Passes) -> Factors:
     """Those of the layer's recipe."""
-    return Plain() if passes.options.recipe == NONE else Blocks(passes)
+    return Plain(passes) if passes.options.recipe == NONE else Blocks(passes)
 
 
 class Plain:
     """Tensors of the layer's dtype."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """There is nothing to make."""
@@ -92,12 +103,21 @@ class Plain:
             return Given({}, {argument: rows.name})
         return Given({"gather": argument}, {argument: rows.name, "index": rows.index})
 
+    def activation(self, rows: Rows) -> Given:
+        """As in `Factors`."""
+        return Given(writes={"y": self.passes.buffer(rows.name, rows.extent, rows.columns)})
+
+    def gradient(self, dz: Rows, rows: Rows) -> Given:
+        """As in `Factors`."""
+        return Given(writes={"dz": self.passes.buffer(dz.name, dz.extent, dz.columns)}) | self.activation(rows)
+
 
 class Blocks:
     """Codes: NAME_q of rows, with the scales NAME_s; NAME_t and NAME_ts along the tokens, or of a weight turned."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options
+        self.plain = Plain(passes)
 
     def weight(self, name: str, major: str, *shape: int) -> None:
         """As in `Factors`: codes in both orientations, by a pass of their own; without those that only gradients read
@@ -122,19 +142,40 @@ class Blocks:
 
     def tokens(self, argument: str, rows: Rows) -> Given:
         """As in `Factors`."""
-        if f"{rows.base}_t" not in self.passes.buffers:
-            self._codes(WEIGHTS, rows, by_row=False, turned=True)
+        self._codes(WEIGHTS, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
         return Given({"quant": {"in": BLOCK}}, reads)
 
+    def activation(self, rows: Rows) -> Given:
+        """As in `Factors`: codes of rows alone."""
+        return Given({"quant": {"in": BLOCK, "out": BLOCK}}, {}, self._rows("y", rows))
+
+    def gradient(self, dz: Rows, rows: Rows) -> Given:
+        """As in `Factors`: codes, where it `turns`."""
+        if not self.turns(dz):
+            return self.plain.gradient(dz, rows)
+        made = self._rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
+        return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True}}, {}, made)
+
+    def turns(self, dz: Rows) -> bool:
+        """Whether the product that makes dz makes all codes of it.
+
+        It has no room for the sums of dz that are the gradient of a bias. A block of its columns has no gates beside
+        ups. And without rows it writes nothing, where a dense weight gradient reads a block of zeros.
+        """
+        whole = self.options.glu_layout != "concat" or dz.columns % (2 * SIDE) == 0
+        return dz.extent == "M" and whole and not self.options.bias
+
     def _codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
+        """Those that nothing has made yet."""
         o, columns, base = self.options, rows.columns, rows.base
-        grouped, made = rows.extent == "M", dict[str, str]()
-        if by_row:
-            made |= self._buffers("x", base, "q", (rows.extent, columns), (-(-columns // SIDE), rows.extent))
-        if turned:
-            padded, blocks = f"{rows.extent}_padded", f"{rows.extent}_blocks"
-            made |= self._buffers("x", base, "t", (columns, padded), (blocks, columns))
+        by_row, turned = (
+            asked and f"{base}_{end}" not in self.passes.buffers for asked, end in ((by_row, "q"), (turned, "t"))
+        )
+        if not by_row and not turned:
+            return
+        grouped = rows.extent == "M"
+        made = (self._rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
         reads = {"x": rows.name}
         reads |= {"index": rows.index} if rows.index else {}
         reads |= {"offsets": "offsets"} if turned and grouped else {}
@@ -142,6 +183,16 @@ class Blocks:
         problem = {"E": o.experts if grouped else 1, "M": o.tokens * (o.topk if grouped else 1), "K": columns}
         problem |= {"T": o.tokens} if rows.index else {}
         self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, made)
+
+    def _rows(self, argument: str, rows: Rows) -> dict[str, str]:
+        """Codes of rows, and their scales, by the arguments of a kernel."""
+        shape = rows.extent, rows.columns
+        return self._buffers(argument, rows.base, "q", shape, (-(-rows.columns // SIDE), rows.extent))
+
+    def _turned(self, argument: str, rows: Rows) -> dict[str, str]:
+        """Codes along the tokens, likewise."""
+        padded, blocks = f"{rows.extent}_padded", f"{rows.extent}_blocks"
+        return self._buffers(argument, rows.base, "t", (rows.columns, padded), (blocks, rows.columns))
 
     def _buffers(
         self,

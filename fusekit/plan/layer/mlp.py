@@ -23,21 +23,19 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     b1 = {"bias": p.parameter("b1", n, grad="f32")[0]} if bias else {}
     b2 = {"bias": p.parameter("b2", h, grad="f32")[0]} if bias else {}
     z = p.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
-    a = p.buffer(f"{name}a", "T", width)
     p.buffer(y, "T", h, place=place)
     p.buffer(dx, "T", h, place=place)
-    dz = p.buffer(f"d{name}z", "T", n)
     x, dy = Rows("x", h, "T", codes=f"{name}x"), Rows("dy", h, "T", codes=f"{name}dy")
-    between, back = Rows(a, width, "T"), Rows(dz, n, "T")
+    between, back = Rows(f"{name}a", width, "T"), Rows(f"d{name}z", n, "T")
     given = p.factors.product(p.firsts, x, w1, major)
-    first = {**p.gemm("dense-gemm", n, h, bias=bias), **p.activation(), **given.keys}
-    p.first(f"{part}fc1", first, {**given.reads, **b1}, a, z)
+    first = {**p.gemm("dense-gemm", n, h, bias=bias), **given.keys}
+    p.first(f"{part}fc1", first, {**given.reads, **b1}, between, z)
     given = p.factors.product(BOTH, between, w2, major)
     second = {**p.gemm("dense-gemm", h, width, bias=bias), **given.keys}
     p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
-    given = p.factors.product(THROUGH, dy, w2, major, backward=True)
+    given = p.factors.product(THROUGH, dy, w2, major, backward=True) | p.factors.gradient(back, between)
     keys = p.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
-    made = {"dz": dz, "y": a, **({"dbias": "db1"} if bias else {})}
+    made = {**given.writes, **({"dbias": "db1"} if bias else {})}
     p.step(THROUGH, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
               {**given.reads, "preactivation": z}, made)  # fmt: skip
     given = p.factors.product(THROUGH, back, w1, major, backward=True)

@@ -109,15 +109,19 @@ class Passes:
             self.factors.weight(name, major, *shape)
         return own, self.buffer(f"d{name}", *shape, dtype=grad or self.options.grad_dtype, place=ARGUMENT)
 
-    def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: str, z: str) -> None:
-        """The first projection of both passes; z is kept, or made again before the backward pass reads it."""
+    def first(self, part: str, keys: Mapping[str, Any], reads: Names, a: Rows, z: str) -> None:
+        """The first projection of both passes, with the keys of its product, and the activation; z is kept, or made
+        again before the backward pass reads it.
+        """
+        made = self.factors.activation(a)
+        whole = {**keys, **self.activation(), **made.keys}
         if self.buffers[z].place == KEPT:
-            self.step(FORWARD, f"{part}-fwd", {**keys, "save_preactivation": True}, reads, {"y": a, "preactivation": z})
-            self.step(INFERENCE, f"{part}-infer", keys, reads, {"y": a})
+            writes = {**made.writes, "preactivation": z}
+            self.step(FORWARD, f"{part}-fwd", {**whole, "save_preactivation": True}, reads, writes)
+            self.step(INFERENCE, f"{part}-infer", whole, reads, made.writes)
             return
-        self.step(BOTH, f"{part}-infer", keys, reads, {"y": a})
-        plain = {name: value for name, value in keys.items() if name not in ("activation", "glu_layout")}
-        self.step(AGAIN, f"{part}-again", plain, reads, {"y": z})
+        self.step(BOTH, f"{part}-infer", whole, reads, made.writes)
+        self.step(AGAIN, f"{part}-again", keys, reads, {"y": z})
 
     def wgrad(
         self, part: str, op: str, rows: Rows, columns: Rows, major: str, writes: Names, also: Names | None = None, *,
@@ -128,7 +132,7 @@ class Passes:
         plain: of tensors as they are, whatever the recipe.
         """
         dy, x = (rows, columns) if major == "k" else (columns, rows)
-        read = Plain() if plain else self.factors
+        read = Plain(self) if plain else self.factors
         given = read.tokens("dy", dy) | read.tokens("x", x)
         keys = {**self.gemm(op, dy.columns, x.columns), **self.gradient(), **given.keys}
         keys |= {"dbias": True} if "dbias" in writes else {}
@@ -273,8 +277,8 @@ class Experts:
             p.parameter("b1", o.local, n, grad="f32")
             p.parameter("b2", o.local, h, grad="f32")
         p.buffer("z", "M", n, place=KEPT if o.keep == "z" else SCRATCH)
-        for name, columns in (("a", i), ("o", h), ("dz", n), ("drows", h)):
-            p.buffer(name, "M", columns)
+        for name in ("o", "drows"):
+            p.buffer(name, "M", h)
 
     def forward(self) -> None:
         """Rows of tokens through both projections, and back to their tokens."""
@@ -286,7 +290,7 @@ class Experts:
         given = self.factors.product(p.firsts, self.rows_x, "w1", o.b_major)
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b1"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", self.n, o.hidden, bias=o.bias), **given.keys}
-        p.first("fc1", {**keys, **p.activation()}, reads, "a", "z")
+        p.first("fc1", keys, reads, self.rows_a, "z")
         given = self.factors.product(BOTH, self.rows_a, "w2", o.b_major)
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b2"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", o.hidden, o.intermediate, bias=o.bias), **given.keys}
@@ -306,10 +310,11 @@ class Experts:
         """From dy to the gradients of the rows of x, and of each row's weight."""
         p, o = self.passes, self.o
         given = self.factors.product(THROUGH, self.rows_dy, "w2", o.b_major, backward=True)
+        given |= self.factors.gradient(self.rows_dz, self.rows_a)
         keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden), **p.activation("d"), **given.keys}
         keys |= {"recompute": True, "dbias": o.bias}
         reads = {**given.reads, "preactivation": "z", "offsets": "offsets"}
-        made = {"dz": "dz", "y": "a", **({"dbias": "db1"} if o.bias else {})}
+        made = {**given.writes, **({"dbias": "db1"} if o.bias else {})}
         if not self.by_input:
             keys |= {"row_scale": True, "dprob": True}
             reads["row_scale"] = "row_scale"

@@ -66,12 +66,12 @@ def whole_blocks(spec: Any) -> Iterator[Broken]:
     if plan.out_tile_n % SIDE:
         least = SIDE * (2 if plan.halved else 1)
         gated = f", gate and up {least}" if plan.halved else ""
-        yield "tile", list(spec.tile), f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
+        yield "tile", spec.tile, f"{what}{gated}, so tile N is a multiple of {least}; say {least}"
     if quant(spec.quant).transpose:
         if spec.mainloop != "cooperative":
             yield "mainloop", spec.mainloop, 'both warpgroups share a block of 128 tokens; say "cooperative"'
         elif spec.tile[0] != SIDE:
-            yield "tile", list(spec.tile), f"a tile is one block of {SIDE} tokens of the transpose; say {SIDE} rows"
+            yield "tile", spec.tile, f"a tile is one block of {SIDE} tokens of the transpose; say {SIDE} rows"
 
 
 def coded_rows(name: str, columns: Expr) -> tuple[Argument, ...]:

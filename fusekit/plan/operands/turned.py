@@ -85,7 +85,7 @@ class DzTurned(Operand):
                 "its sums would lie where the transpose of y does; leave it out, or leave transpose out",
             )
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
-            yield "tile", list(spec.tile), f"shared memory has room for {SIDE} columns of da; say {SIDE}"
+            yield "tile", spec.tile, f"shared memory has room for {SIDE} columns of da; say {SIDE}"
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return turned("dz", plan.z_width)

@@ -53,7 +53,7 @@ class XScale(Operand):
             if side % SEGMENT:
                 what = "a gate half" if side < spec.tile[1] else "tile N"
                 rule = f"{what} of {side} columns must be a multiple of {SEGMENT}: half a block has one scale of w"
-                yield "tile", list(spec.tile), rule
+                yield "tile", spec.tile, rule
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         if plan.quant.by_block:

@@ -34,7 +34,9 @@ class Dprob(Summed):
 
     def rows_end(self, rows: Rows, mine, work: Work) -> None:
         """Leaves sums of the lane's columns; the four lanes of a row write the same."""
-        row = (work.warp_of_cta & 3) * WARP_ROWS + rows.block * 64 + (cute.arch.lane_idx() >> 2)
+        lane = cute.arch.lane_idx()
+        lane = ptx.fresh(lane) if self.plan.turning else lane  # no register holds the address over a tile
+        row = (work.warp_of_cta & 3) * WARP_ROWS + rows.block * 64 + (lane >> 2)
         box = work.shared.sums.toint() + (work.warp_of_cta >> 2) * self.sums.box_bytes
         address = box + (NOTE_WORDS + row) * 4
         for r in range(2):
