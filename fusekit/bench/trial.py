@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fusekit.abi import TensorArgument
-from fusekit.bench.compare import compare
+from fusekit.bench.compare import compare, inputs_of
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
@@ -21,7 +21,6 @@ from fusekit.reference import (
     Measurement,
     coded_check,
     held,
-    make_inputs,
     output_shapes,
     poisoned,
 )
@@ -74,7 +73,7 @@ class Trial:
             raise UsageError(f"M = {self.problem['M']} rows; {kernel.name} takes at most {most}; give fewer --rows")
         dims = self.problem
         spare = min(SPARE, dims["M"] // 2) if guarded and OPERATIONS[spec["op"]].ragged else 0
-        self.inputs = make_inputs(spec, E=dims["E"], M=dims["M"], N=dims["N"], K=dims["K"], seed=seed, spare=spare)
+        self.inputs = inputs_of(spec, dims, seed, spare)
         offsets = self.inputs.get("offsets")
         ends = np.array([dims["M"]]) if offsets is None else offsets
         self.owned = int(ends[-1])
