@@ -54,7 +54,8 @@ def test_arguments_are_those_of_the_reference(spec):
     glu = {"act_alpha", "act_limit", "act_up_offset"} if spec.activation.gated else set()
     assert {argument.name for argument in made.arguments} == set(inputs) | set(outputs) | glu
     env = {**dims, "I": dims["N"], "T": tokens_of(dims["M"])}
-    env |= {"P": inputs["x_t"].shape[1]} if "x_t" in inputs else {}
+    turned = inputs["x_t"].shape if "x_t" in inputs else outputs.get("dz_t", [()])[0]
+    env |= {"P": turned[1]} if turned else {}
     for argument in made.arguments:
         if isinstance(argument, ScalarArgument):
             assert argument.name in glu & spec.defaults().keys()
