@@ -47,8 +47,8 @@ def inputs_of(spec: Mapping[str, Any], problem: Mapping[str, int], seed: int, sp
     asked = repr((vars(meaning(spec)), sorted(problem.items()), seed, spare))
     if asked not in _last:
         _last.clear()  # they may take gigabytes
-        dims = {name: problem[name] for name in ("E", "M", "N", "K")}
-        _last[asked] = Inputs(make_inputs(spec, **dims, seed=seed, spare=spare))
+        e, m, n, k = (problem[name] for name in ("E", "M", "N", "K"))
+        _last[asked] = Inputs(make_inputs(spec, E=e, M=m, N=n, K=k, seed=seed, spare=spare))
     return _last[asked]
 
 

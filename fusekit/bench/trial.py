@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fusekit.abi import TensorArgument
-from fusekit.bench.compare import compare, inputs_of
+from fusekit.bench.compare import Inputs, compare, inputs_of
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
@@ -63,6 +63,7 @@ class Trial:
     """
 
     notes: tuple[str, ...] = ()  # on every result, in words
+    inputs: dict[str, Any]
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
         self._open(library, kernel)
@@ -132,6 +133,7 @@ class Trial:
     def check(self) -> Verdict:
         """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
         problems: list[str] = []
+        assert isinstance(self.inputs, Inputs)
         codes = {name for each in coded(meaning(self.kernel.spec)) for name in each.outputs}
         outputs = {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
         for name in codes:
