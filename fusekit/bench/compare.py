@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,17 +41,26 @@ class Inputs(dict[str, Any]):
         return [measure(name, want.of(np.asarray(outputs[name])), want) for name, want in wanted]
 
 
-_last: dict[str, Inputs] = {}
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Inputs that are asked for: equal for all variants of a kernel."""
+
+    said: str
+    spec: Mapping[str, Any] = field(compare=False)
+    problem: Mapping[str, int] = field(compare=False)
+    seed: int
+    spare: int
+
+
+@lru_cache(maxsize=1)  # they may take gigabytes
+def _made(asked: _Asked) -> Inputs:
+    e, m, n, k = (asked.problem[name] for name in ("E", "M", "N", "K"))
+    return Inputs(make_inputs(asked.spec, E=e, M=m, N=n, K=k, seed=asked.seed, spare=asked.spare))
 
 
 def inputs_of(spec: Mapping[str, Any], problem: Mapping[str, int], seed: int, spare: int) -> Inputs:
     """Made-up inputs of a kernel: those of the last call, where it was for another variant of the same."""
-    asked = repr((vars(meaning(spec)), sorted(problem.items()), seed, spare))
-    if asked not in _last:
-        _last.clear()  # they may take gigabytes
-        e, m, n, k = (problem[name] for name in ("E", "M", "N", "K"))
-        _last[asked] = Inputs(make_inputs(spec, E=e, M=m, N=n, K=k, seed=seed, spare=spare))
-    return _last[asked]
+    return _made(_Asked(repr((vars(meaning(spec)), sorted(problem.items()))), spec, problem, seed, spare))
 
 
 def compare(
