@@ -65,8 +65,8 @@ class Pass:
     def split(self, output: str) -> tuple[Pass, Pass]:
         """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
 
-        So `dx, weights = backward.split("dx")`: what waits for dx can start between. All outputs serve as scratch memory
-        from the first launch on. Raises ArgumentError.
+        So `dx, weights = backward.split("dx")`: what waits for dx can start between. All outputs serve as scratch
+        memory from the first launch on. Raises ArgumentError.
         """
         if output not in self._written:
             raise ArgumentError(
