@@ -1,0 +1,61 @@
+"""Small models of Transformers, trained with codes of 8 bits: their loss stays with that in 16 bits.
+
+fusekit --store STORE build tests/gpu/training.toml        on any machine
+FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_training.py -s
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+moe = pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
+if not hasattr(moe, "ExpertsInterface"):
+    pytest.skip("this version of transformers has no ExpertsInterface", allow_module_level=True)
+
+from fusekit.interop import transformers as interop  # noqa: E402
+from tests.interop import models, training  # noqa: E402
+
+H, I = 512, 256  # noqa: E741 - as in training.toml
+STEPS, LAST, ROWS, LENGTH = 300, 50, 32, 128
+WITHIN = 0.01
+RECIPES = ("none", "fp8-block")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backends(opened):
+    """By recipe; what they launched is in the profile of PyTorch by the operators' names."""
+    if not opened.store.names("training/*"):
+        pytest.skip(f"no kernels of training in {opened}; build tests/gpu/training.toml there and name the store")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    names = {recipe: f"fusekit-{recipe}" for recipe in RECIPES}
+    for recipe, name in names.items():
+        interop.register(opened, name, layers="training/*", recipe=recipe)
+    yield names
+    for name in names.values():
+        del moe.ExpertsInterface._global_mapping[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "masters"), [("qwen3-moe", torch.bfloat16), ("qwen3-moe", torch.float32), ("gpt-oss", torch.bfloat16)]
+)
+def test_the_loss_with_codes_stays_with_that_in_bf16(name, masters, backends):
+    """The same weights and data; compared is the mean loss of the last 50 of 300 steps."""
+    ids = training.batches(STEPS, ROWS, LENGTH, device="cuda")
+    losses, idle = {}, {}
+    for recipe, backend in backends.items():
+        model = models.model(name, backend, H, I, dtype=masters, device="cuda")
+        losses[recipe] = training.train(model, ids)
+        idle[recipe] = training.without_experts(model, ids[-1])
+    means = {recipe: found[-LAST:].mean().item() for recipe, found in losses.items()}
+    apart = means["fp8-block"] / means["none"] - 1
+    said = (
+        f"{name}, {str(masters).removeprefix('torch.')} parameters: loss {losses['none'][0]:.3f}, then"
+        f" {means['none']:.4f} in bf16, {means['fp8-block']:.4f} with codes ({apart:+.2%}); without experts"
+        f" {idle['none']:.2f}, {idle['fp8-block']:.2f}; every 25 steps:"
+        + "".join(f"\n  {recipe:10}" + "".join(f"{x:7.3f}" for x in found[::25]) for recipe, found in losses.items())
+    )
+    print(f"\n{said}")  # noqa: T201 - the figures of the page
+    assert not torch.equal(losses["none"], losses["fp8-block"]), "both trainings are the same"
+    assert means["none"] < 0.25 * losses["none"][0], said
+    assert min(idle.values()) > 1.5 * means["none"], said
+    assert abs(apart) <= WITHIN, said
