@@ -17,7 +17,7 @@ from fusekit.bench.arrays import BLOCK
 from fusekit.dtypes import DTYPES
 from fusekit.plan.layer import Options
 from fusekit.plan.layer.options import MLP
-from fusekit.reference import decode
+from fusekit.reference import decode, held
 from fusekit.reference.inputs import RMS, bits
 from fusekit.runtime import DeviceArray
 
@@ -79,15 +79,15 @@ class Experts:
 def made_up(name: str, shape: tuple[int, ...], dtype: str, options: Options, seed: int) -> Made:
     """The tensor `name` of a layer. Projections are scaled so that what they give has a spread of about 1."""
     count, seed = min(BLOCK, max(int(np.prod(shape)), 1)), seed + sum(name.encode())
-    if dtype == "f32":
+    depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,
+             "w2": options.intermediate, "shared_w2": options.shared}.get(name)  # fmt: skip
+    if dtype == "f32" and (name == "router" or not depth):
         spread = {"expert_bias": 0.25, "router": (3.0 / options.hidden) ** 0.5 / RMS}.get(name, 1.0)
         block: NDArray[Any] = np.random.default_rng(seed).uniform(-spread, spread, count).astype(np.float32)
         return Made(shape, dtype, block)
-    depth = {"w1": options.hidden, "shared_w1": options.hidden, "router": options.hidden,
-             "w2": options.intermediate, "shared_w2": options.shared}.get(name)  # fmt: skip
     exponent = -round(0.5 * float(np.log2(depth * RMS**4))) if depth else 0
     exponent = -1 if name in ("b1", "b2", "router_bias") else exponent
-    return Made(shape, dtype, bits((count,), dtype, seed, exponent))
+    return Made(shape, dtype, bits((count,), dtype, seed, exponent).view(held(dtype)))
 
 
 def given(dtype: str, value: Any) -> Made:

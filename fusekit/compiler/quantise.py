@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusekit.abi import Constraint, Dim, Expr, TensorArgument
 from fusekit.compiler.hostfunction import Signature, TracePlan, token_wise
+from fusekit.dtypes import DTYPES
 from fusekit.plan.quantise import AMAX, MX_SIDE, MXFP8, ROW, SIDE, SQUARE, SWIZZLED
 from fusekit.spec.quantise import VECTOR, QuantiseSpec
 
@@ -31,7 +32,7 @@ def plan(spec: QuantiseSpec) -> TracePlan:
     names = OPERANDS
     if spec.blocks == SQUARE:
         names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
-    keys = (spec.blocks, spec.scales, spec.transpose, spec.rows, spec.groups, spec.gather)
+    keys = (spec.dtype, spec.blocks, spec.scales, spec.transpose, spec.rows, spec.groups, spec.gather)
     return token_wise(QuantiseTiles(*keys), names, made)
 
 
@@ -59,7 +60,7 @@ def signature(spec: QuantiseSpec) -> Signature:
 
 def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     blocks: Expr = ["ceildiv", "K", SIDE]
-    found = [_matrix("x", "input", "bf16", ("T" if spec.gather else "M", "K"), 8)]
+    found = [_matrix("x", "input", spec.dtype, ("T" if spec.gather else "M", "K"), _divisor(spec))]
     if spec.gather:
         found.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
     if spec.transpose and spec.groups:
@@ -104,7 +105,7 @@ def _squares(spec: QuantiseSpec) -> Signature:
     down, across = (["ceildiv", name, SIDE] for name in ("N", "K"))
     groups: tuple[Expr, ...] = ("E",) if spec.groups else ()
     found = [
-        _matrix("w", "input", "bf16", (*groups, "N", "K"), 8),
+        _matrix("w", "input", spec.dtype, (*groups, "N", "K"), _divisor(spec)),
         _matrix("w_q", "output", "e4m3", (*groups, "N", "K"), VECTOR),
         _compact("w_s", groups, down, across),
     ]
@@ -127,6 +128,11 @@ def _bytes(name: str, rows: Expr, columns: Expr) -> TensorArgument:
     """Scales of MXFP8, compact. columns: a dim, whose blocks they are; or how many there are."""
     count = _blocks(columns) if isinstance(columns, str) else columns
     return TensorArgument(name, "output", "e8m0", (rows, count), (count, 1), alignment=4)
+
+
+def _divisor(spec: QuantiseSpec) -> int:
+    """Elements in 16 bytes of what is quantised."""
+    return 16 // DTYPES[spec.dtype].bytes
 
 
 def _matrix(name: str, role: str, dtype: str, shape: tuple[Expr, ...], divisor: int) -> TensorArgument:

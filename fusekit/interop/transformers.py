@@ -35,6 +35,9 @@ KEEPS = ("z", "x", "none")  # the sooner, the rather a layer is taken
 
 # Numbers that modules keep for their gate.
 _NUMBERS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")
+_Names = tuple[str, ...]
+_Found = tuple[str, _Names, _Names, _Names, _Names, _Names]  # an operator's name, inputs, their types, ...
+
 _GATED, _PLAIN = ("swiglu", "geglu", "reglu"), ("silu", "gelu", "relu", "srelu")
 
 
@@ -52,12 +55,14 @@ class Experts:
     bias: bool
     b_major: str
     recipe: str = "none"
+    weight_dtype: str = ""
 
     def fits(self, options: Options) -> bool:
-        """Whether a layer computes this, and nothing more."""
+        """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
         return (
             options.kind == "moe"
             and options.ranks == 1
+            and options.weight_dtype in ("", self.weight_dtype)
             and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
             and _said(options.activation) == self.activation
             and all(
@@ -85,20 +90,22 @@ class Experts:
         lines += ['router = { input = "choices" }', f"activation = {{ {activation} }}"]
         lines += [f"glu_layout = {_toml(self.glu_layout)}"] if self.glu_layout != "none" else []
         lines += [f"bias = {_toml(self.bias)}", f"b_major = {_toml(self.b_major)}"]
-        lines += [f"recipe = {_toml(self.recipe)}"] if self.recipe != "none" else []
+        if self.recipe != "none":
+            lines += [f"recipe = {_toml(self.recipe)}"]
+            lines += [f"weight_dtype = {_toml(self.weight_dtype)}"] if self.weight_dtype == "f32" else []
         return "\n".join(lines) + "\n"
 
 
 def register(library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none") -> None:
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
-    layers: the names, as a glob, of layers that may be taken; of several that fit, one without `accumulate`, one that
-    keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
+    layers: the names, as a glob, of layers that may be taken; of several that fit, one that reads the weights as they
+    are, without `accumulate`, one that keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
     `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the layers, such as "fp8-block", with which each
     call makes codes of the weights.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
-    kernels for it. Under autocast the module's tensors are cast. Indices outside the experts, as expert parallelism
+    kernels for it. Under autocast the module's tensors are cast to what the layer reads. Indices outside the experts, as expert parallelism
     has them, add nothing.
     """
     ExpertsInterface.register(name, backend(library, layers, recipe))
@@ -107,16 +114,18 @@ def register(library: Library | None = None, name: str = "fusekit", layers: str 
 def backend(library: Library | None = None, layers: str = "*", recipe: str = "none") -> Callable[..., Any]:
     """The function that `register` registers."""
     opened: list[Library] = [] if library is None else [library]
-    found: dict[tuple[Any, ...], tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {}
+    found: dict[tuple[Any, ...], _Found] = {}
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def look_up(*key: Any) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    def look_up(*key: Any) -> _Found:
         if key not in found:
             if not opened:
                 opened.append(open_library())
             wanted = replace(described(*key), recipe=recipe)
-            operator = operator_of(opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__)))
-            found[key] = operator.name, operator.inputs, operator.summed, operator.weights, operator.codes
+            layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
+            operator, buffers = operator_of(layer), layer.program.buffers
+            types = tuple(buffers[name].dtype for name in operator.inputs)
+            found[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.codes
         return found[key]
 
     def experts(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -126,24 +135,23 @@ def backend(library: Library | None = None, layers: str = "*", recipe: str = "no
                 f"{type(module).__name__}: it normalises what each expert gives, for which fusekit has no kernel; use"
                 ' experts_implementation="grouped_mm" for this model'
             )
-        dtype, device = module.down_proj.dtype, hidden_states.device.type
+        own, device = module.down_proj.dtype, hidden_states.device.type
         casting = torch.is_autocast_enabled(device)
-        if casting:
-            dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device) if casting else own
         shape = (*module.down_proj.shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
         numbers = [_text(getattr(module, each, None)) for each in _NUMBERS]
         flags = module.has_gate, module.has_bias, module.is_transposed
         kinds = type(module), type(getattr(module, "act_fn", None))
-        name, inputs, summed, weights, codes = look_up(*kinds, dtype, *shape, *flags, *numbers)
+        name, inputs, types, summed, weights, codes = look_up(*kinds, dtype, own, *shape, *flags, *numbers)
         tensors = {"x": hidden_states, "indices": top_k_index.to(torch.int32), "weights": top_k_weights.float()}
         for each, (gated, plain) in NAMES.items():
             if each in inputs:
                 tensors[each] = getattr(module, gated if module.has_gate else plain)
         if casting:
-            for each in ("x", *NAMES):
-                if each in inputs:
-                    tensors[each] = tensors[each].to(dtype)
+            for each, kind in zip(inputs, types, strict=True):
+                if each in ("x", *NAMES):
+                    tensors[each] = tensors[each].to(DTYPES[kind])
         if codes:
             tensors |= quantised(name, weights, codes, tensors)
         sums = [main_grad(getattr(module, NAMES[each][not module.has_gate]), each) for each in summed]
@@ -157,7 +165,8 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
     known = library.layers()
     fitting = [name for name, options in known.items() if fnmatchcase(name, layers) and experts.fits(options)]
     if fitting:
-        return min(fitting, key=lambda name: (known[name].accumulate, KEEPS.index(known[name].keep), name))
+        casts = {name: known[name].weight_dtype != experts.weight_dtype for name in fitting}
+        return min(fitting, key=lambda name: (casts[name], known[name].accumulate, KEEPS.index(known[name].keep), name))
     if experts.dtype not in ("bf16", "fp16"):
         raise ArgumentError(
             f"{module} has parameters of {experts.dtype}; layers have bf16 or fp16: load the model with"
@@ -173,19 +182,22 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
 
 
 def described(
-    module: type, act_fn: type, dtype: Any, experts: int, rows: int, columns: int, topk: int, has_gate: bool,
+    module: type, act_fn: type, dtype: Any, own: Any, experts: int, rows: int, columns: int, topk: int, has_gate: bool,
     has_bias: bool, is_transposed: bool, *numbers: str | None,
 ) -> Experts:  # fmt: skip
     """What an experts module computes, from its class and numbers. Raises ArgumentError where fusekit has no kernel.
 
-    act_fn: the class of its activation. rows, columns: of an expert's down_proj. numbers: its `_NUMBERS`, as
+    act_fn: the class of its activation. dtype: of the products; own: of the weights. rows, columns: of an expert's down_proj. numbers: its `_NUMBERS`, as
     `float.hex` writes them.
     """
     intermediate, hidden = (rows, columns) if is_transposed else (columns, rows)
-    kind = next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+    kind, weights = (
+        next((name for name, known in DTYPES.items() if known == each), str(each)) for each in (dtype, own)
+    )
     activation, layout = recognised(module, act_fn, has_gate, _numbers(numbers))
     major = "n" if is_transposed else "k"
-    return Experts(hidden, intermediate, experts, topk, kind, _said(activation), layout, has_bias, major)
+    found = Experts(hidden, intermediate, experts, topk, kind, _said(activation), layout, has_bias, major)
+    return found if weights == kind else replace(found, weight_dtype=weights)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------

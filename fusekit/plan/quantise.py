@@ -9,6 +9,8 @@ MXFP8: blocks of 32, and as scale the byte e + 127, from 0 for zeros to 254 for 
 swizzled scales lies at ((i / 128) tiles + j / 4) 512 + (i % 32) 16 + (i / 32 % 4) 4 + j % 4, tiles = ceil(blocks / 4).
 """
 
+BF16, WIDE = "bf16", "f32"
+TYPES = (BF16, WIDE)  # of what is quantised; codes of float32 are those of its rounding to bf16
 POW2, F32 = "pow2", "f32"
 SCALES = (POW2, F32)
 ROW, BLOCK = "fp8-row", "fp8-block"

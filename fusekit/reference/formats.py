@@ -114,8 +114,8 @@ RMS = 0.88
 
 
 def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> NDArray[Any]:
-    """Random numbers in +-[2**-3, 2) * 2**exponent, as bits of ``dtype``: uint16, or uint8 of one of 8 bits. None is
-    zero, rms 0.88 * 2**exponent.
+    """Random numbers in +-[2**-3, 2) * 2**exponent, as bits of ``dtype``: uint16, or an unsigned number of its size.
+    None is zero, rms 0.88 * 2**exponent.
 
     ``ValueError`` when the exponent takes them out of the format's normal range.
     """
@@ -125,7 +125,7 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int, exponent: int = 0) -> ND
     if not 1 <= lowest <= 2 * bias - 3:
         raise ValueError(f"2**{exponent} scales {dtype} numbers out of its normal range; scale less")
     # Raw bits are kept as sign, two low exponent bits and mantissa; adding the lowest exponent makes them a number.
-    kind, count = held(dtype).type, int(np.prod(shape))
+    kind, count = np.dtype(f"u{form.bytes}").type, int(np.prod(shape))
     raw = np.random.SFC64(seed).random_raw(-(-count * form.bits // 64)).view(kind)[:count]
     raw &= kind(1 << form.bits - 1 | ((4 << fraction) - 1))
     raw += kind(lowest << fraction)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fusekit.plan.quantise import (
     AMAX,
+    BF16,
     F32,
     LARGEST,
     LEAST,
@@ -21,9 +22,10 @@ from fusekit.plan.quantise import (
     SIGNS,
     SQUARE,
     SWIZZLED,
+    WIDE,
 )  # fmt: skip
 from fusekit.reference.codes import encode, padded_starts
-from fusekit.reference.formats import Array, bits, poisoned, values
+from fusekit.reference.formats import Array, bits, held, poisoned, values
 from fusekit.reference.formats import decode as decode_bf16
 from fusekit.reference.formats import encode as encode_bf16
 from fusekit.reference.inputs import group_sizes, offsets_of
@@ -31,7 +33,7 @@ from fusekit.reference.inputs import group_sizes, offsets_of
 if TYPE_CHECKING:
     from fusekit.spec.quantise import QuantiseSpec
 
-USUAL = {"rows": True, "groups": True, "gather": False}  # what a spec may leave out
+USUAL = {"dtype": BF16, "rows": True, "groups": True, "gather": False}  # what a spec may leave out
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -72,10 +74,10 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
     keys = _canonical(spec)
     rule = keys["scales"]
     if keys["blocks"] == SQUARE:
-        w = values(inputs["w"], "bf16").astype(np.float32)
+        w = _numbers(keys, inputs["w"])
         made = _squares(keys, w if keys["groups"] else w[None])
         return made if keys["groups"] else {name: each[0] for name, each in made.items()}
-    x = values(inputs["x"], "bf16").astype(np.float32)
+    x = _numbers(keys, inputs["x"])
     if keys["gather"]:
         index = np.asarray(inputs["index"])
         there = (index >= 0) & (index < len(x))
@@ -107,6 +109,13 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
             found["x_t"][:, start:stop] = codes
             found["x_ts"][start // SIDE : stop // SIDE] = scale.T
     return found
+
+
+def _numbers(keys: Mapping[str, Any], given: Any) -> NDArray[np.float32]:
+    """What is quantised: bf16, or float32 rounded to it."""
+    if keys["dtype"] == WIDE:
+        given = encode_bf16(np.asarray(given, np.float32), BF16)
+    return np.asarray(values(given, BF16), np.float32)
 
 
 def _squares(keys: Mapping[str, Any], w: NDArray[np.float32]) -> dict[str, Array]:
@@ -207,10 +216,11 @@ def quantise_inputs(
 ) -> dict[str, Any]:
     """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of a gathered x; 0 for M."""
     keys = _canonical(spec)
+    kind = held(keys["dtype"])
     if keys["blocks"] == SQUARE:
-        return {"w": bits((E, M, K) if keys["groups"] else (M, K), "bf16", seed + 1)}
+        return {"w": bits((E, M, K) if keys["groups"] else (M, K), keys["dtype"], seed + 1).view(kind)}
     tokens = (T or M) if keys["gather"] else M
-    inputs: dict[str, Any] = {"x": bits((tokens, K), "bf16", seed + 1)}
+    inputs: dict[str, Any] = {"x": bits((tokens, K), keys["dtype"], seed + 1).view(kind)}
     if keys["gather"]:
         inputs["index"] = np.random.default_rng(seed).integers(-1, tokens, M, dtype=np.int32)
     if keys["out"] == AMAX or (keys["transpose"] and keys["groups"] and keys["out"] != MXFP8):

@@ -1,10 +1,23 @@
-"""Specs of quantise: codes and scales of a bf16 tensor, in one pass."""
+"""Specs of quantise: codes and scales of a tensor, in one pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.plan.quantise import AMAX, BLOCK, BLOCKS, LAYOUTS, MXFP8, RECIPES, ROW, ROWS, SCALES, SQUARE, WARPS
+from fusekit.plan.quantise import (
+    AMAX,
+    BLOCK,
+    BLOCKS,
+    LAYOUTS,
+    MXFP8,
+    RECIPES,
+    ROW,
+    ROWS,
+    SCALES,
+    SQUARE,
+    TYPES,
+    WARPS,
+)
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 from fusekit.spec.token import TokenSpec
@@ -18,6 +31,8 @@ QUANTISE_KEYS = (
     Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
     Key("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
         choices=RECIPES, required=True),
+    Key("dtype", "choice", "Type of x or w. fp8-block: float32 is rounded to bf16 on its way.", choices=TYPES,
+        default=TYPES[0]),
     Key("blocks", "choice", 'fp8-block: "1x128" of the rows of tokens, "128x128" of weights.', choices=BLOCKS,
         default=BLOCKS[0]),
     Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
@@ -65,6 +80,7 @@ class QuantiseSpec(TokenSpec):
     op: str
     arch: str
     out: str
+    dtype: str
     blocks: str
     scales: str
     transpose: bool
@@ -91,6 +107,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
         op=values["op"],
         arch=choice["arch"],
         out=values["out"],
+        dtype=values["dtype"],
         blocks=values["blocks"],
         scales=values["scales"],
         transpose=values["transpose"],
@@ -108,7 +125,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
-    mine = {"blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "rows": (BLOCK,),
+    mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "rows": (BLOCK,),
             "groups": (BLOCK,), "gather": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
     usual = {key.name: key.default for key in QUANTISE_KEYS}
     for name, recipes in mine.items():

@@ -15,7 +15,7 @@ from fusekit.bench.replay import Replay
 from fusekit.bench.timing import own_stream
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 
-NAMES = ("qwen3", "gpt-oss", "interleaved", "deepseek", "llama4", "choices", "mlp")
+NAMES = ("qwen3", "gpt-oss", "interleaved", "deepseek", "llama4", "choices", "mlp", "masters")
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +75,16 @@ def test_no_tokens(trial, name):
         assert not bits(one, "dw1").any()
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "mlp"])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "mlp", "masters"])
 def test_codes_of_weights_are_the_references_bit_for_bit(trial, name):
     one = trial(name, 1)
     run(one, QUANTISE)
     buffers = one.layer.program.buffers
     for weight in one.layer.inputs(QUANTISE):
-        shape = buffers[weight].shape
+        shape, dtype = buffers[weight].shape, buffers[weight].dtype
         keys = {"op": "quantise", "out": "fp8-block", "blocks": "128x128", "scales": "pow2", "transpose": True,
-                "groups": len(shape) == 3}  # fmt: skip
-        given = {"w": np.frombuffer(one.arrays[weight].download(), np.uint16).reshape(shape)}
+                "groups": len(shape) == 3, "dtype": dtype}  # fmt: skip
+        given = {"w": np.frombuffer(one.arrays[weight].download(), reference.held(dtype)).reshape(shape)}
         got = {
             f"w_{end}": np.frombuffer(one.arrays[f"{weight}_{end}"].download(), kind).reshape(
                 buffers[f"{weight}_{end}"].shape
@@ -92,6 +92,23 @@ def test_codes_of_weights_are_the_references_bit_for_bit(trial, name):
             for end, kind in (("q", np.uint8), ("s", np.float32), ("t", np.uint8), ("ts", np.float32))
         }
         assert reference.quantise_check(keys, given, got) == []
+
+
+def test_float32_weights_give_the_bits_of_their_rounding(trial):
+    """y and dx, and the gradients of the weights in float32: the same with weights that bf16 holds."""
+    one = trial("masters", 300)
+    outputs = ("y", "dx", "dw1", "dw2", "dshared_w1", "dshared_w2")
+    run(one, QUANTISE, FORWARD, BACKWARD)
+    wide = {each: bits(one, each).copy() for each in outputs}
+    for name in one.layer.inputs(QUANTISE):
+        block = one.made[name].block
+        rounded = reference.decode(reference.encode(block, "bf16"), "bf16")
+        assert one.made[name].dtype == "f32" and (rounded != block).any()
+        one.made[name] = replace(one.made[name], block=rounded)
+        one.made[name].place(one.arrays[name])
+    run(one, QUANTISE, FORWARD, BACKWARD)
+    for each in outputs:
+        assert np.array_equal(bits(one, each), wide[each]), each
 
 
 @pytest.mark.parametrize("name", NAMES)

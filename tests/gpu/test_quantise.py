@@ -20,8 +20,18 @@ SIZES = {
 
 
 def hard(bits):
-    """Zeros, subnormals, limits, infinities, NaNs and any other bits into rows of bf16, uint16."""
+    """Zeros, subnormals, limits, infinities, NaNs and any other bits into rows of bf16, uint16; of float32 as their
+    upper halves, above lower halves that decide ties.
+    """
     flat = bits.reshape(-1, bits.shape[-1])
+    if bits.dtype == np.float32:
+        halves = flat.view(np.uint16)
+        lower = np.array([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint16)
+        halves[:, ::2] = lower[np.random.default_rng(4).integers(0, len(lower), flat.shape)]
+        upper = np.ascontiguousarray(halves[:, 1::2])
+        hard(upper)
+        halves[:, 1::2] = upper
+        return
     odd = (0x0000, 0x8000, 0x0001, 0x43E0, 0x43E1, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0x0080)
     for row, number in zip(range(1, len(flat), 3), odd, strict=False):
         flat[row, row % flat.shape[1] :: 1 + row] = number
@@ -37,7 +47,7 @@ def trial(opened, name, inputs, shapes):
     kernel = opened.load(SPECS[name].full_name)
     arrays = {}
     for each, value in inputs.items():
-        dtype = "bf16" if value.dtype == np.uint16 else "i32"
+        dtype = {"uint16": "bf16", "float32": "f32", "int32": "i32"}[str(value.dtype)]
         arrays[each] = DeviceArray(opened.devices, value.shape, dtype)
         arrays[each].upload(np.ascontiguousarray(value))
     for each, (shape, dtype) in shapes.items():

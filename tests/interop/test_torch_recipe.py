@@ -128,6 +128,31 @@ def test_activation_checkpointing_and_autocast():
     assert narrow.experts.down_proj.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", ["fp8-deepseek", "fp8-mlp"])
+def test_float32_parameters_have_the_results_of_their_rounding(name):
+    """And float32 gradients, without a copy of the weights in bf16."""
+    moe, narrow = module(name, dtype="bf16", weight_dtype="f32"), module(name, dtype="bf16")
+    weights = [moe.names[each] for each in moe.operator.weights]
+    types = {path: each.dtype for path, each in moe.named_parameters()}
+    assert {path for path, kind in types.items() if kind == torch.float32} == set(weights)
+    with torch.no_grad():
+        for path, each in narrow.named_parameters():
+            each.copy_(_path(moe, path))
+            each.grad_dtype = types[path]  # as the kernels make it
+    x = x_of(moe).detach().bfloat16().requires_grad_()
+    y, found = step(moe, x)
+    want_y, want = step(narrow, x)
+    assert torch.equal(y, want_y)
+    for path, grad in found.items():
+        assert path not in weights or (grad.dtype == torch.float32 and (grad.bfloat16() != grad).any())
+        assert torch.equal(grad, want[path]), path
+    assert [which for which, *_ in moe.layer.passes] == ["quantise", "forward", "backward"]
+    moe.quantise()
+    assert torch.equal(step(moe, x)[0], y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(moe(x.detach().float())[0], y) if moe.operator.loss else torch.equal(moe(x.detach()), y)
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8-mlp"])
 def test_the_operators_are_as_registered(name):
     moe = module(name)
@@ -143,6 +168,7 @@ def test_the_operators_are_as_registered(name):
 
 def test_transformers_takes_layers_of_the_recipe():
     pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
+    from dataclasses import replace
     from types import SimpleNamespace
 
     from fusekit.interop import transformers
@@ -158,6 +184,13 @@ def test_transformers_takes_layers_of_the_recipe():
     }
     assert transformers.layer_for(library, "*", wanted["none"], "Experts") == "store/plain"
     assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
+    layers["store/masters"] = host(**said, recipe="fp8-block", weight_dtype="f32").options
+    assert transformers.layer_for(library, "*", wanted["fp8-block"], "Experts") == "store/fp8"
+    masters = replace(wanted["fp8-block"], weight_dtype="f32")
+    assert transformers.layer_for(library, "*", masters, "Experts") == "store/masters"
+    assert 'weight_dtype = "f32"' in masters.table()
+    del layers["store/masters"]
+    assert transformers.layer_for(library, "*", masters, "Experts") == "store/fp8"  # and casts
     del layers["store/fp8"]
     with pytest.raises(NotBuiltError, match='recipe = "fp8-block"'):
         transformers.layer_for(library, "*", wanted["fp8-block"], "Experts")

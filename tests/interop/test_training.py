@@ -13,35 +13,35 @@ from fusekit.interop import transformers as interop  # noqa: E402
 from tests.interop import models, training  # noqa: E402
 from tests.layers.host import host  # noqa: E402
 
-H, I, STEPS = 128, 64, 4  # noqa: E741
+RECIPES = ("none", "fp8-block")
+H, I, STEPS = 64, 64, 3  # noqa: E741
 
 
 @pytest.fixture
 def layers():
-    """By recipe; registered under its name."""
-    said = {"hidden": H, "intermediate": I, "experts": 16, "topk": 4, "router": {"input": "choices"}, "dtype": "bf16"}
-    made = {}
-    for recipe in ("none", "fp8-block"):
-        layer = made[recipe] = host(file="store", name=recipe, recipe=recipe, **said)
-        library = SimpleNamespace(layers=lambda one=layer: {one.name: one.options}, layer=lambda name, one=layer: one)
+    """By name; a backend for each recipe."""
+    said = {"hidden": H, "intermediate": I, "experts": 8, "topk": 2, "router": {"input": "choices"}, "dtype": "bf16"}
+    kinds = {"none": {}, "fp8": {"recipe": "fp8-block"}, "fp8-f32": {"recipe": "fp8-block", "weight_dtype": "f32"}}
+    made = {f"store/{name}": host(file="store", name=name, **said, **more) for name, more in kinds.items()}
+    library = SimpleNamespace(layers=lambda: {name: each.options for name, each in made.items()}, layer=made.get)
+    for recipe in RECIPES:
         interop.register(library, f"fusekit-{recipe}", recipe=recipe)
     yield made
-    for recipe in made:
+    for recipe in RECIPES:
         del moe.ExpertsInterface._global_mapping[f"fusekit-{recipe}"]
 
 
-@pytest.mark.parametrize("masters", [torch.bfloat16, torch.float32])
-def test_steps_with_codes_follow_those_without(layers, masters):
-    ids, losses = training.batches(STEPS, 2, 24), {}
-    for recipe in layers:
-        model = models.model("qwen3-moe", f"fusekit-{recipe}", H, I, dtype=masters)
-        losses[recipe] = training.train(model, ids)
-        model.eval()
+@pytest.mark.parametrize(("masters", "taken"), [(torch.bfloat16, "store/fp8"), (torch.float32, "store/fp8-f32")])
+def test_steps_with_codes_follow_those_without(layers, masters, taken):
+    ids, losses = training.batches(STEPS, 2, 16), {}
+    for recipe in RECIPES:
+        model = models.model("mixtral", f"fusekit-{recipe}", H, I, dtype=masters)
+        losses[recipe] = training.train(model, ids, warm_up=1)
         assert training.without_experts(model, ids[0]) > 0
     assert losses["none"][-1] < losses["none"][0]
     torch.testing.assert_close(losses["fp8-block"], losses["none"], rtol=0.01, atol=0)
     assert not torch.equal(losses["fp8-block"], losses["none"])
-    passes = [which for which, *_ in layers["fp8-block"].passes]
+    passes = [which for which, *_ in layers[taken].passes]
     step = ["quantise", "forward"] * 2 + ["backward"] * 2  # of two layers
     assert passes[: len(step) * STEPS] == step * STEPS
 

@@ -203,7 +203,7 @@ def read(text, monkeypatch):
 
 
 def key_of(module, topk):
-    kinds = type(module), type(getattr(module, "act_fn", None)), module.down_proj.dtype
+    kinds = type(module), type(getattr(module, "act_fn", None)), *[module.down_proj.dtype] * 2
     flags = module.has_gate, module.has_bias, module.is_transposed
     numbers = [interop._text(getattr(module, name, None)) for name in interop._NUMBERS]
     return *kinds, *module.down_proj.shape, topk, *flags, *numbers

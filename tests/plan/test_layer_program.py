@@ -39,6 +39,7 @@ CASES = {
     "fp8-llama4": {"recipe": "fp8-block", **WIDE, "shared": 64, "keep": "x", "router": {"scale": "input"},
                    "activation": {"kind": "silu"}},
     "fp8-choices": {"recipe": "fp8-block", **WIDE, "intermediate": 256, "keep": "x", "router": {"input": "choices"}},
+    "fp8-masters": {"recipe": "fp8-block", **WIDE, "shared": 64, "weight_dtype": "f32"},
     "fp8-interleaved": {"recipe": "fp8-block", **WIDE, "glu_layout": "interleaved"},
     "fp8-mlp": {"recipe": "fp8-block", **WIDE, "kind": "mlp"},
     "fp8-mlp-as-stored": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "b_major": "n", "keep": "x",

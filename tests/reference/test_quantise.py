@@ -142,6 +142,20 @@ def test_squares_are_the_same_bytes_in_both_orientations():
     )
 
 
+@pytest.mark.parametrize("more", [{"blocks": "128x128", "transpose": True}, {"transpose": True}, {"gather": True}])
+def test_float32_has_the_codes_of_its_rounding_to_bf16(more):
+    keys = KEYS | more
+    inputs = reference.quantise_inputs(keys | {"dtype": "f32"}, M=144, K=272, E=2)
+    name = "w" if "blocks" in more else "x"
+    wide = inputs[name]
+    assert wide.dtype == np.float32 and (wide.view(np.uint32) & 0xFFFF).any()
+    wide.flat[:5] = 3.4e38, -np.inf, np.nan, 1e-45, 448.9  # rounds to infinity; ...; to 448
+    want = reference.quantise(keys, inputs | {name: reference.encode(wide, "bf16")})
+    found = reference.quantise(keys | {"dtype": "f32"}, inputs)
+    for each in want:
+        assert np.array_equal(found[each].view(np.uint8), want[each].view(np.uint8)), each
+
+
 def test_mx_scales_are_the_least_that_hold_32_numbers():
     bits = np.arange(0, 0x7F80, 5, dtype=np.uint32)
     a = (bits << 16).view(np.float32)

@@ -11,7 +11,7 @@ from fusekit.kernels import lanes
 from fusekit.kernels.ptx import divide, store_shared_u16
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.tiles import ACROSS, DEEP, PAIRS, THREADS, Place, QuantiseTiles, load_words
-from fusekit.plan.quantise import ATOM, MX_SIDE, ROWS, SIDE, SWIZZLED
+from fusekit.plan.quantise import ATOM, BF16, MX_SIDE, ROWS, SIDE, SWIZZLED
 
 MX_BLOCKS = SIDE // MX_SIDE
 
@@ -20,7 +20,7 @@ class MxTiles(QuantiseTiles):
     """The kernel; calling it traces host function and device code. Groups begin at multiples of 128, if at all."""
 
     def __init__(self, transpose: bool, layout: str) -> None:
-        super().__init__(ROWS, "", transpose, rows=True, groups=True, gather=False)
+        super().__init__(BF16, ROWS, "", transpose, rows=True, groups=True, gather=False)
         self.grouped, self.swizzled = False, layout == SWIZZLED
 
     @cute.jit

@@ -10,6 +10,9 @@ Transposed, group e begins at the next multiple of 128 behind group e - 1, so th
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
 
 Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows.
+
+Float32 goes through registers, which round it to bf16 on its way to shared memory: AHEAD loads of a thread are under
+way at a time. There is one tile in shared memory then, and the other thread blocks compute meanwhile.
 """
 
 from typing import NamedTuple
@@ -21,9 +24,9 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
-from fusekit.kernels.ptx import divide, load_shared_v4, store_shared_v4
+from fusekit.kernels.ptx import divide, load_shared_v4, store_shared_b32x2, store_shared_v4
 from fusekit.kernels.quantise import codes
-from fusekit.plan.quantise import SIDE, SQUARE, STRIP, WARPS
+from fusekit.plan.quantise import BF16, SIDE, SQUARE, STRIP, WARPS, WIDE
 
 THREADS = WARPS * WARP
 LINE = SIDE * 2  # bytes of a tile's row
@@ -36,6 +39,7 @@ TURNS = SIDE // COPIED
 DEEP = SIDE * PAIRS // THREADS  # rows of a thread that has two columns
 PARTS = SIDE // DEEP  # threads that share two columns
 RESIDENT = 3  # thread blocks of a multiprocessor, at least
+AHEAD = 8
 
 
 class Place(NamedTuple):
@@ -50,7 +54,11 @@ class Place(NamedTuple):
 class QuantiseTiles:
     """The kernel; calling it traces host function and device code."""
 
-    def __init__(self, blocks: str, scales: str, transpose: bool, rows: bool, groups: bool, gather: bool) -> None:
+    def __init__(
+        self, dtype: str, blocks: str, scales: str, transpose: bool, rows: bool, groups: bool, gather: bool
+    ) -> None:
+        self.wide = dtype == WIDE
+        self.tiles = 1 if self.wide else 2  # in shared memory
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
         self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
         self.by_row, self.gather = rows, gather
@@ -104,7 +112,8 @@ class QuantiseTiles:
     ):  # fmt: skip
         """See the module's docstring."""
         allocator = cutlass.memory.SmemAllocator()
-        shared = allocator.allocate(2 * TILE + PARTS * PAIRS * 4 + (SIDE * 4 if self.gather else 0), 128).toint()
+        parts = self.tiles * TILE
+        shared = allocator.allocate(parts + PARTS * PAIRS * 4 + (SIDE * 4 if self.gather else 0), 128).toint()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
@@ -112,7 +121,7 @@ class QuantiseTiles:
         place = self.place(offsets, groups, rows, number, thread & 31)
         first = (block - number * strips) * STRIP
         last = cutlass.min(first + STRIP, divide(columns + (SIDE - 1), SIDE))
-        chosen = shared + 2 * TILE + PARTS * PAIRS * 4
+        chosen = shared + parts + PARTS * PAIRS * 4
         source, target, turned = (x.toint(), x_strides, chosen), None, None
         if cutlass.const_expr(self.by_row):
             target = (x_q.toint(), q_strides, x_s.toint(), s_strides)
@@ -122,16 +131,21 @@ class QuantiseTiles:
         if (place.row < place.end) | self.never_empty:
             if cutlass.const_expr(self.gather):
                 self.choose(index, tokens, place, chosen, thread)
-            self.fetch(source, place, columns, first, shared, thread)
-            cute.arch.cp_async_commit_group()
-            for step in cutlass.range(first, last, unroll=1):
-                tile = shared + ((step - first) & 1) * TILE
-                if step + 1 < last:
-                    self.fetch(source, place, columns, step + 1, shared + ((step - first + 1) & 1) * TILE, thread)
+            if cutlass.const_expr(not self.wide):
+                self.fetch(source, place, columns, first, shared, thread)
                 cute.arch.cp_async_commit_group()
-                cute.arch.cp_async_wait_group(1)
+            for step in cutlass.range(first, last, unroll=1):
+                tile = shared
+                if cutlass.const_expr(self.wide):
+                    self.fetch_rounded(source, place, columns, step, tile, thread)
+                else:
+                    tile = shared + ((step - first) & 1) * TILE
+                    if step + 1 < last:
+                        self.fetch(source, place, columns, step + 1, shared + ((step - first + 1) & 1) * TILE, thread)
+                    cute.arch.cp_async_commit_group()
+                    cute.arch.cp_async_wait_group(1)
                 cute.arch.sync_threads()
-                self.tile(target, turned, place, extents, step, tile, shared + 2 * TILE, thread)
+                self.tile(target, turned, place, extents, step, tile, shared + parts, thread)
                 cute.arch.sync_threads()
 
     def place(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32) -> Place:
@@ -165,6 +179,34 @@ class QuantiseTiles:
                 row = turn * COPIED
                 there = (place.row + line + row < place.end) & (column < columns)
                 copy_async(destination + row * LINE, source + Int64(row) * strides[-1] * 2, there)
+
+    @cute.jit
+    def fetch_rounded(self, tensor, place: Place, columns: Int32, step: Int32, tile: Int32, thread: Int32):
+        """Column block `step` of float32 to `tile`, a row by a warp; zeros where there is nothing."""
+        x, strides, chosen = tensor
+        if cutlass.const_expr(self.matrices):
+            x = x + Int64(place.group) * strides[0] * 4
+        four, line = thread & (WARP - 1), divide(thread, WARP)
+        column = step * SIDE + four * 4
+        target = tile + line * LINE + ((four >> 1) ^ (line & 7)) * 16 + (four & 1) * 8
+        for part in cutlass.range(SIDE // (WARPS * AHEAD), unroll=1):
+            first = part * (WARPS * AHEAD)
+            words = [
+                self.four(x, strides, place, chosen, line + (first + turn * WARPS), column, columns)
+                for turn in range(AHEAD)
+            ]
+            for turn in cutlass.range_constexpr(AHEAD):
+                pairs = lanes.pack(lanes.unpack(words[turn], 4, WIDE), BF16)
+                store_shared_b32x2(target + (first + turn * WARPS) * LINE, *pairs)
+
+    def four(self, x, strides, place: Place, chosen: Int32, own: Int32, column: Int32, columns: Int32) -> list:
+        """Four numbers of the tile's row `own`, as they are."""
+        row, there = place.row + own, place.row + own < place.end
+        if self.gather:
+            row = Int32(lanes.shared_load_u32(chosen + own * 4))
+            there = row >= 0
+        address = x + (Int64(row) * strides[-1] + Int64(column)) * 4
+        return lanes.load(address, 16, there & (column < columns))
 
     @cute.jit
     def choose(self, index, tokens: Int32, place: Place, chosen: Int32, thread: Int32):

@@ -131,6 +131,7 @@ class Blocks:
             made |= self._buffers("w", name, "t", (*experts, columns, rows), (*experts, *blocks[::-1]), place=ARGUMENT)
         problem = {"E": (experts or [1])[0], "M": rows, "K": columns}
         keys = {"blocks": "128x128", "transpose": turned, "groups": bool(experts), "problem": problem}
+        keys |= {"dtype": self.options.weight_dtype} if self.options.weight_dtype else {}
         self._step(QUANTISE, name, keys, {"w": name}, made)
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:

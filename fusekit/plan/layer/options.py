@@ -65,6 +65,12 @@ class Options:
     tokens: int
     ranks: int = 1
     recipe: str = NONE
+    weight_dtype: str = ""
+
+    @property
+    def weights(self) -> str:
+        """Type of the projections' weights."""
+        return self.weight_dtype or self.dtype
 
     @property
     def local(self) -> int:
@@ -123,8 +129,10 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
         Key("keep", "choice", 'What stays for the backward pass besides x and the choices: "z", the first '
             'projection\'s result; "x", nothing: z is computed once more; or "none", for inference alone: there is no '
             "backward pass, and none of its kernels.", choices=("z", "x", NOTHING), default="z"),
-        Key("grad_dtype", "choice", "Type of the weights' gradients; default: dtype.", choices=(*dtypes, "f32")),
+        Key("grad_dtype", "choice", "Type of the weights' gradients; default: weight_dtype.", choices=(*dtypes, "f32")),
         Key("accumulate", "bool", "Weights' gradients are added to what is there.", default=False),
+        Key("weight_dtype", "choice", 'Type of w1, w2 and the shared expert\'s weights; default: dtype. "f32" with a '
+            "recipe, which reads their codes alone.", choices=(*dtypes, F32)),
         Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
             "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
@@ -142,6 +150,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     gated = kind_of(activation["kind"]).gated
     router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
+    weights = values["weight_dtype"] or values["dtype"]
     return Options(
         file=file,
         name=values["name"],
@@ -158,11 +167,12 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         b_major=values["b_major"],
         shared=values["shared"],
         keep=values["keep"],
-        grad_dtype=values["grad_dtype"] or values["dtype"],
+        grad_dtype=values["grad_dtype"] or weights,
         accumulate=values["accumulate"],
         tokens=(values["problem"] or {}).get("T", TOKENS),
         ranks=values["ranks"],
         recipe=values["recipe"],
+        weight_dtype="" if weights == values["dtype"] else weights,
     )
 
 
@@ -217,6 +227,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield key, size, "a row must be a multiple of 16 bytes; say a multiple of 8"
         elif key != "hidden" and options.glu_layout == "interleaved-32" and size % 32:
             yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
+    if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
+        rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need codes'
+        yield "weight_dtype", options.weight_dtype, f'{rule}: say recipe = "{BLOCK}", or leave it out'
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.accumulate and options.grad_dtype != "f32":
