@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from fusekit import reference
+from fusekit.bench.layer_tensors import definitions
 from fusekit.bench.layer_trial import LayerTrial
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import own_stream
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
+from fusekit.reference import layer as definition
+from fusekit.spec import Activation
+from tests.layers import blocks_of_te
 
 NAMES = ("qwen3", "gpt-oss", "interleaved", "deepseek", "llama4", "choices", "mlp", "masters")
 
@@ -65,6 +69,33 @@ def test_a_layer_is_its_definition(trial, name, tokens):
     one.launch()
     verdict, _ = one.check()
     assert verdict.ok, "\n".join(verdict.problems)
+
+
+def test_errors_are_not_above_those_of_transformer_engines_recipe(trial):
+    """Against float64 of the numbers that codes are made of."""
+    one = trial("choices", 1000)
+    one.launch()
+    tensors = definitions(one.options, {name: made for name, made in one.made.items() if name not in one.outputs})
+    tensors |= {name: np.stack([tensors[name][each] for each in range(one.options.experts)]) for name in ("w1", "w2")}
+    tensors["router"] = np.zeros((one.options.experts, one.options.hidden))
+    keys = {"op": "router-topk", "experts": one.options.experts, "topk": one.options.topk, "dtype": "f32",
+            "out_dtype": "f32", "outputs": "compact", "routing_map": "none", "score_function": "softmax",
+            "pre_softmax": False, "expert_bias": False, "num_groups": 0, "group_topk": 0,
+            "scaling_factor": 1.0}  # fmt: skip
+    meant = definition.Layer(keys, Activation(**one.options.activation), one.options.glu_layout)
+    x, dy = (one.made[name].whole() for name in ("x", "dy"))
+    choices = one.made["indices"].whole().astype(np.int64), one.made["weights"].whole()
+    y, _, kept = definition.forward(meant, x, tensors, choices)
+    back = definition.backward(meant, tensors, kept, dy)
+    exact = {"y": y, "dx": back["x"], "dw1": back["w1"], "dw2": back["w2"]}
+    yardstick = blocks_of_te.layer(meant.activation, meant.glu_layout, tensors, kept, dy)
+    off = {}
+    for name, want in exact.items():
+        found = np.frombuffer(one.arrays[name].download(), np.uint16).reshape(want.shape)
+        found = reference.decode(found, "bf16").astype(np.float64)
+        off[name] = blocks_of_te.error(found, want), blocks_of_te.error(yardstick[name], want)
+    print({name: tuple(f"{each:.4f}" for each in both) for name, both in off.items()})  # noqa: T201 - of the page
+    assert all(own <= 1.03 * theirs for own, theirs in off.values()), off
 
 
 @pytest.mark.parametrize("name", NAMES)
