@@ -7,25 +7,10 @@ import pytest
 from fusekit.reference import activations
 from fusekit.reference.layer import Factors, Layer, backward, forward, groups, worth
 from fusekit.spec import Activation
+from tests.layers.blocks_of_te import quantised as te
 from tests.reference.test_moe_layer import ROUTER
 
 SWIGLU = Activation("swiglu")
-E4M3 = ml_dtypes.float8_e4m3fn
-
-
-def te(v, down, across):
-    """Float8BlockScaling of a bf16 tensor, padded to whole blocks: the scale is 448 / amax, its mantissa cleared."""
-    v = np.asarray(v, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
-    rows, columns = v.shape
-    padded = np.zeros((-(-rows // down) * down, -(-columns // across) * across), np.float32)
-    padded[:rows, :columns] = v
-    tiles = padded.reshape(padded.shape[0] // down, down, -1, across)
-    amax = np.abs(tiles).max(axis=(1, 3), keepdims=True)
-    with np.errstate(divide="ignore"):
-        scale = np.where(amax > 0, np.float32(448) / amax, np.float32(1))
-    scale = np.exp2(np.floor(np.log2(scale))).astype(np.float32)
-    codes = np.clip(tiles * scale, -448, 448).astype(E4M3)
-    return (codes.astype(np.float64) / scale).reshape(padded.shape)[:rows, :columns]
 
 
 def tensors_of(experts, hidden, width, rng):
