@@ -100,13 +100,13 @@ def register(library: Library | None = None, name: str = "fusekit", layers: str 
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one that reads the weights as they
-    are, without `accumulate`, one that keeps z, one that can be trained, and then the first by name. With `accumulate`, each weight needs a float32
-    `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the layers, such as "fp8-block", with which each
-    call makes codes of the weights.
+    are, one without `accumulate`, one that keeps z, one that can be trained, and then the first by name. With
+    `accumulate`, each weight needs a float32 `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the
+    layers, such as "fp8-block", with which each call makes codes of the weights.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
-    kernels for it. Under autocast the module's tensors are cast to what the layer reads. Indices outside the experts, as expert parallelism
-    has them, add nothing.
+    kernels for it. Under autocast the module's tensors are cast to what the layer reads. Indices outside the experts,
+    as expert parallelism has them, add nothing.
     """
     ExpertsInterface.register(name, backend(library, layers, recipe))
 
@@ -187,8 +187,8 @@ def described(
 ) -> Experts:  # fmt: skip
     """What an experts module computes, from its class and numbers. Raises ArgumentError where fusekit has no kernel.
 
-    act_fn: the class of its activation. dtype: of the products; own: of the weights. rows, columns: of an expert's down_proj. numbers: its `_NUMBERS`, as
-    `float.hex` writes them.
+    act_fn: the class of its activation. dtype: of the products; own: of the weights. rows, columns: of an expert's
+    down_proj. numbers: its `_NUMBERS`, as `float.hex` writes them.
     """
     intermediate, hidden = (rows, columns) if is_transposed else (columns, rows)
     kind, weights = (

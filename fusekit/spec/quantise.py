@@ -125,8 +125,9 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Qua
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
-    mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8), "rows": (BLOCK,),
-            "groups": (BLOCK,), "gather": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
+    mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
+            "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,), "scale_layout": (MXFP8,),
+            "rht_amax": (AMAX,)}  # fmt: skip
     usual = {key.name: key.default for key in QUANTISE_KEYS}
     for name, recipes in mine.items():
         value = getattr(spec, name)
@@ -134,7 +135,8 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             continue
         if spec.out not in recipes:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
-            found.append((name, value, f"{spec.out} has none; say out = {one}, or leave {name} out"))
+            has = "takes bf16 alone" if name == "dtype" else "has none"
+            found.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
         elif spec.blocks == SQUARE and name in ("rows", "gather"):
             rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
             found.append((name, value, rule))

@@ -9,6 +9,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 from fusekit.abi import LaunchRecord, evaluate
 from fusekit.compiler.build import execute, plan_build
 from fusekit.errors import ToolchainError
+from fusekit.kernels.quantise.tiles import AHEAD
 from fusekit.spec import parse_file
 from fusekit.store import Store
 from tests.compiler import sass
@@ -34,6 +35,12 @@ def test_nothing_is_spilled_and_loads_run_ahead(built):
             pytest.skip(str(error))
         assert counted["F2FP"] >= 8 or name.startswith("amax"), name
         assert bool(counted["LDGSTS"]) is not name.startswith(("rows", "amax", "wide")), name
+        if name.startswith("wide"):
+            order = "".join(
+                each.base[0] for each in sass.instructions(cubin, entry.launch["symbol"])
+                if each.base in ("LDG", "STS")
+            )  # fmt: skip
+            assert "L" * AHEAD + "S" * AHEAD in order, name
         if counted["LDGSTS"]:  # the first tile's copies are a group of their own: else nobody waits for them
             assert counted["LDGDEPBAR"] == 2, name
 

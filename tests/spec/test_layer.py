@@ -99,6 +99,16 @@ def problems(*tables, **defaults):
             {"recipe": "fp8-block", "ranks": 2},
             ['recipe = "fp8-block": rows of other ranks come as bf16, without codes; leave recipe or ranks out'],
         ),
+        (
+            {"weight_dtype": "f32"},
+            ['weight_dtype = "f32": products read weights of dtype = "bf16"; "f32" weights need codes: say '
+             'recipe = "fp8-block", or leave it out'],
+        ),
+        (
+            {"weight_dtype": "fp16", "recipe": "fp8-block"},
+            ['weight_dtype = "fp16": products read weights of dtype = "bf16"; "f32" weights need codes: say '
+             'recipe = "fp8-block", or leave it out'],
+        ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
         ({"hiden": 5}, ['hiden = 5: there is no such key; did you mean "hidden"?']),
         ({"router": {"scor": 1}}, None),
@@ -173,6 +183,21 @@ def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
     assert {name for name in parts if "quantise" in name} == {f"quantise-{name}" for name in quantised}
     gathering = {name for name in quantised if getattr(parts[f"quantise-{name}"], "gather", False)}
     assert gathering == {"x", "dy", "x-turned"}
+
+
+def test_a_layer_with_float32_weights_makes_codes_of_them_and_float32_gradients():
+    table = MOE | {"recipe": "fp8-block", "shared": 64}
+    specs = parse_text(text_of(table | {"weight_dtype": "f32"}), "layers")
+    parts = {spec.kernel.removeprefix("moe."): spec for spec in specs}
+    wide = {name for name, spec in parts.items() if spec.op == "quantise" and spec.dtype == "f32"}
+    assert wide == {"quantise-w1", "quantise-w2", "quantise-shared-w1", "quantise-shared-w2"}
+    assert {spec.out_dtype for name, spec in parts.items() if name.endswith("wgrad")} == {"f32"}
+    buffers = program(specs[0].layer).buffers
+    assert {name for name, each in buffers.items() if each.dtype == "f32" and name.endswith(("w1", "w2"))} == {
+        f"{of}{name}" for of in ("", "d", "shared_", "dshared_") for name in ("w1", "w2")
+    }
+    plain, said = (parse_text(text_of(table | more), "layers")[0].layer for more in ({}, {"weight_dtype": "bf16"}))
+    assert plain == said and plain.weights == "bf16" and plain.grad_dtype == "bf16"
 
 
 def test_tiles_of_a_layer_with_a_recipe_are_those_of_its_codes():

@@ -494,6 +494,7 @@ def test_a_weight_gradient_of_quantised_rows_is_refused():
         ('out = "fp8-row"\ngather = true', 'gather = true: fp8-row has none; say out = "fp8-block"'),
         ('out = "mxfp8"\ntranspose = true\nrows = false', "rows = false: mxfp8 has none"),
         ('out = "mxfp8"\ntranspose = true\ngroups = false', "groups = false: mxfp8 has none"),
+        ('out = "mxfp8"\ndtype = "f32"', 'mxfp8 takes bf16 alone; say out = "fp8-block", or leave dtype out'),
         ('out = "amax"\ntranspose = true', 'amax has none; say out = "fp8-block" or "mxfp8"'),
         ('out = "fp8-block"\nscale_layout = "swizzled"', 'fp8-block has none; say out = "mxfp8"'),
         ('out = "fp8-block"\nblocks = "128x128"\ngather = true', 'rows of tokens; say blocks = "1x128"'),
