@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import torch
 
 SYMBOLS, SUCCESSORS = 16, (0.7, 0.2, 0.1)
-"""Token ids are 1 to SYMBOLS. Each pair of tokens has three successors, with these probabilities: 0.80 nats. The last token
-alone says less of the next one."""
+"""Token ids are 1 to SYMBOLS. Each pair of tokens has three successors, with these probabilities: 0.80 nats. The last
+token alone says less of the next one."""
 
 
 def batches(steps, rows, length, seed=0, device="cpu"):
