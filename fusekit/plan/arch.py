@@ -15,8 +15,8 @@ class Architecture:
     a multiprocessor. accumulator_registers: float32 accumulators that a consumer thread can hold without spilling.
     splits: registers of a thread of the load warpgroup, and of a consumer, one of which a kernel takes; the first where
     the consumers need most. mma_rows: rows of one matrix instruction; max_tile_n: its most columns;
-    gather_tile_n: those beside a fourth warpgroup, which leaves a thread 128 registers to begin with. swizzle_bytes: a
-    row of a shared-memory tile.
+    gather_tile_n: those beside a fourth warpgroup, which leaves a thread 128 registers to begin with; a wgmma of 256
+    columns takes 154. swizzle_bytes: a row of a shared-memory tile.
     """
 
     name: str

@@ -100,7 +100,11 @@ class GemmPlan(Product):
 
     @property
     def waves(self) -> int:
-        """Parts of the tile's columns that are multiplied one after the other, where sums are promoted."""
+        """Parts of the tile's columns that are multiplied one after the other: where sums are promoted, or where ptxas
+        has too few registers for one wgmma of them all.
+        """
+        if self.gathers and self.tile[1] > self.arch.gather_tile_n:
+            return 2
         whole = self._accumulators(1) <= self.arch.accumulator_registers
         return 1 if whole or self.wgrad or not self.quant.promoted or self.tile[1] % SIDE else 2
 

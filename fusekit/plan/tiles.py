@@ -65,7 +65,9 @@ def _tile_m(tile_m: int, mainloop: str) -> Iterator[Refusal]:
 
 
 def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
-    tile_n, most = plan.tile[1], plan.arch.gather_tile_n if plan.gathers else plan.arch.max_tile_n
+    tile_n, most = plan.tile[1], plan.arch.max_tile_n
+    if plan.gathers and not plan.quant.coded:  # codes of a gated y need 256 columns, in two wgmma
+        most = plan.arch.gather_tile_n
     if plan.wgrad:
         multiple, why = BOX, f"a box of x is {BOX} columns wide"
         given = plan.spec.op

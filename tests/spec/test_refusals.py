@@ -57,7 +57,10 @@ AT = "[[kernel]] 1 (fc1): "
         ("quant = { transpose = true }", "quant.transpose = true: it is about out"),
         ('quant = { in = "fp8-row", scales = "f32" }', 'quant.scales = "f32": it is about out'),
         ('quant = { out = "fp8-block" }\nout_dtype = "f32"', 'the codes are those of bf16, and out_dtype is "f32"'),
-        ('quant = { out = "fp8-block" }\ngather = "x"', "no tile of gathered rows has 128 columns of a gated y"),
+        (
+            'quant = { out = "fp8-block", transpose = true }\ngather = "x"',
+            "gathered rows have codes along their columns alone; leave it or transpose out",
+        ),
         ('quant = { in = "fp8-row", x_format = "e5m2", accumulation = "fast" }', 'only in = "fp8-tensor" has it'),
         ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),
         ('quant = { in = "fp8-row" }\nb_major = "n"', "FP8 factors are contiguous along K"),

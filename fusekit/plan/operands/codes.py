@@ -27,8 +27,8 @@ class Codes(Operand):
         out = quant(spec.quant).out
         if (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
             yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
-        if spec.gather != "none":
-            yield "gather", spec.gather, "no tile of gathered rows has 128 columns of a gated y; leave it out"
+        if spec.gather != "none" and quant(spec.quant).transpose:
+            yield "gather", spec.gather, "gathered rows have codes along their columns alone; leave it or transpose out"
         yield from whole_blocks(spec)
 
 

@@ -48,7 +48,7 @@ class MainLoop:
         self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
         self.x, self.w = halves.get("x"), halves.get("w")
         self.block_counts = sorted({1, plan.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
-        self.wave = plan.tile[1]  # columns of one wgmma
+        self.wave = plan.tile[1] // plan.waves  # columns of one wgmma
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class MainLoop:
 
     def first_block(self, accumulators):
         """The accumulators of the first 64 rows."""
-        shape = (accumulators.shape[0], 1, 1)
+        shape = (accumulators.shape[0], 1, accumulators.shape[2])
         return cute.make_tensor(accumulators.iterator, cute.make_layout(shape))
 
     def tiled_mma(self):
