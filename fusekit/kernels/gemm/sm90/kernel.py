@@ -120,8 +120,9 @@ class Gemm:
         extents = Extents(groups if cutlass.const_expr(groups is not None) else Int32(1), rows, n, half_n, k)
         if warp < 4:
             cute.arch.setmaxregister_decrease(plan.registers[0])
-            if warp == 0 and lane == 0:
-                self.main_loop.load(operands, stages, ring, extents, rank)
+            if warp == 0:
+                with cute.arch.elect_one():  # what ptxas knows to be one thread; lane == 0 loops around every load
+                    self.main_loop.load(operands, stages, ring, extents, rank)
             if warp == 1:
                 offsets, workspace = (getattr(operands, name, None) for name in ("offsets", "workspace"))
                 self.scheduler.run(ring, offsets, extents, workspace, rank)

@@ -5,12 +5,13 @@ what it holds in the end is added to float32 registers, times the scales of the 
 
     sum[m, n] += P_b[m, n] (x_s[b, m] w_s[b, n / 128])
 
-Both consumer warpgroups share a tile. Adding up hides behind the other half's wgmma, where a warpgroup has one block of
-rows, and behind the other warpgroup's.
+Both consumer warpgroups share a tile. Adding up hides behind the other warpgroup's wgmma. (In two halves of the columns,
+with an accumulator each, it would hide behind a warpgroup's own; but rows would be read twice from shared memory, whose
+128 bytes a clock are what binds.)
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fusekit.kernels import ptx
@@ -26,20 +27,14 @@ def main_loop(plan: GemmPlan, halves) -> MainLoop:
 
 
 class PromotedLoop(MainLoop):
-    """Load role and accumulation; `most` of the parent are the float32 registers.
-
-    One block of rows in one wave is worked on in two halves of its columns, with an accumulator each: while one half is
-    added up, the other's wgmma are in flight.
-    """
+    """Load role and accumulation; `most` of the parent are the float32 registers."""
 
     reads_scales_late = False  # whether adding up still reads scales from the stage
-    ahead = 4  # stages in a row whose sums and wgmma overlap
 
     def __init__(self, plan: GemmPlan, halves) -> None:
         super().__init__(plan, halves)
         self.blocks = plan.warpgroup_rows // plan.arch.mma_rows
-        self.in_halves = self.blocks == plan.waves == 1
-        self.wave = plan.tile[1] // (2 if self.in_halves else plan.waves)  # columns
+        self.wave = plan.tile[1] // plan.waves  # columns
 
     def fragments(self, smem_x, smem_w):
         """The sums; accumulators of 64 rows; wgmma descriptors of each 64 rows of x and each wave of w, by stage."""
@@ -50,7 +45,7 @@ class PromotedLoop(MainLoop):
         columns = [self.w_tensor(smem_w + first * tile_k, self.wave) for first in range(0, tile_n, self.wave)]
         w = [mma.make_fragment_B(mma.get_slice(0).partition_B(each)) for each in columns]
         shape = mma.partition_shape_C((rows, self.wave))
-        return sums, ([mma.make_fragment_C(shape) for _ in range(2 if self.in_halves else 1)], x, w)
+        return sums, (mma.make_fragment_C(shape), x, w)
 
     @cute.jit
     def run_tile(self, sums, fragments, stages: Stages, run: Run, rows_left: Int32, consumer: Int32, lane: Int32):
@@ -58,10 +53,7 @@ class PromotedLoop(MainLoop):
         if rows_left > 64 and cutlass.const_expr(self.blocks > 1):
             self.add_up(sums, fragments, stages, run, self.blocks, consumer, lane)
         elif rows_left > 0:
-            if cutlass.const_expr(self.in_halves):
-                self.add_up_halves(sums, fragments, stages, run, consumer, lane)
-            else:
-                self.add_up(sums, fragments, stages, run, 1, consumer, lane)
+            self.add_up(sums, fragments, stages, run, 1, consumer, lane)
             self.clear(sums, cute.size(sums) // self.blocks)
         else:
             self.add_up(sums, fragments, stages, run, 0, consumer, lane)
@@ -71,91 +63,46 @@ class PromotedLoop(MainLoop):
     def add_up(
         self, sums, fragments, stages: Stages, run: Run, blocks: cutlass.Constexpr, consumer: Int32, lane: Int32
     ):
-        """A tile's sums of its first `blocks` 64 rows; with 0 blocks, only keep the pipeline going."""
+        """A tile's sums of its first `blocks` 64 rows; with 0 blocks, only keep the pipeline going.
+
+        Whether the next stage is there is asked before the last adding up, which hides the answer.
+        """
         depth = self.plan.stages
-        (accumulator, *_), x, w = fragments
+        accumulator, x, w = fragments
         stage = ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
         size = cute.size(accumulator)
         waves = len(w)
         for number in cutlass.range_constexpr(size * waves * blocks):
             sums[number] = Float32(0.0)
+        there = Boolean(False)
         for step in cutlass.range(run.count, unroll=1):
-            cute.arch.mbarrier_wait(stages.full + stage, phase)
+            if not there:
+                cute.arch.mbarrier_wait(stages.full + stage, phase)
+            read = stage
             for part in cutlass.range_constexpr(blocks * waves):
                 block, wave = part // waves, part % waves
-                scales = self.scales(stages, stage, consumer * self.plan.warpgroup_rows + block * 64, lane)
-                self.start(accumulator, (x[block], w[wave]), stage)
+                scales = self.scales(stages, read, consumer * self.plan.warpgroup_rows + block * 64, lane)
+                self.start(accumulator, (x[block], w[wave]), read)
                 warpgroup.wait_group(0)
                 last = part == blocks * waves - 1
-                if cutlass.const_expr(last and not self.reads_scales_late):
-                    release(self.plan, stages.empty + stage, lane)
+                if cutlass.const_expr(last):
+                    if cutlass.const_expr(not self.reads_scales_late):
+                        release(self.plan, stages.empty + read, lane)
+                    stage, phase = self.next(stage, phase)
+                    there = cute.arch.mbarrier_try_wait(stages.full + stage, phase)
                 self.promote(sums, part * size, wave * self.wave, accumulator, scales)
                 if cutlass.const_expr(last and self.reads_scales_late):
-                    release(self.plan, stages.empty + stage, lane)
+                    release(self.plan, stages.empty + read, lane)
             if cutlass.const_expr(blocks == 0):
-                release(self.plan, stages.empty + stage, lane)
+                release(self.plan, stages.empty + read, lane)
+                stage, phase = self.next(stage, phase)
             self.lead(step, run, consumer)
-            stage += 1
-            if stage == depth:
-                stage = Int32(0)
-                phase ^= 1
 
-    @cute.jit
-    def add_up_halves(self, sums, fragments, stages: Stages, run: Run, consumer: Int32, lane: Int32):
-        """A tile's sums of one block of rows, half of the columns at a time."""
-        stage = ptx.modulo(run.position, self.plan.stages)
-        phase = ptx.divide(run.position, self.plan.stages) & 1
-        step = Int32(0)
-        for number in cutlass.range_constexpr(cute.size(sums)):
-            sums[number] = Float32(0.0)
-        for _ in cutlass.range(run.count // self.ahead, unroll=1):
-            stage, phase = self.burst(self.ahead, sums, fragments, stages, (stage, phase, step), run, consumer, lane)
-            step += self.ahead
-        for _ in cutlass.range(run.count % self.ahead, unroll=1):
-            stage, phase = self.burst(1, sums, fragments, stages, (stage, phase, step), run, consumer, lane)
-            step += 1
-
-    @cute.jit
-    def burst(
-        self, count: cutlass.Constexpr, sums, fragments, stages: Stages, at, run: Run, consumer: Int32, lane: Int32
-    ):
-        """Adds up `count` stages from `at` on, (stage, phase, how many were before); returns where the next one is.
-
-        While a half is added up, the other half's or the next stage's wgmma are in flight. None are behind the last
-        stage: ptxas would wait behind every wgmma if a loop's next turn read accumulators of this one.
-        """
-        stage, phase, step = at
-        row = consumer * self.plan.warpgroup_rows
-        accumulators, (x, *_), w = fragments
-        cute.arch.mbarrier_wait(stages.full + stage, phase)
-        scales = self.scales(stages, stage, row, lane)
-        self.start(accumulators[0], (x, w[0]), stage)
-        self.start(accumulators[1], (x, w[1]), stage)
-        for number in cutlass.range_constexpr(count):
-            warpgroup.wait_group(1)
-            self.promote(sums, 0, 0, accumulators[0], scales)
-            released, before = stage, scales
-            stage += 1
-            if stage == self.plan.stages:
-                stage = Int32(0)
-                phase ^= 1
-            if cutlass.const_expr(number + 1 < count):
-                cute.arch.mbarrier_wait(stages.full + stage, phase)
-                scales = self.scales(stages, stage, row, lane)
-                self.start(accumulators[0], (x, w[0]), stage)
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
-            if cutlass.const_expr(not self.reads_scales_late):
-                release(self.plan, stages.empty + released, lane)
-            self.promote(sums, cute.size(accumulators[0]), self.wave, accumulators[1], before)
-            if cutlass.const_expr(self.reads_scales_late):
-                release(self.plan, stages.empty + released, lane)
-            if cutlass.const_expr(number + 1 < count):
-                self.start(accumulators[1], (x, w[1]), stage)
-            self.lead(step + number, run, consumer)
-        return stage, phase
+    def next(self, stage: Int32, phase: Int32):
+        """The stage behind this one, and its phase."""
+        wraps = ptx.flag(stage == self.plan.stages - 1)
+        return (stage + 1) * (1 - wraps), phase ^ wraps
 
     def start(self, accumulator, factors, stage) -> None:
         """A stage's wgmma of one wave, from an empty accumulator."""

@@ -30,7 +30,6 @@ class BlockLoop(PromotedLoop, WgradLoop):
     """Load role, and scales of both factors."""
 
     reads_scales_late = True
-    ahead = 1
 
     def extents(self, given):
         """Tokens, columns and rows of dw."""
