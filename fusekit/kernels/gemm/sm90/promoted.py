@@ -5,7 +5,7 @@ what it holds in the end is added to float32 registers, times the scales of the 
 
     sum[m, n] += P_b[m, n] (x_s[b, m] w_s[b, n / 128])
 
-Both consumer warpgroups share a tile. Adding up hides behind the other warpgroup's wgmma. (In two halves of the columns,
+Both consumer warpgroups share a tile. Adding up hides behind the wgmma of the other. (In two halves of the columns,
 with an accumulator each, it would hide behind a warpgroup's own; but rows would be read twice from shared memory, whose
 128 bytes a clock are what binds.)
 """
