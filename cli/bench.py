@@ -164,10 +164,14 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 
     for option, path, write in (("--html", html, report.to_html), ("--csv", csv, report.to_csv)):
         if path is not None:
-            try:
-                path.write_text(write(document), encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"{option} {path}: {error.strerror}; name a file that can be written") from error
+            _save(option, path, write(document).encode())
+
+
+def _save(option: str, path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}; name a file that can be written") from error
 
 
 def _measure(
@@ -288,10 +292,7 @@ def _write(library: Library, arch: str, path: Path | None, table: Any) -> dict[s
     if path is None:
         path = library.store.publish_tuning(arch, data)
     else:
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise UsageError(f"--table {path}: {error.strerror}; name a file that can be written") from error
+        _save("--table", path, data)
     return {"path": str(path), "rows": len(table.rows)}
 
 
@@ -308,64 +309,59 @@ def _print(session: Session, document: dict[str, Any], device: Device) -> None:
         click.echo(f"tuning table: {document['tuning']['path']}, {output.plural(document['tuning']['rows'], 'row')}")
 
 
+# Of a line: heading -> its figure, and how that is shown.
+_OF_GEMM = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
+            "of dense": ("dense_share", ".3f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
+_OF_TOKENS = {"us": ("us", ".2f"), "GB/s": ("gbs", ".0f"), "of peak": ("peak_share", ".1%"),
+              "of a copy": ("of_copy", ".2f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
+_OF_LAYER = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
+             "of its GEMMs": ("dense_share", ".3f")}  # fmt: skip
+
+
+def _figures(line: dict[str, Any], forms: dict[str, tuple[str, str]]) -> list[str]:
+    return [_number(line[figure], form) for figure, form in forms.values()]
+
+
 def _print_model(session: Session, document: dict[str, Any], model: dict[str, Any]) -> None:
-    headings = ("kernel", "E M N K", "what", "ms", "TFLOP/s", "of peak", "of dense", "speed-up", "agrees")
     rows = []
     for kernel in model["kernels"]:
-        shape = " ".join(str(value) for value in kernel["problem"].values())
-        for line in kernel["lines"]:
-            rows.append((kernel["name"].rpartition("/")[2], shape, line["variant"] or line["what"], *_cells(line)))
-    for step in model["steps"]:
-        rows += [(step["step"], "", line["what"], *_cells(line)) for line in step["lines"]]
+        name, shape = kernel["name"].rpartition("/")[2], " ".join(map(str, kernel["problem"].values()))
+        rows += [(name, shape, line["variant"] or line["what"], line) for line in kernel["lines"]]
+    rows += [(step["step"], "", line["what"], line) for step in model["steps"] for line in step["lines"]]
+    cells = [(*about, *_figures(line, _OF_GEMM), _agrees(line)) for *about, line in rows]
     click.echo(f"{model['model']} ({document['arch']}) on {document['device']}, groups {document['groups']}")
-    output.table(session, headings, rows, right=headings[3:8])
+    output.table(session, ("kernel", "E M N K", "what", *_OF_GEMM, "agrees"), cells, right=(*_OF_GEMM,))
 
 
-def _cells(line: dict[str, Any]) -> tuple[str, ...]:
-    if line["error"] is not None:
-        return "", "", "", "", "", line["error"]
+def _agrees(line: dict[str, Any]) -> str:
     agrees = line["agrees"]
     said = "" if agrees is None else ("" if agrees["ok"] else "WRONG ") + _number(agrees["fro"], ".1e", "nan")
-    return (
-        _number(line["ms"], ".4g"), _number(line["tflops"], ".0f"), _number(line["peak_share"], ".1%"),
-        _number(line["dense_share"], ".3f"), _number(line["speedup"], ".2f"), said,
-    )  # fmt: skip
+    return line["error"] or said
 
 
 def _print_tokens(session: Session, document: dict[str, Any]) -> None:
-    headings = ("kernel", "problem", "what", "us", "GB/s", "of peak", "of a copy", "speed-up", "check")
     rows = []
     for kernel in document["tokens"]:
         shape = " ".join(f"{name}={value}" for name, value in kernel["problem"].items())
         for line in kernel["lines"]:
             check = line["check"]
             said = line["error"] or ("" if check is None else "ok" if check["ok"] else f"WRONG: {check['problems'][0]}")
-            rows.append(
-                (
-                    kernel["name"], shape, line["variant"] or line["what"], _number(line["us"], ".2f"),
-                    _number(line["gbs"], ".0f"), _number(line["peak_share"], ".1%"), _number(line["of_copy"], ".2f"),
-                    _number(line["speedup"], ".2f"), said,
-                )
-            )  # fmt: skip
+            what = line["variant"] or line["what"]
+            rows.append((kernel["name"], shape, what, *_figures(line, _OF_TOKENS), said))
     click.echo(f"router and permutation ({document['arch']}) on {document['device']}")
-    output.table(session, headings, rows, right=headings[3:8])
+    output.table(session, ("kernel", "problem", "what", *_OF_TOKENS, "check"), rows, right=(*_OF_TOKENS,))
 
 
 def _print_layers(session: Session, document: dict[str, Any]) -> None:
-    headings = ("layer", "problem", "pass", "ms", "TFLOP/s", "of peak", "of its GEMMs", "kept", "scratch")
     rows = []
     for layer in document["layers"]:
         shape = " ".join(f"{name}={value}" for name, value in layer["problem"].items())
         memory = [output.size(layer["memory"][which]) for which in ("kept", "scratch")]
-        rows += [
-            (
-                layer["name"], shape, line["variant"], _number(line["ms"], ".4g"), _number(line["tflops"], ".0f"),
-                _number(line["peak_share"], ".1%"), _number(line["dense_share"], ".3f"), *memory,
-            )
-            for line in layer["lines"]
-        ]  # fmt: skip
+        lines = layer["lines"]
+        rows += [(layer["name"], shape, line["variant"], *_figures(line, _OF_LAYER), *memory) for line in lines]
     click.echo(f"layers ({document['arch']}) on {document['device']}; both: forward and backward in one graph")
-    output.table(session, headings, rows, right=headings[3:])
+    figures = (*_OF_LAYER, "kept", "scratch")
+    output.table(session, ("layer", "problem", "pass", *figures), rows, right=figures)
 
 
 def _number(value: float | None, form: str, absent: str = "") -> str:

@@ -164,11 +164,9 @@ def _dry_run(session: Session, wanted: BuildPlan, layers: list[dict[str, Any]], 
 
     missing = [explain(store, spec, task.fields) for task in wanted.misses for spec in task.specs]
     cached = [spec.full_name for task in wanted.hits for spec in task.specs]
+    told = ("name", "arch", "key", "status", "reason")
     document = {
-        "would_build": [
-            {"name": each.name, "arch": each.arch, "key": each.key, "status": each.status, "reason": each.reason}
-            for each in missing
-        ],
+        "would_build": [{key: getattr(each, key) for key in told} for each in missing],
         "cached": cached,
         "failed": _failed_document(wanted.failed),
         "warnings": session.warned,
@@ -207,13 +205,10 @@ def _check(
             namespace=namespace,
             allow_extern=allow_extern or session.config.allow_extern,
         )
-    output.answer(session, _check_document(session, checked, manifest.arch), lambda: _check_text(session, checked))
+    document = _document(session, checked.report, []) | comparison_document(checked.comparison, manifest.arch)
+    output.answer(session, document, lambda: _check_text(session, checked))
     failures(session, checked.report.failed)
     return 0 if checked.ok else 1
-
-
-def _check_document(session: Session, checked: Checked, arch: str) -> dict[str, Any]:
-    return _document(session, checked.report, []) | comparison_document(checked.comparison, arch)
 
 
 def comparison_document(comparison: Any, arch: str) -> dict[str, Any]:
@@ -269,19 +264,11 @@ def _text(session: Session, report: BuildReport, layers: list[dict[str, Any]]) -
     if report.built:
         headings = ("NAME", "ARCH", "RESULT", "REGISTERS", "SPILLED", "CUBIN", "PROVED", "SECONDS")
         rows = [
-            (
-                row.name,
-                row.arch,
-                result,
-                row.registers,
-                row.spill_bytes,
-                output.size(row.bytes),
-                f"{row.proved_launches} launches",
-                f"{row.seconds:.2f}",
-            )
+            (row.name, row.arch, result, row.registers, row.spill_bytes, output.size(row.bytes),
+             f"{row.proved_launches} launches", f"{row.seconds:.2f}")
             for result, found in (("built", report.built), ("hit", report.hits))
             for row in found
-        ]
+        ]  # fmt: skip
         output.table(session, headings, _by_layer(rows, layers), right=("REGISTERS", "SPILLED", "CUBIN", "SECONDS"))
     total = len(report.built) + len(report.hits) + len(report.failed)
     if len(report.hits) == total:
@@ -329,7 +316,6 @@ def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, p
     if not stay:
         return
     names = _some([each.name for each in stay])
-    why = ""
     if pruned is not None:
         why = "; they lie in a read-only layer, or are in use"
     elif prune:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
+from operator import methodcaller
 from pathlib import Path
 
 import click
@@ -169,21 +169,17 @@ def _stem(model: str, out: str | None, model_type: str) -> str:
 
 def _write(out: str, text: str, stem: str, force: bool) -> str:
     """Write the file, whole or not at all; returns its path."""
+    from fusekit.store.publishing import replace_file
+
     path = Path(out) / f"{stem}.toml" if Path(out).is_dir() else Path(out)
     if path.suffix != ".toml" or path.stem != stem:
         raise UsageError(f"-o {out}: a file's stem begins the names of its kernels; give {stem}.toml, or a folder")
     try:
-        if not force:
+        if force:
+            replace_file(path, methodcaller("write", text.encode()))
+        else:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
-            return str(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with partial.open("x", encoding="utf-8") as file:
-                file.write(text)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
         return str(path)
     except FileExistsError:
         raise UsageError(f"{path} exists; give --force to overwrite it, or another -o") from None

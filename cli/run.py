@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -46,7 +45,9 @@ def command(
     says their sizes. It has no reference: --check finds only writes out of bounds.
     """
     sizes = dict(map(_setting, settings))
-    waking = _Background(_wake_driver)
+    from fusekit.runtime.wake import Waking
+
+    waking = Waking(device)  # 0.1 s in which Python is idle, while everything else is still to be imported
     try:
         from fusekit.runtime import open_library
 
@@ -69,7 +70,7 @@ def command(
             trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:
-        waking.result()  # no process may end while the driver starts
+        waking.wait()  # no process may end while the driver starts
     output.answer(session, output.one_or_many(documents), lambda: _print(documents))
     return 0 if all(document["ok"] for document in documents) else 1
 
@@ -80,17 +81,6 @@ def _setting(text: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError:
         raise UsageError(f"--set {text}: it must be NAME=VALUE with a number, such as M=4096") from None
-
-
-def _wake_driver() -> None:
-    """Starts the CUDA driver, 0.1 s in which Python is idle, while everything else is still to be imported.
-
-    The runtime starts it again, which then costs nothing, and says what is wrong where something is.
-    """
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def _names(library: Library, name: str, arch: str | None) -> list[str]:
@@ -153,14 +143,14 @@ def _print(documents: list[dict[str, Any]]) -> None:
         for line in (*document["problems"], *document["notes"]):
             click.echo(f"  {line}")
         if document["ms"] is not None:
-            line = f"  {document['ms']:.4g} ms"
-            if document["tflops"] is not None:
-                line += f", {document['tflops']:.4g} TFLOP/s"
-            if document["gbs"] is not None:
-                line += f", {document['gbs']:.4g} GB/s"
-            if document["peak_share"] is not None:
-                line += f", {document['peak_share']:.1%} of peak"
-            click.echo(f"{line}, host {document['host_us']:.2f} us a launch")
+            click.echo(f"  {rates(document)}, host {document['host_us']:.2f} us a launch")
+
+
+def rates(told: Mapping[str, Any]) -> str:
+    """Time, speed and share of the peak, as far as they are told."""
+    forms = (("ms", ".4g", " ms"), ("tflops", ".4g", " TFLOP/s"), ("gbs", ".4g", " GB/s"),
+             ("peak_share", ".1%", " of peak"))  # fmt: skip
+    return ", ".join(f"{told[key]:{form}}{unit}" for key, form, unit in forms if told.get(key) is not None)
 
 
 class _Background(Generic[T]):

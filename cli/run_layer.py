@@ -9,6 +9,7 @@ import click
 from fusekit.errors import DriverError, UsageError
 from fusekit_cli import output
 from fusekit_cli.options import Session
+from fusekit_cli.run import rates
 
 if TYPE_CHECKING:
     from fusekit.layers import Layer
@@ -100,10 +101,8 @@ def _print(document: dict[str, Any]) -> None:
     for line in document["problems"]:
         click.echo(f"  {line}")
     for which, each in document["passes"].items():
-        line = f"  {'both, one graph' if which == 'both' else which}: {each['ms']:.4g} ms"
-        line += "" if each["tflops"] is None else f", {each['tflops']:.4g} TFLOP/s"
-        line += "" if each["peak_share"] is None else f", {each['peak_share']:.1%} of peak"
-        click.echo(f"{line}, host {each['host_us']:.2f} us")
+        what = "both, one graph" if which == "both" else which
+        click.echo(f"  {what}: {rates(each)}, host {each['host_us']:.2f} us")
     memory = document["memory"]
     codes = f", codes of the weights {output.size(memory['codes'])}" if memory["codes"] else ""
     click.echo(f"  kept {output.size(memory['kept'])}, scratch {output.size(memory['scratch'])}{codes}")

@@ -82,12 +82,8 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     record = listed.record
     entry = store.find_entry(record.key)
     if entry is None:
-        raise NotBuiltError.of(
-            record.name,
-            record.arch,
-            f"its name stands for entry {record.key}, which no layer holds",
-            store.absent(),
-        )
+        why = f"its name stands for entry {record.key}, which no layer holds"
+        raise NotBuiltError.of(record.name, record.arch, why, store.absent())
     return _describe(record, entry, str(listed.layer))
 
 

@@ -50,21 +50,12 @@ class Config:
         cannot be expanded (`~nobody/x`) or is empty.
         """
         environ = os.environ if environ is None else environ
-        if store is not None:
-            root = _absolute("--store", os.fspath(store))
-        elif environ.get("FUSEKIT_STORE"):
-            root = _absolute("FUSEKIT_STORE", environ["FUSEKIT_STORE"])
-        else:
+        root = _named("--store", store, "FUSEKIT_STORE", environ)
+        if root is None:
             from platformdirs import user_cache_path  # only here: a named store need not pay for this import
 
             root = user_cache_path("fusekit", appauthor=False)
         layers = tuple(layer for layer in _several("FUSEKIT_STORES", environ) if layer != root)
-        if signing_key is not None:
-            signer = _absolute("--sign", os.fspath(signing_key), "a private key")
-        elif environ.get("FUSEKIT_SIGNING_KEY"):
-            signer = _absolute("FUSEKIT_SIGNING_KEY", environ["FUSEKIT_SIGNING_KEY"], "a private key")
-        else:
-            signer = None
         # Set and empty is not unset: an empty value is what a script's own empty variable leaves, and must not open up.
         trusted = None
         if "FUSEKIT_TRUSTED_KEYS" in environ:
@@ -79,7 +70,7 @@ class Config:
             layers=layers,
             color=not environ.get("NO_COLOR"),
             trusted_keys=trusted,
-            signing_key=signer,
+            signing_key=_named("--sign", signing_key, "FUSEKIT_SIGNING_KEY", environ, "a private key"),
             allow_extern=allow == "1",
         )
 
@@ -87,6 +78,15 @@ class Config:
     def roots(self) -> tuple[Path, ...]:
         """Every store layer in search order, the writable one first."""
         return (self.store, *self.layers)
+
+
+def _named(
+    option: str, given: str | os.PathLike[str] | None, variable: str, environ: Mapping[str, str], what: str = "a store"
+) -> Path | None:
+    """The path that an option gives, else a variable; None where there is neither, or the variable is empty."""
+    if given is not None:
+        return _absolute(option, os.fspath(given), what)
+    return _absolute(variable, environ[variable], what) if environ.get(variable) else None
 
 
 def _several(variable: str, environ: Mapping[str, str], what: str = "a store") -> tuple[Path, ...]:

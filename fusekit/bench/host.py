@@ -10,36 +10,20 @@ median of rounds of 20 launches, few enough that the driver's queue never fills 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fusekit.bench.timing import own_stream
+from fusekit.bench.timing import ROUND, host_us, own_stream
 from fusekit.bench.trial import Trial
 from fusekit.bench.trials import open_trial
 from fusekit.runtime import DeviceArray, open_library
 from fusekit.runtime.tensors import Slice
 
-ROUND, ROUNDS, WARM_UP = 20, 400, 40
+ROUNDS, WARM_UP = 400, 40
 ROWS = 256
-
-
-def per_call(work: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    """Microseconds of one `work()`; `wait()` empties the stream between rounds."""
-    times = []
-    for index in range(WARM_UP + ROUNDS):
-        wait()
-        start = time.perf_counter_ns()
-        for _ in range(ROUND):
-            work()
-        if index >= WARM_UP:
-            times.append((time.perf_counter_ns() - start) / ROUND)
-    wait()
-    return statistics.median(times) / 1e3
 
 
 def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]) -> dict[str, Any]:
@@ -66,7 +50,7 @@ def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]
                 "update of one output, never seen before": lambda: bound.update(**{output: fresh.new()})(stream),
                 "call": lambda: kernel(**arguments, stream=stream),
             }
-            costs = {way: per_call(work, wait) for way, work in ways.items()}
+            costs = {way: host_us(work, wait, ROUNDS, WARM_UP) for way, work in ways.items()}
             wait()
     finally:
         trial.close()

@@ -8,7 +8,7 @@ from fusekit.bench.roofline import Work
 from fusekit.bench.trial import Trial, Verdict
 from fusekit.dtypes import DTYPES
 from fusekit.plan.quantise import SQUARE
-from fusekit.reference import held, quantise_check, quantise_inputs, quantise_output_shapes
+from fusekit.reference import quantise_check, quantise_inputs, quantise_output_shapes
 from fusekit.runtime import Kernel, Library
 
 CODES = "e4m3"
@@ -36,9 +36,5 @@ class QuantiseTrial(Trial):
 
     def check(self) -> Verdict:
         """Compares every byte that `launch` wrote, or should not have written, with the reference."""
-        problems: list[str] = []
-        outputs = {}
-        for name, (shape, dtype) in self.outputs.items():
-            problems += self._around(name)
-            outputs[name] = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
+        outputs, problems = self.fetch()
         return Verdict.of([], problems + quantise_check(self.kernel.spec, self.inputs, outputs))

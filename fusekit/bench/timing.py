@@ -26,6 +26,7 @@ _TARGET_MS = 300.0
 _SAMPLES = (10, 200)
 _WARM_UP = 3
 _TURNS = 2
+ROUND = 20  # launches of a round of `host_us`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,7 @@ def time_launch(devices: Devices, device: Device, launch: Run, stream: int) -> T
     """Times `launch(stream)`, which queues one launch on `device`: 10 to 200 of them, about 0.3 s of device time."""
     with Stopwatch(devices, device, stream) as watch:
         (times,) = watch.compare([launch])
-        host_us = _host_us(launch, stream, watch.wait)
-    return Timing(median(times), host_us)
+        return Timing(median(times), host_us(lambda: launch(stream), watch.wait))
 
 
 def median(values: Sequence[float]) -> float:
@@ -132,14 +132,16 @@ def median(values: Sequence[float]) -> float:
     return (ordered[middle] + ordered[~middle]) / 2
 
 
-def _host_us(launch: Run, stream: int, wait: Callable[[], Any]) -> float:
-    """The median of rounds of 20 launches: few enough that the driver's queue never fills and makes the host wait."""
-    rounds = []
-    for _ in range(15):
+def host_us(work: Callable[[], Any], wait: Callable[[], Any], rounds: int = 15, warm_up: int = 0) -> float:
+    """Microseconds of one `work()`, which queues a launch: the median of rounds of `ROUND`, few enough that the
+    driver's queue never fills and makes the host wait. `wait()` empties the stream between rounds.
+    """
+    times = []
+    for _ in range(warm_up + rounds):
         wait()
-        start = time.perf_counter()
-        for _ in range(20):
-            launch(stream)
-        rounds.append((time.perf_counter() - start) / 20)
+        start = time.perf_counter_ns()
+        for _ in range(ROUND):
+            work()
+        times.append((time.perf_counter_ns() - start) / ROUND)
     wait()
-    return median(rounds) * 1e6
+    return median(times[warm_up:]) / 1e3

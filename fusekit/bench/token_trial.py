@@ -15,7 +15,6 @@ from fusekit.plan.token_operation import INOUT, ROUTER
 from fusekit.plan.tokens import TOKENS
 from fusekit.reference import (
     Measurement,
-    held,
     permutation_check,
     permutation_inputs,
     router_check,
@@ -71,17 +70,8 @@ class TokenTrial(Trial):
             placed = self.inputs.get("inverse", self.inputs.get("indices"))
             rows_there = None if placed is None else int(np.count_nonzero(placed >= 0))
             self.work = token_work(spec, tokens=self.tokens, hidden=dims["H"], choices=rows_there)
-        self.outputs: dict[str, Any] = token_output_shapes(spec, T=self.tokens, H=self.problem.get("H", 0))
+        self.outputs = token_output_shapes(spec, T=self.tokens, H=self.problem.get("H", 0))
         self._place_all()
-
-    def fetch(self) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
-        """The outputs as they are on the device, and what was written around them."""
-        outputs: dict[str, np.ndarray[Any, Any]] = {}
-        problems: list[str] = []
-        for name, (shape, dtype) in self.outputs.items():
-            problems += self._around(name)
-            outputs[name] = np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
-        return outputs, problems
 
     def check(self) -> Verdict:
         """Compares what `launch` wrote with the reference. What was not written still holds poison, and is wrong."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Trial:
 
     notes: tuple[str, ...] = ()  # on every result, in words
     inputs: dict[str, Any]
+    outputs: dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
     def __init__(self, library: Library, kernel: Kernel, rows: int | None, seed: int, *, guarded: bool) -> None:
         self._open(library, kernel)
@@ -135,12 +136,16 @@ class Trial:
         problems: list[str] = []
         assert isinstance(self.inputs, Inputs)
         codes = {name for each in coded(meaning(self.kernel.spec)) for name in each.outputs}
-        outputs = {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
-        for name in codes:
-            problems += self._around(name)
-            outputs[name] = self._values(name)
+        outputs, around = self.fetch(codes)
+        outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
+        problems += around
         problems += coded_check(self.kernel.spec, self.inputs, outputs, BLOCKS) if codes else []
         return Verdict.of(compare(self.kernel.spec, self.problem, self.inputs, outputs), problems)
+
+    def fetch(self, names: Iterable[str] | None = None) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
+        """The outputs (None: all) as they are on the device, and what was written around them."""
+        wanted = list(self.outputs if names is None else names)
+        return {name: self._values(name) for name in wanted}, [line for name in wanted for line in self._around(name)]
 
     def _around(self, name: str) -> list[str]:
         return written_around(name, self.arrays[name])

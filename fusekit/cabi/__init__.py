@@ -4,18 +4,6 @@
 kernel. Records are read in place, in a flat form of 64-bit words that has one definition; an export has them and the
 cubins as arrays, and for each kernel a structure of arguments and typed functions over them, and a bundle has them in a
 member of its own. Nothing of fusekit is needed to compile or run the result.
-
-==========  ==================================================================
-module      its job
-==========  ==================================================================
-generate    puts the two files together, with kernels in them or the loader of bundles; checks prefix and names
-layout      the flat form: tables, rules and limits, as data and as C
-flat        a launch record in the flat form
-member      what a bundle holds for the loader
-wrappers    the typed face of one kernel
-identifiers C names for kernels and arguments
-*.h, *.c    the launcher, in the order of `generate.PARTS`; the loader of bundles, in that of `LOADER_PARTS`
-==========  ==================================================================
 """
 
 from fusekit.cabi.generate import Exported, generate, generate_loader

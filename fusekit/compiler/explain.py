@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,66 +48,48 @@ def check_usable(entry: Entry) -> None:
 
 
 def explained(store: Store, spec: Spec, identity: Identity, *, compiler: bool = True) -> Explanation:
-    """`explain` of a spec, or `explain_without_compiler`; a spec whose package is missing is one that is unknown."""
+    """`explain` of a spec; one whose package is missing is unknown."""
     try:
         fields = identity.key_fields(spec)
     except BuildError as error:
         return Explanation(spec.full_name, spec.arch, None, "unknown", str(error))
-    return explain(store, spec, fields) if compiler else explain_without_compiler(store, spec, fields)
+    return explain(store, spec, fields, compiler=compiler)
 
 
-def explain(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
-    """What a build of `spec`, with the key fields that it has now, would meet in `store`."""
-    key = key_of(fields)
+def explain(store: Store, spec: Spec, fields: Mapping[str, str], *, compiler: bool = True) -> Explanation:
+    """What a build of `spec`, with the key fields that it has now, would meet in `store`. compiler: whether one is
+    installed; without one the toolchain's fields mean nothing, and there is no key.
+    """
+    key = key_of(fields) if compiler else None
+    status, reason, differs = _met(store, spec, fields, key)
+    if not compiler:
+        status, reason = "unknown", f"no compiler to make a key with; {reason}"
+    return Explanation(spec.full_name, spec.arch, key, status, reason, differs)
 
-    def say(status: str, reason: str, differs: tuple[Difference, ...] = ()) -> Explanation:
-        return Explanation(spec.full_name, spec.arch, key, status, reason, differs)
 
+def _met(
+    store: Store, spec: Spec, fields: Mapping[str, str], key: str | None
+) -> tuple[str, str, tuple[Difference, ...]]:
+    """Status, reason, and what differs: of the entry of `key`, or of the one that has the spec's name."""
     try:
-        if (found := store.load(key, mark=False)) is not None:
+        if key is not None and (found := store.load(key, mark=False)) is not None:
             check_usable(found[0])
-            return say("hit", f"the store has entry {key}")
+            return "hit", f"the store has entry {key}", ()
         record = store.find_name(spec.full_name, spec.arch)
         entry = None if record is None else store.find_entry(record.key)
     except OtherSchemaError as error:
-        return say("miss", str(error))
+        return "miss", str(error), ()
     except IntegrityError as error:
-        return say("damaged", f"a build would replace it: {error}")
+        return "damaged", f"a build would replace it: {error}", ()
     if record is None:
-        return say("miss", "the store has no kernel of this name")
+        return "miss", "the store has no kernel of this name", ()
     if entry is None:
-        return say("miss", f"its name stands for entry {record.key}, which no layer holds")
-    differs = _differences(entry, fields)
-    return say("miss", f"the store has this name under another key; what differs: {_labels(differs)}", differs)
-
-
-def explain_without_compiler(store: Store, spec: Spec, fields: Mapping[str, str]) -> Explanation:
-    """What can be told where no compiler is installed: of the `fields` of now, the toolchain's mean nothing."""
-
-    def say(reason: str, differs: tuple[Difference, ...] = ()) -> Explanation:
-        return Explanation(spec.full_name, spec.arch, None, "unknown", reason, differs)
-
-    try:
-        record = store.find_name(spec.full_name, spec.arch)
-        entry = None if record is None else store.find_entry(record.key)
-    except OtherSchemaError as error:
-        return say(f"no compiler to make a key with; {error}")
-    except IntegrityError as error:
-        return say(f"no compiler to make a key with; what the store has is damaged: {error}")
-    if entry is None:
-        return say("no compiler to make a key with, and the store has no kernel of this name")
-    differs = tuple(each for each in _differences(entry, fields) if not each.field.startswith("toolchain."))
-    found = f"what differs: {_labels(differs)}" if differs else "all but the toolchain is the same"
-    return say(f"no compiler to make a key with; the store has this name, and {found}", differs)
-
-
-def _differences(entry: Entry, now: Mapping[str, str]) -> tuple[Difference, ...]:
-    return tuple(
-        Difference(label, entry.fields.get(label), now.get(label))
-        for label in sorted({*entry.fields, *now})
-        if entry.fields.get(label) != now.get(label)
+        return "miss", f"its name stands for entry {record.key}, which no layer holds", ()
+    differs = tuple(
+        Difference(label, entry.fields.get(label), fields.get(label))
+        for label in sorted({*entry.fields, *fields})
+        if entry.fields.get(label) != fields.get(label) and (key is not None or not label.startswith("toolchain."))
     )
-
-
-def _labels(differs: Iterable[Difference]) -> str:
-    return ", ".join(each.field for each in differs)
+    fields_that_differ = ", ".join(each.field for each in differs)
+    what = f"what differs: {fields_that_differ}" if differs else "all but the toolchain is the same"
+    return "miss", f"the store has this name{'' if key is None else ' under another key'}; {what}", differs

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from fusekit.compiler.foreign import search_path
@@ -50,7 +49,7 @@ class PostponedError(Exception):
 
 
 class ForkServer:
-    """The process that compile processes are forked from, started when the first is needed. A context manager.
+    """The process that compile processes are forked from, started when the first is needed; `close` ends it.
 
     folder: for scratch files and logs. memory: bytes that each process may take; recycle: bytes after which it is
     replaced. home: of foreign kernels, whose processes have an environment and a search path of their own.
@@ -126,14 +125,6 @@ class ForkServer:
             for server in self._homes.values():
                 server.close()
             self._end()
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _at(self, home: tuple[str, str]) -> ForkServer:
         with self._guard:
@@ -239,10 +230,7 @@ Team = tuple[Sequence[Compiler], Callable[[], None]]
 def processes(jobs: int) -> Iterator[Team]:
     """`jobs` compile processes of one fork server, or as many as the memory holds; all gone afterwards."""
     limits = bound(jobs)
-    with (
-        Scratch("build") as folder,
-        ForkServer(Path(folder), limits.bytes) as server,
-    ):
+    with Scratch("build") as folder, contextlib.closing(ForkServer(Path(folder), limits.bytes)) as server:
         workers = [server.worker() for _ in range(limits.workers)]
         try:
             yield workers, server.close

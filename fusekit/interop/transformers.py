@@ -10,7 +10,7 @@ is found in the store by what the module computes: `kind = "moe"` with `router =
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from types import SimpleNamespace
@@ -59,26 +59,14 @@ class Experts:
 
     def fits(self, options: Options) -> bool:
         """Whether a layer computes this, and nothing more. Weights that it wants in dtype are cast to that."""
+        plain = (each.name for each in fields(self) if each.name not in ("activation", "weight_dtype"))
         return (
             options.kind == "moe"
             and options.ranks == 1
             and options.weight_dtype in ("", self.weight_dtype)
             and (options.router["input"], options.router["scale"], options.shared) == ("choices", "output", 0)
             and _said(options.activation) == self.activation
-            and all(
-                getattr(options, name) == getattr(self, name)
-                for name in (
-                    "hidden",
-                    "intermediate",
-                    "experts",
-                    "topk",
-                    "dtype",
-                    "glu_layout",
-                    "bias",
-                    "b_major",
-                    "recipe",
-                )
-            )
+            and all(getattr(options, name) == getattr(self, name) for name in plain)
         )
 
     def table(self) -> str:

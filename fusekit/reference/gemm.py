@@ -21,7 +21,7 @@ from fusekit.reference.coded import coded_faults, token_blocks, written
 from fusekit.reference.codes import coded
 from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, poisoned
-from fusekit.reference.meaning import Meaning, group_ends, meaning, need, row_groups
+from fusekit.reference.meaning import Meaning, group_ends, indices, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.operands import twins
 from fusekit.reference.product import product, weights
@@ -135,11 +135,11 @@ def _results(
         return wgrad.expected(means, inputs, rows, columns)
     ends = group_ends(inputs, need(inputs, "x", 2).shape[0], means)
     owner = row_groups(ends)
-    chosen = _indices("rows", rows, owner.size, "groups own")
+    chosen = indices("rows", rows, owner.size, "groups own")
     activation = _at_run_time(means.activation, inputs)
     with np.errstate(all="ignore"):  # infinities and NaNs in the inputs are carried through, not reported
         if means.activation.backward:
-            across = _indices("columns", columns, weights(means, inputs).shape[1], "da has")
+            across = indices("columns", columns, weights(means, inputs).shape[1], "da has")
             return backward.expected(means, activation, inputs, ends, owner, chosen, across)
         return _forward(means, activation, inputs, owner, chosen, columns)
 
@@ -154,7 +154,7 @@ def _forward(
 ) -> dict[str, Expected]:
     n = weights(means, inputs).shape[1]
     width = n // 2 if activation.gated else n
-    across = _indices("columns", columns, width, "y has")
+    across = indices("columns", columns, width, "y has")
     chosen = np.arange(owner.size) if rows is None else rows
     z_columns, layout = layouts.columns_of(means.glu_layout, width, across)
     z, error = product(means, inputs, chosen, owner[chosen], z_columns)
@@ -173,15 +173,6 @@ def _forward(
         shape = total, n
         outputs["preactivation"] = Expected(means.dtype, chosen, z, error, z_columns, shape, limit_of(means))
     return outputs
-
-
-def _indices(what: str, chosen: Chosen, count: int, owner: str) -> NDArray[np.int64] | None:
-    if chosen is None:
-        return None
-    indices = np.asarray(chosen, dtype=np.int64).reshape(-1)
-    if indices.size and (indices.min() < 0 or indices.max() >= count):
-        raise ValueError(f"{what} {indices.min()}..{indices.max()}; {owner} {what} 0..{count - 1} only")
-    return indices
 
 
 def _at_run_time(activation: Activation, inputs: Mapping[str, Any]) -> Activation:

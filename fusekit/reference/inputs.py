@@ -23,6 +23,7 @@ from fusekit.spec import KernelSpec
 
 __all__ = ["RMS", "bits", "group_sizes", "make_inputs", "offsets_of", "output_shapes"]
 
+Sizes = Array | list[int] | tuple[int, ...]
 # Outputs with a part for each group, all of which a launch writes; the others have a row for each token.
 BY_GROUP = frozenset({"dw", "dbias"})
 
@@ -34,22 +35,15 @@ def group_sizes(rows: int, groups: int, seed: int) -> NDArray[np.int64]:
     return np.diff(ends, prepend=0)
 
 
-def offsets_of(sizes: Array | list[int] | tuple[int, ...]) -> NDArray[np.int32]:
+def offsets_of(sizes: Sizes) -> NDArray[np.int32]:
     """int32[groups]: the end row of each group, from the group sizes."""
     return np.cumsum(np.asarray(sizes, dtype=np.int64)).astype(np.int32)
 
 
 def make_inputs(
-    spec: KernelSpec | Mapping[str, Any],
-    *,
-    E: int,  # noqa: N803 - the dims' own names
-    M: int,  # noqa: N803
-    N: int,  # noqa: N803
-    K: int,  # noqa: N803
-    seed: int = 0,
-    sizes: Array | list[int] | tuple[int, ...] | None = None,
+    spec: KernelSpec | Mapping[str, Any], *, E: int, M: int, N: int, K: int, seed: int = 0, sizes: Sizes | None = None,
     spare: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Every input of ``spec`` by its argument name, compact arrays; see ``gemm`` for shapes and dtypes.
 
     N counts the columns of w, gate and up together for a gated forward activation; for a weight gradient those of dy. A
@@ -97,9 +91,7 @@ def _rows(means: Meaning, name: str, rows: int) -> int:
     return tokens_of(rows) if means.gather == name else rows
 
 
-def _wgrad_inputs(
-    means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Array | list[int] | tuple[int, ...]
-) -> dict[str, Any]:
+def _wgrad_inputs(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Sizes) -> dict[str, Any]:
     """Output gradients are scaled so that dw has a spread of about 1; so have the numbers that it is added to."""
     each = rows / shape[0]
     if means.recipe:
@@ -123,9 +115,7 @@ def _wgrad_inputs(
     return inputs
 
 
-def _turned(
-    means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Array | list[int] | tuple[int, ...]
-) -> dict[str, Any]:
+def _turned(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, sizes: Sizes) -> dict[str, Any]:
     """Codes of both factors with a column for each token, and a scale for 128 of them."""
     starts, ends = padded_starts(offsets_of(sizes)), offsets_of(sizes)
     room = max(-(-(rows + (SIDE - 1) * shape[0] * means.grouped) // SIDE), 1) * SIDE
@@ -144,12 +134,7 @@ def _turned(
 
 
 def output_shapes(
-    spec: KernelSpec | Mapping[str, Any],
-    *,
-    M: int,  # noqa: N803 - the dims' own names
-    N: int,  # noqa: N803
-    E: int = 1,  # noqa: N803
-    K: int = 0,  # noqa: N803
+    spec: KernelSpec | Mapping[str, Any], *, M: int, N: int, E: int = 1, K: int = 0
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Each output's shape and dtype, by its argument name; E matters to dw and dbias alone, K to dw.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,16 @@ def group_ends(inputs: Mapping[str, Any], rows: int, means: Meaning) -> NDArray[
     if (np.diff(ends, prepend=0) < 0).any() or (ends.size and ends[-1] > rows):
         raise ValueError(f"offsets {ends.tolist()}; they must not decrease nor pass the {rows} rows of x")
     return ends
+
+
+def indices(what: str, chosen: Sequence[int] | Array | None, count: int, owner: str) -> NDArray[np.int64] | None:
+    """The ``chosen`` rows or columns; None: all. ``owner``, for an error, says whose they are, ``count`` in all."""
+    if chosen is None:
+        return None
+    found = np.asarray(chosen, dtype=np.int64).reshape(-1)
+    if found.size and (found.min() < 0 or found.max() >= count):
+        raise ValueError(f"{what} {found.min()}..{found.max()}; {owner} {what} 0..{count - 1} only")
+    return found
 
 
 def row_groups(ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -122,12 +122,7 @@ def summed(x: Array, terms: int, bias: Array | None) -> Array:
 
 
 def permutation_inputs(
-    spec: PermutationSpec | Mapping[str, Any],
-    *,
-    T: int,  # noqa: N803 - the dims' own names
-    H: int,  # noqa: N803
-    seed: int = 0,
-    indices: Array | None = None,
+    spec: PermutationSpec | Mapping[str, Any], *, T: int, H: int, seed: int = 0, indices: Array | None = None
 ) -> dict[str, Any]:
     """Every input of a permutation operation by its argument name. indices: in place of uneven random ones."""
     keys = canonical(spec)

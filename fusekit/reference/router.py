@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.reference.formats import Array, values
+from fusekit.reference.tokens import canonical
 
 if TYPE_CHECKING:
     from fusekit.spec import RouterSpec
@@ -29,11 +30,6 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 
-def keys_of(spec: RouterSpec | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A router spec in canonical form."""
-    return spec if isinstance(spec, Mapping) else spec.canonical()
-
-
 def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Array]:
     """The outputs of a router operation, unrounded float64 except `routing_map` and `indices`.
 
@@ -42,7 +38,7 @@ def route(spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any]) -> di
     and, for moe-aux-loss-bwd, tokens (T) are numbers, the first two arrays of one from the device; routing_map
     uint8 [T, X] or int32 [T, ceil(X / 32)]; indices int32.
     """
-    keys = keys_of(spec)
+    keys = canonical(spec)
     with np.errstate(all="ignore"):  # NaN and infinity are carried through, not reported
         match keys["op"]:
             case "router-topk":
@@ -118,7 +114,7 @@ def order_of(x: Array) -> Array:
 
 def exact(spec: RouterSpec | Mapping[str, Any]) -> bool:
     """Whether the choice is the same in any precision."""
-    keys = keys_of(spec)
+    keys = canonical(spec)
     return not keys["expert_bias"] and not keys["num_groups"]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fusekit.reference import router as ref
 from fusekit.reference.formats import Array, encode
 from fusekit.reference.measure import Expected, Measurement, measure
+from fusekit.reference.tokens import canonical
 
 if TYPE_CHECKING:
     from fusekit.spec import RouterSpec
@@ -24,9 +25,9 @@ FLUSHED = 2.0**-118  # results and terms below the least normal float32 may be 0
 SELECTION = 2.0**-20
 
 
-def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0) -> dict[str, Any]:  # noqa: N803 - the dim's own name
+def router_inputs(spec: RouterSpec | Mapping[str, Any], *, T: int, seed: int = 0) -> dict[str, Any]:
     """Every input of a router operation by its argument name, for T tokens; choices are those of random logits."""
-    keys = ref.keys_of(spec)
+    keys = canonical(spec)
     rng = np.random.default_rng(seed)
     shape = (T, keys["experts"])
 
@@ -73,7 +74,7 @@ def router_check(
     spec: RouterSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array]
 ) -> tuple[list[Measurement], list[str]]:
     """Measures every output of floats, and says in words what is wrong with the choices. Rows are tokens."""
-    keys = ref.keys_of(spec)
+    keys = canonical(spec)
     with np.errstate(all="ignore"):
         if keys["op"] in ("moe-aux-loss", "moe-aux-loss-bwd"):
             ((name, want),) = ref.route(keys, inputs).items()

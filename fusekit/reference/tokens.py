@@ -19,7 +19,7 @@ def canonical(spec: RouterSpec | PermutationSpec | Mapping[str, Any]) -> Mapping
     return spec if isinstance(spec, Mapping) else spec.canonical()
 
 
-def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tuple[Operand, tuple[int, ...], str]]:  # noqa: N803 - the dims' own names
+def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tuple[Operand, tuple[int, ...], str]]:
     """Each tensor of a launch, its shape and its dtype; there is a row for every choice, or every term. keys: of the
     spec.
     """
@@ -31,12 +31,7 @@ def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tu
             yield operand, shape, operand.dtype_of(keys)
 
 
-def token_output_shapes(
-    spec: RouterSpec | PermutationSpec | Mapping[str, Any],
-    *,
-    T: int,  # noqa: N803
-    H: int = 0,  # noqa: N803
-) -> Shapes:
+def token_output_shapes(spec: RouterSpec | PermutationSpec | Mapping[str, Any], *, T: int, H: int = 0) -> Shapes:
     """The shape and dtype of each tensor that is written."""
     tensors = token_tensors(canonical(spec), T=T, H=H)
     return {operand.name: (shape, dtype) for operand, shape, dtype in tensors if operand.role != INPUT}

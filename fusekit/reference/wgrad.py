@@ -30,7 +30,7 @@ from fusekit.reference.codes import decode, padded_starts
 from fusekit.reference.factors import ACCUMULATION as OF_CODES
 from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, values
-from fusekit.reference.meaning import Meaning, group_ends, need
+from fusekit.reference.meaning import Meaning, group_ends, indices, need
 from fusekit.reference.measure import Expected
 
 STEP = 16  # rows that one step of the tensor cores sums
@@ -117,9 +117,5 @@ def _before(inputs: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Arr
 
 
 def _chosen(what: str, chosen: Sequence[int] | Array | None, count: int) -> NDArray[np.int64]:
-    if chosen is None:
-        return np.arange(count)
-    indices = np.asarray(chosen, dtype=np.int64).reshape(-1)
-    if indices.size and (indices.min() < 0 or indices.max() >= count):
-        raise ValueError(f"{what} {indices.min()}..{indices.max()}; dw has {what} 0..{count - 1}")
-    return indices
+    found = indices(what, chosen, count, "dw has")
+    return np.arange(count) if found is None else found

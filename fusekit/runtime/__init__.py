@@ -3,25 +3,6 @@
 Stands on the standard library, fusekit's `abi` and `store`, and cuda.bindings, which is imported at the first load.
 Nothing here imports the compiler, the DSL, PyTorch or NumPy; tensors and streams of any framework are taken by
 protocol.
-
-===========  ========================================================================================
-module       its job
-===========  ========================================================================================
-library      from a name to a loaded kernel
-kernel       a loaded kernel: `Kernel(...)` launches, `Kernel.bind(...)` gives a `Launch`
-launch       `Launch`, a kernel bound to its arguments; the one driver call
-binding      checks of shapes, strides, dtypes, devices and overlap, each error naming its argument
-launch_plan  a launch worked out for one signature; parameter blocks
-maps         tensor maps of a plan
-checked      a library that checks `offsets` on the device
-workspace    device memory of kernels that need some beside their arguments, for each stream
-tensors      address, shape, strides and dtype of torch-like, DLPack and CUDA-array-interface tensors
-streams      streams of any owner as handles
-wake         the driver started in a thread while Python is busy
-devices      devices, primary contexts, which arch runs where
-driver       cuda.bindings, its version, its errors
-memory       `DeviceArray`, device memory of our own
-===========  ========================================================================================
 """
 
 from typing import TYPE_CHECKING, Any

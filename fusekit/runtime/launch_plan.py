@@ -300,14 +300,7 @@ class Block:
         for index, offset in enumerate(sorted(parameter.offset for parameter in record.parameters)):
             self._pointers[index] = places.get(offset, base + offset)
         self.parameters = ctypes.addressof(self._pointers) if count else 0
-        config = api.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = plan.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = record.block
-        config.sharedMemBytes = record.dynamic_shared
-        attributes = launch_attributes(api, record, plan.loaded.device, plan.priority)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        self.config = config
+        self.config = launch_config(api, record, plan.grid, plan.loaded.device, plan.priority)
         for offset, index in plan.pointers:
             _POINTER.pack_into(self.memory, offset, addresses[index])
         for offset, index, shift in plan.shifted:
@@ -317,9 +310,12 @@ class Block:
         self.stream = -1  # the one that `config` and the workspace are for
 
 
-def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: int | None = None) -> list[Any]:
-    """The launch attributes of `record`: the cluster where the device has clusters, what the record switches on, and
-    a priority where the launch has one of its own."""
+def launch_config(
+    api: Any, record: LaunchRecord, grid: tuple[int, ...], device: Device, priority: int | None = None
+) -> Any:
+    """The driver's configuration of a launch of `record` over `grid`. Its attributes: the cluster where the device has
+    clusters, what the record switches on, and a priority where the launch has one of its own.
+    """
     attributes = []
 
     def add(kind: str) -> Any:
@@ -337,16 +333,17 @@ def launch_attributes(api: Any, record: LaunchRecord, device: Device, priority: 
         add("PROGRAMMATIC_STREAM_SERIALIZATION").programmaticStreamSerializationAllowed = 1
     if priority is not None:
         add("PRIORITY").priority = priority
-    return attributes
+    config = api.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = record.block
+    config.sharedMemBytes = record.dynamic_shared
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
 
 
 def active_clusters(driver: Driver, record: LaunchRecord, function: Any, device: Device) -> int:
     """Clusters of `record`'s launch that the device runs at a time, the context being current."""
-    config = driver.api.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = record.cluster
-    config.blockDimX, config.blockDimY, config.blockDimZ = record.block
-    config.sharedMemBytes = record.dynamic_shared
-    config.attrs = launch_attributes(driver.api, record, device)
-    config.numAttrs = len(config.attrs)
+    config = launch_config(driver.api, record, record.cluster, device)
     count: int = driver.check(driver.api.cuOccupancyMaxActiveClusters(function, config), "cuOccupancyMaxActiveClusters")
     return count

@@ -1,28 +1,6 @@
 """Kernel specs: TOML to frozen, validated values.
 
-| module | its job |
-|---|---|
-| `model` | `KernelSpec`, `Activation`, `Problem`: the values, their names and canonical form |
-| `keys` | every key of a GEMM's spec: type, choices, default, meaning |
-| `values` | one TOML value against one key |
-| `token` | what specs of kernels that work token by token share |
-| `router` | the router's operations: `RouterSpec`, their keys and rules |
-| `permutation` | the operations between router and GEMM: `PermutationSpec`, their keys and rules |
-| `exchange` | the operations between ranks: `ExchangeSpec`, their keys and rules |
-| `quantise` | codes and scales of a tensor: `QuantiseSpec`, its keys and rules |
-| `extern` | kernels that are not fusekit's: `ExternSpec`, its keys and rules |
-| `family` | which keys an operation takes; `Spec`, any of the spec classes |
-| `rules` | combinations of keys that cannot be built |
-| `sweep` | a table's variants: what is swept, excluded, or chosen where it is left out |
-| `document` | a file's bytes to its TOML document, within bounds |
-| `parse` | a file: defaults, sweeps, all problems in one error |
-| `catalog` | the packaged files; finding kernels by name or glob |
-| `json_schema` | the JSON Schema of spec files |
-| `operands` | what the arguments of a launch are, in words; operations.md beside it is the page |
-| `config_fields`, `hf_config` | the MLPs and the router of a model, from its Hugging Face config |
-| `model_kernels`, `new_spec` | the kernels of such a model, and the text of a spec file for them |
-
-Each is imported on first use: a launch needs little of it.
+Each module is imported on first use: a launch needs little of it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -4,29 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import MOST_RANKS
-from fusekit.spec.keys import Key
-from fusekit.spec.model import ARCHES
-from fusekit.spec.permutation import MOST_ADDENDS
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
-from fusekit.spec.token import TokenProblem, TokenSpec
+from fusekit.spec.keys import Broken, Key
+from fusekit.spec.permutation import ADDENDS, DTYPE, broken_rows
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
+from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
 
 DISPATCH, COMBINE = "moe-dispatch", "moe-combine"
 MOST_BLOCKS = 1024
 WARPS = (4, 8, 16, 32)
-VECTOR_BYTES = 16
 TIMEOUT = 60_000  # milliseconds
 
 _KEYS = (
-    Key("name", "string", "The kernel's name in this file.", required=True),
-    Key("summary", "string", "One line about the kernel; default: the file's."),
-    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    NAME, SUMMARY, ARCH,
     Key("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1, required=True),
     Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
     Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True),
-    Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
-        default="bf16"),
+    DTYPE,
     Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64),
     Key("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
     Key("problem", "table", "The shape that benchmarks use.", keys=(
@@ -44,17 +38,10 @@ EXCHANGE_KEYS = {
         Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
-        Key(
-            "addends",
-            "int",
-            f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
-            default=0,
-        ),
+        ADDENDS,
     ),
 }
 EXCHANGE_OPS = tuple(EXCHANGE_KEYS)
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +57,13 @@ class ExchangeSpec(TokenSpec):
     topk: int
     dtype: str
     weighted: bool
-    gradients: bool
-    rows: bool
-    addends: int
     blocks: int
     warps: int
     problem: TokenProblem | None
     summary: str
+    gradients: bool = False
+    rows: bool = True
+    addends: int = 0
     layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
@@ -86,17 +73,7 @@ class ExchangeSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExchangeSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    return ExchangeSpec(
-        file=file,
-        kernel=values["name"],
-        **{key: values[key] for key in ("op", "ranks", "experts", "topk", "dtype", "weighted", "blocks", "summary")},
-        gradients=values.get("gradients", False),
-        rows=values.get("rows", True),
-        addends=values.get("addends", 0),
-        arch=choice["arch"],
-        warps=choice["warps"],
-        problem=TokenProblem(**values["problem"]) if values["problem"] else None,
-    )
+    return made(ExchangeSpec, file, values, choice)
 
 
 def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
@@ -110,15 +87,10 @@ def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))
     if spec.topk > MAX_TOPK:
         found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
-    if not 0 <= spec.addends <= MOST_ADDENDS:
-        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     if not spec.rows and (spec.weighted or spec.addends or not spec.gradients):
         found.append(("rows", False, "goes with gradients = true, and without weights and addends; leave it out"))
     if spec.warps not in WARPS:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, WARPS))}"))
     if spec.blocks > MOST_BLOCKS:
         found.append(("blocks", spec.blocks, f"must be from 1 to {MOST_BLOCKS}"))
-    if spec.problem and spec.problem.H * DTYPES[spec.dtype].bytes % VECTOR_BYTES:
-        row = spec.problem.H * DTYPES[spec.dtype].bytes
-        found.append(("problem.H", spec.problem.H, f"a row has {row} bytes, which must be a multiple of 16"))
-    return found
+    return found + broken_rows(spec)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fusekit.spec.keys import Key
+from fusekit.spec.keys import Broken, Key
 from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
 from fusekit.spec.values import show
 
@@ -62,8 +62,6 @@ EXTERN_KEYS = (
     Key("ran_on", "strings", f'Architectures that it was run on; entries of another say "{NOT_RUN}".', default=()),
 )  # fmt: skip
 
-Broken = tuple[str, Any, str]  # key, its value, the rule
-
 
 @dataclass(frozen=True, slots=True)
 class ExternSpec(TokenSpec):
@@ -110,10 +108,6 @@ class ExternSpec(TokenSpec):
         spec = {key: value for key, value in self.canonical().items() if key not in apart}
         arguments = {name: {key: told[key] for key in told if key != "doc"} for name, told in self.arguments.items()}
         return spec | {"arguments": arguments}
-
-    def defaults(self) -> dict[str, float | int]:
-        """Scalars that a launch may leave out are in the record: there are none here."""
-        return {}
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:

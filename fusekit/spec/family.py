@@ -11,18 +11,14 @@ from fusekit.plan.operations import provided
 from fusekit.plan.quant import quant
 from fusekit.plan.quant import text as quant_text
 from fusekit.plan.tiles import default_mainloop
-from fusekit.spec.exchange import EXCHANGE_KEYS, EXCHANGE_OPS, ExchangeSpec, broken_exchange_rules
-from fusekit.spec.exchange import make as make_exchange
-from fusekit.spec.extern import EXTERN, EXTERN_KEYS, ExternSpec, broken_extern_rules
-from fusekit.spec.extern import make as make_extern
-from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Key
+from fusekit.spec import exchange, extern, permutation, quantise, router
+from fusekit.spec.exchange import ExchangeSpec
+from fusekit.spec.extern import EXTERN, ExternSpec
+from fusekit.spec.keys import KERNEL_KEYS, KERNEL_ONLY, SWEEP_KEYS, Broken, Key
 from fusekit.spec.model import OPS, Activation, KernelSpec, Problem
-from fusekit.spec.permutation import PERMUTATION_KEYS, PERMUTATION_OPS, PermutationSpec, broken_permutation_rules
-from fusekit.spec.permutation import make as make_permutation
-from fusekit.spec.quantise import QUANTISE, QUANTISE_KEYS, QuantiseSpec, broken_quantise_rules
-from fusekit.spec.quantise import make as make_quantise
-from fusekit.spec.router import ROUTER_KEYS, ROUTER_OPS, ROUTER_SWEEP_KEYS, RouterSpec, broken_router_rules
-from fusekit.spec.router import make as make_router
+from fusekit.spec.permutation import PermutationSpec
+from fusekit.spec.quantise import QUANTISE, QuantiseSpec
+from fusekit.spec.router import RouterSpec
 from fusekit.spec.rules import broken_rules
 from fusekit.spec.sweep import CANDIDATES
 from fusekit.spec.token import TokenProblem
@@ -42,7 +38,7 @@ __all__ = [
 ]
 
 Spec = KernelSpec | RouterSpec | PermutationSpec | ExchangeSpec | QuantiseSpec | ExternSpec
-ALL_OPS = (*OPS, *ROUTER_OPS, *PERMUTATION_OPS, *EXCHANGE_OPS, QUANTISE, EXTERN)
+ALL_OPS = (*OPS, *router.ROUTER_OPS, *permutation.PERMUTATION_OPS, *exchange.EXCHANGE_OPS, QUANTISE, EXTERN)
 OP_DOC = "The operation."
 ROUTER_OWN = (*KERNEL_ONLY, "dtype", "out_dtype")
 
@@ -62,7 +58,7 @@ class Family:
     keys: tuple[Key, ...]
     sweep_keys: tuple[str, ...]
     make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any]
-    broken: Callable[[Any], list[tuple[str, Any, str]]]
+    broken: Callable[[Any], list[Broken]]
     own: tuple[str, ...] = KERNEL_ONLY
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     planner: str = ""
@@ -79,22 +75,22 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every family; the first is what an unknown operation is read as."""
     gemm = Family(OPS, _with_op(KERNEL_KEYS), SWEEP_KEYS, _make_gemm, broken_rules, candidates=CANDIDATES)
-    routers = (
+    token_wise = (
         # The dtype of a file's GEMMs says nothing of logits, whose rounding changes which experts are chosen.
-        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_router, broken_router_rules, ROUTER_OWN)
-        for op, keys in ROUTER_KEYS.items()
+        (router.ROUTER_KEYS, router.make, router.broken_router_rules, ROUTER_OWN),
+        (permutation.PERMUTATION_KEYS, permutation.make, permutation.broken_permutation_rules, KERNEL_ONLY),
+        (exchange.EXCHANGE_KEYS, exchange.make, exchange.broken_exchange_rules, KERNEL_ONLY),
+        ({QUANTISE: quantise.QUANTISE_KEYS}, quantise.make, quantise.broken_quantise_rules, KERNEL_ONLY),
     )
-    permutations = (
-        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_permutation, broken_permutation_rules)
-        for op, keys in PERMUTATION_KEYS.items()
+    others = (
+        Family((op,), _with_op(keys), router.ROUTER_SWEEP_KEYS, make, broken, own)
+        for table, make, broken, own in token_wise
+        for op, keys in table.items()
     )
-    exchanges = (
-        Family((op,), _with_op(keys), ROUTER_SWEEP_KEYS, make_exchange, broken_exchange_rules)
-        for op, keys in EXCHANGE_KEYS.items()
+    foreign = Family(
+        (EXTERN,), _with_op(extern.EXTERN_KEYS), ("arch", "sweep"), extern.make, extern.broken_extern_rules
     )
-    extern = Family((EXTERN,), _with_op(EXTERN_KEYS), ("arch", "sweep"), make_extern, broken_extern_rules)
-    quantise = Family((QUANTISE,), _with_op(QUANTISE_KEYS), ROUTER_SWEEP_KEYS, make_quantise, broken_quantise_rules)
-    return (gemm, *routers, *permutations, *exchanges, quantise, extern)
+    return (gemm, *others, foreign)
 
 
 def family_of(op: Any) -> Family:

@@ -110,6 +110,10 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
+Parts = tuple[tuple[Mlp, ...], Router | None]
+"""What a family reads: the MLPs of its layers, and their router."""
+
+
 def read_model(text: str, source: str, family: str | None = None) -> Model:
     """The model of a `config.json`.
 
@@ -139,11 +143,12 @@ def read_model(text: str, source: str, family: str | None = None) -> Model:
             f"model_type = {show(name)}: how its MLPs are computed is not known{nearest(name, FAMILIES)}; known are "
             f"{known}; if its MLPs and router are those of one of them, name it with --family"
         )
-    model = FAMILIES[name](fields)
+    mlps, router = FAMILIES[name](fields)
+    hidden = fields.size("hidden_size")
     if family and family != own:
         fields.notes.insert(0, f"the config's model_type is {show(own)}; it is read as {family}, as was asked for")
     dtype = _dtype(fields)
-    return replace(model, model_type=own, dtype=dtype, notes=(*fields.notes, *fields.unread(), *_quantised(fields)))
+    return Model(own, hidden, mlps, router, dtype, (*fields.notes, *fields.unread(), *_quantised(fields)))
 
 
 def _dtype(fields: Fields) -> str:
@@ -188,12 +193,12 @@ def _dense(
     act: tuple[str, str] = ("hidden_act", "silu"),
     bias: bool | tuple[str, bool] = False,
     weights: str = SEPARATE,
-) -> Model:
-    """A model whose every layer has the same MLP. act, bias: the field and its default; a bool: no field decides."""
+) -> Parts:
+    """Every layer has the same MLP. act, bias: the field and its default; a bool: no field decides."""
     activation, why = _activation(fields, gated, *act)
     has_bias = bias if isinstance(bias, bool) else fields.flag(bias[0], default=bias[1])
     mlp = Mlp("dense", fields.size("intermediate_size"), activation, gated, bias=has_bias, weights=weights, why=why)
-    return Model("", fields.size("hidden_size"), (mlp,))
+    return (mlp,), None
 
 
 def _softmax(fields: Fields, experts: int, topk: int, normalised: bool) -> Router:
@@ -214,20 +219,18 @@ def _router(fields: Fields, router: Router) -> Router:
     return router
 
 
-def _mixtral(fields: Fields) -> Model:
+def _mixtral(fields: Fields) -> Parts:
     weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
-    return Model("", fields.size("hidden_size"), (mlp,), _softmax(fields, experts, topk, normalised=True))
+    return (mlp,), _softmax(fields, experts, topk, normalised=True)
 
 
-def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, shared: bool = False) -> Model:
+def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, shared: bool = False) -> Parts:
     """Qwen's and OLMoE's: softmax, with norm_topk_prob or without; some have a shared expert and dense layers."""
     size = fields.size(expert_size)
-    total, step = (
-        fields.size("num_hidden_layers", most=MAX_LAYERS),
-        fields.size("decoder_sparse_step", default=1, quiet=True),
-    )
+    total = fields.size("num_hidden_layers", most=MAX_LAYERS)
+    step = fields.size("decoder_sparse_step", default=1, quiet=True)
     alone = set(fields.layers("mlp_only_layers"))
     sparse = [layer for layer in range(total) if layer not in alone and (layer + 1) % step == 0]
     mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(len(sparse), total))]
@@ -238,17 +241,15 @@ def _qwen_moe(fields: Fields, *, expert_size: str, normalised: bool = False, sha
         width = fields.size("intermediate_size")
         mlps.append(_mlp(fields, "dense", width, layers=_count(total - len(sparse), total)))
     norm = fields.flag("norm_topk_prob", default=normalised)
-    router = _softmax(fields, fields.size("num_experts", "num_local_experts"), fields.size("num_experts_per_tok"), norm)
-    return Model("", fields.size("hidden_size"), tuple(mlps), router)
+    experts, topk = fields.size("num_experts", "num_local_experts"), fields.size("num_experts_per_tok")
+    return tuple(mlps), _softmax(fields, experts, topk, norm)
 
 
-def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Model:
+def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Parts:
     """DeepSeek's, Kimi's and GLM's: sigmoid scores and a bias (V2: softmax), groups, shared experts."""
     size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
-    first, every = (
-        fields.size("first_k_dense_replace", default=0, minimum=0),
-        fields.size("moe_layer_freq", default=1, quiet=True),
-    )
+    first = fields.size("first_k_dense_replace", default=0, minimum=0)
+    every = fields.size("moe_layer_freq", default=1, quiet=True)
     sparse = sum(layer >= first and layer % every == 0 for layer in range(total))
     mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(sparse, total))]
     if shared := fields.size("n_shared_experts", default=0, minimum=0):
@@ -262,8 +263,8 @@ def _deepseek(fields: Fields, *, score: str = "sigmoid") -> Model:
     note, by_sequence = "", fields.peek("seq_aux") is True
     if by_sequence:
         note = "seq_aux is true: the loss is that of each sequence; launch the loss's four kernels for each of them"
-    router = _router(fields, Router(experts, topk, keys, aux_loss=aux, aux_note=note, why=why, by_sequence=by_sequence))
-    return Model("", fields.size("hidden_size"), tuple(mlps), router)
+    router = Router(experts, topk, keys, aux_loss=aux, aux_note=note, why=why, by_sequence=by_sequence)
+    return tuple(mlps), _router(fields, router)
 
 
 def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, Any], str]:
@@ -298,7 +299,7 @@ def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, A
     return keys | ({"scaling_factor": factor} if factor != 1.0 else {}), why
 
 
-def _minimax(fields: Fields) -> Model:
+def _minimax(fields: Fields) -> Parts:
     """Sigmoid scores with a bias in the selection, normalised; every layer sparse."""
     weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
@@ -306,10 +307,10 @@ def _minimax(fields: Fields) -> Model:
     scoring = fields.peek("scoring_func", "sigmoid")
     why = "" if scoring == "sigmoid" else f"scoring_func = {show(scoring)}, and this model type computes sigmoid"
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
-    return Model("", fields.size("hidden_size"), (mlp,), _router(fields, Router(experts, topk, keys, why=why)))
+    return (mlp,), _router(fields, Router(experts, topk, keys, why=why))
 
 
-def _gpt_oss(fields: Fields) -> Model:
+def _gpt_oss(fields: Fields) -> Parts:
     """Clamped SwiGLU with biases, gate and up interleaved; softmax over the chosen."""
     activation, why = _activation(fields, gated=True)
     alpha, limit = fields.number("swiglu_alpha", default=1.702, quiet=True), fields.number("swiglu_limit", default=7.0)
@@ -321,11 +322,10 @@ def _gpt_oss(fields: Fields) -> Model:
     mlp = Mlp("experts", size, activation, True, "interleaved", True, TRANSPOSED, why=why)
     experts = fields.size("num_local_experts", "num_experts")
     topk = fields.size("num_experts_per_tok", "experts_per_token")
-    router = replace(_softmax(fields, experts, topk, normalised=True), bias=True)
-    return Model("", fields.size("hidden_size"), (mlp,), router)
+    return (mlp,), replace(_softmax(fields, experts, topk, normalised=True), bias=True)
 
 
-def _llama4(fields: Fields) -> Model:
+def _llama4(fields: Fields) -> Parts:
     """Sigmoid of the chosen logits, which scale the experts' input; a shared expert in each such layer."""
     size, total = fields.size("intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
     if "moe_layers" in fields.values:
@@ -341,7 +341,7 @@ def _llama4(fields: Fields) -> Model:
     experts, topk = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
     why = "" if topk == 1 else "several sigmoid scores a token are not divided by their sum, and router-topk does that"
     router = Router(experts, topk, {"score_function": "sigmoid"}, scales_input=True, why=why)
-    return Model("", fields.size("hidden_size"), tuple(mlps), _router(fields, router))
+    return tuple(mlps), _router(fields, router)
 
 
 def _count(some: int, total: int) -> str:
@@ -350,7 +350,7 @@ def _count(some: int, total: int) -> str:
 
 TANH = ("hidden_activation", "gelu_pytorch_tanh")
 TWO_LAYERS = "w1 is {}.weight and w2 is {}.weight, as the checkpoint has them"
-FAMILIES: Mapping[str, Callable[[Fields], Model]] = {
+FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "llama": partial(_dense, bias=("mlp_bias", False)),
     "granite": partial(_dense, bias=("mlp_bias", False)),
     "smollm3": partial(_dense, bias=("mlp_bias", False)),

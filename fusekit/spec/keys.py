@@ -1,6 +1,7 @@
 """Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
 
 from dataclasses import replace
+from typing import Any
 
 from fusekit.plan.activations import kinds
 from fusekit.plan.keys import Key as Key
@@ -14,6 +15,7 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with a letter or digit, 64 at most"
 INT32_MAX = 2**31 - 1
 
+Broken = tuple[str, Any, str]  # key, its value, the rule
 
 ACTIVATION_KEYS = (
     Key(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.dtypes import DTYPES
-from fusekit.spec.keys import Key
+from fusekit.spec.keys import Broken, Key
 from fusekit.spec.model import OUT_DTYPES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
@@ -20,101 +20,51 @@ VECTOR_BYTES = 16
 MOST_ADDENDS = 2
 MOST_TERMS = 3  # which are all bits of a float32
 
+_HEAD = (NAME, SUMMARY, ARCH)
 _TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
 _HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
 _EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
 _WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
-_ROWS = (
-    NAME,
-    SUMMARY,
-    ARCH,
-    _TOPK,
-    Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
-        default="bf16"),
-    _WARPS,
-    Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, _HIDDEN)),
-)  # fmt: skip
+DTYPE = Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
+            default="bf16")  # fmt: skip
+ADDENDS = Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
+              default=0)  # fmt: skip
+_MOVED = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, _HIDDEN))
+_ROWS = (*_HEAD, _TOPK, DTYPE, _WARPS, _MOVED)
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
                 default=False)  # fmt: skip
 _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
               default=False)  # fmt: skip
 _TERMS = Key("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
              default=MOST_TERMS)  # fmt: skip
+_INDEX = (
+    *_HEAD, _TOPK,
+    Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
+    Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
+    Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
+    Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
+    Key("bounded", "bool", "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
+        "lie beyond has none.", default=False),
+    Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
+    PROBLEM,
+)  # fmt: skip
+_ADDEND = Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
+_OUT_DTYPE = Key("out_dtype", "choice", "Type of probs.", choices=OUT_DTYPES, default="f32")
+_BIAS = Key("bias", "bool", "Adds bias[X], f32.", default=False)
+_ONE_WARP = Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
 PERMUTATION_KEYS = {
-    INDEX: (
-        NAME,
-        SUMMARY,
-        ARCH,
-        _TOPK,
-        Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
-        Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
-        Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
-        Key("weighted", "bool", "Takes weights[T, K], and gives row_scale[T K].", default=False),
-        Key(
-            "bounded",
-            "bool",
-            "Rows end at M: order, token and row_scale have M elements, and a choice whose row would "
-            "lie beyond has none.",
-            default=False,
-        ),
-        Key("warps", "int", f"Warps of a thread block: {INDEX_WARPS}.", minimum=1, default=INDEX_WARPS, sweep=True),
-        PROBLEM,
-    ),
+    INDEX: _INDEX,
     PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
-    UNPERMUTE: (
-        *_ROWS,
-        _WEIGHTED,
-        Key(
-            "addends",
-            "int",
-            f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
-            default=0,
-        ),
-    ),
+    UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
     **dict.fromkeys(BACKWARDS, _ROWS),
-    WEIGHTS_BACKWARD: (
-        NAME,
-        SUMMARY,
-        ARCH,
-        _TOPK,
-        _EXPERTS,
-        Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False),
-        _WARPS,
-        PROBLEM,
-    ),
-    PROBS: (
-        NAME,
-        SUMMARY,
-        ARCH,
-        _TOPK,
-        _EXPERTS,
-        Key("out_dtype", "choice", "Type of probs.", choices=OUT_DTYPES, default="f32"),
-        _WARPS,
-        PROBLEM,
-    ),
-    SPLIT: (NAME, SUMMARY, ARCH, _TERMS, _WARPS, _ROWS[-1]),
-    SUM: (
-        NAME,
-        SUMMARY,
-        ARCH,
-        _EXPERTS,
-        _TERMS,
-        Key("bias", "bool", "Adds bias[X], f32.", default=False),
-        _WARPS,
-        PROBLEM,
-    ),
+    WEIGHTS_BACKWARD: (*_HEAD, _TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
+    PROBS: (*_HEAD, _TOPK, _EXPERTS, _OUT_DTYPE, _WARPS, PROBLEM),
+    SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
+    SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
     BLANK: _ROWS,
-    CHECK: (
-        NAME,
-        SUMMARY,
-        ARCH,
-        Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True),
-        PROBLEM,
-    ),
+    CHECK: (*_HEAD, _ONE_WARP, PROBLEM),
 }
 PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +97,6 @@ class PermutationSpec(TokenSpec):
     bias: bool = False
     layer: Any = None
 
-    def defaults(self) -> dict[str, float | int]:
-        """Scalars that a launch may leave out: there are none."""
-        return {}
-
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> PermutationSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
@@ -172,13 +118,19 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("scaled", True, rule))
     if spec.bounded and not spec.tokens:
         found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
-    if not 0 <= spec.addends <= MOST_ADDENDS:
-        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     if spec.terms > MOST_TERMS:
         found.append(("terms", spec.terms, f"must be from 1 to {MOST_TERMS}, which are all bits of a float32"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))
+    return found + broken_rows(spec)
+
+
+def broken_rows(spec: Any) -> list[Broken]:
+    """Rows of the spec's problem, if it has one, are moved 16 bytes at a time; addends are few."""
+    found: list[Broken] = []
+    if not 0 <= spec.addends <= MOST_ADDENDS:
+        found.append(("addends", spec.addends, f"must be from 0 to {MOST_ADDENDS}; add the others up before"))
     if spec.problem and spec.problem.H:
         row = spec.problem.H * DTYPES[spec.dtype].bytes
         if row % VECTOR_BYTES:

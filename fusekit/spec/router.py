@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.spec.keys import Key
+from fusekit.spec.keys import Broken, Key
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
@@ -44,19 +44,13 @@ _GRADIENT = (
     Key("addend", "bool", "Adds addend[T, X], f32, such as the gradient of the load-balancing loss.", default=False),
 )
 _LOSS = (
-    NAME,
-    SUMMARY,
+    NAME, SUMMARY,
     *(key for key in _COMMON if key.name not in ("dtype", "out_dtype", "score_function")),
     Key("dtype", "choice", "Type of scores and grad_scores.", choices=ROUTER_DTYPES, default="f32"),
     Key("coefficient", "float", "Factor of the loss; may be changed at launch.", default=1.0),
-    Key(
-        "scalars",
-        "choice",
-        '"launch": coefficient and total_tokens are arguments by value; "device": tensors [1].',
-        choices=("launch", "device"),
-        default="launch",
-    ),
-)
+    Key("scalars", "choice", '"launch": coefficient and total_tokens are arguments by value; "device": tensors [1].',
+        choices=("launch", "device"), default="launch"),
+)  # fmt: skip
 
 # What each operation can be told.
 ROUTER_KEYS = {
@@ -68,8 +62,6 @@ ROUTER_KEYS = {
     AUX_LOSS_BACKWARD: _LOSS,
 }
 ROUTER_SWEEP_KEYS = ("arch", "warps")
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)

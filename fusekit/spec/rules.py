@@ -10,13 +10,11 @@ from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
 from fusekit.plan.quant import OUTPUTS, RECIPES, SIDE, Quant, quant
 from fusekit.plan.tiles import refusals
+from fusekit.spec.keys import Broken
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
 
 ALIGNED_ELEMENTS = VECTOR_BYTES // 2  # of 16 bits: a TMA dimension's stride is a multiple of 16 bytes
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
-
 
 _NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem"})  # which only rules of the problem read
 _values = attrgetter(*(name for name in names(KernelSpec) if name not in _NAMING))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import rank
-from fusekit.spec.keys import SWEEP_KEYS
+from fusekit.spec.keys import SWEEP_KEYS, Broken
 from fusekit.spec.model import KernelSpec, Problem
 from fusekit.spec.values import show
 
@@ -34,7 +34,6 @@ COMMON = ((128, 192), (256, 192))
 HARDLY_DEARER, MUCH_DEARER = 1.02, 1.05
 TYPICAL = Problem(E=32, M=65536, N=4096, K=4096)
 
-Broken = tuple[str, Any, str]  # key, its value, the rule
 Index = dict[tuple[str, ...], dict[tuple[Any, ...], set[int]]]  # keys, their values, numbers of `exclude` tables
 
 

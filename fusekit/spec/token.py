@@ -46,6 +46,10 @@ class TokenSpec:
         """`file/kernel@variant`. Kernels of several architectures share it."""
         return f"{self.name}@{self.variant}"
 
+    def defaults(self) -> dict[str, float | int]:
+        """Scalars that a launch may leave out: there are none, or they are in the record."""
+        return {}
+
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

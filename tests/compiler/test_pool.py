@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def misbehaving(tilecopy):
 
 @pytest.fixture
 def server(tmp_path):
-    with ForkServer(tmp_path) as made:
+    with closing(ForkServer(tmp_path)) as made:
         yield made
 
 
@@ -205,13 +206,14 @@ def test_processes_end_with_a_caller_that_is_killed(misbehaving, tmp_path):
 
 
 def test_a_process_that_takes_too_much_memory_is_named(misbehaving, tmp_path):
-    with ForkServer(tmp_path, memory=1 << 30) as server, pytest.raises(BuildError, match=r"^greedy: .*limit of memory"):
+    why = r"^greedy: .*limit of memory"
+    with closing(ForkServer(tmp_path, memory=1 << 30)) as server, pytest.raises(BuildError, match=why):
         server.worker().compile(Job("greedy", misbehaving.greedy, None))
 
 
 def test_a_process_that_has_grown_is_replaced(misbehaving, tmp_path):
     seen = set()
-    with ForkServer(tmp_path, recycle=1) as server:
+    with closing(ForkServer(tmp_path, recycle=1)) as server:
         worker = server.worker()
         for _ in range(2):
             with pytest.raises(BuildError, match=r"process \d+") as caught:

@@ -84,7 +84,7 @@ def factors(passes: Passes) -> Factors:
 
 
 class Plain:
-    """Tensors of the layer's dtype."""
+    """Tensors of the layer's dtype; its methods are those of `Factors`."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
@@ -93,22 +93,18 @@ class Plain:
         """There is nothing to make."""
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
-        """As in `Factors`."""
         other = "n" if major == "k" else "k"
         return self.tokens("x", rows) | Given({"b_major": other if backward else major}, {"w": weight})
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        """As in `Factors`."""
         if not rows.index:
             return Given({}, {argument: rows.name})
         return Given({"gather": argument}, {argument: rows.name, "index": rows.index})
 
     def activation(self, rows: Rows) -> Given:
-        """As in `Factors`."""
         return Given(writes={"y": self.passes.buffer(rows.name, rows.extent, rows.columns)})
 
     def gradient(self, dz: Rows, rows: Rows) -> Given:
-        """As in `Factors`."""
         return Given(writes={"dz": self.passes.buffer(dz.name, dz.extent, dz.columns)}) | self.activation(rows)
 
 
@@ -142,7 +138,6 @@ class Blocks:
         return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{codes}", "w_s": f"{weight}_{scales}"})
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        """As in `Factors`."""
         self._codes(WEIGHTS, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
         return Given({"quant": {"in": BLOCK}}, reads)

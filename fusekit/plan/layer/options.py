@@ -151,27 +151,16 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
+    plain = ("name", "kind", "dtype", "hidden", "intermediate", "experts", "topk", "bias", "b_major", "shared", "keep",
+             "accumulate", "ranks", "recipe")  # fmt: skip
     return Options(
         file=file,
-        name=values["name"],
-        kind=values["kind"],
-        dtype=values["dtype"],
-        hidden=values["hidden"],
-        intermediate=values["intermediate"],
-        experts=values["experts"],
-        topk=values["topk"],
+        **{key: values[key] for key in plain},
         router=router if values["kind"] == MOE else dict(values["router"] or {}),
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
-        bias=values["bias"],
-        b_major=values["b_major"],
-        shared=values["shared"],
-        keep=values["keep"],
         grad_dtype=values["grad_dtype"] or weights,
-        accumulate=values["accumulate"],
         tokens=(values["problem"] or {}).get("T", TOKENS),
-        ranks=values["ranks"],
-        recipe=values["recipe"],
         weight_dtype="" if weights == values["dtype"] else weights,
     )
 
