@@ -59,6 +59,18 @@ def fresh_float(value: Float32) -> Float32:
     return inline(Float32, "mov.b32 {$w0}, {$r0};", value)
 
 
+def worked_out(first: Float32, second: Float32, rows: Int32) -> None:
+    """Both numbers are worked out before this point: ptxas would put it off over barriers, and meanwhile hold all that
+    they are made of. It is an operand of a store that never happens.
+
+    rows: a number that is not negative, which ptxas cannot know.
+    """
+    text = (
+        "{ .reg .pred p; .reg .b32 a; setp.lt.s32 p, {$r2}, 0; mov.b32 a, 0; @p st.shared.v2.f32 [a], {{$r0}, {$r1}}; }"
+    )
+    inline(None, text, first, second, rows)
+
+
 def tma_load(descriptor, destination, barrier, coordinates, multicast_mask=None) -> None:
     """Start one box from global to shared memory; `barrier` receives its bytes. One thread calls it.
 

@@ -35,6 +35,7 @@ BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = 
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
 RESERVED_BYTES = 2304
+CROWD = 160  # accumulators of a thread
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
 BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
@@ -124,7 +125,7 @@ class GemmPlan(Product):
             load = 24 if not self._idle_work else 32 if self.fourth_registers == 32 else 40
             return load, (self.arch.registers // self.arch.warpgroup - load - self.fourth_registers) // 16 * 8
         most, balanced = self.arch.splits
-        return most if self.accumulators > 160 and not self._idle_work else balanced
+        return most if self.crowded and not self._idle_work else balanced
 
     @property
     def _idle_work(self) -> bool:
@@ -136,7 +137,7 @@ class GemmPlan(Product):
         if self.turning:
             return 32
         if self.wgrad:
-            return 32 if self.accumulators > 160 and self._idle_work else 40
+            return 32 if self.crowded and self._idle_work else 40
         return 56 if self.tile[0] > 128 else 40
 
     @property
@@ -144,6 +145,11 @@ class GemmPlan(Product):
         """float32 accumulators that a consumer thread can hold without spilling."""
         most = self.arch.accumulator_registers
         return most - 32 if (self.gathers or self.turning) and self.registers[1] < most + 32 else most
+
+    @property
+    def crowded(self) -> bool:
+        """Whether accumulators leave a consumer thread few other registers."""
+        return self.accumulators > CROWD
 
     @property
     def idle_readers(self) -> int:

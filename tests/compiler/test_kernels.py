@@ -23,10 +23,11 @@ from fusekit.store import Store
 from tests.compiler import sass
 from tests.compiler.mutations import recorded_launches, tally
 
+GPU = Path(__file__).parents[1] / "gpu"
 MATRIX = {
     spec.full_name: spec
     for name in ("matrix.toml", "matrix_backward.toml", "matrix_fp8.toml", "matrix_coded.toml")
-    for spec in parse_file(Path(__file__).parents[1] / "gpu" / name)
+    for spec in parse_file(GPU / name)
 }
 # Between them: both main loops and operand orders, every layout and cluster, fp16, erf and tanh, every operand.
 SAMPLE = (
@@ -42,6 +43,18 @@ FP8 = (
 )  # fmt: skip
 CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
+
+
+def distinct(specs):
+    """Those of which no other is the same kernel."""
+    return tuple({repr(spec.device_spec()): spec for spec in reversed(specs)}.values())[::-1]
+
+
+# The epilogues with most to hold beside accumulators, in every tile that a packaged layer offers; and other layouts.
+CROWDED = (
+    *distinct(find(["*/moe.fc2-dgrad@*", "*/moe-fp8.fc2-dgrad@*"])),
+    *find([f"{GPU}/layers.toml/{name}.fc2-dgrad@128x192-c2x1-dynamic" for name in ("llama4", "mlp", "plain")]),
+)
 SPECS = (
     *find(
         [
@@ -61,6 +74,7 @@ SPECS = (
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
     *(MATRIX[name] for name in CODED),
+    *CROWDED,
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.split]
 

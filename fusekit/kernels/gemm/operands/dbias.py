@@ -24,10 +24,12 @@ class Shares:
     keeps one and gives the other to its partner in lane bit 16; of two such results, in bit 8; then in bit 4. So eight
     columns take seven shuffles, few wait at a time, and number i ends with the lanes whose row bits are those of i,
     lowest first, as its i // 8 -th. Of fewer than eight columns, several lanes end with the same one.
+
+    rows: of the tensor, where each eight are to be worked out before the next ones, for want of registers.
     """
 
-    def __init__(self, lane: Int32) -> None:
-        self.lane = lane
+    def __init__(self, lane: Int32, rows: Int32 | None) -> None:
+        self.lane, self.rows = lane, rows
         self.waiting: list = [None] * len(ROW_BITS)
         self.columns: list = []
 
@@ -39,6 +41,8 @@ class Shares:
     def pass_on(self, value: Float32, level: int) -> None:
         """One more column that was added over the first `level` row bits."""
         if level == len(ROW_BITS):
+            if self.rows is not None:
+                ptx.worked_out(value, value, self.rows)
             self.columns.append(value)
         elif self.waiting[level] is None:
             self.waiting[level] = value
@@ -84,7 +88,8 @@ class Dbias(Summed):
 
     def rows(self, rows: Rows, work: Work, state, acc):
         self.clear_rows(acc, rows.end - rows.row, cute.arch.lane_idx())
-        return Shares(cute.arch.lane_idx())
+        early = self.plan.crowded and self.plan.glu_layout != "interleaved"
+        return Shares(cute.arch.lane_idx(), work.extents.rows if early else None)
 
     @cute.jit
     def clear_rows(self, acc, left: Int32, lane: Int32):

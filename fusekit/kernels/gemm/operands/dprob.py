@@ -12,6 +12,27 @@ from fusekit.kernels.gemm.operands.sums import Note, Summed, fresh
 from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.operands.sums import NOTE_WORDS
 
+AT_ONCE = 8  # products of a unit without gates that may wait to be added: both their factors hold a register
+
+
+class Dots:
+    """Both rows' da * y so far. rows: of the tensor. at_once: products that may wait to be added, None for a unit's."""
+
+    def __init__(self, rows: Int32, at_once: int | None) -> None:
+        self.sums = cute.make_rmem_tensor((2,), Float32)
+        self.sums.fill(0.0)
+        self.rows, self.at_once, self.added = rows, at_once, 0
+
+    def add(self, r: int, product: Float32) -> None:
+        if self.added == self.at_once:
+            self.work_out()
+        self.sums[r] = self.sums[r] + product
+        self.added += 1
+
+    def work_out(self) -> None:
+        self.added = 0
+        ptx.worked_out(self.sums[0], self.sums[1], self.rows)
+
 
 class Dprob(Summed):
     step = 2
@@ -22,15 +43,15 @@ class Dprob(Summed):
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
     def rows(self, rows: Rows, work: Work, state, acc):
-        """Both rows' da * y so far."""
-        dots = cute.make_rmem_tensor((2,), Float32)
-        dots.fill(0.0)
-        return dots
+        return Dots(work.extents.rows, None if self.plan.kind.gated else AT_ONCE)
 
     def gradient(self, da, value, mine, r: int):
         """Before any row_scale."""
-        mine[r] = mine[r] + da * value
+        mine.add(r, da * value)
         return da, value
+
+    def unit(self, state, mine, unit: int) -> None:
+        mine.work_out()
 
     def rows_end(self, rows: Rows, mine, work: Work) -> None:
         """Leaves sums of the lane's columns; the four lanes of a row write the same."""
@@ -40,7 +61,7 @@ class Dprob(Summed):
         box = work.shared.sums.toint() + (work.warp_of_cta >> 2) * self.sums.box_bytes
         address = box + (NOTE_WORDS + row) * 4
         for r in range(2):
-            dot = mine[r]
+            dot = mine.sums[r]
             for step in range(2):
                 dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << step)
             ptx.store_shared_f32(address + 32 * r, dot)

@@ -191,11 +191,13 @@ class Sums(Operand):
     def leave(self, workspace):
         """A warp has done its last; the last of all leaves the workspace as it was."""
         if cute.arch.lane_idx() == 0:
+            _, _, none = cute.arch.block_idx()  # 0, which ptxas cannot know: else it keeps an address from `clear` on
+            words = workspace + none
             blocks, _, _ = cute.arch.grid_dim()
-            ended = cute.arch.atomic_add(workspace + FINISHED, Int32(1), sem="acq_rel", scope="gpu")
+            ended = cute.arch.atomic_add(words + FINISHED, Int32(1), sem="acq_rel", scope="gpu")
             if ended == blocks * len(self.of_warp) - 1:
                 for word in cutlass.range_constexpr(TICKET, FINISHED + 1):
-                    cute.arch.store(workspace + word, Int32(0))
+                    cute.arch.store(words + word, Int32(0))
 
     # -- for the programs ---------------------------------------------------------------------------------------------
 

@@ -175,12 +175,10 @@ class Gemm:
 
         count = Int32(0)
         step = 1
-        position = Int32(0)  # of the operand pipeline: stages consumed by the CTA before this tile
         seen = Int32(0)  # whatever the epilogue counts from tile to tile
         if cutlass.const_expr(plan.pingpong):
             step = 2
             count = consumer
-            position = consumer * k_tiles
             if consumer == 1:  # warpgroup 0 goes first
                 cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * plan.arch.warpgroup)
         row, end, n_tile, group = ring.get(count)
@@ -193,11 +191,11 @@ class Gemm:
             if cutlass.const_expr(plan.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
             self.main_loop.follow(k_tiles, consumer)
-            run = Run(position, k_tiles)
+            run = Run(ptx.fresh(count) * k_tiles, k_tiles)  # one number less goes from tile to tile
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
             seen = self.epilogue.run(acc, tile, work, own, seen)
             count += step
-            position += step * k_tiles
+            count = ptx.fresh(count)  # else the slot's address, of two slots the same each time, is kept over a tile
             row, end, n_tile, group = ring.get(count)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0)

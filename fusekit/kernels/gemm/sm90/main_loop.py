@@ -118,10 +118,11 @@ class MainLoop:
     def clear(self, accumulators, first: int) -> None:
         """Zero the accumulators from number `first` on, which no wgmma has written.
 
-        What they would keep from tile to tile could not be used by the epilogue in between. (Zeroed before the main
-        loop, they would make ptxas wait behind every wgmma.)
+        What they would keep from tile to tile could not be used by the epilogue in between: a backward one needs it,
+        and in a forward one ptxas would use it for more at once than there is room for. (Zeroed before the main loop,
+        they would make ptxas wait behind every wgmma.)
         """
-        if self.plan.blocks_in_turn or self.plan.turning:
+        if self.plan.backward:
             flat = cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))
             for number in range(first, cute.size(accumulators)):
                 flat[number] = Float32(0.0)

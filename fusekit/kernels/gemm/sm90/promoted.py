@@ -119,7 +119,7 @@ class PromotedLoop(MainLoop):
         address = stages.scales.toint() + stage * stage_bytes(self.plan)
         load = ptx.load_shared_f32x4 if segments > 2 else ptx.load_shared_f32x2
         columns = load(address)[:segments]
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
+        warp = cute.arch.warp_idx() & 3
         at = address + (W_SCALES + row + warp * WARP_ROWS + (lane >> 2)) * 4
         return (ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), *columns)
 
