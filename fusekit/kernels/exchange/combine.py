@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.exchange import signals
-from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
+from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, Exchange, chunks
 from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import LINE
@@ -55,10 +55,6 @@ class MoeCombine(Exchange):
             capacity,
             timeout,
         ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
-
-    def rows_at(self, tensor: cute.Tensor) -> tuple:
-        """A tensor's pointer, and its row stride in bytes."""
-        return tensor.iterator, Int64(tensor.stride[0]) * self.size
 
     @cute.kernel
     def kernel(
@@ -164,7 +160,7 @@ class MoeCombine(Exchange):
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
-            signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
+            signals.fail(own + STATUS, thread, SENDING, epoch, came == 0)
         fine = signals.every(came)
         if cutlass.const_expr(self.wide):
             for at in cutlass.range(warp, CHUNK, self.warps):
