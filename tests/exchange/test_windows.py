@@ -52,7 +52,9 @@ class PeerDriver(FakeDriver):
         return (OK,)
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:  # noqa: N802
-        return self.cuStreamCreate(flags)
+        _, stream = self.cuStreamCreate(flags)
+        self.stream_contexts[stream] = self.stack[-1]
+        return OK, stream
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:  # noqa: N802
         self.waits.append((stream, event))

@@ -10,10 +10,10 @@ the window that only its own rank reads and writes, so a graph can be replayed. 
    ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
 3. a block that receives waits for the flags, with acquire at system scope.
 
-A dispatch may be two launches of one number, on two streams. One opens the window, sends all choices, and behind those
-of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the rows they read
-run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not end before every
-block of the other has begun, and found by EPOCH which launch it is.
+A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and
+behind those of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the
+rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not
+end before every block of the other has begun and has read in EPOCH which launch it is.
 
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
 never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run

@@ -71,10 +71,9 @@ class MoeDispatch(Exchange):
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, indices, weights)
-        if cutlass.const_expr(not self.apart):  # noqa: SIM102
-            if turn == 0:
-                self.open(windows, rank, thread, epoch)
-                self.tell_readers(own, thread, rank, capacity, timeout)
+        if turn == 0:  # of both launches, whichever runs first
+            self.open(windows, rank, thread, epoch)
+            self.tell_readers(own, thread, rank, capacity, timeout)
         if turn == self.grid_blocks - 1:
             if cutlass.const_expr(self.apart):  # noqa: SIM102
                 if thread == 0:

@@ -51,8 +51,9 @@ def window_sizes(program: Program, options: Options) -> dict[str, int]:
 
 def stored(program: Program) -> dict[str, Mapping[str, Any]]:
     """The windows of a program, and the keys of a kernel that stores rows into each."""
+    used = {step.window for steps in program.steps.values() for step in steps}
     found = {window: [part for part in named if part in program.parts] for window, named in WINDOWS.items()}
-    return {window: program.parts[named[0]] for window, named in found.items() if named}
+    return {window: program.parts[named[0]] for window, named in found.items() if window in used}
 
 
 class RankedExperts(Experts):
