@@ -7,7 +7,6 @@ from fusekit.plan.activations import is_backward
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, words
 from fusekit.plan.tokens import TOKENS
 
-
 _OF_GROUPS = ("offsets", "arrivals")
 
 
