@@ -7,8 +7,8 @@ there is none, and moe-index makes the rows of groups of them. How the ranks agr
 Blocks of their own copy what stays here, so that the links are never idle for it. One more waits for what the ranks
 send.
 
-Sent apart, all choices go first, in one launch. In the other, beside which kernels run that wait for rows, a warp sends
-the chunks by itself: no barrier holds up the next row, so a few multiprocessors keep the links busy.
+Where there are enough chunks, a warp sends each by itself: no barrier holds up the next row, so a few multiprocessors
+keep the links busy. Else the warps of a block share a chunk. Choices may go in a launch of their own, all at once.
 """
 
 import cutlass
@@ -22,7 +22,7 @@ from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, OWN, ROWS, STATUS, TELLERS, WAIT
 
 COPIES = 64  # blocks that copy what stays here, beside kernels that want it soon
-AT_ONCE = 2  # rows that a warp has in flight
+FEWEST = 4  # a part of the warps that chunks keep busy, if each is sent by one
 
 
 class MoeDispatch(Exchange):
@@ -105,32 +105,60 @@ class MoeDispatch(Exchange):
         self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
     ):
         """A block's share, every `step`-th chunk from `first` on, to the ranks of `targets`, bits."""
-        (first, step), (tokens, row_bytes, capacity) = share, sizes
+        (first, step), (_, row_bytes, capacity) = share, sizes
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread & 31
-        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
-        layout, count = self.regions(capacity, row_bytes), chunks(capacity)
         if cutlass.const_expr(self.sends == CHOICES):
             for at in cutlass.range(first * self.threads + thread, capacity * self.topk, step * self.threads):
                 self.choice(windows, source, at, sizes, rank, targets)
             cute.arch.sync_threads()
-            self.tell(windows, layout.told + Int64(rank * TELLERS + first) * 4, thread, epoch, targets)
+            told = self.regions(capacity, row_bytes).told
+            self.tell(windows, told + Int64(rank * TELLERS + first) * 4, thread, epoch, targets)
         elif cutlass.const_expr(self.sends == ALL):
-            for chunk in cutlass.range(first, count, step):
-                for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
-                    self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
-                for at in cutlass.range(warp, CHUNK, self.warps):
-                    token = chunk * CHUNK + at
-                    if token < tokens:
-                        owners = self.owners(source[1].toint(), token, lane) & targets
-                        self.rows(windows, source[0], [token], [owners], sizes, rank)
-                cute.arch.sync_threads()
-                self.tell(windows, layout.flags + Int64(rank * count + chunk) * 4, thread, epoch, targets)
+            if chunks(capacity) * FEWEST >= self.senders * self.warps:
+                self.by_warp(windows, source, share, sizes, rank, epoch, targets)
+            else:
+                self.by_block(windows, source, share, sizes, rank, epoch, targets)
         else:
-            for chunk in cutlass.range(warp * step + first, count, step * self.warps):
-                self.chunk_of_warp(windows, source, chunk, sizes, rank, targets)
-                cute.arch.sync_warp()
-                self.tell(windows, layout.flags + Int64(rank * count + chunk) * 4, lane, epoch, targets)
+            self.by_warp(windows, source, share, sizes, rank, epoch, targets)
+
+    @cute.jit
+    def by_block(
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
+    ):
+        """As `send`, each chunk by all warps of the block."""
+        (first, step), (tokens, row_bytes, capacity) = share, sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
+        for chunk in cutlass.range(first, count, step):
+            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+                self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                token = chunk * CHUNK + at
+                if token < tokens:
+                    owners = self.owners(source[1].toint(), token, lane) & targets
+                    self.row(windows, source[0], token, owners, sizes, rank)
+            cute.arch.sync_threads()
+            self.tell(windows, flags + Int64(rank * count + chunk) * 4, thread, epoch, targets)
+
+    @cute.jit
+    def by_warp(
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
+    ):
+        """As `send`, each chunk by one warp: no barrier holds it up."""
+        (first, step), (_, row_bytes, capacity) = share, sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
+        for chunk in cutlass.range(warp * step + first, count, step * self.warps):
+            if cutlass.const_expr(self.sends == ALL):
+                for at in cutlass.range(lane, CHUNK * self.topk, WARP):
+                    self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            self.chunk_of_warp(windows, source, chunk, sizes, rank, targets)
+            cute.arch.sync_warp()
+            self.tell(windows, flags + Int64(rank * count + chunk) * 4, lane, epoch, targets)
 
     @cute.jit
     def choice(self, windows: list, source: tuple, choice: Int32, sizes: tuple, rank: Int32, targets: Uint32):
@@ -165,32 +193,23 @@ class MoeDispatch(Exchange):
                 found = self.owners(source[1].toint(), token, lane)
                 known = Uint32(cutlass.select_(lane == at, found, known))
             known = Uint32(cutlass.select_(first + lane < tokens, known & targets, Uint32(0)))
-            for at in cutlass.range(0, CHUNK, AT_ONCE, unroll=1):
-                owners = [Uint32(cute.arch.shuffle_sync(known, at + each)) for each in range(AT_ONCE)]
-                self.rows(windows, source[0], [first + at + each for each in range(AT_ONCE)], owners, sizes, rank)
+            for at in cutlass.range(0, CHUNK, unroll=1):
+                self.row(windows, source[0], first + at, Uint32(cute.arch.shuffle_sync(known, at)), sizes, rank)
 
     @cute.jit
-    def rows(self, windows: list, x: tuple, tokens: list, owners: list, sizes: tuple, rank: Int32):
-        """Rows of a warp, read at once, each to its owners."""
+    def row(self, windows: list, x: tuple, token: Int32, owners: Uint32, sizes: tuple, rank: Int32):
+        """A row, by a warp, to its owners."""
         _, row_bytes, capacity = sizes
         lane = cute.arch.lane_idx()
-        layout = self.regions(capacity, row_bytes)
-        some = owners[0]
-        for each in owners[1:]:
-            some = some | each
-        if some != 0:
-            places = [layout.rows + (Int64(rank) * capacity + token) * row_bytes for token in tokens]
-            sources = [x[0].toint() + Int64(token) * x[1] for token in tokens]
+        if owners != 0:
+            place = self.regions(capacity, row_bytes).rows + (Int64(rank) * capacity + token) * row_bytes
+            source = x[0].toint() + Int64(token) * x[1]
             for piece in cutlass.range(0, row_bytes, self.piece):
                 start = piece + lane * 16
-                read = [
-                    self.load_piece(row, start, row_bytes, None if len(owners) == 1 else each != 0)
-                    for row, each in zip(sources, owners, strict=True)
-                ]
+                words = self.load_piece(source, start, row_bytes)
                 for target in cutlass.range_constexpr(self.ranks):
-                    for place, words, each in zip(places, read, owners, strict=True):
-                        wanted = ((each >> target) & 1) != 0
-                        self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
+                    wanted = ((owners >> target) & 1) != 0
+                    self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
 
     @cute.jit
     def receive(
