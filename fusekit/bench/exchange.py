@@ -84,7 +84,7 @@ class Rank:
         whole = {**kernel.spec, "sends": "all"}
         layout = Layout(whole, self.tokens, self.hidden)
         window = self.ranks.window((kernel.spec["op"],), layout.bytes)
-        given = {"indices": self.tensors["indices"]}
+        given: dict[str, Any] = {"indices": self.tensors["indices"]}
         if kernel.spec["op"] == "moe-combine":
             given |= {"x": self.tensors["rows"], "inverse": self.tensors["inverse"], "y": self.tensors["y"]}
         elif kernel.spec["sends"] != "choices":
@@ -172,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["us"][name] = round(measure(ranks, each), 2)
         sys.stderr.write(f"{name} {found['us'][name]}\n")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    for each in made:
-        each.close()
+    for rank in made:
+        rank.close()
     return 0
 
 

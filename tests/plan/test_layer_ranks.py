@@ -231,7 +231,7 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
     made = program(over(2, "plain", overlap=True, router={"input": "choices"}))
     assert shown(made, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
     assert shown(made, BACKWARD) == (
-        f"{apart} ~fc2-dgrad |fc1-dgrad weights-bwd weights-return combine-dx ^dispatch-aside fc2-wgrad |fc1-wgrad"
+        f"{apart} ~fc2-dgrad |fc1-dgrad weights-bwd weights-return combine-dx {apart} fc2-wgrad |fc1-wgrad"
     )
     made = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
     assert shown(made, BACKWARD).startswith(f"{apart} ~fc1-again {apart} ~fc2-dgrad |fc1-dgrad")

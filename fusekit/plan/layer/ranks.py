@@ -4,7 +4,7 @@
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |
 
 With overlap, a dispatch is two launches: rows are sent aside, and the products that read them begin when the choices
-are there. x is sent again aside, too.
+are there. When x is sent again, the gradients of other weights are made meanwhile.
 
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
 before, since the router's part of dx is made of them. x is sent again where a step needs it: to keep what came would
@@ -26,7 +26,7 @@ from fusekit.plan.layer.program import AGAIN, BOTH, KEPT, THROUGH, WEIGHTS, Prog
 # Windows: of x, of dy, of sums of rows, and of gradients of weights; and parts that store into each, the first of a
 # program.
 SENT, GRADS, SUMS, RETURNED = "sent", "grads", "sums", "returned"
-SENDING = ("dispatch", "dispatch-rows", "dispatch-aside")
+SENDING = ("dispatch", "dispatch-rows")
 WINDOWS = {SENT: SENDING, GRADS: SENDING, SUMS: ("combine",), RETURNED: ("weights-return",)}
 BLOCKS = 16  # that send rows while products run, each on a multiprocessor that these lack
 TRAINING = (GRADS, RETURNED)  # that only a backward pass needs
@@ -84,7 +84,7 @@ class RankedExperts(Experts):
         return self.rows(op, ranks=self.o.ranks, experts=self.o.experts, **keys)
 
     def dispatch(self, which: str | tuple[str, ...], x: str, window: str) -> None:
-        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where products await them."""
+        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where a product reads them."""
         awaited = {SENT: self.rows_x, GRADS: self.rows_dy}[window].arrivals
         choices = {"indices": "indices", "weights": "weights"}
         made = {f"window.{part}": f"{window}.{part}" for part in ("rows", "indices", "weights")}
@@ -97,13 +97,6 @@ class RankedExperts(Experts):
         self.passes.step(which, "dispatch-rows", aside, reads, rows, window, aside=True)
         made["window.arrivals"] = awaited
         self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
-
-    def again_aside(self) -> None:
-        """x once more, while the gradients of other weights are made."""
-        keys = self.exchange("moe-dispatch", weighted=True, blocks=BLOCKS)
-        reads = {"x": "x", "indices": "indices", "weights": "weights"}
-        made = {f"window.{part}": f"{SENT}.{part}" for part in ("rows", "indices", "weights")}
-        self.passes.step(WEIGHTS, "dispatch-aside", keys, reads, made, SENT, aside=True)
 
     def index(self) -> None:
         """What came, sorted by expert; and how many of this rank's own tokens chose each expert, for the loss."""
@@ -158,9 +151,7 @@ class RankedExperts(Experts):
         self.passes.step(which, part, keys, reads, {"y": y}, SUMS)
 
     def weights(self) -> None:
-        if self.o.overlap and not self.again:
-            self.again_aside()
-        elif not self.again:
+        if not self.again:
             self.dispatch(WEIGHTS, "x", SENT)
         if self.o.bias:  # a product with what no rank sent is 0, unless that is no number
             reads, made = {"indices": self.chosen}, {"rows": self.dy}
