@@ -12,7 +12,8 @@ from fusekit.layers.layer import Layer, Sizes
 from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD
-from fusekit.plan.layer.ranks import SENT, TRAINING, WINDOWS, room, window_sizes
+from fusekit.plan.layer.ranks import SENT, TRAINING, room, stored, window_sizes
+from fusekit.runtime.side import Side
 
 if TYPE_CHECKING:
     from fusekit.runtime import Devices, Kernel, Library
@@ -44,8 +45,8 @@ class RankedLayer(Layer):
                 raise ArgumentError(f"{key} = {value!r}; it must be a whole number, 1 or more", argument=key)
         self.ranks = ranks
         self._layouts = {
-            window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
-            for window, part in WINDOWS.items()
+            window: Layout(keys, tokens or options.tokens, options.hidden)
+            for window, keys in stored(self.program).items()
         }
         self.capacity = self._layouts[SENT].capacity
         self.program = self.program.within(room(options, self.capacity, rows))
@@ -83,7 +84,7 @@ class RankedLayer(Layer):
 
     def connect(self, *, training: bool = True) -> None:
         """Makes the windows now, all ranks together; the first launch would. training: those of backward, too."""
-        for window in WINDOWS:
+        for window in self._layouts:
             if training or window not in TRAINING:
                 self._window(window)
 
@@ -144,12 +145,17 @@ class RankedLayer(Layer):
             window = self._windows[name] = self.ranks.window(key, layout.bytes)
             parts = layout.parts(window.address, self.ranks.device)
             parts["most"] = Part(window.address + MOST, (1,), "i32", self.ranks.device)
+            parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self.ranks.device)
             self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         return self._windows[name]
 
     def _in_window(self, buffer: Buffer) -> Any:
         self._window(buffer.place)
         return self._parts[buffer.name]
+
+    def _side(self) -> Side:
+        assert self.ranks is not None
+        return self.ranks.side(self.devices)
 
     def _together(self, window: str) -> dict[str, Any]:
         if not window:

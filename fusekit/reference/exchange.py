@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fusekit.plan.exchange import ALL, CHOICES, ROWS
 from fusekit.reference.formats import Array, encode, held, values
 
 
@@ -26,7 +27,8 @@ def dispatch(
     capacity: int,
 ) -> list[dict[str, Array]]:  # fmt: skip
     """What each rank has received: rows [S, H], bool `sent` [S] (others are left as they were), indices [S, K] counted
-    from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None.
+    from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. Of a dispatch of rows or
+    choices alone, only what it sends.
 
     x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; T may differ from rank to rank.
     """
@@ -49,7 +51,9 @@ def dispatch(
         slots = ranks * capacity
         made = {"rows": rows.reshape(slots, hidden), "sent": sent.reshape(slots)}
         made["indices"] = chosen.reshape(slots, topk)
-        received.append(made | ({} if weights is None else {"weights": factors.reshape(slots, topk)}))
+        made |= {} if weights is None else {"weights": factors.reshape(slots, topk)}
+        kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent")}.get(spec.get("sends", ALL), tuple(made))
+        received.append({name: each for name, each in made.items() if name in kept})
     return received
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.plan.exchange import MOST_RANKS
+from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
 from fusekit.spec.keys import Broken, Key
 from fusekit.spec.permutation import ADDENDS, DTYPE, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
@@ -32,6 +32,14 @@ EXCHANGE_KEYS = {
     DISPATCH: (
         *_KEYS,
         Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
+        Key(
+            "sends",
+            "choice",
+            'What it sends: "all"; "choices", with their weights; or "rows", of the tokens whose '
+            "choices the launch before sent, by a kernel that is as weighted.",
+            choices=SENDS,
+            default=ALL,
+        ),
     ),
     COMBINE: (
         *_KEYS,
@@ -63,6 +71,7 @@ class ExchangeSpec(TokenSpec):
     summary: str
     gradients: bool = False
     rows: bool = True
+    sends: str = ALL
     addends: int = 0
     layer: Any = None
 

@@ -70,6 +70,7 @@ SPECS = (
     MATRIX["matrix_backward/wgrad-dbias@128x192-c1x2-dynamic"],
     MATRIX["matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic"],
     MATRIX["matrix/gather-swiglu@128x160-c2x1-dynamic"],
+    MATRIX["matrix/gather-awaits@256x128-c2x1-dynamic"],
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
@@ -126,8 +127,7 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
     kind, depth = ("QGMMA", 32) if spec.plan.quant else ("HGMMA", 16)
-    in_halves = spec.plan.quant.promoted and spec.plan.warpgroup_rows == 64
-    assert products == {f"{kind}.64x{spec.tile[1] // (2 if in_halves else spec.plan.waves)}x{depth}"}
+    assert products == {f"{kind}.64x{spec.tile[1] // spec.plan.waves}x{depth}"}
     loads = [each.opcode for each in code if each.base == "UTMALDG"]
     assert loads
     assert any("MULTICAST" in each for each in loads) is (spec.cluster != (1, 1))

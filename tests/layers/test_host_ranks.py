@@ -20,7 +20,19 @@ def opened(name, ranks=2, tokens=40, **said):
 
 
 @pytest.mark.parametrize("tokens", [(30, 11), (0, 17), (40, 0, 25)])
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "recompute"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss",
+        "gpt-oss-as-stored",
+        "deepseek",
+        "llama4",
+        "choices",
+        "recompute",
+        "gpt-oss-overlap",
+        "recompute-overlap",
+    ],
+)
 def test_outputs_and_gradients_are_those_of_one_gpu(name, tokens):
     ranks = opened(name, len(tokens))
     for seed in range(2):

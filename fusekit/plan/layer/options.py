@@ -66,6 +66,7 @@ class Options:
     ranks: int = 1
     recipe: str = NONE
     weight_dtype: str = ""
+    overlap: bool = False
 
     @property
     def weights(self) -> str:
@@ -139,6 +140,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
         Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", default=1),
+        Key("overlap", "bool", "Over ranks: products begin while the rows that they read still come; else they wait for"
+            " all.", default=False),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
@@ -152,7 +155,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "experts", "topk", "bias", "b_major", "shared", "keep",
-             "accumulate", "ranks", "recipe")  # fmt: skip
+             "accumulate", "ranks", "recipe", "overlap")  # fmt: skip
     return Options(
         file=file,
         **{key: values[key] for key in plain},
@@ -205,6 +208,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
+    if options.overlap and options.ranks == 1:
+        yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
     if kind_of(options.activation["kind"]).backward:
         yield "activation.kind", options.activation["kind"], "name the forward activation; the layer knows the other"
     if not options.gated and options.glu_layout != "none":

@@ -124,8 +124,8 @@ class Gemm:
                 with cute.arch.elect_one():  # what ptxas knows to be one thread; lane == 0 loops around every load
                     self.main_loop.load(operands, stages, ring, extents, rank)
             if warp == 1:
-                offsets, workspace = (getattr(operands, name, None) for name in ("offsets", "workspace"))
-                self.scheduler.run(ring, offsets, extents, workspace, rank)
+                workspace = getattr(operands, "workspace", None)
+                self.scheduler.run(ring, self.scheduler.source(operands), extents, workspace, rank)
             for half in self.epilogue.operands:
                 half.assist(Idle(operands, shared, extents, ring, warp))
         elif cutlass.const_expr(plan.gathers or plan.turning):
@@ -145,7 +145,8 @@ class Gemm:
     def fourth(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents, warp: Int32) -> None:
         """A warp of the fourth warpgroup, the `warp`-th of them."""
         if self.plan.gathers:
-            self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp)
+            arrivals = getattr(operands, "arrivals", None)
+            self.halves["gather"].run(operands.gather, arrivals, shared, stages, ring, extents, warp)
         else:
             self.halves["dz_turned"].run(Idle(operands, shared, extents, ring, warp))
 
