@@ -98,7 +98,7 @@ def moe(
 
     mesh, axis: of a layer over ranks, the mesh of that jax.shard_map, and the axis along which the experts are; rank r
     is the device at place r. Every device has its own tokens and its own experts' parameters. The windows are made
-    here, by all processes together. timeout, gather: as of `fusekit.interop.jax_ranks.ranks_of`. A rank that does not come
+    here, by all processes together. timeout, gather: as of `fusekit.interop.jax_ranks.ranks_of`. A rank that is missing
     makes y and dx NaN, and the computation an error, a second or so after `timeout`; `f.check()` raises
     PeerTimeoutError at once. `f.close(alone=False)` gives the windows back, once all that used them is done.
 

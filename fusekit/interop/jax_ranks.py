@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from fusekit.errors import ArgumentError
 from fusekit.exchange import Ranks
@@ -36,7 +36,7 @@ def ranks_of(
 
 @cache
 def _ranks(devices: Devices, mesh: Any, axis: str, timeout: int, gather: Gather | None) -> list[Ranks]:
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    groups = mesh.devices.swapaxes(mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     own, made = jax.process_index(), []
     for group in groups:
         processes = [device.process_index for device in group]
@@ -62,7 +62,7 @@ def _over(processes: tuple[int, ...]) -> Gather:
         from jax.experimental import multihost_utils
 
         # One byte more, since there are no arrays of 0 bytes between processes.
-        told = multihost_utils.process_allgather(np.frombuffer(value + b"\0", np.uint8))
+        told = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
         return [bytes(told[process][:-1]) for process in processes]
 
     return gathered

@@ -7,20 +7,24 @@ import ctypes
 import itertools
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3"
 
 import numpy as np
 import pytest
 
+import fusekit
 from fusekit.errors import ArgumentError, PeerTimeoutError
 from fusekit.exchange import Ranks
+from fusekit.spec import parse_file
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 from tests.layers.host_ranks import HostLibrary, HostRanked  # noqa: E402
@@ -30,6 +34,7 @@ from .plain_jax import arguments, plain  # noqa: E402
 
 jnp, P = jax.numpy, jax.sharding.PartitionSpec
 _NUMBERS = itertools.count()
+EXAMPLE = Path(__file__).parents[1] / "examples" / "jax_ranks.py"
 HERE = threading.local()  # `device` of the handler that runs
 HEADER = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
 
@@ -81,6 +86,7 @@ def made(monkeypatch):
     from fusekit.interop import jax as interop
 
     monkeypatch.setattr(interop.xla, "stream_of", stream_of)
+    moe = interop.moe
 
     def make(o, mesh, tokens=40, patience=60, **said):
         library = HostLibrary(o, devices=3)
@@ -88,7 +94,7 @@ def made(monkeypatch):
         library.barrier = threading.Barrier(o.ranks, timeout=patience)
         layer = Ranked(library, "layers/moe", o, tokens=tokens)
         name = f"fusekit_test_ranks_{next(_NUMBERS)}"
-        return library, interop.moe(layer, name, mesh=mesh, platform="cpu", **{"axis": "experts", **said})
+        return library, moe(layer, name, mesh=mesh, platform="cpu", **{"axis": "experts", **said})
 
     return make
 
@@ -286,6 +292,25 @@ def test_each_place_of_another_axis_has_ranks_of_its_own():
     assert ranks_of(devices, mesh, "experts", timeout=99) is ranks
     turned = ranks_of(devices, jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names), "data")
     assert [(each.rank, each.count, each.device) for each in turned] == [(0, 3, 2), (1, 3, 1), (2, 3, 0)]
+
+
+def test_the_example(made, monkeypatch, capsys):
+    from fusekit.interop import jax as interop
+
+    o = parse_file(EXAMPLE.with_name("ranks.toml"))[0].layer
+
+    def layer(name, tokens):
+        return SimpleNamespace(options=o, tokens=tokens)
+
+    def moe(layer, name, **said):
+        _, f = made(o, said.pop("mesh"), tokens=layer.tokens, **said)
+        return f
+
+    monkeypatch.setattr(fusekit, "open_library", lambda: SimpleNamespace(layer=layer))
+    monkeypatch.setattr(interop, "moe", moe)
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name])
+    runpy.run_path(str(EXAMPLE))
+    assert capsys.readouterr().out == "rank 0: right\nrank 1: right\n"
 
 
 PROCESS = """
