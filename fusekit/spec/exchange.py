@@ -8,8 +8,8 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
-from fusekit.spec.permutation import MOST_ADDENDS
-from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
+from fusekit.spec.permutation import CODED_DTYPE, DTYPE, MOST_ADDENDS
+from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
 from fusekit.spec.token import TokenProblem, TokenSpec
 
 DISPATCH, COMBINE = "moe-dispatch", "moe-combine"
@@ -25,8 +25,7 @@ _KEYS = (
     Key("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1, required=True),
     Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
     Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True),
-    Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
-        default="bf16"),
+    DTYPE,
     Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64),
     Key("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
     Key("problem", "table", "The shape that benchmarks use.", keys=(
@@ -36,7 +35,7 @@ _KEYS = (
 )  # fmt: skip
 EXCHANGE_KEYS = {
     DISPATCH: (
-        *_KEYS,
+        *(CODED_DTYPE if key is DTYPE else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
     ),
     COMBINE: (

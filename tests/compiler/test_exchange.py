@@ -19,6 +19,7 @@ HEAD = 'schema = 1\n[[kernel]]\nname = "k"\narch = "sm_90a"\n'
 KERNELS = {
     "dispatch": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\n',
     "dispatch-8": 'op = "moe-dispatch"\nranks = 8\nexperts = 128\ntopk = 8\nblocks = 20\nwarps = 8\n',
+    "dispatch-codes": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\ndtype = "e4m3"\n',
     "dispatch-32": 'op = "moe-dispatch"\nranks = 32\nexperts = 256\ntopk = 8\n',
     "combine": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\n',
     "combine-4": 'op = "moe-combine"\nranks = 4\nexperts = 16\ntopk = 2\ngradients = true\ndtype = "f32"\n',
@@ -74,6 +75,10 @@ def test_regions_of_the_record_are_those_of_the_kernel():
     (window,) = plan(spec).signature.peers
     for capacity in (128, 384, 8192):
         assert evaluate(window.bytes, {"capacity": capacity, "H": 2880}) == regions(capacity, 5760, 2, 16, 16).end
+    (spec,) = parse_text(HEAD + KERNELS["dispatch-codes"], "s")
+    (window,) = plan(spec).signature.peers
+    found = regions(384, 2880, 2, 16, 16, 4 * 23)
+    assert evaluate(window.bytes, {"capacity": 384, "H": 2880}) == found.end == found.scales + 4 * 23 * 2 * 384
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_a_wrong_spec_is_said_in_words(keys, text):
             "rows = false: goes with gradients = true, and without weights",
         ),
         ("addends = 3", "addends = 3: must be from 0 to 2"),
+        ('dtype = "e4m3"', "dtype"),
     ],
 )
 def test_a_wrong_combine_is_said_in_words(keys, text):

@@ -2,7 +2,8 @@
 
 Token t of rank s lies at [s, t] of the window of each rank that it is sent to. What a rank receives has that place
 whatever else is sent, so no counts are exchanged: `indices` of the window say which tokens have experts here, -1 where
-there is none, and moe-index makes the rows of groups of them. How the ranks agree: base.py.
+there is none, and moe-index makes the rows of groups of them. Of codes, the scales come too. How the ranks agree:
+base.py.
 
 As many blocks as send to the other ranks copy what stays here, so that the links are never idle for it. One more waits
 for what the ranks send.
@@ -17,6 +18,7 @@ from fusekit.kernels.exchange import signals
 from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
 from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import STATUS
+from fusekit.plan.quantise import SIDE
 
 
 class MoeDispatch(Exchange):
@@ -26,12 +28,13 @@ class MoeDispatch(Exchange):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32,
+        self, x: cute.Tensor, x_s, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32,
         timeout: Int32, stream: CUstream,
     ):  # fmt: skip
-        """Launch; weights may be None. window: of every rank."""
+        """Launch; x_s and weights may be None. window: of every rank."""
         self.kernel(
             x.iterator,
+            x_s.iterator if cutlass.const_expr(self.coded) else None,
             indices.iterator,
             weights.iterator if cutlass.const_expr(self.weighted) else None,
             list(window),
@@ -45,11 +48,12 @@ class MoeDispatch(Exchange):
 
     @cute.kernel
     def kernel(
-        self, x: cute.Pointer, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32,
+        self, x: cute.Pointer, x_s, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32,
         x_stride: Int64, rank: Int32, capacity: Int32, timeout: Int32,
     ):  # fmt: skip
         """See the module's docstring."""
         thread, _, _ = cute.arch.thread_idx()
+        x = (x, x_s)
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
@@ -68,16 +72,18 @@ class MoeDispatch(Exchange):
 
     @cute.jit
     def send(
-        self, x: cute.Pointer, indices: cute.Pointer, weights, windows: list, first: Int32, sizes: tuple,
+        self, x: tuple, indices: cute.Pointer, weights, windows: list, first: Int32, sizes: tuple,
         x_stride: Int64, rank: Int32, epoch: Int32, targets: Uint32,
     ):  # fmt: skip
-        """Every `blocks`-th chunk from `first` on to the ranks of `targets`, bits."""
+        """Every `blocks`-th chunk from `first` on to the ranks of `targets`, bits. x: and its scales, or None."""
         thread, _, _ = cute.arch.thread_idx()
         _, row_bytes, capacity = sizes
         flags = self.regions(capacity, row_bytes).flags
         for chunk in cutlass.range(first, chunks(capacity), self.blocks):
             self.choices(indices, weights, windows, chunk, sizes, rank, targets)
-            self.rows(x, indices, windows, chunk, sizes, x_stride, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(x[1], windows, chunk, sizes, rank, targets)
+            self.rows(x[0], indices, windows, chunk, sizes, x_stride, rank, targets)
             self.tell(windows, flags + Int64(rank * chunks(capacity) + chunk) * 4, thread, epoch, targets)
 
     @cute.jit
@@ -104,6 +110,21 @@ class MoeDispatch(Exchange):
                 if cutlass.const_expr(self.weighted):
                     told = cutlass.select_(mine, weight, Uint32(0))
                     lanes.store(windows[target].toint() + layout.weights + place, [told], 4, wanted)
+
+    @cute.jit
+    def scales(self, x_s: cute.Pointer, windows: list, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32):
+        """Those of a chunk's tokens to each target, whether their rows go there or not."""
+        tokens, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        layout = self.regions(capacity, row_bytes)
+        for at in cutlass.range(thread, CHUNK * (divide(row_bytes - 1, SIDE) + 1), self.threads):
+            block = divide(at, CHUNK)
+            token = chunk * CHUNK + (at - block * CHUNK)
+            word = lanes.load(x_s.toint() + (Int64(block) * tokens + token) * 4, 4, token < tokens)
+            place = ((Int64(block) * self.ranks + rank) * capacity + token) * 4
+            for target in cutlass.range_constexpr(self.ranks):
+                wanted = ((targets >> target) & 1) != 0
+                lanes.store(windows[target].toint() + layout.scales + place, word, 4, wanted)
 
     @cute.jit
     def rows(
