@@ -82,13 +82,15 @@ def test_codes_come_with_their_scales(ranks_of, name, hidden):
                 scales = [source.random((-(-hidden // 128), count), np.float32) for count in tokens]
                 chosen = [routing(kind, rank, count, spec, source) for rank, count in enumerate(tokens)]
                 weights = [source.random((count, spec["topk"]), np.float32) for count in tokens]
+                arrays = {"x": (x, "e4m3"), "x_s": (scales, "f32"), "indices": (chosen, "i32")}
+                arrays |= {"weights": (weights, "f32")} if spec["weighted"] else {}
+                placed = [
+                    {each: ranks.array(rank, made[rank], dtype) for each, (made, dtype) in arrays.items()}
+                    for rank in range(len(tokens))
+                ]
                 for rank, stream in enumerate(ranks.streams):
-                    more = {"weights": ranks.array(rank, weights[rank], "f32")} if spec["weighted"] else {}
-                    ranks.send[rank](
-                        x=ranks.array(rank, x[rank], "e4m3"), x_s=ranks.array(rank, scales[rank], "f32"), **more,
-                        indices=ranks.array(rank, chosen[rank], "i32"), window=ranks.sent[rank].peers, rank=rank,
-                        capacity=ranks.capacity, timeout=LONG, stream=stream,
-                    )  # fmt: skip
+                    common = {"rank": rank, "capacity": ranks.capacity, "timeout": LONG, "stream": stream}
+                    ranks.send[rank](**placed[rank], window=ranks.sent[rank].peers, **common)
                 ranks.wait()
                 ranks.check()
                 given = weights if spec["weighted"] else None

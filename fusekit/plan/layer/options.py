@@ -225,8 +225,6 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
 
 def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
     """What codes ask for."""
-    if options.ranks > 1:
-        yield "recipe", options.recipe, "rows of other ranks come as bf16, without codes; leave recipe or ranks out"
     if options.dtype != "bf16" and options.kind != MOE:
         yield "dtype", options.dtype, 'codes are made of bf16; say dtype = "bf16", or leave recipe out'
     if options.kind == MLP and options.bias:
