@@ -196,6 +196,34 @@ def test_values_and_gradients_are_those_of_one_gpu(made, name, order, checked):
     assert sorted(set(library.loaded)) == [(rank, 11) for rank in range(o.ranks)]
 
 
+def test_a_layer_with_a_recipe_sends_codes(made):
+    """Near to plain JAX; codes that are made once for several calls give the same bits."""
+    o, mesh = over(2, "fp8-deepseek", dtype="f32", grad_dtype="f32"), mesh_of(0, 1)
+    library, f = made(o, mesh)
+    x, params, more = whole(o, 30)
+    places = specs(params, more)
+    spread = partial(jax.shard_map, mesh=mesh)
+    codes = jax.jit(spread(f.quantise, in_specs=places[1:2], out_specs={
+        each: P() if each.startswith("shared") else P("experts") for each in library.layers[0].outputs("quantise")
+    }, check_vma=False))(params)  # fmt: skip
+
+    def gradients(params, places):
+        def summed(x, params):
+            run = spread(lambda *given: loss(f, *given)[None], in_specs=places, out_specs=P("experts"))
+            return run(x, params, more).sum()
+
+        return jax.jit(jax.grad(summed, argnums=(0, 1)))(x, params)
+
+    found = gradients(params, places)
+    right = wanted(o, x, params, more, {})[1]
+    for each, want in zip(jax.tree.leaves(found), jax.tree.leaves(right[:2]), strict=True):
+        assert not want.any() or jnp.linalg.norm(each - want) < 0.2 * jnp.linalg.norm(want)
+    assert library.machine.together[:2] == ["dispatch-codes", "combine"]
+    of_codes = {each: P() if each.startswith("shared") else P("experts") for each in codes}
+    again = gradients({**params, **codes}, (places[0], {**places[1], **of_codes}, places[2]))
+    jax.tree.map(np.testing.assert_array_equal, {each: again[1][each] for each in params}, found[1])
+
+
 def test_nothing_is_kept_without_a_derivative_and_layers_share_windows(made):
     o, mesh = over(2, "choices", dtype="f32"), mesh_of(1, 0)
     library, f = made(o, mesh)
