@@ -52,8 +52,8 @@ def dispatch(
         made = {"rows": rows.reshape(slots, hidden), "sent": sent.reshape(slots)}
         made["indices"] = chosen.reshape(slots, topk)
         if scales is not None:
-            own = [np.pad(each, ((0, 0), (0, capacity - each.shape[1]))) for each in scales]
-            made["scales"] = np.concatenate(own, axis=1)
+            room = [np.pad(each, ((0, 0), (0, capacity - each.shape[1]))) for each in scales]
+            made["scales"] = np.concatenate(room, axis=1)
         received.append(made | ({} if weights is None else {"weights": factors.reshape(slots, topk)}))
     return received
 
