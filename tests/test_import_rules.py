@@ -19,7 +19,7 @@
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
 | stand_in | compiler, runtime, what these may import |
-| bench | runtime, layers, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib when asked for |
+| bench | runtime, layers, exchange, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib |
 """
 
 import ast
@@ -68,7 +68,7 @@ MAY = {
     "bench": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
         "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
-        "cuda.bindings",
+        "fusekit.exchange", "cuda.bindings",
         "transformer_engine", "matplotlib",
     },
     "stand_in": {

@@ -1,7 +1,7 @@
 """Layers over ranks next to `all_to_all_single` of PyTorch, and how much of their communication is hidden.
 
     python -m fusekit.bench.ranks --spec > bench-ranks.toml && fusekit build bench-ranks.toml      on any machine
-    torchrun --nproc-per-node=2 -m fusekit.bench.ranks [CASE ...] [--tokens 1024 --tokens 8192]
+    torchrun --nproc-per-node=2 -m fusekit.bench.ranks [CASE ...] [--tokens 1024 --tokens 8192] [--overlap]
 
 The experts of a model's layer are spread over the processes, each with a GPU and as many tokens, whose experts and
 weights are random and given. Prints one JSON document. Times are medians of rounds, each of the slowest rank:
@@ -12,6 +12,8 @@ weights are random and given. Prints one JSON document. Times are medians of rou
 - `peer_ms`: the same pass as one writes it in PyTorch. Counts go out by all_to_all_single, the host waits for them, a
   row goes out for each choice, fusekit's layer of one GPU computes on what came, and all comes back; autograd does the
   backward pass. `speedup`: how many times as fast the layer over ranks is; `apart`: how far both results are apart.
+
+With `--overlap`, said both times, the layers have `overlap = true`; others are in the same spec.
 """
 
 from __future__ import annotations
@@ -36,17 +38,22 @@ from fusekit.runtime import Library, open_library
 FILE = "bench-ranks"
 CASES = ("qwen3-30b-a3b", "mixtral-8x7b")
 TOKENS = (1024, 8192)
+OVERLAP = "-overlap"  # ends the names of layers with it
 ROUNDS = 9
 ROUND_MS = 20.0
 TIMEOUT = 20_000  # ms that a rank waits for another
 
 
-def tables(name: str, case: Case, tokens: int, ranks: int) -> list[str]:
-    """In a spec file: the layer over ranks, and the one that computes on rows of one choice each."""
+def tables(name: str, case: Case, tokens: int, ranks: int, overlap: bool = False) -> list[str]:
+    """In a spec file: the layer over ranks, with overlap as well, and the one that computes on rows of one choice."""
     hidden, intermediate, experts, topk = case.shape
     over = replace(case, spec=f"{case.spec}ranks = {ranks}\n")
     rows = replace(case, shape=(hidden, intermediate, experts // ranks, 1))
-    return [over.table(f"{name}-{tokens}", tokens), rows.table(f"{name}-{tokens}-rows", tokens * topk)]
+    found = [over.table(f"{name}-{tokens}", tokens)]
+    if overlap:
+        over = replace(over, spec=f"{over.spec}overlap = true\n")
+        found.append(over.table(f"{name}-{tokens}{OVERLAP}", tokens))
+    return [*found, rows.table(f"{name}-{tokens}-rows", tokens * topk)]
 
 
 def parts(layer: Layer, bound: Pass, which: str) -> dict[str, Pass]:
@@ -228,12 +235,12 @@ def agree(values: list[float]) -> list[float]:
     return list(made.tolist())
 
 
-def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool) -> dict[str, Any]:
-    """The part of the document of one layer and count of tokens. Every rank calls this."""
+def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, end: str = "") -> dict[str, Any]:
+    """The part of the document of one layer and count of tokens. Every rank calls this. end: of the layer's name."""
     import torch
 
     stream = torch.cuda.current_stream()
-    ours = Ours(library, f"{FILE}/{name}-{tokens}", ranks, tokens, stream)
+    ours = Ours(library, f"{FILE}/{name}-{tokens}{end}", ranks, tokens, stream)
     for each in (FORWARD, BACKWARD):
         ours.passes[each](stream)
     found: dict[str, Any] = {"case": name, "tokens": tokens, "sent_mb": ours.sent(ranks.count, ranks.rank) / 1e6}
@@ -260,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(BLOCKS)}; {' and '.join(CASES)}")
     parser.add_argument("--tokens", type=int, action="append", help="of each rank; default: 1024, and 8192")
     parser.add_argument("--no-peer", action="store_true", help="time the layers over ranks alone")
+    parser.add_argument("--overlap", action="store_true", help="layers whose products begin while rows come")
     parser.add_argument("--spec", action="store_true", help=f"print {FILE}.toml, the layers that are needed")
     parser.add_argument("--ranks", type=int, default=2, help="that the layers of --spec are for")
     given = parser.parse_args(arguments)
@@ -268,7 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no case {unknown[0]}; they are {', '.join(BLOCKS)}")
     wanted = [(name, tokens) for name in given.cases or CASES for tokens in given.tokens or TOKENS]
     if given.spec:
-        made = [table for name, tokens in wanted for table in tables(name, BLOCKS[name], tokens, given.ranks)]
+        made = [
+            table for name, tokens in wanted for table in tables(name, BLOCKS[name], tokens, given.ranks, given.overlap)
+        ]
         sys.stdout.write("\n".join(["schema = 1", "", *made]))
         return 0
     import torch
@@ -283,7 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = ranks_of(library.devices, timeout=TIMEOUT)
     document: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ranks": ranks.count, "layers": []}
     for name, tokens in wanted:
-        document["layers"].append(measure(library, name, tokens, ranks, not given.no_peer))
+        end = OVERLAP if given.overlap else ""
+        document["layers"].append(
+            measure(library, name, tokens, ranks, not given.no_peer, end) | {"overlap": bool(end)}
+        )
         torch.cuda.empty_cache()
         if ranks.rank == 0:  # so that a run that ends early has told what it found
             sys.stderr.write(f"{json.dumps(document['layers'][-1])}\n")

@@ -9,6 +9,7 @@ from fusekit.errors import ArgumentError
 from fusekit.exchange.windows import Gather, Window, between_processes, in_process
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.runtime.devices import Devices
+from fusekit.runtime.side import Side
 
 TIMEOUT = 60_000
 
@@ -28,6 +29,7 @@ class Ranks:
         self.rank, self.count, self.device, self.timeout = rank, count, device, timeout
         self._make = make
         self._windows: dict[tuple[Any, ...], Window] = {}
+        self._side: Side | None = None
 
     @classmethod
     def in_process(cls, devices: Devices, ordinals: Sequence[int], timeout: int = TIMEOUT) -> list[Ranks]:
@@ -66,6 +68,12 @@ class Ranks:
             self._windows[key] = self._make(key, size)
         return self._windows[key]
 
+    def side(self, devices: Devices) -> Side:
+        """The stream of what this rank's layers queue beside their callers' streams. devices: `library.devices`."""
+        if self._side is None:
+            self._side = Side(devices, self.device)
+        return self._side
+
     def check(self) -> None:
         """Raises PeerTimeoutError if a launch gave up waiting for another rank; waits for no launch itself."""
         for window in self._windows.values():
@@ -73,6 +81,9 @@ class Ranks:
 
     def close(self, *, alone: bool = False) -> None:
         """Gives the windows' memory back, when no launch is pending; all ranks together, or alone if one is gone."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
         while self._windows:
             self._windows.popitem()[1].close(alone=alone)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
-from fusekit.plan.layer import Buffer, Options, Program, program, stored_options
+from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime.side import Aside, Late, Queue, Side, run
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import compact_strides, describe, read
 
 if TYPE_CHECKING:
-    from fusekit.runtime import Kernel, Launch, Library
+    from fusekit.runtime import Kernel, Library
 
 _PLANS_KEPT = 64  # token counts differ from step to step
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
@@ -51,7 +53,7 @@ class Pass:
 
     __slots__ = ("_arguments", "_written", "launches")
 
-    def __init__(self, launches: Sequence[Launch], arguments: Mapping[str, Any], written: Mapping[str, int]) -> None:
+    def __init__(self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int]) -> None:
         """written: how many launches it takes until an output is there."""
         self.launches = tuple(launches)
         self._arguments, self._written = dict(arguments), dict(written)
@@ -59,8 +61,7 @@ class Pass:
     def __call__(self, stream: Any = None) -> None:
         """Queues the launches on `stream`, as a kernel's."""
         handle = stream if type(stream) is int else stream_handle(stream)
-        for launch in self.launches:
-            launch(handle)
+        run(self.launches, handle)
 
     def split(self, output: str) -> tuple[Pass, Pass]:
         """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
@@ -82,11 +83,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A pass for one count of tokens and one set of outputs: kernels with their buffers and the window that they store
-    into, and where each buffer lies. written: after how many steps each output is there.
+    """A pass for one count of tokens and one set of outputs: its steps with kernels and buffers, and where each one
+    lies. late: whether a step waits for those aside. written: after how many steps each output is there.
     """
 
-    steps: tuple[tuple[Kernel, Mapping[str, Buffer], str], ...]
+    steps: tuple[tuple[Step, Kernel, Mapping[str, Buffer]], ...]
+    late: Sequence[bool]
     written: Mapping[str, int]
     kept: Mapping[str, int]
     kept_bytes: int
@@ -212,7 +214,7 @@ class Layer:
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None
     ) -> Pass:
         plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin)
-        launches = [kernel.bind(**given) for kernel, given in calls]
+        launches = self._in_order(plan, [kernel.bind(**given) for kernel, given in calls])
         return Pass(launches, {**arguments, "kept": kept, "scratch": scratch}, plan.written)
 
     def _call(
@@ -220,8 +222,19 @@ class Layer:
         cluster_margin: int | None = None,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else stream_handle(stream)
-        for kernel, given in self._resolve(which, kept, scratch, arguments, cluster_margin)[1]:
-            kernel(stream=handle, **given)
+        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin)
+        run(self._in_order(plan, [partial(_launch, kernel, given) for kernel, given in calls]), handle)
+
+    def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
+        """The launches of a plan, with those that are queued aside or wait for them."""
+        return [
+            Aside(launch, self._side()) if step.aside else Late(launch, self._side()) if late else launch
+            for (step, _, _), late, launch in zip(plan.steps, plan.late, launches, strict=True)
+        ]
+
+    def _side(self) -> Side:
+        """The stream of launches that are queued aside."""
+        raise NotImplementedError
 
     def _resolve(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None
@@ -253,9 +266,11 @@ class Layer:
         return plan, [
             (
                 kernel,
-                {argument: tensor(buffer) for argument, buffer in buffers.items()} | self._together(window) | margin,
+                {argument: tensor(buffer) for argument, buffer in buffers.items()}
+                | self._together(step.window)
+                | margin,
             )
-            for kernel, buffers, window in plan.steps
+            for step, kernel, buffers in plan.steps
         ]
 
     def _in_window(self, buffer: Buffer) -> Any:
@@ -336,16 +351,16 @@ class Layer:
     def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str]) -> _Plan:
         dims = self.program.dims(tokens)
         buffers = self.program.buffers
-        steps: list[tuple[Kernel, Mapping[str, Buffer], str]] = []
+        steps: list[tuple[Step, Kernel, Mapping[str, Buffer]]] = []
         written: dict[str, int] = {}
-        for step in self.program.needed(which, asked):
-            names = {**step.reads, **step.writes}
-            given = {each: buffers[name] for each, name in names.items() if not each.startswith("window.")}
-            steps.append((self._kernel(step.part, dims), given, step.window))
+        needed = self.program.needed(which, asked)
+        for step in needed:
+            given = {each: buffers[name] for each, name in step.arguments.items()}
+            steps.append((step, self._kernel(step.part, dims), given))
             written |= {name: len(steps) for name in asked.intersection(step.writes.values())}
         scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact)
         kept, kept_bytes = self.program.kept(dims)
-        return _Plan(tuple(steps), written, kept, kept_bytes, scratch, scratch_bytes, dims)
+        return _Plan(tuple(steps), self.program.late(needed), written, kept, kept_bytes, scratch, scratch_bytes, dims)
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is
@@ -399,6 +414,10 @@ def options_of(library: Library, name: str) -> Options:
     if options is None:
         raise NotBuiltError.of(name, None, "it is no layer there", library.store.absent())
     return options
+
+
+def _launch(kernel: Kernel, given: Mapping[str, Any], stream: int) -> None:
+    kernel(stream=stream, **given)
 
 
 def _count(tokens: int) -> int:

@@ -14,6 +14,7 @@ from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD, INFERENCE
 from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
+from fusekit.runtime.side import Side
 
 if TYPE_CHECKING:
     from fusekit.runtime import Devices, Kernel, Library
@@ -145,12 +146,17 @@ class RankedLayer(Layer):
             window = self._windows[name] = self.ranks.window(key, layout.bytes)
             parts = layout.parts(window.address, self.ranks.device)
             parts["most"] = Part(window.address + MOST, (1,), "i32", self.ranks.device)
+            parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self.ranks.device)
             self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         return self._windows[name]
 
     def _in_window(self, buffer: Buffer) -> Any:
         self._window(buffer.place)
         return self._parts[buffer.name]
+
+    def _side(self) -> Side:
+        assert self.ranks is not None
+        return self.ranks.side(self.devices)
 
     def _together(self, window: str) -> dict[str, Any]:
         if not window:

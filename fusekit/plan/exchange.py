@@ -2,9 +2,10 @@
 
     header    HEADER bytes: the words below
     flags     [ranks, capacity / CHUNK] u32: the launch, counted from 1, whose rows of a chunk are all there
-    rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]; a combine may do without
+    told      [ranks, TELLERS] u32, of a dispatch: the launch whose choices a block of the rank has sent
     indices   [ranks, capacity, K] i32, of a dispatch: the token's experts here, counted from the rank's first; else -1
     weights   [ranks, capacity, K] f32, of a weighted dispatch, or of a combine that returns gradients
+    rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]; a combine may do without
     scales    [ceil(H / 128), ranks, capacity] f32, of a dispatch of codes
 
 `capacity`, a multiple of GRAIN, is how many tokens a rank may have at most. Launches on one window may differ in H, not
@@ -27,9 +28,17 @@ GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # Words of the header, in bytes. EPOCH: launches that are done; TICKET and DONE: blocks of this launch that began, that
 # ended; STATUS: what went wrong first, 0: nothing (1 + the rank that did not come, stage, launch); OPEN: of each rank,
 # the last launch for which its window may be written to. MOST is the layer's: the most rows that its experts wanted.
-EPOCH, TICKET, DONE, STATUS, MOST, OPEN, HEADER = 0, 4, 8, 16, 64, 128, 256
+# For kernels that read rows while they come, a dispatch leaves OWN, the first place of the rank's own tokens and their
+# end, and WAIT, the milliseconds to wait. Of a launch that sends rows apart: BEGUN, CAME, the last of which all blocks
+# began, and all rows are here; and what TICKET and DONE are, since the launch that sends choices runs meanwhile.
+EPOCH, TICKET, DONE, STATUS, CAME, OWN, WAIT = 0, 4, 8, 16, 28, 32, 40
+BEGUN, ROWS_TICKET, ROWS_DONE, MOST, OPEN, HEADER = 44, 48, 52, 64, 128, 256
 STATUS_WORDS = 3
-STAGES = ("", "let its window be written to", "send its rows")
+STAGES = ("", "let its window be written to", "send its rows", "launch the kernel that sends rows")
+OPENING, SENDING, BEGINNING = 1, 2, 3
+TELLERS = 64  # blocks of a rank that send choices, at most
+ALL, CHOICES, ROWS = "all", "choices", "rows"  # what a dispatch sends
+SENDS = (ALL, CHOICES, ROWS)
 LINE = 128  # bytes that regions are aligned to
 PER_LINE = LINE // 4 * CHUNK  # tokens with flags in a line
 MOST_RANKS = (HEADER - OPEN) // 4
@@ -39,9 +48,10 @@ class Regions(NamedTuple):
     """Where each part of a window begins, in bytes; `end` is its size."""
 
     flags: Any
-    rows: Any
+    told: Any
     indices: Any
     weights: Any
+    rows: Any
     scales: Any
     end: Any
 
@@ -51,11 +61,12 @@ def regions(
 ) -> Regions:
     """Of numbers, on the host or on the device. The bytes of a token's parts are 0 where there are none."""
     slots = capacity * ranks
-    rows = HEADER + (slots + PER_LINE - 1) // PER_LINE * LINE
-    indices = rows + slots * row_bytes
+    told = HEADER + (slots + PER_LINE - 1) // PER_LINE * LINE
+    indices = told + (ranks * TELLERS * 4 if index_bytes else 0)
     weights = indices + slots * index_bytes
-    scales = weights + slots * weight_bytes
-    return Regions(HEADER, rows, indices, weights, scales, scales + slots * scale_bytes)
+    rows = weights + slots * weight_bytes
+    scales = rows + slots * row_bytes
+    return Regions(HEADER, told, indices, weights, rows, scales, scales + slots * scale_bytes)
 
 
 def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
@@ -67,13 +78,13 @@ def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def wide(keys: Mapping[str, Any]) -> bool:
-    """Whether rows are sent, not gradients of weights alone."""
-    return bool(keys.get("rows", True))
+    """Whether rows are sent, not gradients of weights or choices alone."""
+    return bool(keys.get("rows", True)) and keys.get("sends", ALL) != CHOICES
 
 
 def coded(keys: Mapping[str, Any]) -> bool:
     """Whether rows are codes, which have scales."""
-    return bool(keys["dtype"] == "e4m3")
+    return bool(keys["dtype"] == "e4m3" and wide(keys))
 
 
 def of_row(keys: Mapping[str, Any], hidden: int) -> tuple[int, int]:
@@ -83,10 +94,16 @@ def of_row(keys: Mapping[str, Any], hidden: int) -> tuple[int, int]:
 
 
 def window_bytes(keys: Mapping[str, Any]) -> Expr:
-    """The size of a window over H and capacity."""
+    """The size of a window over H and capacity, as far as the kernel reaches."""
     ranks, size = keys["ranks"], DTYPES[keys["dtype"]].bytes
     choices = ranks * sum(parts(keys))
     token = ("add", ("mul", ranks * size, "H"), choices) if wide(keys) else choices
     token = ("add", token, ("mul", 4 * ranks, ("ceildiv", "H", SIDE))) if coded(keys) else token
     flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
-    return ("add", HEADER, flags, ("mul", "capacity", token))
+    told = ranks * TELLERS * 4 if parts(keys)[0] else 0
+    return ("add", HEADER + told, flags, ("mul", "capacity", token))
+
+
+def words(slots: Any) -> Any:
+    """32-bit words of the header and the flags of so many places, which a kernel that waits for rows is given."""
+    return HEADER // 4 + slots // CHUNK

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusekit.plan.exchange import GRAIN, coded, wide, window_bytes
+from fusekit.plan.exchange import GRAIN, ROWS, coded, wide, window_bytes
 from fusekit.plan.token_operation import (
     CHECK,
     EXCHANGE,
@@ -331,10 +331,10 @@ _ROWS = (
         EXCHANGE,
         "fusekit.kernels.exchange.dispatch:MoeDispatch",
         (
-            Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            Operand("x", INPUT, "dtype", "T H", "The rows of tokens.", wide),
             _SCALES,
             _INDICES,
-            replace(_WEIGHTS, when=lambda keys: keys["weighted"]),
+            replace(_WEIGHTS, when=lambda keys: keys["weighted"] and keys["sends"] != ROWS),
             *_EXCHANGED,
         ),
         constraints=lambda keys: (_FITS,),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.exchange import MOST_RANKS
+from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 from fusekit.spec.permutation import CODED_DTYPE, DTYPE, MOST_ADDENDS
@@ -37,6 +37,14 @@ EXCHANGE_KEYS = {
     DISPATCH: (
         *(CODED_DTYPE if key is DTYPE else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
+        Key(
+            "sends",
+            "choice",
+            'What it sends: "all"; "choices", with their weights; or "rows", of the tokens whose '
+            "choices the launch before sent, by a kernel that is as weighted.",
+            choices=SENDS,
+            default=ALL,
+        ),
     ),
     COMBINE: (
         *_KEYS,
@@ -71,6 +79,7 @@ class ExchangeSpec(TokenSpec):
     weighted: bool
     gradients: bool
     rows: bool
+    sends: str
     addends: int
     blocks: int
     warps: int
@@ -91,6 +100,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Exc
         **{key: values[key] for key in ("op", "ranks", "experts", "topk", "dtype", "weighted", "blocks", "summary")},
         gradients=values.get("gradients", False),
         rows=values.get("rows", True),
+        sends=values.get("sends", ALL),
         addends=values.get("addends", 0),
         arch=choice["arch"],
         warps=choice["warps"],

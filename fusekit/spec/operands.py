@@ -7,9 +7,11 @@ from fusekit.plan.activations import is_backward
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD, words
 from fusekit.plan.tokens import TOKENS
 
+_OF_GROUPS = ("offsets", "arrivals")
+
 
 def _dense(epilogue: str) -> Mapping[str, str]:
-    return {name: what for name, what in words(epilogue).items() if name != "offsets"}
+    return {name: what for name, what in words(epilogue).items() if name not in _OF_GROUPS}
 
 
 OPERANDS: Mapping[str, Mapping[str, str]] = {

@@ -35,6 +35,11 @@ def test_the_spec_has_the_layers_of_each_case(capsys: pytest.CaptureFixture[str]
     layers = layers_of(capsys.readouterr().out)
     whole, rows = layers["gpt-oss-20b-512"], layers["gpt-oss-20b-512-rows"]
     assert (whole.bias, whole.ranks, rows.bias, rows.experts, rows.tokens) == (True, 4, True, 8, 2048)
+    assert main(["qwen3-30b-a3b", "--spec", "--tokens", "512", "--overlap"]) == 0
+    layers = layers_of(capsys.readouterr().out)
+    assert {name: layer.overlap for name, layer in layers.items()} == {
+        "qwen3-30b-a3b-512": False, "qwen3-30b-a3b-512-overlap": True, "qwen3-30b-a3b-512-rows": False,
+    }  # fmt: skip
     with pytest.raises(SystemExit):
         main(["gpt-5"])
 

@@ -11,6 +11,7 @@ from fusekit.abi import LaunchRecord, evaluate
 from fusekit.compiler.families import plan
 from fusekit.compiler.trace import compile_plan
 from fusekit.errors import SpecError, ToolchainError
+from fusekit.plan import exchange
 from fusekit.plan.exchange import regions
 from fusekit.spec import parse_text
 from tests.compiler import sass
@@ -21,6 +22,8 @@ KERNELS = {
     "dispatch-8": 'op = "moe-dispatch"\nranks = 8\nexperts = 128\ntopk = 8\nblocks = 20\nwarps = 8\n',
     "dispatch-codes": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\ndtype = "e4m3"\n',
     "dispatch-32": 'op = "moe-dispatch"\nranks = 32\nexperts = 256\ntopk = 8\n',
+    "choices": 'op = "moe-dispatch"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\nsends = "choices"\n',
+    "rows": 'op = "moe-dispatch"\nranks = 4\nexperts = 16\ntopk = 4\nweighted = true\nsends = "rows"\nblocks = 9\n',
     "combine": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\nweighted = true\n',
     "combine-4": 'op = "moe-combine"\nranks = 4\nexperts = 16\ntopk = 2\ngradients = true\ndtype = "f32"\n',
     "combine-sums": 'op = "moe-combine"\nranks = 2\nexperts = 16\ntopk = 4\naddends = 2\n',
@@ -50,7 +53,11 @@ def test_the_record(built):
     assert next(each for each in record.scalars if each.name == "rank").maximum == spec.ranks - 1
     tokens = {"T": 33, "H": 64, "M": 5, "S": 128 * spec.ranks, "capacity": 128}
     grid = evaluate(record.grid[0], tokens)
-    assert grid == (2 * spec.blocks + 1 if spec.op == "moe-dispatch" else spec.blocks + 3)
+    dispatch = {"all": 2 * spec.blocks + 1, "choices": spec.blocks + 1, "rows": spec.blocks + 64 + 1}
+    assert grid == (dispatch[spec.sends] if spec.op == "moe-dispatch" else spec.blocks + 3)
+    names = {argument.name for argument in record.arguments}
+    assert ("x" in names) == (spec.rows and spec.sends != "choices")
+    assert ("weights" in names) == (spec.weighted and spec.sends != "rows")
     assert evaluate(record.grid[0], {**tokens, "T": 0}) >= 1
     assert not any(evaluate(constraint.expr, tokens) for constraint in record.constraints)
     assert any(evaluate(constraint.expr, {**tokens, "T": 129}) for constraint in record.constraints)
@@ -70,15 +77,33 @@ def test_flags_are_released_and_acquired_at_system_scope(built):
     assert re.search(r"MEMBAR\.\w+\.SYS", text), "nothing orders rows before flags"
 
 
-def test_regions_of_the_record_are_those_of_the_kernel():
-    (spec,) = parse_text(HEAD + KERNELS["dispatch"], "s")
+@pytest.mark.parametrize(("name", "ranks", "end"), [("dispatch", 2, "end"), ("rows", 4, "end"), ("choices", 2, "rows")])
+def test_regions_of_the_record_are_those_of_the_kernel(name, ranks, end):
+    (spec,) = parse_text(HEAD + KERNELS[name], "s")
     (window,) = plan(spec).signature.peers
     for capacity in (128, 384, 8192):
-        assert evaluate(window.bytes, {"capacity": capacity, "H": 2880}) == regions(capacity, 5760, 2, 16, 16).end
+        wanted = getattr(regions(capacity, 5760, ranks, 16, 16), end)
+        assert evaluate(window.bytes, {"capacity": capacity, "H": 2880}) == wanted
+
+
+def test_the_window_of_codes_has_their_scales():
     (spec,) = parse_text(HEAD + KERNELS["dispatch-codes"], "s")
     (window,) = plan(spec).signature.peers
     found = regions(384, 2880, 2, 16, 16, 4 * 23)
     assert evaluate(window.bytes, {"capacity": 384, "H": 2880}) == found.end == found.scales + 4 * 23 * 2 * 384
+
+
+def test_parts_of_a_window_overlap_nowhere():
+    for capacity in (128, 384, 8192):
+        found = regions(capacity, 5760, 4, 16, 16)
+        sizes = [4 * capacity * 4 // 16, 4 * 64 * 4, 4 * capacity * 16, 4 * capacity * 16, 4 * capacity * 5760]
+        starts = list(found)
+        assert starts[0] == 256 and all(each % 128 == 0 for each in starts)
+        assert all(start + size <= after for start, size, after in zip(starts, sizes, starts[1:], strict=False))
+    words = {"EPOCH": 1, "TICKET": 1, "DONE": 1, "STATUS": 3, "CAME": 1, "OWN": 2, "WAIT": 1, "BEGUN": 1,
+             "ROWS_TICKET": 1, "ROWS_DONE": 1, "MOST": 1}  # fmt: skip
+    taken = [getattr(exchange, name) // 4 + index for name, count in words.items() for index in range(count)]
+    assert len(taken) == len(set(taken)) and max(taken) < exchange.OPEN // 4
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ FAULTS = (
     "windows open before they were read", "flags of earlier launches count", "blocks that wait run first",
     "one flag is never written",
     "a window opens before its sums are made", "the epoch is counted by the first block to end",
+    "choices end before the rows begin", "rows learn their launch after they began", "readers wait for no row",
+    "all rows are said to be here before they are", "choices are read before they are told",
 )  # fmt: skip
+MAIN, SIDE, JOIN = "main", "side", "join"  # streams of a rank, and that the first waits for the other
 
 
 class BrokenError(AssertionError):
@@ -34,8 +37,9 @@ class BrokenError(AssertionError):
 class Setting:
     """ranks, blocks that send, chunks of a rank (one token each), blocks resident at a time.
 
-    program: the launches of every rank's stream, d for a dispatch and what reads its rows, c for a combine. Where the
-    two take turns each does the other's waiting, so they are tried alone as well.
+    program: the launches of every rank's stream, d for a dispatch and what reads its rows, a for one in two launches
+    with readers that wait, c for a combine. Where they take turns each does the other's waiting, so they are tried
+    alone as well.
     """
 
     ranks: int
@@ -49,43 +53,59 @@ class Setting:
 
 @dataclass
 class Running:
-    """A block that runs: its generator, the operation that is next, and its stores that are not delivered yet."""
+    """A block that runs: its generator, its stream, the operation that is next, and its stores that are not delivered
+    yet.
+    """
 
     body: Block
+    lane: str
     next: Operation | None = None
     stores: list[Operation] = field(default_factory=list)
 
 
 class Rank:
-    """One GPU: its memory, and the launches and reads of its stream."""
+    """One GPU: its memory, and the launches and reads of its streams."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
         self.memory: dict[Any, Any] = {}
         self.stream = self._stream()
-        self.waiting: list[Block] = []  # blocks that have not begun
+        self.waiting: list[tuple[str, Block]] = []  # blocks that have not begun
         self.running: list[Running] = []
-        self.done = False
+        self.joining = self.done = False
+        # The launch of choices keeps a block until those of rows have begun.
+        self.resident = max(machine.setting.resident, 2 if "a" in machine.setting.program else 1)
 
-    def _stream(self) -> Iterator[list[Block]]:
+    def _stream(self) -> Iterator[tuple[str, list[Block]]]:
         setting = self.machine.setting
         for launch, kind in enumerate(setting.program, start=1):
             if kind == "d":
-                yield [dispatch(self, launch) for _ in range(2 * setting.blocks + 1)]
-                yield [consume(self, launch)]
+                yield MAIN, [dispatch(self, launch) for _ in range(2 * setting.blocks + 1)]
+                yield MAIN, [consume(self, launch)]
+            elif kind == "a":
+                yield SIDE, [send_rows(self, launch) for _ in range(2 * setting.blocks + 1)]
+                yield MAIN, [send_choices(self, launch) for _ in range(setting.blocks + 1)]
+                yield MAIN, [read_choices(self, launch)]
+                yield MAIN, [gather(self, launch) for _ in range(self.resident)]  # they take all multiprocessors
+                yield JOIN, []
+                yield MAIN, [consume(self, launch)]
             else:
-                yield [combine(self, launch) for _ in range(setting.blocks + setting.chunks)]
+                yield MAIN, [combine(self, launch) for _ in range(setting.blocks + setting.chunks)]
+
+    def _busy(self, lane: str) -> bool:
+        return any(each == lane for each, _ in self.waiting) or any(each.lane == lane for each in self.running)
 
     def advance(self) -> None:
-        """The next launch of the stream, when nothing of this one is left."""
-        while not self.done and not self.waiting and not self.running:
-            self.waiting = next(self.stream, [])
-            self.done = not self.waiting
+        """The next launches, when nothing is left of the main stream's last one."""
+        while not self.done and not self._busy(MAIN) and not (self.joining and self._busy(SIDE)):
+            lane, blocks = next(self.stream, ("", []))
+            self.joining, self.done = lane == JOIN, not lane
+            self.waiting += [(lane, block) for block in blocks]
 
     def actions(self) -> list[Callable[[], None]]:
         """What could happen next."""
         found: list[Callable[[], None]] = []
-        if self.waiting and sum(each.next is not None for each in self.running) < self.machine.setting.resident:
+        if self.waiting and sum(each.next is not None for each in self.running) < self.resident:
             found.append(self._begin)
         for block in self.running:
             if block.next is not None and self._enabled(block.next):
@@ -94,8 +114,8 @@ class Rank:
         return found
 
     def _begin(self) -> None:
-        body = self.waiting.pop(self.machine.source.randrange(len(self.waiting)))
-        block = Running(body)
+        lane, body = self.waiting.pop(self.machine.source.randrange(len(self.waiting)))
+        block = Running(body, lane)
         self.running.append(block)
         self._resume(block, None)
 
@@ -242,6 +262,89 @@ def dispatch(rank: Rank, launch: int) -> Block:
             for target in targets:
                 yield from tell(rank, target, "rows", chunk, epoch)
     yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
+
+
+def send_choices(rank: Rank, launch: int) -> Block:
+    """A block of moe-dispatch that sends choices."""
+    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    turn, epoch = yield from arrive(rank, "rows")
+    if turn == 0:
+        yield from open_window(rank, "rows", epoch)
+    if turn == setting.blocks:
+        for source in range(setting.ranks):
+            for block in range(setting.blocks):
+                if setting.fault != "choices are read before they are told":
+                    yield ("wait", ("rows", "told", source, block), epoch)
+        if setting.fault != "choices end before the rows begin":
+            yield ("wait", ("rows", "begun"), epoch)
+    else:
+        yield from opened(rank, "rows", epoch)
+        for target in range(setting.ranks):
+            for token in range(turn, setting.chunks, setting.blocks):
+                sent = target in routes[launch, own, token]
+                yield ("store", target, ("rows", "indices", own, token), (launch, sent))
+        for target in range(setting.ranks):
+            yield ("release", target, ("rows", "told", own, turn), epoch)
+    yield from leave(rank, "rows", epoch, setting.blocks + 1)
+
+
+def send_rows(rank: Rank, launch: int) -> Block:
+    """A block of moe-dispatch that sends rows."""
+    setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
+    late = setting.fault == "rows learn their launch after they began"
+    epoch = 0 if late else (yield ("read", ("rows", "epoch"))) + 1
+    turn = yield ("add", ("rows", "rows ticket"))
+    if turn == 2 * setting.blocks:
+        yield ("release", own, ("rows", "begun"), launch if late else epoch)
+    epoch = (yield ("read", ("rows", "epoch"))) + 1 if late else epoch
+    if turn == 0:
+        yield from open_window(rank, "rows", epoch)
+    if turn == 2 * setting.blocks:
+        if setting.fault == "all rows are said to be here before they are":
+            yield ("release", own, ("rows", "came"), epoch)
+        for source in range(setting.ranks):
+            for chunk in range(setting.chunks):
+                yield from seen(rank, "rows", source, chunk, epoch)
+        yield ("release", own, ("rows", "came"), epoch)
+    else:
+        targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
+        if turn < setting.blocks:
+            yield from opened(rank, "rows", epoch)
+        for chunk in range(turn % setting.blocks, setting.chunks, setting.blocks):
+            for target in targets:
+                if target in routes[launch, own, chunk]:
+                    yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
+                yield from tell(rank, target, "rows", chunk, epoch)
+    ended = (yield ("add", ("rows", "rows done"))) + 1
+    if ended == 2 * setting.blocks + 1:
+        yield ("set", ("rows", "rows ticket"), 0)
+        yield ("set", ("rows", "rows done"), 0)
+
+
+def read_choices(rank: Rank, launch: int) -> Block:
+    """moe-index."""
+    setting, routes = rank.machine.setting, rank.machine.routes
+    for source in range(setting.ranks):
+        for token in range(setting.chunks):
+            sent = rank.number in routes[launch, source, token]
+            found = yield ("read", ("rows", "indices", source, token))
+            if found != (launch, sent):
+                raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+
+
+def gather(rank: Rank, launch: int) -> Block:
+    """A block of a product that reads rows as they come."""
+    setting, routes = rank.machine.setting, rank.machine.routes
+    epoch = yield ("read", ("rows", "epoch"))
+    for source in range(setting.ranks):
+        for token in range(setting.chunks):
+            if rank.number in routes[launch, source, token]:
+                came = yield ("read", ("rows", "came"))
+                if came != epoch and setting.fault != "readers wait for no row":
+                    yield from seen(rank, "rows", source, token, epoch)
+                row = yield ("read", ("rows", "row", source, token))
+                if row != (launch, source, token):
+                    raise BrokenError(f"rank {rank.number} reads row {row} of {source}, {token} in launch {launch}")
 
 
 def consume(rank: Rank, launch: int) -> Block:

@@ -36,6 +36,7 @@ class PeerDriver(FakeDriver):
         self.reach: set[tuple[int, int]] = set()
         self.able, self.enabled = 1, OK
         self.opened: dict[int, int] = {}
+        self.waits: list[tuple[int, int]] = []  # of streams for events
         self.CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
         self.CUipcMemHandle = lambda: SimpleNamespace(reserved=b"")
 
@@ -48,6 +49,15 @@ class PeerDriver(FakeDriver):
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, count: int, stream: int) -> Any:  # noqa: N802
         ctypes.memmove(target, source, count)
+        return (OK,)
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:  # noqa: N802
+        _, stream = self.cuStreamCreate(flags)
+        self.stream_contexts[stream] = self.stack[-1]
+        return OK, stream
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:  # noqa: N802
+        self.waits.append((stream, event))
         return (OK,)
 
     def cuIpcGetMemHandle(self, address: int) -> Any:  # noqa: N802

@@ -78,8 +78,9 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
                 if part:
                     begin = layer._windows[window].address
                     parts = layer._layouts[window].parts(begin, layer.ranks.device)
-                    assert address == (begin + MOST if part == "most" else parts[part].address)
-                    assert part == "most" or parts[part].shape == buffer.extents(dims)
+                    words = {"most": begin + MOST, "arrivals": begin}
+                    assert address == (words[part] if part in words else parts[part].address)
+                    assert part in words or parts[part].shape == buffer.extents(dims)
                 elif buffer.name in places:
                     assert address == FIRST + KEPT + places[buffer.name]
                 elif buffer.name in scratch:
@@ -87,6 +88,34 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
                     assert address == (FIRST + SCRATCH if home == "scratch" else mine[home].address) + begin
                 else:
                     assert address == mine[buffer.name].address
+
+
+def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
+    (layer, _), fake = ranked(over(2, "choices-overlap"), tokens=100)
+    told, kept = tensors(layer, BACKWARD), memory(layer)
+    fake.stream_contexts[77] = 1000
+    for backward in (layer.bind_backward(**told, **kept), lambda stream: layer.backward(**told, **kept, stream=stream)):
+        fake.launches.clear()
+        fake.waits.clear()
+        backward(77)
+        steps = layer.program.steps[BACKWARD]
+        streams = {step.aside: {launch.stream for launch, one in zip(fake.launches, steps, strict=True)
+                                if one.aside == step.aside} for step in steps}  # fmt: skip
+        (side,) = streams[True]
+        assert streams[False] == {77} != streams[True]
+        assert [stream for stream, _ in fake.waits] == [side, 77] * sum(step.aside for step in steps)
+    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    for each in (first, rest):  # which may be captured apart
+        fake.waits.clear()
+        each(77)
+        assert [stream for stream, _ in fake.waits] == [side, 77]
+    layer.ranks.close()
+
+
+def test_a_layer_for_inference_makes_the_windows_that_it_needs(ranked):
+    (layer, _), _ = ranked(over(2, keep="none"), tokens=100)
+    layer.connect()
+    assert set(layer._windows) == set(layer.sizes().windows) == {"sent", "sums"}
 
 
 def test_gemms_hold_back_the_clusters_of_a_margin(ranked):

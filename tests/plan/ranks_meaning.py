@@ -72,18 +72,22 @@ def dispatch(keys, reads, world, step):
     ranks, local = keys["ranks"], keys["experts"] // keys["ranks"]
     capacity = world.program.room["S"] // ranks
     for target in range(ranks):
-        window = world.windows[target]
+        window, sends = world.windows[target], keys.get("sends", "all")
         rows = window[f"{step.window}.rows"].copy().reshape(ranks, capacity, -1)
         chosen = np.full((ranks, capacity, keys["topk"]), -1)
         weights = np.zeros(chosen.shape)
         for source, own in enumerate(reads):
-            count = len(own["x"])
+            count = len(own["indices"])
             assert count <= capacity
             mine = owner(keys, own["indices"]) == target
-            rows[source, :count][mine.any(axis=1)] = own["x"][mine.any(axis=1)]
+            if sends != "choices":
+                rows[source, :count][mine.any(axis=1)] = own["x"][mine.any(axis=1)]
             chosen[source, :count] = np.where(mine, own["indices"] - target * local, -1)
-            weights[source, :count] = np.where(mine, own["weights"], 0)
+            if sends != "rows":
+                weights[source, :count] = np.where(mine, own["weights"], 0)
         window[f"{step.window}.rows"] = rows.reshape(ranks * capacity, -1)
+        if sends == "rows":
+            continue
         window[f"{step.window}.indices"] = chosen.reshape(ranks * capacity, -1)
         window[f"{step.window}.weights"] = weights.reshape(ranks * capacity, -1)
         for source, own in enumerate(reads):

@@ -9,9 +9,14 @@ from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, QUANT
 from fusekit.reference import layer as definition
 
 from . import layer_meaning, ranks_meaning
-from .test_layer_program import CASES, PLAIN, H, K, defined, options, tensors_of
+from .test_layer_program import CASES as ALONE
+from .test_layer_program import PLAIN, H, K, defined, options, tensors_of
 
-LAYERS = [name for name in PLAIN if not name.startswith("mlp")]
+OVERLAP = {
+    f"{name}-overlap": {**ALONE[name], "overlap": True} for name in ("gpt-oss", "recompute", "llama4", "choices")
+}
+CASES = ALONE | OVERLAP
+LAYERS = [name for name in [*PLAIN, *OVERLAP] if not name.startswith("mlp")]
 PARTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its own experts
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -252,9 +257,41 @@ def test_what_no_output_needs_is_not_launched():
     assert parts.count("dispatch") == 2 and parts.index("combine-dx") < parts.index("fc2-wgrad")
 
 
+def shown(made, which):
+    """The steps of a pass; ^: aside, |: waits for those, ~: awaits rows."""
+    steps = made.needed(which, made.arguments(which)[1])
+    marks = [
+        "^" * step.aside + "|" * late + "~" * bool(made.parts[step.part].get("awaits"))
+        for step, late in zip(steps, made.late(steps), strict=True)
+    ]
+    return " ".join(mark + step.part for step, mark in zip(steps, marks, strict=True))
+
+
+def test_rows_are_sent_aside_and_joined_before_they_are_read():
+    apart = "^dispatch-rows dispatch-choices"
+    made = program(over(2, "plain", overlap=True, router={"input": "choices"}))
+    assert shown(made, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
+    assert shown(made, BACKWARD) == (
+        f"{apart} ~fc2-dgrad |fc1-dgrad weights-bwd weights-return combine-dx {apart} fc2-wgrad |fc1-wgrad"
+    )
+    made = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
+    assert shown(made, BACKWARD).startswith(f"{apart} ~fc1-again {apart} ~fc2-dgrad |fc1-dgrad")
+    for name in OVERLAP:
+        made = program(over(2, name))
+        for which in (FORWARD, INFERENCE, BACKWARD):
+            aside = set()
+            for step, late in zip(made.steps[which], made.late(made.steps[which]), strict=True):
+                keys = made.parts[step.part]
+                assert not (late and (step.aside or keys.get("awaits") or keys.get("sends") == "choices"))
+                aside = set() if late or step.aside else aside
+                assert keys.get("awaits") or not aside & set(step.arguments.values()), (name, which, step.part)
+                aside |= set(step.writes.values()) if step.aside else set()
+
+
 @pytest.mark.parametrize(
     ("said", "key", "text"),
     [
+        ({"experts": 8, "overlap": True}, "overlap", "say ranks, or leave overlap out"),
         ({"experts": 8, "ranks": 3}, "ranks", "say a divisor"),
         ({"experts": 8, "ranks": 0}, "ranks", "say a divisor"),
         ({"experts": 64, "ranks": 64}, "ranks", "from 1 to 32"),

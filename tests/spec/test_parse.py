@@ -69,6 +69,7 @@ def test_every_key_arrives():
         dbias=False,
         split=False,
         gather="none",
+        awaits=False,
         quant="none",
         tile=(128, 128),
         cluster=(2, 1),

@@ -10,6 +10,11 @@ the window that only its own rank reads and writes, so a graph can be replayed. 
    ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
 3. a block that receives waits for the flags, with acquire at system scope.
 
+A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and
+behind those of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the
+rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not
+end before every block of the other has begun and has read in EPOCH which launch it is.
+
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
 never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run
 at a time, or in which order. The last block to end counts the launch as done.
@@ -27,15 +32,32 @@ from fusekit.kernels.exchange import signals
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import Permutation
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import CHUNK, DONE, EPOCH, OPEN, STATUS, TICKET, coded, parts, regions
+from fusekit.plan.exchange import (
+    CHUNK,
+    DONE,
+    EPOCH,
+    OPEN,
+    OPENING,
+    ROWS_DONE,
+    ROWS_TICKET,
+    SENDING,
+    STATUS,
+    TICKET,
+    coded,
+    parts,
+    regions,
+)
 from fusekit.plan.quantise import SIDE
 
-OPENING, ROWS = 1, 2  # stages of `plan.exchange.STAGES`
 NANOSECONDS = 10**6  # of a millisecond
 
 
 class Exchange(Permutation):
-    """What the kernels share. blocks: those that send."""
+    """What the kernels share. blocks: those that send. apart: whether another launch has the same number and counts it
+    as done.
+    """
+
+    apart = False
 
     @classmethod
     def of(cls, spec):
@@ -56,6 +78,10 @@ class Exchange(Permutation):
             address = cutlass.select_(rank == index, windows[index].toint(), address)
         return address
 
+    def rows_at(self, tensor: cute.Tensor) -> tuple:
+        """A tensor's pointer, and its row stride in bytes."""
+        return tensor.iterator, Int64(tensor.stride[0]) * self.size
+
     def regions(self, capacity: Int32, row_bytes: Int32):
         """Where the parts of a window lie."""
         scales = Int64(divide(row_bytes - 1, SIDE) + 1) * 4 if self.coded else 0
@@ -65,11 +91,15 @@ class Exchange(Permutation):
     def arrive(self, own: Int64, thread: Int32):
         """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread."""
         shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
-        # Three warps, so that none waits for another one's word.
-        if thread == 0:
-            lanes.shared_store_u32(shared, signals.draw(own + TICKET))
-        if thread == WARP:
-            lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
+        if cutlass.const_expr(self.apart):
+            if thread == 0:  # who has drawn has read which launch it is
+                lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
+                lanes.shared_store_u32(shared, signals.add(own + ROWS_TICKET, 1))
+        else:  # three warps, so that none waits for another one's word
+            if thread == 0:
+                lanes.shared_store_u32(shared, signals.draw(own + TICKET))
+            if thread == WARP:
+                lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
         if thread == 2 * WARP:
             lanes.shared_store_u32(shared + 8, signals.load(own + STATUS))
         cute.arch.sync_threads()
@@ -84,11 +114,12 @@ class Exchange(Permutation):
         shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
         cute.arch.sync_threads()
         if thread == 0:
-            ended = Int32(signals.add(own + DONE, 1)) + 1
+            ended = Int32(signals.add(own + (ROWS_DONE if self.apart else DONE), 1)) + 1
             if ended == blocks:
-                signals.store(own + TICKET, 0)
-                signals.store(own + DONE, 0)
-                signals.store(own + EPOCH, epoch)
+                signals.store(own + (ROWS_TICKET if self.apart else TICKET), 0)
+                signals.store(own + (ROWS_DONE if self.apart else DONE), 0)
+                if cutlass.const_expr(not self.apart):
+                    signals.store(own + EPOCH, epoch)
             lanes.shared_store_u32(shared, Uint32(ended == blocks))
         cute.arch.sync_threads()
         return Int32(lanes.shared_load_u32(shared))
@@ -110,8 +141,7 @@ class Exchange(Permutation):
 
     @cute.jit
     def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
-        """After the block's stores: a flag at `address` of the windows of `targets`."""
-        cute.arch.sync_threads()
+        """After a barrier behind the stores: a flag at `address` of the windows of `targets`."""
         if (thread < self.ranks) & (((targets >> (thread & 31)) & 1) != 0):
             signals.release(self.of_rank(windows, thread) + address, epoch)
 
@@ -129,4 +159,4 @@ def chunks(capacity: Int32) -> Int32:
     return capacity // CHUNK
 
 
-__all__ = ["CHUNK", "NANOSECONDS", "ROWS", "WARP", "Exchange", "chunks"]
+__all__ = ["CHUNK", "NANOSECONDS", "SENDING", "WARP", "Exchange", "chunks"]

@@ -14,12 +14,13 @@ part and, as soon as they are there, those of the others. How the ranks agree: b
 """
 
 import cutlass
+import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.exchange import signals
-from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
+from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, Exchange, chunks
 from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import LINE
@@ -27,6 +28,7 @@ from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import STATUS
 
 NAN = 0x7FFFFFFF
+COUNTS = 32  # chunks of a block whose warps are counted at a time
 
 
 class MoeCombine(Exchange):
@@ -56,10 +58,6 @@ class MoeCombine(Exchange):
             timeout,
         ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
-    def rows_at(self, tensor: cute.Tensor) -> tuple:
-        """A tensor's pointer, and its row stride in bytes."""
-        return tensor.iterator, Int64(tensor.stride[0]) * self.size
-
     @cute.kernel
     def kernel(
         self, x, inverse, weights, gradients, indices: cute.Pointer, y: list, windows: list, tokens: Int32,
@@ -88,6 +86,10 @@ class MoeCombine(Exchange):
         thread, _, _ = cute.arch.thread_idx()
         others = self.ranks - 1
         flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
+        counts = cutlass.memory.SmemAllocator().allocate(4 * COUNTS, 16).toint()
+        if thread < COUNTS:
+            lanes.shared_store_u32(counts + thread * 4, Uint32(0))
+        number = Int32(0)  # of the block's chunks
         if self.opened(self.of_rank(windows, rank), thread, epoch - 1, epoch, deadline) != 0:
             # The ranks in turn, so that no link is idle; each begins with the one behind itself.
             for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
@@ -96,9 +98,17 @@ class MoeCombine(Exchange):
                 target = cutlass.select_(target < self.ranks, target, target - self.ranks)
                 there = self.of_rank(windows, target)
                 self.send(there, source, target, chunk, sizes, rank)
-                cute.arch.sync_threads()
-                if thread == 0:
-                    signals.release(there + flag + Int64(chunk) * 4, epoch)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:  # noqa: SIM102 - the last warp tells, and no other waits for it
+                    if signals.count_in(counts + number * 4) == self.warps - 1:
+                        signals.release(there + flag + Int64(chunk) * 4, epoch)
+                number += 1
+                if number == COUNTS:
+                    number = Int32(0)
+                    cute.arch.sync_threads()
+                    if thread < COUNTS:
+                        lanes.shared_store_u32(counts + thread * 4, Uint32(0))
+                    cute.arch.sync_threads()
 
     def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
         """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""
@@ -164,7 +174,7 @@ class MoeCombine(Exchange):
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)
-            signals.fail(own + STATUS, thread, ROWS, epoch, came == 0)
+            signals.fail(own + STATUS, thread, SENDING, epoch, came == 0)
         fine = signals.every(came)
         if cutlass.const_expr(self.wide):
             for at in cutlass.range(warp, CHUNK, self.warps):

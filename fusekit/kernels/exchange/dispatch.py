@@ -5,8 +5,11 @@ whatever else is sent, so no counts are exchanged: `indices` of the window say w
 there is none, and moe-index makes the rows of groups of them. Of codes, the scales come too. How the ranks agree:
 base.py.
 
-As many blocks as send to the other ranks copy what stays here, so that the links are never idle for it. One more waits
-for what the ranks send.
+Blocks of their own copy what stays here, so that the links are never idle for it. One more waits for what the ranks
+send.
+
+Where there are enough chunks, a warp sends each by itself: no barrier holds up the next row, so a few multiprocessors
+keep the links busy. Else the warps of a block share a chunk. Choices may go in a launch of their own, all at once.
 """
 
 import cutlass
@@ -15,109 +18,120 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
 from fusekit.kernels.exchange import signals
-from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, ROWS, Exchange, chunks
+from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, WARP, Exchange, chunks
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import STATUS
+from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, OWN, ROWS, STATUS, TELLERS, WAIT
 from fusekit.plan.quantise import SIDE
+
+COPIES = 64  # blocks that copy what stays here, beside kernels that want it soon
+FEWEST = 4  # a part of the warps that chunks keep busy, if each is sent by one
 
 
 class MoeDispatch(Exchange):
-    """The kernel; calling it traces host function and kernel."""
+    """The kernel; calling it traces host function and kernel. senders: blocks that send to other ranks."""
 
     LINES = 8
 
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.sends = spec.sends
+        self.senders, self.copies = self.blocks, self.blocks
+        self.apart = self.sends == ROWS
+        if self.sends == CHOICES:
+            self.senders, self.copies = min(self.blocks, TELLERS), 0
+        elif self.apart:
+            self.copies = COPIES
+        self.grid_blocks = self.senders + self.copies + 1
+
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, x_s, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32,
-        timeout: Int32, stream: CUstream,
+        self, x, x_s, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32, timeout: Int32,
+        stream: CUstream,
     ):  # fmt: skip
-        """Launch; x_s and weights may be None. window: of every rank."""
+        """Launch; what the spec does without is None. window: of every rank."""
+        rows = self.sends != CHOICES
         self.kernel(
-            x.iterator,
-            x_s.iterator if cutlass.const_expr(self.coded) else None,
+            self.rows_at(x) if cutlass.const_expr(rows) else None,
+            None if cutlass.const_expr(x_s is None) else x_s.iterator,
             indices.iterator,
-            weights.iterator if cutlass.const_expr(self.weighted) else None,
+            None if cutlass.const_expr(weights is None) else weights.iterator,
             list(window),
-            x.shape[0],
-            x.shape[1] * self.size,
-            Int64(x.stride[0]) * self.size,
+            indices.shape[0],
+            x.shape[1] * self.size if cutlass.const_expr(rows) else Int32(0),
             rank,
             capacity,
             timeout,
-        ).launch(grid=[2 * self.blocks + 1, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[self.grid_blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(
-        self, x: cute.Pointer, x_s, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32,
-        x_stride: Int64, rank: Int32, capacity: Int32, timeout: Int32,
+        self, x, x_s, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32, rank: Int32,
+        capacity: Int32, timeout: Int32,
     ):  # fmt: skip
-        """See the module's docstring."""
+        """See the module's docstring. x: as `rows_at` gives it."""
         thread, _, _ = cute.arch.thread_idx()
-        x = (x, x_s)
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
-        sizes = (tokens, row_bytes, capacity)
-        if turn == 0:
+        sizes, source = (tokens, row_bytes, capacity), (x, indices, weights, x_s)
+        if turn == 0:  # of both launches, whichever runs first
             self.open(windows, rank, thread, epoch)
-        if turn == 2 * self.blocks:
-            self.receive(own, thread, epoch, deadline, failed, sizes)
+            self.tell_readers(own, thread, rank, capacity, timeout)
+        if turn == self.grid_blocks - 1:
+            if cutlass.const_expr(self.apart):  # noqa: SIM102
+                if thread == 0:
+                    signals.release(own + BEGUN, epoch)
+            self.receive(own, thread, epoch, deadline, failed, sizes, rank)
         elif failed == 0:
-            here = Uint32(1) << Uint32(rank)
-            if turn >= self.blocks:
-                self.send(x, indices, weights, windows, turn - self.blocks, sizes, x_stride, rank, epoch, here)
-            elif self.opened(own, thread, epoch, epoch, deadline) != 0:
-                self.send(x, indices, weights, windows, turn, sizes, x_stride, rank, epoch, ~here)
-        self.leave(own, thread, epoch, Int32(2 * self.blocks + 1))
+            copying = turn >= self.senders
+            may = Int32(1)
+            if turn < self.senders:
+                may = self.opened(own, thread, epoch, epoch, deadline)
+            if may != 0:
+                here = Uint32(1) << Uint32(rank)
+                targets = cutlass.select_(copying, here, ~here if self.copies else Uint32(0xFFFFFFFF))
+                first = cutlass.select_(copying, turn - self.senders, turn)
+                step = cutlass.select_(copying, Int32(self.copies), Int32(self.senders))
+                self.send(windows, source, (first, step), sizes, rank, epoch, targets)
+        self.leave(own, thread, epoch, Int32(self.grid_blocks))
+
+    @cute.jit
+    def tell_readers(self, own: Int64, thread: Int32, rank: Int32, capacity: Int32, timeout: Int32):
+        """The words of the window that kernels read which wait for rows."""
+        if thread == 0:
+            signals.store(own + OWN, rank * capacity)
+            signals.store(own + (OWN + 4), (rank + 1) * capacity)
+            signals.store(own + WAIT, timeout)
 
     @cute.jit
     def send(
-        self, x: tuple, indices: cute.Pointer, weights, windows: list, first: Int32, sizes: tuple,
-        x_stride: Int64, rank: Int32, epoch: Int32, targets: Uint32,
-    ):  # fmt: skip
-        """Every `blocks`-th chunk from `first` on to the ranks of `targets`, bits. x: and its scales, or None."""
-        thread, _, _ = cute.arch.thread_idx()
-        _, row_bytes, capacity = sizes
-        flags = self.regions(capacity, row_bytes).flags
-        for chunk in cutlass.range(first, chunks(capacity), self.blocks):
-            self.choices(indices, weights, windows, chunk, sizes, rank, targets)
-            if cutlass.const_expr(self.coded):
-                self.scales(x[1], windows, chunk, sizes, rank, targets)
-            self.rows(x[0], indices, windows, chunk, sizes, x_stride, rank, targets)
-            self.tell(windows, flags + Int64(rank * chunks(capacity) + chunk) * 4, thread, epoch, targets)
-
-    @cute.jit
-    def choices(
-        self, indices: cute.Pointer, weights, windows: list, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
     ):
-        """The experts of a chunk's tokens, and their weights, to each target; -1 for those that are not its own."""
-        tokens, row_bytes, capacity = sizes
+        """A block's share, every `step`-th chunk from `first` on, to the ranks of `targets`, bits."""
+        (first, step), (_, row_bytes, capacity) = share, sizes
         thread, _, _ = cute.arch.thread_idx()
-        layout = self.regions(capacity, row_bytes)
-        first = chunk * (CHUNK * self.topk)  # of the chunk's choices among the rank's
-        for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
-            choice = first + at
-            there = choice < tokens * self.topk
-            expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]
-            if cutlass.const_expr(self.weighted):
-                weight = lanes.load(weights.toint() + Int64(choice) * 4, 4, there)[0]
-            place = Int64(rank) * (Int64(capacity) * (self.topk * 4)) + Int64(choice) * 4
-            for target in cutlass.range_constexpr(self.ranks):
-                local = expert - Uint32(target * self.local)
-                mine, wanted = local < Uint32(self.local), ((targets >> target) & 1) != 0
-                told = cutlass.select_(mine, local, Uint32(0xFFFFFFFF))
-                lanes.store(windows[target].toint() + layout.indices + place, [told], 4, wanted)
-                if cutlass.const_expr(self.weighted):
-                    told = cutlass.select_(mine, weight, Uint32(0))
-                    lanes.store(windows[target].toint() + layout.weights + place, [told], 4, wanted)
+        if cutlass.const_expr(self.sends == CHOICES):
+            for at in cutlass.range(first * self.threads + thread, capacity * self.topk, step * self.threads):
+                self.choice(windows, source, at, sizes, rank, targets)
+            cute.arch.sync_threads()
+            told = self.regions(capacity, row_bytes).told
+            self.tell(windows, told + Int64(rank * TELLERS + first) * 4, thread, epoch, targets)
+        elif cutlass.const_expr(self.sends == ALL):
+            if chunks(capacity) * FEWEST >= self.senders * self.warps:
+                self.by_warp(windows, source, share, sizes, rank, epoch, targets)
+            else:
+                self.by_block(windows, source, share, sizes, rank, epoch, targets)
+        else:
+            self.by_warp(windows, source, share, sizes, rank, epoch, targets)
 
     @cute.jit
-    def scales(self, x_s: cute.Pointer, windows: list, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32):
-        """Those of a chunk's tokens to each target, whether their rows go there or not."""
-        tokens, row_bytes, capacity = sizes
-        thread, _, _ = cute.arch.thread_idx()
+    def scales(
+        self, windows: list, x_s: cute.Pointer, chunk: Int32, share: tuple, sizes: tuple, rank: Int32, targets: Uint32
+    ):
+        """Those of a chunk's tokens to each target, whether their rows go there or not. share: (first, step)."""
+        (first, step), (tokens, row_bytes, capacity) = share, sizes
         layout = self.regions(capacity, row_bytes)
-        for at in cutlass.range(thread, CHUNK * (divide(row_bytes - 1, SIDE) + 1), self.threads):
+        for at in cutlass.range(first, CHUNK * (divide(row_bytes - 1, SIDE) + 1), step):
             block = divide(at, CHUNK)
             token = chunk * CHUNK + (at - block * CHUNK)
             word = lanes.load(x_s.toint() + (Int64(block) * tokens + token) * 4, 4, token < tokens)
@@ -127,42 +141,125 @@ class MoeDispatch(Exchange):
                 lanes.store(windows[target].toint() + layout.scales + place, word, 4, wanted)
 
     @cute.jit
-    def rows(
-        self, x: cute.Pointer, indices: cute.Pointer, windows: list, chunk: Int32, sizes: tuple, x_stride: Int64,
-        rank: Int32, targets: Uint32,
-    ):  # fmt: skip
-        """The rows of a chunk's tokens to those targets that are ranks of their experts."""
-        tokens, row_bytes, capacity = sizes
+    def by_block(
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
+    ):
+        """As `send`, each chunk by all warps of the block."""
+        (first, step), (tokens, row_bytes, capacity) = share, sizes
         thread, _, _ = cute.arch.thread_idx()
         lane = thread & 31
-        warp = cute.arch.make_warp_uniform(divide(thread, 32))
-        layout = self.regions(capacity, row_bytes)
-        for at in cutlass.range(warp, CHUNK, self.warps):
-            token = chunk * CHUNK + at
-            owners = Uint32(0)
-            if token < tokens:
-                owners = self.owners(indices.toint(), token, lane) & targets
-            if owners != 0:
-                place = layout.rows + (Int64(rank) * capacity + token) * row_bytes
-                source = x.toint() + Int64(token) * x_stride
-                for piece in cutlass.range(0, row_bytes, self.piece):
-                    start = piece + lane * 16
-                    words = self.load_piece(source, start, row_bytes)
-                    for target in cutlass.range_constexpr(self.ranks):
-                        wanted = ((owners >> target) & 1) != 0
-                        self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
+        for chunk in cutlass.range(first, count, step):
+            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
+                self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(windows, source[3], chunk, (thread, self.threads), sizes, rank, targets)
+            for at in cutlass.range(warp, CHUNK, self.warps):
+                token = chunk * CHUNK + at
+                if token < tokens:
+                    owners = self.owners(source[1].toint(), token, lane) & targets
+                    self.row(windows, source[0], token, owners, sizes, rank)
+            cute.arch.sync_threads()
+            self.tell(windows, flags + Int64(rank * count + chunk) * 4, thread, epoch, targets)
 
     @cute.jit
-    def receive(self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple):
-        """Waits for every chunk of every rank. Where one is missing, no token has experts here."""
+    def by_warp(
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
+    ):
+        """As `send`, each chunk by one warp: no barrier holds it up."""
+        (first, step), (_, row_bytes, capacity) = share, sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
+        for chunk in cutlass.range(warp * step + first, count, step * self.warps):
+            if cutlass.const_expr(self.sends == ALL):
+                for at in cutlass.range(lane, CHUNK * self.topk, WARP):
+                    self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(windows, source[3], chunk, (lane, WARP), sizes, rank, targets)
+            self.chunk_of_warp(windows, source, chunk, sizes, rank, targets)
+            cute.arch.sync_warp()
+            self.tell(windows, flags + Int64(rank * count + chunk) * 4, lane, epoch, targets)
+
+    @cute.jit
+    def choice(self, windows: list, source: tuple, choice: Int32, sizes: tuple, rank: Int32, targets: Uint32):
+        """A choice's expert and weight to each target; -1 where the expert is not the target's."""
+        tokens, row_bytes, capacity = sizes
+        _, indices, weights, _ = source
+        layout = self.regions(capacity, row_bytes)
+        there = choice < tokens * self.topk
+        expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]
+        if cutlass.const_expr(self.weighted):
+            weight = lanes.load(weights.toint() + Int64(choice) * 4, 4, there)[0]
+        place = Int64(rank) * (Int64(capacity) * (self.topk * 4)) + Int64(choice) * 4
+        for target in cutlass.range_constexpr(self.ranks):
+            local = expert - Uint32(target * self.local)
+            mine, wanted = local < Uint32(self.local), ((targets >> target) & 1) != 0
+            told = cutlass.select_(mine, local, Uint32(0xFFFFFFFF))
+            lanes.store(windows[target].toint() + layout.indices + place, [told], 4, wanted)
+            if cutlass.const_expr(self.weighted):
+                told = cutlass.select_(mine, weight, Uint32(0))
+                lanes.store(windows[target].toint() + layout.weights + place, [told], 4, wanted)
+
+    @cute.jit
+    def chunk_of_warp(self, windows: list, source: tuple, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32):
+        """All rows of a chunk, by one warp."""
+        tokens, _, _ = sizes
+        lane = cute.arch.lane_idx()
+        first = chunk * CHUNK
+        if first < tokens:
+            known = Uint32(0)  # the owners of the chunk's token `lane`
+            for at in cutlass.range_constexpr(CHUNK):
+                token = cutlass.min(first + at, tokens - 1)
+                found = self.owners(source[1].toint(), token, lane)
+                known = Uint32(cutlass.select_(lane == at, found, known))
+            known = Uint32(cutlass.select_(first + lane < tokens, known & targets, Uint32(0)))
+            for at in cutlass.range(0, CHUNK, unroll=1):
+                self.row(windows, source[0], first + at, Uint32(cute.arch.shuffle_sync(known, at)), sizes, rank)
+
+    @cute.jit
+    def row(self, windows: list, x: tuple, token: Int32, owners: Uint32, sizes: tuple, rank: Int32):
+        """A row, by a warp, to its owners."""
+        _, row_bytes, capacity = sizes
+        lane = cute.arch.lane_idx()
+        if owners != 0:
+            place = self.regions(capacity, row_bytes).rows + (Int64(rank) * capacity + token) * row_bytes
+            source = x[0].toint() + Int64(token) * x[1]
+            for piece in cutlass.range(0, row_bytes, self.piece):
+                start = piece + lane * 16
+                words = self.load_piece(source, start, row_bytes)
+                for target in cutlass.range_constexpr(self.ranks):
+                    wanted = ((owners >> target) & 1) != 0
+                    self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
+
+    @cute.jit
+    def receive(
+        self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple, rank: Int32
+    ):
+        """Waits for all chunks, or all choices, of every rank. Where one is missing, no token has experts here."""
         _, row_bytes, capacity = sizes
         layout = self.regions(capacity, row_bytes)
+        first, count, room = layout.flags, chunks(capacity), chunks(capacity)
+        if cutlass.const_expr(self.sends == CHOICES):
+            first, count, room = layout.told, Int32(self.senders), Int32(TELLERS)
         came = Int32(failed == 0)
         if failed == 0:
-            for chunk in cutlass.range(thread, self.ranks * chunks(capacity), self.threads):
-                seen = signals.wait(own + layout.flags + Int64(chunk) * 4, epoch, deadline)
-                signals.fail(own + STATUS, divide(chunk, chunks(capacity)), ROWS, epoch, seen == 0)
+            for at in cutlass.range(thread, self.ranks * count, self.threads):
+                source = divide(at, count)
+                flag = source * room + (at - source * count)
+                seen = signals.wait(own + first + Int64(flag) * 4, epoch, deadline)
+                signals.fail(own + STATUS, source, SENDING, epoch, seen == 0)
                 came = came & seen
+            if cutlass.const_expr(self.sends == CHOICES):  # noqa: SIM102
+                if thread == 0:
+                    seen = signals.wait(own + BEGUN, epoch, deadline)
+                    signals.fail(own + STATUS, rank, BEGINNING, epoch, seen == 0)
+                    came = came & seen
         if signals.every(came) == 0:
             for choice in cutlass.range(thread, self.ranks * capacity * self.topk, self.threads):
                 lanes.store(own + layout.indices + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4)
+        elif cutlass.const_expr(self.apart):  # noqa: SIM102
+            if thread == 0:
+                signals.release(own + CAME, epoch)

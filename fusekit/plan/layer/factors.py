@@ -43,7 +43,8 @@ class Given:
 class Rows:
     """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
     neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. codes: begins
-    the names of its codes; default: its own name.
+    the names of its codes; default: its own name. arrivals: where a window says which rows have come, while products
+    run that read them by index; "": all have.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rows:
     extent: str
     index: str = ""
     codes: str = ""
+    arrivals: str = ""
 
     @property
     def base(self) -> str:
@@ -95,7 +97,8 @@ class Plain:
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`."""
         other = "n" if major == "k" else "k"
-        return self.tokens("x", rows) | Given({"b_major": other if backward else major}, {"w": weight})
+        given = self.tokens("x", rows) | Given({"b_major": other if backward else major}, {"w": weight})
+        return given | Given({"awaits": True}, {"arrivals": rows.arrivals}) if rows.arrivals else given
 
     def tokens(self, argument: str, rows: Rows) -> Given:
         """As in `Factors`."""

@@ -65,6 +65,7 @@ class Options:
     tokens: int
     ranks: int = 1
     recipe: str = NONE
+    overlap: bool = False
 
     @property
     def local(self) -> int:
@@ -131,6 +132,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
         Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", default=1),
+        Key("overlap", "bool", "Over ranks: products begin while the rows that they read still come; else they wait for"
+            " all.", default=False),
         Key("problem", "table", "The tokens that variants are chosen for.",
             keys=(Key("T", "int", "Tokens.", minimum=1, required=True),)),
     )  # fmt: skip
@@ -163,6 +166,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
         tokens=(values["problem"] or {}).get("T", TOKENS),
         ranks=values["ranks"],
         recipe=values["recipe"],
+        overlap=values["overlap"],
     )
 
 
@@ -206,6 +210,10 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
+    if options.overlap and options.recipe != NONE:
+        yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
+    if options.overlap and options.ranks == 1:
+        yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
     if kind_of(options.activation["kind"]).backward:
         yield "activation.kind", options.activation["kind"], "name the forward activation; the layer knows the other"
     if not options.gated and options.glu_layout != "none":

@@ -75,7 +75,7 @@ class Passes:
 
     def step(
         self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names,
-        window: str = "",
+        window: str = "", aside: bool = False,
     ) -> None:  # fmt: skip
         """A launch of `part`, whose table has `keys`, in the passes `which`."""
         asked = (which,) if isinstance(which, str) else which
@@ -83,7 +83,7 @@ class Passes:
         if asked:
             self.parts[part] = dict(keys)
         for each in asked:
-            self.steps[each].append(Step(part, dict(reads), dict(writes), window))
+            self.steps[each].append(Step(part, dict(reads), dict(writes), window, aside))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
         """The table of a GEMM of N by K."""

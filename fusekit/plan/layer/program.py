@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.exchange import CHOICES
 from fusekit.plan.quant import SIDE
 
 ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
@@ -47,13 +48,21 @@ class Step:
     """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes.
 
     window: of a launch that all ranks make together, the one that they store into; what then is in a window is no
-    argument.
+    argument. aside: it is queued on another stream, behind what was queued there and before (`Program.late`).
     """
 
     part: str
     reads: Mapping[str, str]
     writes: Mapping[str, str]
     window: str = ""
+    aside: bool = False
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """The kernel's arguments, as buffers."""
+        return {
+            name: buffer for name, buffer in {**self.reads, **self.writes}.items() if not name.startswith("window.")
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,20 @@ class Program:
                 found.append(step)
                 wanted |= set(step.reads.values())
         return tuple(reversed(found))
+
+    def late(self, steps: Iterable[Step]) -> list[bool]:
+        """Of each step, whether it waits for what is queued aside before it: because it reads what that writes, or
+        because a step before it has awaited the rows anyway. What must run beside it never waits.
+        """
+        found, aside, awaited = [], set[str](), False
+        for step in steps:
+            keys = self.parts[step.part]
+            beside = step.aside or bool(keys.get("awaits")) or keys.get("sends") == CHOICES
+            late = bool(aside) and not beside and (awaited or not aside.isdisjoint(step.arguments.values()))
+            found.append(late)
+            awaited = (awaited or bool(keys.get("awaits"))) and not late and not step.aside
+            aside = (set() if late or step.aside else aside) | (set(step.writes.values()) if step.aside else set())
+        return found
 
     def kept(self, dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each kept buffer begins, and the bytes of all."""

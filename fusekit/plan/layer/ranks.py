@@ -3,6 +3,9 @@
     of a token's rank    router, choices | dispatch of x                                         combine -> y
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |
 
+With overlap, a dispatch is two launches: rows are sent aside, and the products that read them begin when the choices
+are there. When x is sent again, the gradients of other weights are made meanwhile.
+
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
 before, since the router's part of dx is made of them. x is sent again where a step needs it: to keep what came would
 take as much memory as a window for each layer.
@@ -18,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fusekit.plan.exchange import GRAIN, of_row, parts, regions
+from fusekit.plan.exchange import CHOICES, GRAIN, ROWS, of_row, parts, regions, words
 from fusekit.plan.layer.factors import CODES as E4M3
 from fusekit.plan.layer.factors import Blocks, Rows
 from fusekit.plan.layer.options import Options
@@ -29,6 +32,7 @@ from fusekit.plan.quantise import SIDE
 
 # Windows: of codes of x, of x, of dy, of sums of rows, and of gradients of weights.
 WINDOWS = CODES, SENT, GRADS, SUMS, RETURNED = "codes", "sent", "grads", "sums", "returned"
+BLOCKS = 16  # that send rows while products run, each on a multiprocessor that these lack
 
 
 def arrives(options: Options) -> str:
@@ -37,16 +41,20 @@ def arrives(options: Options) -> str:
 
 
 def stores(program: Program, which: str = "") -> dict[str, str]:
-    """The windows of all passes, or of one, with a part that stores into each."""
+    """The windows of all passes, or of one, with the first part that stores into each, which sends rows."""
     chosen = [steps for name, steps in program.steps.items() if which in ("", name)]
-    found = {step.window: step.part for steps in chosen for step in steps if step.window}
+    found: dict[str, str] = {}
+    for step in (step for steps in chosen for step in steps):
+        found.setdefault(step.window, step.part)
     return {window: found[window] for window in WINDOWS if window in found}
 
 
 def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
-    """S and M for at most so many tokens of each rank, and rows of a rank's experts; None: enough for any routing."""
+    """S, M, and F, words of a window that say what has come, for at most so many tokens of each rank, and rows of a
+    rank's experts; None: enough for any routing.
+    """
     slots = options.ranks * -(-tokens // GRAIN) * GRAIN
-    return {"S": slots, "M": slots * min(options.topk, options.local) if rows is None else rows}
+    return {"S": slots, "F": words(slots), "M": slots * min(options.topk, options.local) if rows is None else rows}
 
 
 def window_sizes(program: Program, options: Options) -> dict[str, int]:
@@ -80,6 +88,12 @@ class RankedExperts(Experts):
             p.buffer(f"{window}.weights", "S", o.topk, dtype="f32", place=window)
         if self.first == CODES:
             p.buffer(f"{CODES}.scales", -(-o.hidden // SIDE), "S", dtype="f32", place=CODES)
+        if o.overlap:
+            for window in (SENT, GRADS):
+                p.buffer(f"{window}.arrivals", "F", dtype="i32", place=window)
+            self.rows_dy = replace(self.rows_dy, arrivals=f"{GRADS}.arrivals")
+            if not self.by_input:
+                self.rows_x = replace(self.rows_x, arrivals=f"{SENT}.arrivals")
         p.buffer(f"{self.first}.most", 1, dtype="i32", place=self.first)
         p.buffer("row_dweights", "S", o.topk, dtype="f32")
 
@@ -88,10 +102,19 @@ class RankedExperts(Experts):
         return self.rows(op, ranks=self.o.ranks, experts=self.o.experts, **keys)
 
     def dispatch(self, which: str | tuple[str, ...], x: str, window: str) -> None:
-        """Rows of tokens, or of their gradients, to the ranks of their experts."""
-        reads = {"x": x, "indices": "indices", "weights": "weights"}
+        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where a product reads them."""
+        awaited = {SENT: self.rows_x, GRADS: self.rows_dy}[window].arrivals
+        choices = {"indices": "indices", "weights": "weights"}
         made = {f"window.{part}": f"{window}.{part}" for part in ("rows", "indices", "weights")}
-        self.passes.step(which, "dispatch", self.exchange("moe-dispatch", weighted=True), reads, made, window)
+        keys = self.exchange("moe-dispatch", weighted=True)
+        if not awaited:
+            self.passes.step(which, "dispatch", keys, {"x": x, **choices}, made, window)
+            return
+        reads, rows = {"x": x, "indices": "indices"}, {"window.rows": f"{window}.rows"}
+        aside = {**keys, "sends": ROWS, "blocks": BLOCKS}
+        self.passes.step(which, "dispatch-rows", aside, reads, rows, window, aside=True)
+        made["window.arrivals"] = awaited
+        self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
 
     def dispatch_codes(self) -> None:
         """Codes of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""

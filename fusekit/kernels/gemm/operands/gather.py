@@ -11,6 +11,9 @@ A GEMM's tile has one set of rows, a stage the next columns: each lane keeps whe
 weight gradient's tile has one set of columns, a stage the next rows, whose numbers are read `AHEAD` stages before. The
 next tile's first numbers are read while the last stages of this one are copied.
 
+Where rows come from other ranks while the kernel runs, a warp waits for those of a tile before it copies the first
+(arrivals.py).
+
 A number outside [0, T) chooses nothing: the row is zeros. So is a row beyond its group, and a column beyond the tensor;
 none of them is read.
 
@@ -50,6 +53,9 @@ class Gather(Operand):
         self.share = self.height // GATHER_WARPS  # rows of a warp
         self.read_ahead = AHEAD if self.wgrad else 1  # sets of row numbers that a lane keeps
 
+    def bind(self, halves) -> None:
+        self.arrivals = halves.get("arrivals")
+
     def parameter(self, given):
         rows = getattr(given, self.plan.gather)
         fields = [
@@ -64,19 +70,22 @@ class Gather(Operand):
         return None
 
     @cute.jit
-    def run(self, gathered, shared, stages, ring, extents: Extents, warp: Int32):
-        """A gathering warp, the `warp`-th of them; all its lanes."""
+    def run(self, gathered, arrivals, shared, stages, ring, extents: Extents, warp: Int32):
+        """A gathering warp, the `warp`-th of them; all its lanes. arrivals: None where all rows are here."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         stage = Int32(0)
         phase = Int32(1)  # a fresh barrier counts as passed in the opposite phase
         row, end, n_tile, group, m_tile = self.tile(ring, count, lane)
         numbers = self.first_numbers(gathered, row, end, warp, lane)
+        here = Int32(0)  # whether all rows are, as far as the warp knows
         landed = shared.landed if cutlass.const_expr(self.plan.relays) else stages.full
         while group >= 0:
             steps = self.steps(row, end, extents)
             before = cutlass.max(steps - AHEAD, 0)
             column = self.first_column(n_tile, m_tile, lane)
+            if cutlass.const_expr(arrivals is not None):
+                numbers, here = self.arrivals.wait(arrivals, numbers, gathered.count, here)
             state = self.begin_tile(gathered, numbers, column, lane)
             place = (row, end, column, self.columns(extents) - column, warp, lane, landed)
             state, stage, phase = self.copy_stages(gathered, state, Int32(0), before, stages, stage, phase, place)

@@ -19,14 +19,14 @@ from fusekit.kernels.gemm.operands.saved_preactivation import z_columns, z_place
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
 from fusekit.kernels.gemm.sm90.promoted import main_loop
-from fusekit.kernels.gemm.sm90.scheduler import Scheduler
+from fusekit.kernels.gemm.sm90.scheduler import scheduler
 from fusekit.plan.activations import forms
 from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, main_loop(plan, halves), BackwardEpilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), BackwardEpilogue(plan, halves), scheduler(plan))
 
 
 class BackwardEpilogue:

@@ -14,7 +14,7 @@ from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
 from fusekit.kernels.gemm.sm90.promoted import main_loop
-from fusekit.kernels.gemm.sm90.scheduler import Scheduler
+from fusekit.kernels.gemm.sm90.scheduler import scheduler
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.plan.activations import forms
 from fusekit.plan.gemm import WARP_ROWS, GemmPlan
@@ -22,7 +22,7 @@ from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Gemm(plan, halves, main_loop(plan, halves), Epilogue(plan, halves), Scheduler(plan))
+    return Gemm(plan, halves, main_loop(plan, halves), Epilogue(plan, halves), scheduler(plan))
 
 
 class Epilogue:

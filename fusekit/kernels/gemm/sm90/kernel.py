@@ -123,8 +123,8 @@ class Gemm:
             if warp == 0 and lane == 0:
                 self.main_loop.load(operands, stages, ring, extents, rank)
             if warp == 1:
-                offsets, workspace = (getattr(operands, name, None) for name in ("offsets", "workspace"))
-                self.scheduler.run(ring, offsets, extents, workspace, rank)
+                workspace = getattr(operands, "workspace", None)
+                self.scheduler.run(ring, self.scheduler.source(operands), extents, workspace, rank)
             for half in self.epilogue.operands:
                 half.assist(Idle(operands, shared, extents, ring, warp))
         elif cutlass.const_expr(plan.gathers or plan.turning):
@@ -144,7 +144,8 @@ class Gemm:
     def fourth(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents, warp: Int32) -> None:
         """A warp of the fourth warpgroup, the `warp`-th of them."""
         if self.plan.gathers:
-            self.halves["gather"].run(operands.gather, shared, stages, ring, extents, warp)
+            arrivals = getattr(operands, "arrivals", None)
+            self.halves["gather"].run(operands.gather, arrivals, shared, stages, ring, extents, warp)
         else:
             self.halves["dz_turned"].run(Idle(operands, shared, extents, ring, warp))
 

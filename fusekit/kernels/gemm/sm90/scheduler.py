@@ -13,6 +13,8 @@ The warp keeps 32 groups at a time in its lanes. A cluster's numbers only grow, 
 and never looks back.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
@@ -23,12 +25,14 @@ from fusekit.kernels.ptx import (
     arrive_at,
     arrive_expecting,
     divide,
+    load_below,
     load_shared_v4,
     mapped_address,
     modulo,
     store_async_v4,
     store_shared_v4,
 )
+from fusekit.plan.exchange import OWN
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.quant import SIDE
 
@@ -120,6 +124,16 @@ class Scheduler:
         self.raster = Raster(plan)
         self.sentinels = 2 if plan.pingpong else 1  # each consumer warpgroup must see the end
 
+    start = 0  # from which the loop of `publish` counts groups
+
+    def source(self, operands):
+        """What the groups' rows are read from."""
+        return getattr(operands, "offsets", None)
+
+    def group(self, counted: Int32) -> Int32:
+        """The group that `publish` counts so."""
+        return counted
+
     @cute.jit
     def run(self, ring: TileRing, offsets, extents: Extents, counters, rank: Int32):
         """Fill the ring until the cluster's tiles are over; all lanes of one warp.
@@ -140,7 +154,7 @@ class Scheduler:
         groups, rows, n, _, k = extents
         number = self.first_number()
         count = Int32(0)
-        first = Int32(0)
+        first = Int32(self.start)
         begin, end, last = self.groups_of_lanes(offsets, first, groups, rows, n, Int32(0), lane)
         chunk_end = cute.arch.shuffle_sync(last, 31)
         more = Boolean(True)
@@ -159,7 +173,7 @@ class Scheduler:
                 local = number - (cute.arch.shuffle_sync(last, owner) - self.raster.count(m_tiles, n))
                 m_tile, n_tile = self.raster.place(local, m_tiles, n, k, rank)
                 if writer:
-                    ring.put(count, (group_begin + m_tile * tile_m, group_end, n_tile, first + owner), rank)
+                    ring.put(count, (group_begin + m_tile * tile_m, group_end, n_tile, self.group(first) + owner), rank)
                 count += 1
                 number = self.next_number(counters, number, lane)
         self.finish(ring, (Int32(0), Int32(0), Int32(0), Int32(NO_TILE)), count, counters, rank, writer, lane)
@@ -188,6 +202,20 @@ class Scheduler:
     @cute.jit
     def groups_of_lanes(self, offsets, first: Int32, groups: Int32, rows: Int32, n: Int32, base: Int32, lane: Int32):
         """Rows [begin, end) of group first + lane, and the tile number at which that group ends."""
+        begin, end = self.rows_of_lane(offsets, first, groups, rows, lane)
+        tiles = Int32(0)
+        if end > begin:
+            tiles = self.raster.count(divide(end - begin + (self.plan.tile[0] - 1), self.plan.tile[0]), n)
+        last = tiles
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(last, 1 << step, mask_and_clamp=0)
+            if lane >= (1 << step):
+                last += below
+        return begin, end, last + base
+
+    @cute.jit
+    def rows_of_lane(self, offsets, first: Int32, groups: Int32, rows: Int32, lane: Int32):
+        """Rows [begin, end) of group first + lane."""
         begin = Int32(0)
         end = Int32(0)
         if cutlass.const_expr(self.plan.grouped):
@@ -199,15 +227,7 @@ class Scheduler:
         else:
             if lane == 0:
                 end = rows
-        tiles = Int32(0)
-        if end > begin:
-            tiles = self.raster.count(divide(end - begin + (self.plan.tile[0] - 1), self.plan.tile[0]), n)
-        last = tiles
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(last, 1 << step, mask_and_clamp=0)
-            if lane >= (1 << step):
-                last += below
-        return begin, end, last + base
+        return begin, end
 
     @cute.jit
     def next_number(self, counters, number: Int32, lane: Int32):
@@ -229,6 +249,66 @@ class Scheduler:
             if ended == self.clusters() - 1:
                 cute.arch.store(counters, Int32(0))
                 cute.arch.store(counters + 1, Int32(0))
+
+
+class OwnFirst(Scheduler):
+    """Begins with the tiles that have only rows of the rank's own tokens, while others come (operands/arrivals.py).
+
+    The first 32 groups are gone through three times: for those tiles, for the ones before them and for the ones behind.
+    A group's rows are in the order of their tokens' places, so its own ones lie together; in another order, tiles come
+    in another order, too. A part begins at a whole tile of its group: the tiles are the same as without parts.
+    """
+
+    start = -64
+
+    def source(self, operands):
+        """As in `Scheduler`, with the rows' places, and the window that says which of them are the rank's own."""
+        return OwnRows(operands.offsets, operands.gather.index, operands.arrivals)
+
+    def group(self, counted: Int32) -> Int32:
+        """As in `Scheduler`."""
+        return cutlass.max(counted, 0)
+
+    @cute.jit
+    def rows_of_lane(self, source, first: Int32, groups: Int32, rows: Int32, lane: Int32):
+        """As in `Scheduler`, of one of three parts where first is 0 or less."""
+        tile_m = self.plan.tile[0]
+        begin, end = Scheduler.rows_of_lane(self, source.offsets, self.group(first), groups, rows, lane)
+        if first <= 0:
+            own = source.arrivals.toint() + OWN
+            low = first_from(source.index, begin, end, load_word(own))
+            high = first_from(source.index, begin, end, load_word(own + 4))
+            low = cutlass.min(begin + divide(cutlass.max(low - begin, 0) + (tile_m - 1), tile_m) * tile_m, end)
+            if high < end:  # a last tile that is not full is its own where all of its rows are
+                high = begin + divide(cutlass.max(high - begin, 0), tile_m) * tile_m
+            high = cutlass.max(high, low)
+            if first == -64:
+                begin, end = low, high
+            elif first == -32:
+                end = low
+            else:
+                begin = high
+        return begin, end
+
+
+class OwnRows(NamedTuple):
+    """Pointers: the groups' ends, the place of each row's token, the window."""
+
+    offsets: Any
+    index: Any
+    arrivals: Any
+
+
+@cute.jit
+def first_from(index, begin: Int32, end: Int32, bound: Int32):
+    """The first row in [begin, end) with index[row] >= bound; end where there is none. All lanes, each its own rows."""
+    low, high = begin, end
+    while cute.arch.vote_any_sync(low < high):
+        middle = low + divide(cutlass.max(high - low, 0), 2)
+        below = (low < high) & (load_below(index, middle, end) < bound)
+        high = cutlass.select_((low < high) & (not below), middle, high)
+        low = cutlass.select_(below, middle + 1, low)
+    return low
 
 
 class GroupScheduler(Scheduler):
@@ -300,3 +380,14 @@ def add_up(count: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[count]
     )
+
+
+def load_word(address) -> Int32:
+    """A word that an earlier launch wrote."""
+    return cute.arch.inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32],
+                                read_only_args=[address])  # fmt: skip
+
+
+def scheduler(plan: GemmPlan) -> Scheduler:
+    """That of a kernel for tiles of rows."""
+    return (OwnFirst if plan.has("arrivals") else Scheduler)(plan)

@@ -1,0 +1,181 @@
+"""Dispatch and combine between two devices of this process, by how many blocks send and how many warps they have.
+
+    python -m fusekit.bench.exchange --spec > bench-exchange.toml && fusekit build bench-exchange.toml    on any machine
+    python -m fusekit.bench.exchange [--tokens 8192] [--hidden 2048]
+
+Each rank has as many tokens of one choice, half of them of the other's experts. Prints one JSON document, with the
+microseconds of a launch in CUDA graphs: medians of rounds, each of the slower rank. `copy` is what the driver takes for
+the bytes that cross, both ways at once; `apart` are dispatches in two launches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusekit.bench.timing import median
+from fusekit.exchange import Layout, Ranks
+from fusekit.runtime import DeviceArray, Library, open_library
+from fusekit.runtime.side import Aside, run
+
+FILE = "bench-exchange"
+COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
+TIMEOUT = 10_000
+BLOCKS, WARPS, FEW = (32, 64, 128), (8, 16), (16, 32, 64)
+HEAD = """schema = 1
+
+[defaults]
+arch = "sm_90a"
+"""
+Launch = Callable[[int], None]
+
+
+def table(name: str, op: str, **keys: Any) -> str:
+    """Of a spec file: a kernel of two ranks with an expert each."""
+    said = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    return f'\n[[kernel]]\nname = "{name}"\nop = "{op}"\nranks = 2\nexperts = 2\ntopk = 1\n{said}'
+
+
+def spec() -> str:
+    """The file with all kernels."""
+    made = [HEAD]
+    for op in ("dispatch", "combine"):
+        made += [table(f"{op}-{blocks}", f"moe-{op}", blocks=blocks, warps=list(WARPS)) for blocks in BLOCKS]
+    made += [table(f"rows-{blocks}", "moe-dispatch", blocks=blocks, sends="rows") for blocks in FEW]
+    return "".join([*made, table("choices-64", "moe-dispatch", sends="choices")])
+
+
+class Rank:
+    """The tensors of a rank, and a stream."""
+
+    def __init__(self, library: Library, ranks: Ranks, tokens: int, hidden: int, indices: Sequence[Any]) -> None:
+        self.library, self.ranks, self.hidden, self.tokens = library, ranks, hidden, tokens
+        own = indices[ranks.rank]
+        capacity = -(-tokens // 128) * 128
+        chosen = np.concatenate([np.pad(each, (0, capacity - tokens), constant_values=-1) for each in indices])
+        mine = chosen == ranks.rank
+        inverse = np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32)[:, None]
+        source = np.random.default_rng(ranks.rank)
+        self.tensors = {
+            "x": self._array(source.integers(0, 2**14, (tokens, hidden)).astype(np.uint16), "bf16"),
+            "indices": self._array(own.astype(np.int32)[:, None], "i32"),
+            "rows": self._array(source.integers(0, 2**14, (max(int(mine.sum()), 1), hidden)).astype(np.uint16), "bf16"),
+            "inverse": self._array(inverse, "i32"),
+            "y": self._array(np.zeros((tokens, hidden), np.uint16), "bf16"),
+        }
+        driver = library.devices.driver
+        with library.devices.active(library.devices.get(ranks.device)):
+            self.stream = int(driver.check(driver.api.cuStreamCreate(1), "cuStreamCreate"))
+            self.events = [driver.check(driver.api.cuEventCreate(0), "cuEventCreate") for _ in range(2)]
+
+    def _array(self, value: Any, dtype: str) -> DeviceArray:
+        made = DeviceArray(self.library.devices, value.shape, dtype, self.ranks.device)
+        made.upload(np.ascontiguousarray(value))
+        return made
+
+    def launch(self, name: str) -> Any:
+        """A kernel bound to this rank's tensors, and its window."""
+        kernel = self.library.load(f"{FILE}/{name}", device=self.ranks.device)
+        whole = {**kernel.spec, "sends": "all"}
+        layout = Layout(whole, self.tokens, self.hidden)
+        window = self.ranks.window((kernel.spec["op"],), layout.bytes)
+        given: dict[str, Any] = {"indices": self.tensors["indices"]}
+        if kernel.spec["op"] == "moe-combine":
+            given |= {"x": self.tensors["rows"], "inverse": self.tensors["inverse"], "y": self.tensors["y"]}
+        elif kernel.spec["sends"] != "choices":
+            given["x"] = self.tensors["x"]
+        common = {"rank": self.ranks.rank, "capacity": layout.capacity, "timeout": TIMEOUT}
+        return kernel.bind(**given, **common, window=window.peers)
+
+
+def measure(ranks: Sequence[Rank], launches: Sequence[Sequence[Launch]]) -> float:
+    """Microseconds of the launches of each rank, one after the other."""
+    library = ranks[0].library
+    devices, api, check = library.devices, library.devices.driver.api, library.devices.driver.check
+    graphs = []
+    for rank, own in zip(ranks, launches, strict=True):  # what a first launch makes ready, no capture can
+        with devices.active(devices.get(rank.ranks.device)):
+            run(list(own), rank.stream)
+    for rank in ranks:
+        with devices.active(devices.get(rank.ranks.device)):
+            check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
+    for rank, own in zip(ranks, launches, strict=True):
+        with devices.active(devices.get(rank.ranks.device)):
+            mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            check(api.cuStreamBeginCapture(rank.stream, mode), "cuStreamBeginCapture")
+            for _ in range(COUNT):
+                run(list(own), rank.stream)
+            captured = check(api.cuStreamEndCapture(rank.stream), "cuStreamEndCapture")
+            graphs.append(check(api.cuGraphInstantiate(captured, 0), "cuGraphInstantiate"))
+    found = []
+    for _ in range(ROUNDS + 1):
+        for rank, graph in zip(ranks, graphs, strict=True):
+            with devices.active(devices.get(rank.ranks.device)):
+                check(api.cuEventRecord(rank.events[0], rank.stream), "cuEventRecord")
+                check(api.cuGraphLaunch(graph, rank.stream), "cuGraphLaunch")
+                check(api.cuEventRecord(rank.events[1], rank.stream), "cuEventRecord")
+        times = []
+        for rank in ranks:
+            with devices.active(devices.get(rank.ranks.device)):
+                check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
+                times.append(check(api.cuEventElapsedTime(*rank.events), "cuEventElapsedTime"))
+        found.append(max(times))
+    for rank in ranks:
+        rank.ranks.check()
+    return float(median(found[1:])) * 1e3 / COUNT
+
+
+def copies(ranks: Sequence[Rank]) -> list[list[Launch]]:
+    """The driver's copies of half of each rank's rows to the other one."""
+    devices = ranks[0].library.devices
+    api, check = devices.driver.api, devices.driver.check
+    size = ranks[0].tokens // 2 * ranks[0].hidden * 2
+
+    def copy(rank: Rank, other: Rank) -> Launch:
+        target, source = other.tensors["y"].data_ptr(), rank.tensors["x"].data_ptr()
+        return lambda stream: check(api.cuMemcpyDtoDAsync(target, source, size, stream), "cuMemcpyDtoDAsync")
+
+    return [[copy(rank, ranks[1 - index])] for index, rank in enumerate(ranks)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = ArgumentParser(prog="python -m fusekit.bench.exchange", description="Dispatch and combine.")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--spec", action="store_true", help=f"print {FILE}.toml, the kernels that are needed")
+    given = parser.parse_args(arguments)
+    if given.spec:
+        sys.stdout.write(spec())
+        return 0
+    library = open_library()
+    half = np.arange(given.tokens) % 2
+    indices = [np.random.default_rng(7 + rank).permutation(half) for rank in range(2)]
+    made = Ranks.in_process(library.devices, [0, 1], TIMEOUT)
+    ranks = [Rank(library, each, given.tokens, given.hidden, indices) for each in made]
+    found: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
+    names = [f"{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS]
+    runs = {name: [[rank.launch(name)] for rank in ranks] for name in names}
+    for blocks in FEW:
+        pairs = [[rank.launch(f"rows-{blocks}@w16"), rank.launch("choices-64@w16")] for rank in ranks]
+        runs[f"apart-{blocks}"] = [
+            [Aside(rows, rank.ranks.side(library.devices)), choices]
+            for rank, (rows, choices) in zip(ranks, pairs, strict=True)
+        ]
+    runs["copy"] = copies(ranks)
+    for name, each in runs.items():
+        found["us"][name] = round(measure(ranks, each), 2)
+        sys.stderr.write(f"{name} {found['us'][name]}\n")
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    for rank in made:
+        rank.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Launches on a stream beside the caller's, forked and joined by events, so that a CUDA graph captures them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusekit.runtime.devices import Devices
+
+Queue = Callable[[int], None]  # what queues a launch on the stream with that handle
+_FIRST = -5  # more urgent than any stream is: the driver takes the most urgent that it has
+_UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
+
+
+class Side:
+    """A stream of a device; it belongs to one thread at a time."""
+
+    def __init__(self, devices: Devices, ordinal: int) -> None:
+        self._devices, self._device = devices, devices.get(ordinal)
+        api, check = devices.driver.api, devices.driver.check
+        with devices.active(self._device), devices.apart(capturing=True):
+            flags = int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._stream = int(check(api.cuStreamCreateWithPriority(flags, _FIRST), "cuStreamCreateWithPriority"))
+            self._begin, self._end = (check(api.cuEventCreate(_UNTIMED), "cuEventCreate") for _ in range(2))
+        self._queued = False
+
+    def queue(self, launch: Queue, stream: int) -> None:
+        """Queues the launch here, behind what `stream` holds, which first waits for what was queued here before."""
+        self.join(stream)
+        api, check = self._devices.driver.api, self._devices.driver.check
+        with self._devices.active(self._device):
+            check(api.cuEventRecord(self._begin, stream), "cuEventRecord")
+            check(api.cuStreamWaitEvent(self._stream, self._begin, 0), "cuStreamWaitEvent")
+            launch(self._stream)
+            check(api.cuEventRecord(self._end, self._stream), "cuEventRecord")
+        self._queued = True
+
+    def join(self, stream: int) -> None:
+        """Lets `stream` wait for what was queued here."""
+        if self._queued:
+            self._queued = False
+            with self._devices.active(self._device):
+                api, check = self._devices.driver.api, self._devices.driver.check
+                check(api.cuStreamWaitEvent(stream, self._end, 0), "cuStreamWaitEvent")
+
+    def close(self) -> None:
+        """Gives the stream back, when nothing is pending."""
+        api, check = self._devices.driver.api, self._devices.driver.check
+        with self._devices.active(self._device), self._devices.apart():
+            for event in (self._begin, self._end):
+                check(api.cuEventDestroy(event), "cuEventDestroy")
+            check(api.cuStreamDestroy(self._stream), "cuStreamDestroy")
+
+
+class Aside:
+    """A launch that is queued on `side`."""
+
+    __slots__ = ("_launch", "side")
+
+    def __init__(self, launch: Queue, side: Side) -> None:
+        self._launch, self.side = launch, side
+
+    def __call__(self, stream: int) -> None:
+        self.side.queue(self._launch, stream)
+
+
+class Late:
+    """A launch that waits for what `side` holds."""
+
+    __slots__ = ("_launch", "side")
+
+    def __init__(self, launch: Queue, side: Side) -> None:
+        self._launch, self.side = launch, side
+
+    def __call__(self, stream: int) -> None:
+        self.side.join(stream)
+        self._launch(stream)
+
+
+def run(launches: list[Queue] | tuple[Queue, ...], stream: int) -> None:
+    """Queues the launches; `stream` then waits for those aside."""
+    for launch in launches:
+        launch(stream)
+    for launch in launches:
+        if isinstance(launch, Aside):
+            launch.side.join(stream)
