@@ -95,10 +95,6 @@ def problems(*tables, **defaults):
             {"recipe": "fp8-block", "dtype": "fp16"},
             ['dtype = "fp16": the kernels that move rows and choose experts take bf16; say dtype = "bf16"'],
         ),
-        (
-            {"recipe": "fp8-block", "ranks": 2},
-            ['recipe = "fp8-block": rows of other ranks come as bf16, without codes; leave recipe or ranks out'],
-        ),
         ({"recipe": "fp8"}, ['recipe = "fp8": must be "none" or "fp8-block"']),
         ({"hiden": 5}, ['hiden = 5: there is no such key; did you mean "hidden"?']),
         ({"router": {"scor": 1}}, None),
