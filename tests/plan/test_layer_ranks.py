@@ -296,6 +296,7 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
         ({"experts": 8, "ranks": 0}, "ranks", "say a divisor"),
         ({"experts": 64, "ranks": 64}, "ranks", "from 1 to 32"),
         ({"experts": 8, "ranks": 2, "bias": True}, "ranks", "a multiple of 8"),
+        ({"experts": 8, "ranks": 2, "overlap": True, "recipe": "fp8-block"}, "overlap", "leave recipe or overlap out"),
         ({"kind": "mlp", "ranks": 2}, "ranks", 'of kind = "moe" alone'),
     ],
 )
