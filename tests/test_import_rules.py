@@ -95,7 +95,7 @@ FRAMEWORKS = {
         "fusekit/bench/torch_router.py",
     },
     "transformers": {"fusekit/interop/transformers.py"},
-    "jax": {"fusekit/interop/jax.py"},
+    "jax": {"fusekit/interop/jax.py", "fusekit/interop/jax_ranks.py"},
 }
 
 # Imported inside functions only: loading them costs more than all the rest, or they may be absent.

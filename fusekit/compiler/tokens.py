@@ -52,7 +52,7 @@ def signature(spec: Any) -> Signature:
     named = {dim for shape in shapes for dim in shape if isinstance(dim, str)}
     written = [shape for operand, shape in zip(operands, shapes, strict=True) if operand.role in (OUTPUT, INOUT)]
     # What is written for the experts is written without tokens, too, and other ranks wait for one that has none.
-    skips = written and all(shape[0] in ("T", "M") for shape in written)
+    skips = written and all("T" in shape or "M" in shape for shape in written)
     return Signature(
         arch=spec.arch,
         arguments=tuple(

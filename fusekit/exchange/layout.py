@@ -9,7 +9,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.errors import ArgumentError
-from fusekit.plan.exchange import CHUNK, GRAIN, parts, regions, wide
+from fusekit.plan.exchange import CHUNK, GRAIN, coded, of_row, parts, regions, wide
 from fusekit.runtime.tensors import compact_strides
 
 
@@ -67,8 +67,8 @@ class Layout:
         return int(self._regions().end)
 
     def parts(self, address: int, device: int) -> dict[str, Part]:
-        """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] where it has them, and
-        flags [ranks, capacity / 16].
+        """Its parts by name, of the window at `address`: rows [S, H], indices and weights [S, K] and scales
+        [ceil(H / 128), S] where it has them, and flags [ranks, capacity / 16].
         """
         found, topk = self._regions(), self.spec["topk"]
         index_bytes, weight_bytes = parts(self.spec)
@@ -79,9 +79,12 @@ class Layout:
             made["indices"] = Part(address + found.indices, (self.slots, topk), "i32", device)
         if weight_bytes:
             made["weights"] = Part(address + found.weights, (self.slots, topk), "f32", device)
+        if coded(self.spec):
+            blocks = (found.end - found.scales) // (4 * self.slots)
+            made["scales"] = Part(address + found.scales, (blocks, self.slots), "f32", device)
         flags = (self.spec["ranks"], self.capacity // CHUNK)
         return {**made, "flags": Part(address + found.flags, flags, "u32", device)}
 
     def _regions(self) -> Any:
-        row = self.hidden * DTYPES[self.spec["dtype"]].bytes if wide(self.spec) else 0
-        return regions(self.capacity, row, self.spec["ranks"], *parts(self.spec))
+        row, scales = of_row(self.spec, self.hidden)
+        return regions(self.capacity, row, self.spec["ranks"], *parts(self.spec), scales)

@@ -24,6 +24,7 @@ from fusekit.abi import ScalarArgument, evaluate
 from fusekit.dtypes import DTYPES, by
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
+from fusekit.interop.jax_ranks import TIMEOUT, Placed
 from fusekit.interop.shapes import dims_of
 from fusekit.layers import Layer
 from fusekit.layers.layer import untrained
@@ -72,12 +73,16 @@ def operator(
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
         shapes = [_shape([evaluate(extent, dims) for extent in output.shape], output.dtype) for output in outputs]
         found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
+        found = _varying(found, _axes(arrays))
         return found[0] if len(found) == 1 else tuple(found)
 
     return call
 
 
-def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any]:
+def moe(
+    layer: Layer, name: str, *, mesh: Any = None, axis: str | None = None, timeout: int = TIMEOUT, gather: Any = None,
+    platform: str = "CUDA",
+) -> Callable[..., Any]:  # fmt: skip
     """Registers `layer` with XLA under `name`, unique in the process, and returns `f(x, params, **more)`, which jax.jit
     and jax.grad see through: one call into the stream for the forward pass and one for the backward pass.
 
@@ -89,22 +94,28 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     dict, for several calls: `f(x, {**params, **codes})`.
 
     Gradients are computed of what is differentiated, no more, and have the types of what they are of. Without a
-    derivative nothing is kept. The layer works on the arrays that a device has; shard with jax.shard_map. Raises
-    ArgumentError for a layer that adds to gradients, and (when called) for arguments that do not fit; and what loading
-    the kernels raises.
+    derivative nothing is kept. The layer works on the arrays that a device has; shard with jax.shard_map.
+
+    mesh, axis: of a layer over ranks, the mesh of that jax.shard_map, and the axis along which the experts are; rank r
+    is the device at place r. Every device has its own tokens and its own experts' parameters. The windows are made
+    here, by all processes together. timeout, gather: as of `fusekit.interop.jax_ranks.ranks_of`. A rank that is missing
+    makes y and dx NaN, and the computation an error, a second or so after `timeout`; `f.check()` raises
+    PeerTimeoutError at once. `f.close(alone=False)` gives the windows back, once all that used them is done.
+
+    Raises ArgumentError for a layer that adds to gradients, for a mesh that does not fit the layer, and (when called)
+    for arguments that do not fit; and what loading the kernels raises.
     """
-    if layer.options.ranks > 1:
-        raise ArgumentError(f"{layer.name} is over {layer.options.ranks} ranks, which JAX is not bound for yet")
     if layer.options.accumulate:
         raise ArgumentError(
             f"{layer.name} adds to its weights' gradients in place (accumulate = true), which arrays of JAX's do not"
             " allow; build it with accumulate = false and add in JAX",
             argument="accumulate",
         )
-    inputs = _inputs(layer)
+    placed = Placed(layer, mesh, axis, timeout, gather)
+    layer, inputs = placed.layer, _inputs(layer)
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
     own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
-    passes = {which: _Pass(layer, which, f"{name}.{which}", platform) for which in own}
+    passes = {which: _Pass(placed, which, f"{name}.{which}", platform) for which in own}
 
     def inference(given: Arrays) -> Arrays:
         return passes["inference"](given, layer.outputs("inference"))
@@ -132,11 +143,14 @@ def moe(layer: Layer, name: str, *, platform: str = "CUDA") -> Callable[..., Any
     run = jax.custom_vjp(inference)
     run.defvjp(forward, backward, symbolic_zeros=True)
 
-    return _calls(layer, name, run, passes)
+    return _calls(placed, name, run, passes)
 
 
-def _calls(layer: Layer, name: str, run: Callable[[Arrays], Arrays], passes: Mapping[str, _Pass]) -> Callable[..., Any]:
+def _calls(
+    placed: Placed, name: str, run: Callable[[Arrays], Arrays], passes: Mapping[str, _Pass]
+) -> Callable[..., Any]:
     """What `moe` returns. run: the passes on every input by name, with a derivative."""
+    layer = placed.layer
     weights, codes = layer.inputs(_QUANTISE), layer.outputs(_QUANTISE)
     inputs = {each: buffer for each, buffer in _inputs(layer).items() if each not in codes}
 
@@ -147,19 +161,21 @@ def _calls(layer: Layer, name: str, run: Callable[[Arrays], Arrays], passes: Map
 
     def quantise(params: Mapping[str, Any]) -> Arrays:
         """Codes of the weights among `params`, by name."""
-        layer.load()
+        placed.load()
         return coded(params)
 
     def call(x: Any, params: Mapping[str, Any], **more: Any) -> Any:
         held = {each: params[each] for each in codes if each in params}
         given = {each: array for each, array in params.items() if each not in held}
         given = _arguments(layer, name, inputs, {"x": x, **given, **more})
-        layer.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
-        made = run(given | (held or coded(given)))
+        placed.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
+        given |= held or coded(given)
+        made = run(_varying(given, _axes(given)))  # so that what is the same everywhere has the sum of its gradients
         y = made["y"].reshape(x.shape)
         return (y, made["loss"][0]) if "loss" in made else y
 
     call.quantise = quantise  # type: ignore[attr-defined]
+    call.check, call.close = placed.check, placed.close  # type: ignore[attr-defined]
     return call
 
 
@@ -173,9 +189,9 @@ class _Pass:
     is kept, and scratch memory, which XLA may use for others before and after.
     """
 
-    def __init__(self, layer: Layer, which: str, name: str, platform: str) -> None:
-        self.layer, self.which, self.name = layer, which, name
-        self.inputs, self.outputs = layer.inputs(which), layer.outputs(which)
+    def __init__(self, placed: Placed, which: str, name: str, platform: str) -> None:
+        self.placed, self.layer, self.which, self.name = placed, placed.layer, which, name
+        self.inputs, self.outputs = self.layer.inputs(which), self.layer.outputs(which)
         self._names = functools.cache(self._of)
         _register(name, self._launch, platform)
 
@@ -199,8 +215,9 @@ class _Pass:
             else _shape(self.outputs[each].extents(dims), self.outputs[each].dtype)
             for each in results
         ]
-        call = jax.ffi.ffi_call(self.name, shapes)
-        found = call(*(arrays[each] for each in operands), outputs=jnp.dtype("int32").type(chosen))
+        given = [arrays[each] for each in operands]
+        found = jax.ffi.ffi_call(self.name, shapes)(*given, outputs=jnp.dtype("int32").type(chosen))
+        found = _varying(found, _axes(given))
         return {each: array for each, array in zip(results, found, strict=True) if each != "scratch"}
 
     def _of(self, chosen: int) -> tuple[list[str], list[str]]:
@@ -213,8 +230,9 @@ class _Pass:
         operands, results = self._names(int(given["outputs"]))
         known = {**self.inputs, **self.outputs}
         types = {each: known[each].dtype if each in known else "u8" for each in (*operands, *results)}
-        tensors = _tensors(buffers, types, self.layer.current_device())
-        run = {"backward": self.layer.backward, _QUANTISE: self.layer.quantise}.get(self.which, self.layer.forward)
+        device, layer = self.placed.here()
+        tensors = _tensors(buffers, types, device)
+        run = {"backward": layer.backward, _QUANTISE: layer.quantise}.get(self.which, layer.forward)
         run(**tensors, stream=stream)
 
 
@@ -271,6 +289,22 @@ def _tensors(buffers: list[xla.Buffer], types: Mapping[str, str], device: int) -
 
 def _shape(extents: Sequence[Any], dtype: str) -> Any:
     return jax.ShapeDtypeStruct(extents, DTYPES[dtype].array)
+
+
+def _axes(arrays: Any) -> frozenset[str]:
+    """The axes of jax.shard_map along which any of them differs."""
+    kinds = [getattr(jax.typeof(array), "manual_axis_type", None) for array in jax.tree.leaves(arrays)]
+    return frozenset().union(*(kind.varying for kind in kinds if kind is not None))
+
+
+def _varying(arrays: Any, axes: frozenset[str]) -> Any:
+    """The same, told to jax.shard_map to differ along `axes`: it cannot see that of a call."""
+
+    def told(array: Any) -> Any:
+        more = tuple(sorted(axes - _axes(array)))
+        return jax.lax.pcast(array, more, to="varying") if more else array
+
+    return jax.tree.map(told, arrays) if axes else arrays
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -37,11 +37,11 @@ class Operator:
     inputs: of the forward pass, x first; of a layer with a recipe its weights, and codes of them for both passes, too.
     parameters: those of them that are weights or biases. weights, codes: what the operator NAME_quantise takes and
     gives. summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
-    load-balancing loss.
+    load-balancing loss. cluster_margin: of forward and backward passes.
     """
 
-    def __init__(self, layer: Layer, name: str) -> None:
-        program = layer.program
+    def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None) -> None:
+        program, self.cluster_margin = layer.program, cluster_margin
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
         self.weights, self.codes = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
         self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.codes)))
@@ -147,7 +147,8 @@ class Operator:
         outputs = dict(zip(("y", "loss") if self.loss else ("y",), (self._rows(made[0]), *made[1:]), strict=False))
         scratch = self._memory("forward" if keep else "inference", x, tuple(outputs))
         kept = made[-1] if keep else None
-        self.layer.forward(**arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(x))
+        more = {"stream": _stream(x), "cluster_margin": self.cluster_margin}
+        self.layer.forward(**arguments, **outputs, kept=kept, scratch=scratch, **more)
         return made
 
     def _rows(self, tensor: Any) -> Any:
@@ -224,7 +225,8 @@ class Operator:
             arguments["dloss"] = dy.new_zeros(1, dtype=torch.float32) if dloss is None else _dense(dloss)
         dy = self._rows(_dense(dy))
         scratch = self._memory("backward", dy, tuple(outputs))
-        self.layer.backward(dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, stream=_stream(dy))
+        more = {"stream": _stream(dy), "cluster_margin": self.cluster_margin}
+        self.layer.backward(dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, **more)
         return made
 
 
@@ -240,17 +242,19 @@ def quantised(op: str, weights: Sequence[str], codes: Sequence[str], tensors: Ma
     return dict(zip(codes, made, strict=True))
 
 
-def operator_of(layer: Layer) -> Operator:
-    """The operator of a layer, registered once: fusekit::NAME, NAME made of the layer's name and what it computes."""
-    return _registered(layer)
+def operator_of(layer: Layer, cluster_margin: int | None = None) -> Operator:
+    """The operator of a layer with a margin, registered once: fusekit::NAME, NAME made of the layer's name and what it
+    computes.
+    """
+    return _registered(layer, cluster_margin)
 
 
 @cache
-def _registered(layer: Layer) -> Operator:
+def _registered(layer: Layer, cluster_margin: int | None) -> Operator:
     said = json.dumps(layer.options.canonical(), sort_keys=True)
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
-    others = (f"{name}_{number}" for number in count(2))  # the same layer of another library
-    return Operator(layer, next(each for each in chain([name], others) if not _known(each)))
+    others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with another margin
+    return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin)
 
 
 def op_of(name: str) -> Any:

@@ -47,17 +47,20 @@ class MoE(nn.Module):  # type: ignore[misc]
     group: of torch.distributed, whose processes have the experts of a layer over ranks between them. This module then
     has the experts of its rank, and takes its share of a checkpoint that has all. A call raises PeerTimeoutError within
     a second or so after a launch has waited `timeout` milliseconds for another rank.
+
+    cluster_margin: clusters that each GEMM of forward and backward passes holds back for kernels of other streams, such
+    as NCCL's; None takes the spec's, which is 0. Results have the same bits.
     """
 
     def __init__(
         self, layer: Layer, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
-        aux_coefficient: float = 0.001, group: Any = None, timeout: int = 60_000,
+        aux_coefficient: float = 0.001, group: Any = None, timeout: int = 60_000, cluster_margin: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if group is not None:
             layer = _over(layer, group, timeout)
         self.layer, self.aux_coefficient = layer, aux_coefficient
-        self.operator = operator_of(layer)
+        self.operator = operator_of(layer, cluster_margin)
         known = default_names(layer)
         unknown = sorted(set(names or ()) - known.keys())
         if unknown:

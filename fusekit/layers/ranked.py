@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, CapacityError
@@ -11,8 +12,8 @@ from fusekit.exchange import Layout, Part, Ranks, Window
 from fusekit.layers.layer import Layer, Sizes
 from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
-from fusekit.plan.layer.program import BACKWARD
-from fusekit.plan.layer.ranks import SENT, TRAINING, room, stored, window_sizes
+from fusekit.plan.layer.program import BACKWARD, INFERENCE
+from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
 from fusekit.runtime.side import Side
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ class RankedLayer(Layer):
                 raise ArgumentError(f"{key} = {value!r}; it must be a whole number, 1 or more", argument=key)
         self.ranks = ranks
         self._layouts = {
-            window: Layout(keys, tokens or options.tokens, options.hidden)
-            for window, keys in stored(self.program).items()
+            window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
+            for window, part in stores(self.program).items()
         }
-        self.capacity = self._layouts[SENT].capacity
+        self._first = arrives(options)  # whose header has the count of rows
+        self.capacity = self._layouts[self._first].capacity
         self.program = self.program.within(room(options, self.capacity, rows))
         self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
@@ -80,22 +82,21 @@ class RankedLayer(Layer):
         """
         found = super().sizes(self.capacity if tokens is None else tokens, gradients)
         windows = window_sizes(self.program, self.options)
-        return Sizes(found.kept, found.forward, found.inference, found.backward, windows)
+        return replace(found, windows=windows)
 
     def connect(self, *, training: bool = True) -> None:
         """Makes the windows now, all ranks together; the first launch would. training: those of backward, too."""
-        for window in self._layouts:
-            if training or window not in TRAINING:
-                self._window(window)
+        for window in stores(self.program, "" if training else INFERENCE):
+            self._window(window)
 
     def check(self) -> None:
         """Raises PeerTimeoutError if a launch of this rank gave up waiting for another, CapacityError if its experts
         had more rows than `rows`. Waits for no launch. `forward` and `backward` do this once a second.
         """
-        if self.ranks is None or SENT not in self._windows:
+        if self.ranks is None or self._first not in self._windows:
             return
         self.ranks.check()
-        wanted = self._windows[SENT].words()[MOST // 4]
+        wanted = self._windows[self._first].words()[MOST // 4]
         if wanted > self.rows:
             raise CapacityError(
                 f"{self.name}: the experts of rank {self.ranks.rank} were chosen for {wanted} rows and have room for"
@@ -141,7 +142,7 @@ class RankedLayer(Layer):
             assert self.ranks is not None
             layout = self._layouts[name]
             # Rows are counted in a window, so layers share it that have room for as many.
-            key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == SENT else ()))
+            key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == self._first else ()))
             window = self._windows[name] = self.ranks.window(key, layout.bytes)
             parts = layout.parts(window.address, self.ranks.device)
             parts["most"] = Part(window.address + MOST, (1,), "i32", self.ranks.device)

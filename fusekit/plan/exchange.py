@@ -6,6 +6,7 @@
     indices   [ranks, capacity, K] i32, of a dispatch: the token's experts here, counted from the rank's first; else -1
     weights   [ranks, capacity, K] f32, of a weighted dispatch, or of a combine that returns gradients
     rows      [ranks, capacity, H]: what rank s sent for its token t lies at [s, t]; a combine may do without
+    scales    [ceil(H / 128), ranks, capacity] f32, of a dispatch of codes
 
 `capacity`, a multiple of GRAIN, is how many tokens a rank may have at most. Launches on one window may differ in H, not
 in capacity: a flag is always a flag.
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusekit.dtypes import DTYPES
+from fusekit.plan.quantise import SIDE
 
 if TYPE_CHECKING:
     from fusekit.abi import Expr
@@ -50,17 +52,21 @@ class Regions(NamedTuple):
     indices: Any
     weights: Any
     rows: Any
+    scales: Any
     end: Any
 
 
-def regions(capacity: Any, row_bytes: Any, ranks: int, index_bytes: int, weight_bytes: int) -> Regions:
-    """Of numbers, on the host or on the device. index_bytes, weight_bytes: of a token; 0 where there are none."""
+def regions(
+    capacity: Any, row_bytes: Any, ranks: int, index_bytes: int, weight_bytes: int, scale_bytes: Any = 0
+) -> Regions:
+    """Of numbers, on the host or on the device. The bytes of a token's parts are 0 where there are none."""
     slots = capacity * ranks
     told = HEADER + (slots + PER_LINE - 1) // PER_LINE * LINE
     indices = told + (ranks * TELLERS * 4 if index_bytes else 0)
     weights = indices + slots * index_bytes
     rows = weights + slots * weight_bytes
-    return Regions(HEADER, told, indices, weights, rows, rows + slots * row_bytes)
+    scales = rows + slots * row_bytes
+    return Regions(HEADER, told, indices, weights, rows, scales, scales + slots * scale_bytes)
 
 
 def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
@@ -76,11 +82,23 @@ def wide(keys: Mapping[str, Any]) -> bool:
     return bool(keys.get("rows", True)) and keys.get("sends", ALL) != CHOICES
 
 
+def coded(keys: Mapping[str, Any]) -> bool:
+    """Whether rows are codes, which have scales."""
+    return bool(keys["dtype"] == "e4m3" and wide(keys))
+
+
+def of_row(keys: Mapping[str, Any], hidden: int) -> tuple[int, int]:
+    """Bytes of a row of `hidden` elements in the window of a kernel with these keys, and of its scales."""
+    row = hidden * DTYPES[keys["dtype"]].bytes if wide(keys) else 0
+    return row, 4 * -(-hidden // SIDE) if coded(keys) else 0
+
+
 def window_bytes(keys: Mapping[str, Any]) -> Expr:
     """The size of a window over H and capacity, as far as the kernel reaches."""
     ranks, size = keys["ranks"], DTYPES[keys["dtype"]].bytes
     choices = ranks * sum(parts(keys))
     token = ("add", ("mul", ranks * size, "H"), choices) if wide(keys) else choices
+    token = ("add", token, ("mul", 4 * ranks, ("ceildiv", "H", SIDE))) if coded(keys) else token
     flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
     told = ranks * TELLERS * 4 if parts(keys)[0] else 0
     return ("add", HEADER + told, flags, ("mul", "capacity", token))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from fusekit.plan.quantise import SIDE
+
 if TYPE_CHECKING:
     from fusekit.abi import Expr
 
@@ -20,11 +22,11 @@ INPUT, OUTPUT, INOUT, SCALAR, PEERS = "input", "output", "inout", "scalar", "pee
 class Operand:
     """A tensor, or a scalar, or the windows of all ranks; these have no shape.
 
-    dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row and
-    E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens, NX terms of X numbers, W
-    words of a routing map and numbers when a kernel is built. when: whether a kernel with these keys has it. sparse:
-    whether only the chosen experts' elements of [T, X] are read. bounds: minimum, maximum and divisor of a scalar.
-    size: bytes of a window.
+    dtype: a type, or the key of the spec that says it. shape: dims in a row. T tokens, M rows, H elements of a row, B
+    blocks of 128 of them and E groups are known at a launch; X experts, K choices of a token, TK choices of all tokens,
+    NX terms of X numbers, W words of a routing map and numbers when a kernel is built. when: whether a kernel with
+    these keys has it. sparse: whether only the chosen experts' elements of [T, X] are read. bounds: minimum, maximum
+    and divisor of a scalar. size: bytes of a window.
     """
 
     name: str
@@ -41,7 +43,7 @@ class Operand:
         """The shape: numbers, names of dims, and an expression for TK."""
         experts, topk = keys["experts"], keys["topk"]
         known: dict[str, Extent] = {"X": experts, "K": topk, "W": -(-experts // 32), "TK": ["mul", topk, "T"]}
-        known["NX"] = keys.get("terms", 0) * experts
+        known |= {"NX": keys.get("terms", 0) * experts, "B": ["ceildiv", "H", SIDE]}
         return tuple(int(dim) if dim.isdigit() else known.get(dim, dim) for dim in self.shape.split())
 
     def dtype_of(self, keys: Keys) -> str:

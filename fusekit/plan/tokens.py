@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusekit.plan.exchange import GRAIN, ROWS, wide, window_bytes
+from fusekit.plan.exchange import GRAIN, ROWS, coded, wide, window_bytes
 from fusekit.plan.token_operation import (
     CHECK,
     EXCHANGE,
@@ -60,6 +60,7 @@ _SUM = "Sum of each token's scores before they were divided by it."
 _ROW = "The row of each choice in expert order; -1: it has none."
 _INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
 _WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
+_SCALES = Operand("x_s", INPUT, "f32", "B T", "Of codes, the scale of each 128 elements of a row.", coded)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
 
@@ -225,10 +226,12 @@ _ROWS = (
         "fusekit.kernels.permutation.permute:MoePermute",
         (
             Operand("x", INPUT, "dtype", "T H", "The rows of tokens."),
+            _SCALES,
             _INVERSE,
             _WEIGHTS,
             Operand("y", OUTPUT, "dtype", "M H",
                     "The rows in expert order, scaled times their weights; one that no choice has is left as it was."),
+            Operand("y_s", OUTPUT, "f32", "B M", "The scales of the rows of y.", coded),
             Operand("row_scale", OUTPUT, "f32", "M", _ROW_SCALE, lambda keys: keys["weighted"]),
         ),
     ),
@@ -329,6 +332,7 @@ _ROWS = (
         "fusekit.kernels.exchange.dispatch:MoeDispatch",
         (
             Operand("x", INPUT, "dtype", "T H", "The rows of tokens.", wide),
+            _SCALES,
             _INDICES,
             replace(_WEIGHTS, when=lambda keys: keys["weighted"] and keys["sends"] != ROWS),
             *_EXCHANGED,

@@ -24,13 +24,14 @@ def owners(indices: Array, experts: int, ranks: int) -> Array:
 
 def dispatch(
     spec: Mapping[str, Any], x: Sequence[Array], indices: Sequence[Array], weights: Sequence[Array] | None,
-    capacity: int,
+    capacity: int, scales: Sequence[Array] | None = None,
 ) -> list[dict[str, Array]]:  # fmt: skip
     """What each rank has received: rows [S, H], bool `sent` [S] (others are left as they were), indices [S, K] counted
-    from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. Of a dispatch of rows or
-    choices alone, only what it sends.
+    from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. Of codes also scales
+    [ceil(H / 128), S], 0 at a place that has no token. Of a dispatch of rows or choices alone, only what it sends.
 
-    x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; T may differ from rank to rank.
+    x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; scales: of codes, [ceil(H / 128), T]. T may
+    differ from rank to rank.
     """
     ranks, experts, topk = spec["ranks"], spec["experts"], spec["topk"]
     local, hidden = experts // ranks, x[0].shape[1]
@@ -51,9 +52,13 @@ def dispatch(
         slots = ranks * capacity
         made = {"rows": rows.reshape(slots, hidden), "sent": sent.reshape(slots)}
         made["indices"] = chosen.reshape(slots, topk)
+        if scales is not None:
+            room = [np.pad(each, ((0, 0), (0, capacity - each.shape[1]))) for each in scales]
+            made["scales"] = np.concatenate(room, axis=1)
         made |= {} if weights is None else {"weights": factors.reshape(slots, topk)}
-        kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent")}.get(spec.get("sends", ALL), tuple(made))
-        received.append({name: each for name, each in made.items() if name in kept})
+        kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent", "scales")}
+        sent_alone = kept.get(spec.get("sends", ALL), tuple(made))
+        received.append({name: each for name, each in made.items() if name in sent_alone})
     return received
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusekit.plan.quantise import SIDE
 from fusekit.reference.formats import Array, decode, encode, poisoned, values
 from fusekit.reference.inputs import bits
 from fusekit.reference.measure import Expected, Measurement, measure
@@ -153,6 +154,8 @@ def permutation_inputs(
     def matrix(rows: int, number: int) -> Array:
         if keys["dtype"] == "bf16":
             return bits((rows, H), "bf16", seed + number)
+        if keys["dtype"] == "e4m3":
+            return rng.integers(0, 256, (rows, H), np.uint8)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
     if keys["op"] == "moe-blank":
@@ -160,6 +163,8 @@ def permutation_inputs(
     inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
+        if keys["dtype"] == "e4m3":
+            inputs["x_s"] = rng.standard_normal((-(-H // SIDE), T), np.float32)
     if keys["op"] in BY_EXPERT:
         inputs[BY_EXPERT[keys["op"]]] = matrix(T * topk, 2)
     for number in range(keys["addends"]):
@@ -196,6 +201,7 @@ def permutation_check(
     measured: list[Measurement] = []
     by_row = {"moe-permute": ("y", "row_scale"), "moe-unpermute-bwd": ("grad_x",)}.get(keys["op"], ())
     problems = _strays(inverse, {name: outputs[name] for name in by_row if name in outputs})
+    problems += _strays(inverse, {"y_s": outputs["y_s"].T} if "y_s" in outputs else {})
     if keys["op"] == "moe-permute" and not keys["scaled"]:
         return measured, problems + _check_permute(inputs, outputs)
     width = next(array.shape[1] for name, array in outputs.items() if name in ("y", "grad_x"))
@@ -262,6 +268,8 @@ def _check_permute(inputs: Mapping[str, Any], outputs: Mapping[str, Array]) -> l
     differ = (outputs["y"][rows] != inputs["x"][tokens]).any(axis=1)
     if differ.any():
         problems.append(f"y: {int(differ.sum())} rows differ from x, the first row {rows[int(np.argmax(differ))]}")
+    if "x_s" in inputs and outputs["y_s"][:, rows].tobytes() != inputs["x_s"][:, tokens].tobytes():
+        problems.append("y_s: scales differ from those of x")
     if "weights" in inputs and outputs["row_scale"][rows].tobytes() != inputs["weights"][tokens, places].tobytes():
         problems.append("row_scale: rows differ from the weights")
     return problems

@@ -26,9 +26,16 @@ def token_tensors(keys: Mapping[str, Any], *, T: int, H: int = 0) -> Iterator[tu
     sizes = {"T": T, "M": T * (keys["topk"] or keys.get("terms", 0)), "H": H}
     for operand in TOKENS[keys["op"]].of(keys):
         if operand.role not in (SCALAR, PEERS):
-            extents = (T * each[1] if isinstance(each, list) else each for each in operand.extents(keys))
-            shape = tuple(sizes[each] if isinstance(each, str) else each for each in extents)
+            shape = tuple(_extent(each, sizes) for each in operand.extents(keys))
             yield operand, shape, operand.dtype_of(keys)
+
+
+def _extent(extent: Any, sizes: Mapping[str, int]) -> int:
+    if isinstance(extent, list):
+        operation, left, right = extent
+        first, second = _extent(left, sizes), _extent(right, sizes)
+        return first * second if operation == "mul" else -(-first // second)
+    return int(sizes[extent] if isinstance(extent, str) else extent)
 
 
 def token_output_shapes(spec: RouterSpec | PermutationSpec | Mapping[str, Any], *, T: int, H: int = 0) -> Shapes:

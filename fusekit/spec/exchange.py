@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
 from fusekit.spec.keys import Broken, Key
-from fusekit.spec.permutation import ADDENDS, DTYPE, broken_rows
+from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
 
@@ -30,7 +30,7 @@ _KEYS = (
 )  # fmt: skip
 EXCHANGE_KEYS = {
     DISPATCH: (
-        *_KEYS,
+        *(CODED_DTYPE if key is DTYPE else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
         Key(
             "sends",

@@ -1,7 +1,7 @@
 """Specs of the operations around router and grouped GEMM: row order, rows to experts and back, float32 weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
@@ -27,6 +27,8 @@ _EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, 
 _WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
 DTYPE = Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
             default="bf16")  # fmt: skip
+CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 of codes with scales; weights are f32.",
+                      choices=(*ROUTER_DTYPES, "e4m3"))  # fmt: skip
 ADDENDS = Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
               default=0)  # fmt: skip
 _MOVED = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, _HIDDEN))
@@ -54,7 +56,7 @@ _BIAS = Key("bias", "bool", "Adds bias[X], f32.", default=False)
 _ONE_WARP = Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
 PERMUTATION_KEYS = {
     INDEX: _INDEX,
-    PERMUTE: (*_ROWS, _WEIGHTED, _SCALED),
+    PERMUTE: (*(CODED_DTYPE if key is DTYPE else key for key in _ROWS), _WEIGHTED, _SCALED),
     UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, _TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
@@ -116,6 +118,8 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
     if spec.op == PERMUTE and spec.scaled and spec.weighted:
         rule = "rows that are scaled have their weights, and fc2's row_scale would be a second time; leave one out"
         found.append(("scaled", True, rule))
+    if spec.scaled and spec.dtype == "e4m3":
+        found.append(("scaled", True, "codes are moved as they are; scale the rows before they are quantised"))
     if spec.bounded and not spec.tokens:
         found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
     if spec.terms > MOST_TERMS:

@@ -48,7 +48,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-aux-loss": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
     "moe-aux-loss-bwd": ["experts = 16\ntopk = 2\n", 'experts = 16\ntopk = 2\nscalars = "device"\n'],
     "moe-index": ["experts = 16\ntopk = 2\ncounts = true\ntokens = true\nweighted = true\nbounded = true\n"],
-    "moe-permute": ["topk = 2\nweighted = true\n", "topk = 2\nscaled = true\n"],
+    "moe-permute": ['topk = 2\nweighted = true\ndtype = "e4m3"\n', "topk = 2\nscaled = true\n"],
     "moe-permute-bwd": ["topk = 2\n"],
     "moe-unpermute": ["topk = 2\nweighted = true\naddends = 2\n"],
     "moe-unpermute-bwd": ["topk = 2\n"],
@@ -64,7 +64,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
     "moe-blank": ["topk = 2\n"],
-    "moe-dispatch": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
+    "moe-dispatch": ["dtype = 'e4m3'\nexperts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
     "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
     "moe-check": [""],
 }

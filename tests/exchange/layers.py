@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, definitions, made_up
-from fusekit.bench.layer_trial import LIMIT, LIMITS, _router_keys
+from fusekit.bench.layer_trial import _limit, _router_keys
 from fusekit.exchange import Ranks
 from fusekit.plan.layer import program
-from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.plan.layer.program import BACKWARD, FORWARD, QUANTISE
 from fusekit.reference import decode, encode, held
 from fusekit.reference import layer as definition
 from fusekit.runtime import DeviceArray, Library
@@ -56,6 +56,8 @@ class LayerRanks:
         ]  # fmt: skip
         self.made = self._parameters(seed)
         self.parameters = [self._place(rank, known) for rank in range(len(devices))]
+        if self.layers[0].outputs(QUANTISE):
+            self._quantise()
         self.tensors: list[dict[str, Any]] = []
 
     def _stream(self, device: int) -> int:
@@ -81,6 +83,16 @@ class LayerRanks:
                 made[name] = DeviceArray(self.library.devices, extents, each.dtype, self.devices[rank])
                 made_up(name, extents, each.dtype, self.alone, 1).place(made[name])
         return made
+
+    def _quantise(self) -> None:
+        """Codes of the weights."""
+        for rank, layer in enumerate(self.layers):
+            mine = self.parameters[rank]
+            for name, buffer in layer.outputs(QUANTISE).items():
+                mine[name] = DeviceArray(self.library.devices, buffer.extents({}), buffer.dtype, self.devices[rank])
+            given = {name: mine[name] for name in (*layer.inputs(QUANTISE), *layer.outputs(QUANTISE))}
+            layer.quantise(**given, stream=self.streams[rank])
+        self.wait()
 
     def array(self, rank: int, numbers: np.ndarray, dtype: str) -> DeviceArray:
         made = DeviceArray(self.library.devices, numbers.shape, dtype, self.devices[rank])
@@ -184,19 +196,23 @@ class LayerRanks:
         tensors = definitions(o, self.made)
         given = o.router["input"] == "choices"
         tensors.setdefault("router", np.zeros((o.experts, o.hidden)))
-        made = []
-        for own in self.inputs:
+        made: list[dict[str, Any]] = []
+        whole = {name: np.concatenate([own[name] for own in self.inputs]) for name in self.inputs[0]}
+        for own in [*self.inputs, *([whole] if o.recipe != "none" else [])]:  # codes along all tokens are of weights
             aux = LOSS * len(own["x"]) if o.router["aux_loss"] else None
-            layer = definition.Layer(_router_keys(o), Activation(**o.activation), o.glu_layout, o.router["scale"], aux)
+            layer = definition.Layer(
+                _router_keys(o), Activation(**o.activation), o.glu_layout, o.router["scale"], aux, o.recipe
+            )
             choices = (own["indices"].astype(np.int64), own["weights"].astype(np.float64)) if given else None
             y, loss, kept = definition.forward(layer, own["x"], tensors, choices)
             kept = replace(kept, z=decode(encode(kept.z.astype(np.float32), o.dtype), o.dtype).astype(np.float64))
             back = definition.backward(layer, tensors, kept, own["dy"], 0.5 if aux is not None else 0.0)
             back["x"] = back["x"] - back["logits"] @ tensors["router"] if given else back["x"]
             made.append({"y": y, "loss": np.array([loss])} | {f"d{name}": value for name, value in back.items()})
+        summed = [made.pop()] if o.recipe != "none" else made
         for name in PARTS:
             if f"d{name}" in made[0]:
-                total = sum(each[f"d{name}"] for each in made)
+                total = sum(each[f"d{name}"] for each in summed)
                 total = total.swapaxes(1, 2) if o.b_major == "n" and name in ("w1", "w2") else total
                 for rank, each in enumerate(made):
                     each[f"d{name}"] = total[rank * self.options.local :][: self.options.local]
@@ -210,7 +226,7 @@ class LayerRanks:
                 got, want = self.found(rank, name), wants[name].reshape(self.tensors[rank][name].shape)
                 size = float(np.sqrt(np.square(want).sum())) or 1.0
                 error = float(np.sqrt(np.square(got - want).sum())) / size
-                limit = LIMITS.get(name, LIMIT) * (4 if len(self.inputs[rank]["x"]) < 2 else 1)
+                limit = _limit(name, self.options) * (4 if len(self.inputs[rank]["x"]) < 2 else 1)
                 if not error <= limit:
                     found.append(f"rank {rank}: {name}: relative error {error:.2g}, at most {limit:g}")
         return found

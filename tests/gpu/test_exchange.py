@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fusekit import PeerTimeoutError
+from fusekit.reference import exchange as reference
 from tests.exchange.ranks import ALL_TO_ONE, LOCAL, NONE, RANDOM, Ranks, download, round_trip, routing
 
 PAIRS = {  # dispatch and combine, elements of a row
@@ -35,8 +36,8 @@ def ranks_of(opened):
         pytest.skip(f"no exchange kernels in {opened}; build tests/gpu/exchange-matrix.toml there and name the store")
 
     @contextmanager
-    def made(pair, tokens=300):
-        *names, hidden = PAIRS[pair]
+    def made(pair, tokens=300, pairs=PAIRS):
+        *names, hidden = pairs[pair]
         loaded = [opened.load(f"exchange-matrix/{name}") for name in names]
         count = loaded[0].spec["ranks"]
         devices = [rank % opened.devices.count for rank in range(count)]
@@ -67,6 +68,39 @@ def test_random_sizes(ranks_of, soak):
             tokens = [int(source.integers(0, 301)) if source.random() > 0.1 else 0 for _ in ranks.devices]
             kind = [RANDOM, ALL_TO_ONE, NONE, LOCAL][int(source.choice(4, p=[0.7, 0.1, 0.1, 0.1]))]
             assert round_trip(ranks, kind, tokens, turn, LONG) == [], (turn, kind, tokens)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("dispatch-2-codes", 2880), ("dispatch-3-codes", 512)])
+def test_codes_come_with_their_scales(ranks_of, name, hidden):
+    """Every code and scale, bit for bit; H off a block of 128; a rank without tokens."""
+    with ranks_of(name, pairs={name: (name, name, hidden)}) as ranks:
+        spec, source = ranks.send[0].spec, np.random.default_rng(5)
+        for seed, kind in enumerate((RANDOM, ALL_TO_ONE, NONE, LOCAL)):
+            for first in (0, 1, 16, 17, 300):
+                tokens = [(first + 97 * rank) % 301 for rank in range(len(ranks.devices))]
+                x = [source.integers(0, 256, (count, hidden), np.uint8) for count in tokens]
+                scales = [source.random((-(-hidden // 128), count), np.float32) for count in tokens]
+                chosen = [routing(kind, rank, count, spec, source) for rank, count in enumerate(tokens)]
+                weights = [source.random((count, spec["topk"]), np.float32) for count in tokens]
+                arrays = {"x": (x, "e4m3"), "x_s": (scales, "f32"), "indices": (chosen, "i32")}
+                arrays |= {"weights": (weights, "f32")} if spec["weighted"] else {}
+                placed = [
+                    {each: ranks.array(rank, made[rank], dtype) for each, (made, dtype) in arrays.items()}
+                    for rank in range(len(tokens))
+                ]
+                for rank, stream in enumerate(ranks.streams):
+                    common = {"rank": rank, "capacity": ranks.capacity, "timeout": LONG, "stream": stream}
+                    ranks.send[rank](**placed[rank], window=ranks.sent[rank].peers, **common)
+                ranks.wait()
+                ranks.check()
+                given = weights if spec["weighted"] else None
+                wanted = reference.dispatch(spec, x, chosen, given, ranks.capacity, scales)
+                for rank, right in enumerate(wanted):
+                    found, sent = ranks.received(rank), right["sent"]
+                    assert np.array_equal(found["rows"][sent], right["rows"][sent]), (seed, kind, tokens, rank)
+                    assert np.array_equal(found["scales"][:, sent], right["scales"][:, sent])
+                    for each in ("indices", "weights"):
+                        assert each not in right or np.array_equal(found[each], right[each])
 
 
 @pytest.mark.parametrize("pair", ["weighted", "gradients"])

@@ -1,11 +1,13 @@
-"""Layers of layers.toml inside jax.jit, each in a process of its own, with and without XLA's command buffers.
+"""Layers of layers.toml inside jax.jit, each in a process of its own, with and without XLA's command buffers; and a
+layer over two ranks, in one process and in two.
 
-fusekit --store STORE build tests/gpu/layers.toml     on any machine
+fusekit --store STORE build tests/gpu/layers.toml tests/examples/ranks.toml     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_jax_moe.py
 """
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from fusekit import NotBuiltError
 
+ROOT = Path(__file__).parents[2]
 FLAGS = {"queued": "", "graphs": "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"}
 
 
@@ -35,11 +38,44 @@ def test_layer(opened, usable, layer, flags):
         opened.layer(name)
     except NotBuiltError as error:
         pytest.skip(str(error))
-    root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    command = [sys.executable, str(Path(__file__).with_name("layers_in_jax.py")), name]
+    done = subprocess.run(
+        command, env=environment(flags), capture_output=True, text=True, timeout=600, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def environment(flags):
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), FLAGS[flags]]).strip(),
     }
-    command = [sys.executable, str(Path(__file__).with_name("layers_in_jax.py")), name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("more", [[], ["--leave"]])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_layer_over_ranks(opened, usable, processes, more, flags):
+    """Values and gradients; a rank that stays away, after which the other says so in time."""
+    if opened.devices.count < 2:
+        pytest.skip("needs two devices")
+    if not opened.store.names("ranks/*"):
+        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/ranks.toml there and name the store")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, str(ROOT / "tests" / "examples" / "jax_ranks.py"), *more]
+    started = [
+        subprocess.Popen(
+            [*command, *([str(rank), address] if processes > 1 else [])], env=environment(flags),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    try:
+        out = "".join(each.communicate(timeout=300)[0] for each in started)
+    finally:
+        for each in started:
+            each.kill()
+    assert [each.returncode for each in started] == [0] * processes and out.count("right") == 2, out[-6000:]
+    assert not more or "rank 0 waited in launch" in out, out[-6000:]

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 
 from fusekit import CapacityError, PeerTimeoutError
-from fusekit.plan.layer.program import BACKWARD, FORWARD
+from fusekit.plan.layer.program import BACKWARD, FORWARD, QUANTISE
 from fusekit.runtime import DeviceArray
 from tests.exchange.layers import ANY, ONE, OTHERS, LayerRanks
 
 ROOT = Path(__file__).parents[2]
 OVERLAP = ("gpt-oss-overlap", "choices-overlap")
 NAMES = ("gpt-oss", "deepseek", "llama4", "choices", *OVERLAP)
+CODED = ("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def over(opened):
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *CODED])
 def test_outputs_and_gradients(over, name):
     with over(name) as ranks:
         for seed, tokens in enumerate([(300, 300), (512, 0), (1, 400), (0, 17), (0, 0)]):
@@ -57,7 +58,7 @@ def test_outputs_and_gradients(over, name):
             assert ranks.problems() == [], tokens
 
 
-@pytest.mark.parametrize("name", ["choices", "choices-overlap"])
+@pytest.mark.parametrize("name", ["choices", "choices-overlap", "fp8-choices"])
 def test_routings(over, soak, name):
     source = np.random.default_rng(3)
     with over(name, tokens=256) as ranks:
@@ -82,7 +83,7 @@ def test_the_same_bits_as_without_overlap(over, tokens, kind):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "choices", "gpt-oss-overlap"])
+@pytest.mark.parametrize("name", ["gpt-oss", "choices", "gpt-oss-overlap", "fp8", "fp8-gpt-oss"])
 def test_the_same_bits_again(over, name):
     with over(name) as ranks:
         found = []
@@ -93,35 +94,39 @@ def test_the_same_bits_again(over, name):
         assert found[0] == found[1]
 
 
-def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened):
-    """All choices are on one rank, so no sum is rounded in between."""
-    with over("choices") as ranks:
-        ranks.fill([300, 0], 4, ONE)
+@pytest.mark.parametrize("tokens", [[300, 0], [300, 210]])
+@pytest.mark.parametrize("name", ["choices", "fp8-choices"])
+def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens):
+    """All choices are on one rank, so no sum is rounded in between; the rows of an expert are in the same order."""
+    with over(name) as ranks:
+        ranks.fill(tokens, 4, ONE)
         ranks.launch()
-        layer = opened.layer("layer-ranks/choices-alone", device=ranks.devices[0])
-        sizes, mine = layer.sizes(300), dict(ranks.tensors[0])
-        mine |= {name: ranks.array(0, ranks.made[name].whole(), "bf16") for name in ("w1", "w2")}
-        outputs = {}
-        for which in (FORWARD, BACKWARD):
-            for name, buffer in layer.outputs(which).items():
-                outputs[name] = DeviceArray(
-                    opened.devices, buffer.extents(layer.program.dims(300)), buffer.dtype, ranks.devices[0]
-                )
-        memory = {name: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
-                  for name, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
-        given = {which: {name: (mine | outputs)[name] for name in (*layer.inputs(which), *layer.outputs(which))}
-                 for which in (FORWARD, BACKWARD)}  # fmt: skip
+        layer = opened.layer(f"layer-ranks/{name}-alone", device=ranks.devices[0])
+        sizes, count = layer.sizes(sum(tokens)), sum(tokens)
+        mine = {each: ranks.array(0, ranks.made[each].whole(), "bf16") for each in ("w1", "w2")}
+        for each, buffer in (layer.inputs(FORWARD) | layer.inputs(BACKWARD)).items():
+            if each in ranks.inputs[0]:
+                rows = np.concatenate([own[each] for own in ranks.inputs])
+                mine[each] = ranks.array(0, rows, buffer.dtype)
+        for which in (QUANTISE, FORWARD, BACKWARD):
+            for each, buffer in layer.outputs(which).items():
+                extents = buffer.extents(layer.program.dims(count))
+                mine[each] = DeviceArray(opened.devices, extents, buffer.dtype, ranks.devices[0])
+        memory = {each: DeviceArray(opened.devices, (size,), "u8", ranks.devices[0])
+                  for each, size in (("kept", sizes.kept), ("scratch", sizes.scratch))}  # fmt: skip
+        given = {which: {each: mine[each] for each in (*layer.inputs(which), *layer.outputs(which))}
+                 for which in (QUANTISE, FORWARD, BACKWARD)}  # fmt: skip
+        if given[QUANTISE]:
+            layer.quantise(**given[QUANTISE], stream=ranks.streams[0])
         layer.forward(**given[FORWARD], **memory, stream=ranks.streams[0])
         layer.backward(**given[BACKWARD], **memory, stream=ranks.streams[0])
         ranks.wait()
-        for name in ("y", "dx", "dweights"):
-            assert bytes(outputs[name].download()) == bytes(ranks.tensors[0][name].download()), name
-        for name in ("dw1", "dw2"):
-            of_ranks = [bytes(ranks.tensors[rank][name].download()) for rank in range(2)]
-            assert bytes(outputs[name].download()) == b"".join(of_ranks), name
+        for each in ("y", "dx", "dweights", "dw1", "dw2"):
+            of_ranks = [bytes(ranks.tensors[rank][each].download()) for rank in range(2)]
+            assert bytes(mine[each].download()) == b"".join(of_ranks), each
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap", "fp8"])
 def test_one_graph_per_rank_is_replayed_with_other_tokens(over, name):
     with over(name) as ranks:
         ranks.fill([200, 310], 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fusekit.dtypes import DTYPES
 from fusekit.reference import permutation_inputs
 from fusekit.spec import parse_file
 
@@ -17,7 +18,7 @@ INDEX = [name for name, spec in SPECS.items() if spec.op == "moe-index"]
 CHOICES = [name for name, spec in SPECS.items() if spec.op in ("moe-weights-bwd", "moe-probs")]
 TERMS = [name for name, spec in SPECS.items() if spec.op.startswith("router-")]
 ROWS = [name for name in SPECS if name not in (*INDEX, *CHOICES, *TERMS)]
-HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; float32 takes half of it
+HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; of bf16, others have as many bytes
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_many_choices(trial):
 def test_rows(trial, name):
     for hidden in HIDDEN:
         for tokens in (0, 1, 131):
-            assert trial(name, tokens, hidden if SPECS[name].dtype == "bf16" else hidden // 2) == [], (hidden, tokens)
+            assert trial(name, tokens, hidden * 2 // DTYPES[SPECS[name].dtype].bytes) == [], (hidden, tokens)
 
 
 def nan_everywhere(inputs):

@@ -308,6 +308,22 @@ def test_a_wrong_type_is_named():
         moe(*inputs_of(moe, 3))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_pass_has_the_margin(compiled):
+    """A module with another margin, or none, has an operator of its own over the same layer."""
+    wide, without = module({}, cluster_margin=8), module({})
+    given = inputs_of(wide, 5)
+    total((torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide)(*given)).backward()
+    with torch.no_grad():
+        wide(*given)
+    assert wide.layer.margins == [("forward", 8), ("backward", 8), ("inference", 8)]
+    total(without(*given)).backward()
+    assert without.layer.margins == [("forward", None), ("backward", None)]
+    other = operator_of(wide.layer)
+    assert other is not wide.operator and other.cluster_margin is None
+    assert operator_of(wide.layer, 8) is wide.operator
+
+
 def test_what_a_call_is_given_fits_the_router():
     moe = module(CHOICES)
     with pytest.raises(ArgumentError, match="takes x, indices, weights; 1 were given"):

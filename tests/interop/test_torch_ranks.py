@@ -19,7 +19,7 @@ interop = pytest.importorskip("fusekit.interop.torch")
 
 from tests.interop.rank_layers import Meeting, RankedStandIn, StandIn  # noqa: E402
 from tests.layers.host_ranks import HostLibrary  # noqa: E402
-from tests.plan.test_layer_program import H, K  # noqa: E402
+from tests.plan.test_layer_program import K  # noqa: E402
 from tests.plan.test_layer_ranks import PARTS, alone, over  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def modules(name, tokens, seed=0):
 
 def given_of(o, count, seed):
     torch.manual_seed(seed)
-    x = torch.randn(count, H, requires_grad=True)
+    x = torch.randn(count, o.hidden, requires_grad=True)
     kind = o.router["input"]
     if kind == "logits":
         return x, torch.randn(count, o.experts, requires_grad=True)
@@ -57,7 +57,7 @@ def given_of(o, count, seed):
 def step(moe, given):
     made = moe(*given)
     y, loss = made if isinstance(made, tuple) else (made, None)
-    total = (y * torch.arange(H).cos()).sum()
+    total = (y * torch.arange(y.shape[-1]).cos()).sum()
     (total if loss is None else total + 0.7 * loss).backward()
     return y.detach()
 
@@ -111,6 +111,28 @@ def test_a_module_over_ranks_is_that_of_one_gpu(name, tokens):
             path = one.names[name_]
             whole = torch.cat([moe.get_parameter(path).grad for moe in ranks])
             torch.testing.assert_close(whole, shared[path], rtol=1e-4, atol=1e-3)
+
+
+def test_a_module_over_ranks_with_a_recipe():
+    """Tokens of one rank alone: those of the other have none, so codes along the tokens are those of one GPU."""
+    o, one, ranks = modules("fp8-choices", (30, 0))
+    given = [given_of(o, count, rank) for rank, count in enumerate((30, 0))]
+    found = [None, None]
+
+    def body(rank):
+        found[rank] = step(ranks[rank], given[rank])
+
+    together([lambda: body(0), lambda: body(1)])
+    mine = [each.grad.clone() for each in given[0] if each.requires_grad]
+    for each in given[0]:
+        each.grad = None
+    torch.testing.assert_close(found[0], step(one, given[0]), rtol=1e-5, atol=1e-5)
+    for left, right in zip(mine, [each.grad for each in given[0] if each.requires_grad], strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    for name in ("w1", "w2"):
+        path = one.names[name]
+        whole = torch.cat([moe.get_parameter(path).grad for moe in ranks])
+        torch.testing.assert_close(whole, one.get_parameter(path).grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_rank_has_its_share_and_saves_it():

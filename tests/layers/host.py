@@ -25,7 +25,7 @@ class HostLayer(Layer):
         self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
         self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
         self._arch = self._device = None
-        self._plans, self.passes, self.launched, self.loaded = {}, [], [], []
+        self._plans, self.passes, self.launched, self.loaded, self.margins = {}, [], [], [], []
 
     def load(self, tokens=None):
         self.loaded.append(tokens)
@@ -41,6 +41,7 @@ class HostLayer(Layer):
         lead = {"backward": "dy", "quantise": None}.get(which, "x")
         tokens = arguments[lead].shape[0] if lead else 0
         self.passes.append((which, tokens, frozenset(given & self.outputs(which).keys())))
+        self.margins.append((which, cluster_margin))
         super()._call(which, kept, scratch, arguments, stream, cluster_margin)
 
     def _kernel(self, part, dims):

@@ -1,6 +1,7 @@
 """Layers over ranks on host memory, every launch as its formula: what the launches are given is all that they use."""
 
 import runpy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,13 @@ def opened(name, ranks=2, tokens=40, **said):
     return LayerRanks(HostLibrary(o, devices=ranks), "layers/moe", list(range(ranks)), tokens)
 
 
-@pytest.mark.parametrize("tokens", [(30, 11), (0, 17), (40, 0, 25)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt-oss",
-        "gpt-oss-as-stored",
-        "deepseek",
-        "llama4",
-        "choices",
-        "recompute",
-        "gpt-oss-overlap",
-        "recompute-overlap",
-    ],
-)
+SIZES = ((30, 11), (0, 17), (40, 0, 25))
+NAMES = ("gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "recompute", "gpt-oss-overlap",
+         "recompute-overlap")  # fmt: skip
+CODED = zip(("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices"), (*SIZES, *SIZES), strict=False)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [*product(NAMES, SIZES), *CODED])
 def test_outputs_and_gradients_are_those_of_one_gpu(name, tokens):
     ranks = opened(name, len(tokens))
     for seed in range(2):

@@ -175,10 +175,15 @@ def index(keys, given, dims):
 
 def permute(keys, given, dims):
     made = np.full((dims["M"], given["x"].shape[1]), np.nan)
+    scales = np.full((-(-made.shape[1] // 128), dims["M"]), np.nan)
     for k in range(keys["topk"]):
         there = given["inverse"][:, k] >= 0
-        made[given["inverse"][there, k]] = (given["x"] * given["weights"][:, k, None])[there]
-    return {"y": made}
+        made[given["inverse"][there, k]] = (given["x"] * (given["weights"][:, k, None] if keys.get("scaled") else 1))[
+            there
+        ]
+        if "x_s" in given:
+            scales[:, given["inverse"][there, k]] = given["x_s"][:, there]
+    return {"y": made, **({"y_s": scales} if "x_s" in given else {})}
 
 
 def permute_bwd(keys, given, dims):

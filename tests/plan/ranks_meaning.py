@@ -90,6 +90,10 @@ def dispatch(keys, reads, world, step):
             continue
         window[f"{step.window}.indices"] = chosen.reshape(ranks * capacity, -1)
         window[f"{step.window}.weights"] = weights.reshape(ranks * capacity, -1)
+        for source, own in enumerate(reads):
+            if "x_s" in own:
+                scales, place = window[f"{step.window}.scales"], source * capacity
+                scales[:, place : place + len(own["x"])] = own["x_s"]
     return [{} for _ in range(ranks)]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import broken
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT
+from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE
 from fusekit.reference import layer as definition
 
 from . import layer_meaning, ranks_meaning
@@ -45,7 +45,7 @@ def made_up(o, tokens, seed):
 def share(o, whole, rank):
     """What a rank has of the parameters."""
     own = slice(rank * o.local, (rank + 1) * o.local)
-    return {name: tensor[own] if name in PARTS else tensor for name, tensor in whole.items()}
+    return {name: tensor[own] if name.partition("_")[0] in PARTS else tensor for name, tensor in whole.items()}
 
 
 def only(made, which, given):
@@ -168,6 +168,47 @@ def test_any_routing_is_that_of_one_gpu(seed):
     ]
 
 
+CODED = [name for name in CASES if name.startswith("fp8") and "mlp" not in name]
+
+
+@pytest.mark.parametrize("tokens", [(7, 4), (70, 0, 130)])
+@pytest.mark.parametrize("name", CODED)
+def test_a_layer_that_reads_codes_is_that_of_one_gpu(name, tokens):
+    """The same rows in the same order have the same codes, of rows and along the tokens, whichever rank makes them."""
+    o = over(len(tokens), name)
+    made, one = program(o).within(ranks_meaning.room(o, max(tokens))), program(alone(o))
+    source = np.random.default_rng(len(name))
+    whole = tensors_of(one, source)
+    whole |= {"expert_bias": source.standard_normal(o.experts)} if "expert_bias" in whole else {}
+    codes = layer_meaning.run(one, QUANTISE, whole, 0)
+    whole |= {each: codes[each] for each in one.arguments(QUANTISE)[1]}
+    more = {"aux_coefficient": np.array([0.25]), "total_tokens": np.array([sum(tokens)]), "dloss": np.array([0.0])}
+    given = []
+    for rank, count in enumerate(tokens):
+        own = {each: source.standard_normal((count, o.hidden)) for each in ("x", "dy")}
+        own |= {"indices": routed(o, source, count, range(o.ranks)), "weights": source.random((count, K))}
+        given.append(share(o, whole, rank) | more | own)
+    world = ranks_meaning.World(made, o.ranks)
+    forward = world.run(FORWARD, [only(made, FORWARD, each) for each in given])
+    back = world.run(BACKWARD, [only(made, BACKWARD, each) | world.kept(known)
+                                for each, known in zip(given, forward, strict=True)])  # fmt: skip
+    every = {each: np.concatenate([own[each] for own in given]) for each in ("x", "dy", "indices", "weights")}
+    first = layer_meaning.run(one, FORWARD, whole | more | every, sum(tokens))
+    stays = {each: first[each] for each, buffer in one.buffers.items() if buffer.place == KEPT}
+    want = layer_meaning.run(one, BACKWARD, whole | more | every | stays, sum(tokens))
+    np.testing.assert_allclose(np.concatenate([each["y"] for each in forward]), first["y"], **CLOSE)
+    for each in one.arguments(BACKWARD)[1]:
+        found = [own[each] for own in back]
+        summed = each.removeprefix("d") not in (*PARTS, "x", "weights", "logits")
+        total = sum(found) if summed else np.concatenate(found)
+        if each.startswith("dshared"):  # each rank has blocks of its own tokens
+            assert np.linalg.norm(total - want[each]) < 0.1 * np.linalg.norm(want[each]), each
+        else:
+            np.testing.assert_allclose(total, want[each], **CLOSE, err_msg=each)
+    sent = [step.part for step in made.steps[FORWARD] if step.window]
+    assert sent == (["dispatch", "combine"] if o.router["scale"] == "input" else ["dispatch-codes", "combine"])
+
+
 # -- rows, memory, rules ----------------------------------------------------------------------------------------------
 
 
@@ -255,6 +296,7 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
         ({"experts": 8, "ranks": 0}, "ranks", "say a divisor"),
         ({"experts": 64, "ranks": 64}, "ranks", "from 1 to 32"),
         ({"experts": 8, "ranks": 2, "bias": True}, "ranks", "a multiple of 8"),
+        ({"experts": 8, "ranks": 2, "overlap": True, "recipe": "fp8-block"}, "overlap", "leave recipe or overlap out"),
         ({"kind": "mlp", "ranks": 2}, "ranks", 'of kind = "moe" alone'),
     ],
 )

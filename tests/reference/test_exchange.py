@@ -9,6 +9,7 @@ from fusekit.reference import encode
 from fusekit.reference import exchange as reference
 from fusekit.reference.formats import values
 from fusekit.reference.permutation import index, unpermute
+from fusekit.reference.quantise import blocks
 
 EXPERTS, TOPK, HIDDEN, CAPACITY = 24, 4, 16, 128
 
@@ -52,6 +53,25 @@ def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
         for whole, part in zip(received, parts, strict=True):
             assert set(part) == ({"rows", "sent"} if sends == "rows" else {"indices", "weights"})
             assert all(np.array_equal(part[name], whole[name]) for name in part)
+
+
+def test_codes_come_with_their_scales():
+    """Those of a row that was sent are the same on the rank of its expert as at home."""
+    x, chosen, _ = made_up(3)
+    codes, scales = zip(*(quantise_rows(values(each, "bf16")) for each in x), strict=True)
+    received = reference.dispatch(spec_of(3, dtype="e4m3"), codes, chosen, None, CAPACITY, scales)
+    for each in received:
+        assert each["rows"].dtype == np.uint8 and each["scales"].shape == (1, 3 * CAPACITY)
+        for source, (own, theirs) in enumerate(zip(codes, scales, strict=True)):
+            place = slice(source * CAPACITY, source * CAPACITY + len(own))
+            sent = each["sent"][place]
+            assert np.array_equal(each["rows"][place][sent], own[sent])
+            assert np.array_equal(each["scales"][:, place], theirs)
+
+
+def quantise_rows(rows):
+    made, scale = blocks(rows, 1, 128, "pow2")
+    return made, scale.T
 
 
 @pytest.mark.parametrize("weighted", [True, False])

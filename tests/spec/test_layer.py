@@ -96,10 +96,6 @@ def problems(*tables, **defaults):
             ['dtype = "fp16": the kernels that move rows and choose experts take bf16; say dtype = "bf16"'],
         ),
         (
-            {"recipe": "fp8-block", "ranks": 2},
-            ['recipe = "fp8-block": rows of other ranks come as bf16, without codes; leave recipe or ranks out'],
-        ),
-        (
             {"weight_dtype": "f32"},
             ['weight_dtype = "f32": products read weights of dtype = "bf16"; "f32" weights need codes: say '
              'recipe = "fp8-block", or leave it out'],

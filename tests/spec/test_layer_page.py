@@ -8,7 +8,7 @@ import pytest
 
 from fusekit.plan.layer import layer_keys, program
 from fusekit.plan.layer.options import ROUTER_KEYS
-from fusekit.plan.layer.ranks import room, window_sizes
+from fusekit.plan.layer.ranks import room, stores, window_sizes
 from fusekit.spec import parse_file
 from fusekit.spec.keys import ACTIVATION_KEYS
 from fusekit.spec.model import DTYPES
@@ -74,3 +74,16 @@ def test_the_memory_of_a_rank_is_what_the_page_says(name):
     beside = {each: sizes[each] - (row * (each != "returned") + choices * count) for each, count in
               (("sent", 2), ("grads", 2), ("sums", 0), ("returned", 1))}  # fmt: skip
     assert all(0 < each < 2048 for each in beside.values())  # the header and the flags
+
+
+def test_the_window_of_codes_is_what_the_page_says():
+    o = over(2, "fp8", dtype="bf16")
+    made = program(o).within(room(o, 1000))
+    slots = 2048
+    want = slots * o.hidden + 4 * slots * -(-o.hidden // 128) + 8 * slots * o.topk
+    sizes = window_sizes(made, o)
+    assert 0 < sizes["codes"] - want < 2048  # the header and the flags
+    assert 0 < sizes["sent"] - 2 * slots * o.hidden - 8 * slots * o.topk < 2048
+    assert list(stores(made)) == ["codes", "sent", "grads", "sums", "returned"]
+    assert list(stores(made, "inference")) == ["codes", "sums"]
+    assert list(stores(program(over(2, "fp8", keep="none")))) == ["codes", "sums"]

@@ -31,6 +31,7 @@ from fusekit.kernels import lanes
 from fusekit.kernels.exchange import signals
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import Permutation
+from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import (
     CHUNK,
     DONE,
@@ -42,9 +43,11 @@ from fusekit.plan.exchange import (
     SENDING,
     STATUS,
     TICKET,
+    coded,
     parts,
     regions,
 )
+from fusekit.plan.quantise import SIDE
 
 NANOSECONDS = 10**6  # of a millisecond
 
@@ -66,6 +69,7 @@ class Exchange(Permutation):
         self.ranks, self.blocks, self.gradients, self.wide = spec.ranks, spec.blocks, spec.gradients, spec.rows
         self.experts, self.local = spec.experts, spec.experts // spec.ranks
         self.index_bytes, self.weight_bytes = parts(vars(spec))
+        self.coded = coded(vars(spec))
 
     def of_rank(self, windows: list, rank: Int32) -> Int64:
         """The window of a rank that only the device knows."""
@@ -80,7 +84,8 @@ class Exchange(Permutation):
 
     def regions(self, capacity: Int32, row_bytes: Int32):
         """Where the parts of a window lie."""
-        return regions(Int64(capacity), Int64(row_bytes), self.ranks, self.index_bytes, self.weight_bytes)
+        scales = Int64(divide(row_bytes - 1, SIDE) + 1) * 4 if self.coded else 0
+        return regions(Int64(capacity), Int64(row_bytes), self.ranks, self.index_bytes, self.weight_bytes, scales)
 
     @cute.jit
     def arrive(self, own: Int64, thread: Int32):

@@ -2,7 +2,8 @@
 
 Token t of rank s lies at [s, t] of the window of each rank that it is sent to. What a rank receives has that place
 whatever else is sent, so no counts are exchanged: `indices` of the window say which tokens have experts here, -1 where
-there is none, and moe-index makes the rows of groups of them. How the ranks agree: base.py.
+there is none, and moe-index makes the rows of groups of them. Of codes, the scales come too. How the ranks agree:
+base.py.
 
 Blocks of their own copy what stays here, so that the links are never idle for it. One more waits for what the ranks
 send.
@@ -20,6 +21,7 @@ from fusekit.kernels.exchange import signals
 from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, WARP, Exchange, chunks
 from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, OWN, ROWS, STATUS, TELLERS, WAIT
+from fusekit.plan.quantise import SIDE
 
 COPIES = 64  # blocks that copy what stays here, beside kernels that want it soon
 FEWEST = 4  # a part of the warps that chunks keep busy, if each is sent by one
@@ -43,13 +45,14 @@ class MoeDispatch(Exchange):
 
     @cute.jit
     def __call__(
-        self, x, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32, timeout: Int32,
+        self, x, x_s, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32, timeout: Int32,
         stream: CUstream,
     ):  # fmt: skip
         """Launch; what the spec does without is None. window: of every rank."""
         rows = self.sends != CHOICES
         self.kernel(
             self.rows_at(x) if cutlass.const_expr(rows) else None,
+            None if cutlass.const_expr(x_s is None) else x_s.iterator,
             indices.iterator,
             None if cutlass.const_expr(weights is None) else weights.iterator,
             list(window),
@@ -62,7 +65,7 @@ class MoeDispatch(Exchange):
 
     @cute.kernel
     def kernel(
-        self, x, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32, rank: Int32,
+        self, x, x_s, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32, rank: Int32,
         capacity: Int32, timeout: Int32,
     ):  # fmt: skip
         """See the module's docstring. x: as `rows_at` gives it."""
@@ -70,7 +73,7 @@ class MoeDispatch(Exchange):
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
         turn, epoch, failed = self.arrive(own, thread)
-        sizes, source = (tokens, row_bytes, capacity), (x, indices, weights)
+        sizes, source = (tokens, row_bytes, capacity), (x, indices, weights, x_s)
         if turn == 0:  # of both launches, whichever runs first
             self.open(windows, rank, thread, epoch)
             self.tell_readers(own, thread, rank, capacity, timeout)
@@ -122,6 +125,22 @@ class MoeDispatch(Exchange):
             self.by_warp(windows, source, share, sizes, rank, epoch, targets)
 
     @cute.jit
+    def scales(
+        self, windows: list, x_s: cute.Pointer, chunk: Int32, share: tuple, sizes: tuple, rank: Int32, targets: Uint32
+    ):
+        """Those of a chunk's tokens to each target, whether their rows go there or not. share: (first, step)."""
+        (first, step), (tokens, row_bytes, capacity) = share, sizes
+        layout = self.regions(capacity, row_bytes)
+        for at in cutlass.range(first, CHUNK * (divide(row_bytes - 1, SIDE) + 1), step):
+            block = divide(at, CHUNK)
+            token = chunk * CHUNK + (at - block * CHUNK)
+            word = lanes.load(x_s.toint() + (Int64(block) * tokens + token) * 4, 4, token < tokens)
+            place = ((Int64(block) * self.ranks + rank) * capacity + token) * 4
+            for target in cutlass.range_constexpr(self.ranks):
+                wanted = ((targets >> target) & 1) != 0
+                lanes.store(windows[target].toint() + layout.scales + place, word, 4, wanted)
+
+    @cute.jit
     def by_block(
         self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
     ):
@@ -134,6 +153,8 @@ class MoeDispatch(Exchange):
         for chunk in cutlass.range(first, count, step):
             for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
                 self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(windows, source[3], chunk, (thread, self.threads), sizes, rank, targets)
             for at in cutlass.range(warp, CHUNK, self.warps):
                 token = chunk * CHUNK + at
                 if token < tokens:
@@ -156,6 +177,8 @@ class MoeDispatch(Exchange):
             if cutlass.const_expr(self.sends == ALL):
                 for at in cutlass.range(lane, CHUNK * self.topk, WARP):
                     self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(windows, source[3], chunk, (lane, WARP), sizes, rank, targets)
             self.chunk_of_warp(windows, source, chunk, sizes, rank, targets)
             cute.arch.sync_warp()
             self.tell(windows, flags + Int64(rank * count + chunk) * 4, lane, epoch, targets)
@@ -164,7 +187,7 @@ class MoeDispatch(Exchange):
     def choice(self, windows: list, source: tuple, choice: Int32, sizes: tuple, rank: Int32, targets: Uint32):
         """A choice's expert and weight to each target; -1 where the expert is not the target's."""
         tokens, row_bytes, capacity = sizes
-        _, indices, weights = source
+        _, indices, weights, _ = source
         layout = self.regions(capacity, row_bytes)
         there = choice < tokens * self.topk
         expert = lanes.load(indices.toint() + Int64(choice) * 4, 4, there, -1)[0]

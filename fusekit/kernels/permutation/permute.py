@@ -1,6 +1,7 @@
 """moe-permute, moe-unpermute and their backward: rows of tokens to rows of experts and back.
 
     permute          y[inverse[t, k]] = x[t], and with weights row_scale[inverse[t, k]] = weights[t, k]
+    permute of codes likewise, and y_s[:, inverse[t, k]] = x_s[:, t]
     permute, scaled  y[inverse[t, k]] = weights[t, k] x[t]
     permute-bwd      grad_x[t] = sum over k of weights[t, k] grad_y[inverse[t, k]], in float32, in the order of k;
                      grad_weights[t, k] = x[t] . grad_y[inverse[t, k]]
@@ -26,6 +27,7 @@ from fusekit.kernels import lanes
 from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide
+from fusekit.plan.quantise import SIDE
 
 LINE = WARP * 16  # bytes of a warp's access
 SUMMED = 16  # elements that a lane of the backward of permute holds of each row, and sums
@@ -110,10 +112,14 @@ class MoePermute(Permutation):
     LINES = 8
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, inverse: cute.Tensor, weights, y: cute.Tensor, row_scale, stream: CUstream):
-        """Launch; weights may be None, row_scale is None unless it is to be written."""
+    def __call__(
+        self, x: cute.Tensor, x_s, inverse: cute.Tensor, weights, y: cute.Tensor, y_s, row_scale, stream: CUstream
+    ):
+        """Launch; weights and scales may be None, row_scale is None unless it is to be written."""
+        coded = cutlass.const_expr(self.dtype == "e4m3")
         self.kernel(
             x.iterator,
+            (x_s.iterator, y_s.iterator, y_s.shape[1]) if coded else None,
             inverse.iterator,
             weights.iterator if cutlass.const_expr(self.weighted or self.scaled) else None,
             y.iterator,
@@ -126,14 +132,17 @@ class MoePermute(Permutation):
 
     @cute.kernel
     def kernel(
-        self, x: cute.Pointer, inverse: cute.Pointer, weights, y: cute.Pointer, row_scale, tokens: Int32,
+        self, x: cute.Pointer, scales, inverse: cute.Pointer, weights, y: cute.Pointer, row_scale, tokens: Int32,
         row_bytes: Int32, x_stride: Int64, y_stride: Int64,
     ):  # fmt: skip
-        """See the module's docstring."""
+        """See the module's docstring. scales: of codes those of x, those of y, and the rows of y."""
         token, lane, first = self.place(row_bytes)
         if token < tokens:
             rows = self.per_choice(inverse.toint(), token, lane, -1)
             words = self.load_piece(self.row_of(x.toint(), token, x_stride), first, row_bytes)
+            if cutlass.const_expr(scales is not None):
+                blocks = cutlass.select_(first < LINE, divide(row_bytes - 1, SIDE) + 1, 0)  # the first piece's warp's
+                self.scales(*scales, rows, token, lane, tokens, blocks)
             if cutlass.const_expr(self.scaled):
                 given = self.per_choice(weights.toint(), token, lane, 0)
             for choice in cutlass.range_constexpr(self.topk):
@@ -148,6 +157,20 @@ class MoePermute(Permutation):
                 for slot in cutlass.range_constexpr(self.slots):
                     use = (Int32(rows[slot]) >= 0) & (first < LINE)  # the first piece's warp writes them
                     lanes.store(row_scale.toint() + Int64(rows[slot]) * 4, [given[slot]], 4, use)
+
+    @cute.jit
+    def scales(
+        self, given: cute.Pointer, made: cute.Pointer, all_rows: Int32, rows: list, token: Int32, lane: Int32,
+        tokens: Int32, blocks: Int32,
+    ):  # fmt: skip
+        """Those of a token's row, [blocks, tokens], to each of its choices, [blocks, all_rows]."""
+        for start in cutlass.range(0, blocks, WARP):
+            block = start + lane
+            word = lanes.load(given.toint() + (Int64(block) * tokens + token) * 4, 4, block < blocks)
+            for choice in cutlass.range_constexpr(self.topk):
+                row = Int32(self.of_choice(rows, choice))
+                target = made.toint() + (Int64(block) * all_rows + row) * 4
+                lanes.store(target, word, 4, (block < blocks) & (row >= 0))
 
 
 class MoeUnpermute(Permutation):

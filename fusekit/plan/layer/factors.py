@@ -135,25 +135,25 @@ class Blocks:
 
     def product(self, which: Which, rows: Rows, weight: str, major: str, *, backward: bool = False) -> Given:
         """As in `Factors`. A pass over a gradient also makes its codes along the tokens."""
-        self._codes(which, rows, turned=backward)
+        self.codes(which, rows, turned=backward)
         codes, scales = ("q", "s") if (major == "k") is not backward else ("t", "ts")
         reads = {"x": f"{rows.base}_q", "x_s": f"{rows.base}_s"}
         return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{codes}", "w_s": f"{weight}_{scales}"})
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        self._codes(WEIGHTS, rows, by_row=False, turned=True)
+        self.codes(WEIGHTS, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
         return Given({"quant": {"in": BLOCK}}, reads)
 
     def activation(self, rows: Rows) -> Given:
         """As in `Factors`: codes of rows alone."""
-        return Given({"quant": {"in": BLOCK, "out": BLOCK}}, {}, self._rows("y", rows))
+        return Given({"quant": {"in": BLOCK, "out": BLOCK}}, {}, self.of_rows("y", rows))
 
     def gradient(self, dz: Rows, rows: Rows) -> Given:
         """As in `Factors`: codes, where it `turns`."""
         if not self.turns(dz):
             return self.plain.gradient(dz, rows)
-        made = self._rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
+        made = self.of_rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
         return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True}}, {}, made)
 
     def turns(self, dz: Rows) -> bool:
@@ -165,8 +165,8 @@ class Blocks:
         whole = self.options.glu_layout != "concat" or dz.columns % (2 * SIDE) == 0
         return dz.extent == "M" and whole and not self.options.bias
 
-    def _codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
-        """Those that nothing has made yet."""
+    def codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
+        """Makes those that nothing has made yet, of rows and along the tokens."""
         o, columns, base = self.options, rows.columns, rows.base
         by_row, turned = (
             asked and f"{base}_{end}" not in self.passes.buffers for asked, end in ((by_row, "q"), (turned, "t"))
@@ -174,16 +174,16 @@ class Blocks:
         if not by_row and not turned:
             return
         grouped = rows.extent == "M"
-        made = (self._rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
+        made = (self.of_rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
         reads = {"x": rows.name}
         reads |= {"index": rows.index} if rows.index else {}
         reads |= {"offsets": "offsets"} if turned and grouped else {}
         keys = {"rows": by_row, "transpose": turned, "gather": bool(rows.index), "groups": grouped or not turned}
-        problem = {"E": o.experts if grouped else 1, "M": o.tokens * (o.topk if grouped else 1), "K": columns}
+        problem = {"E": o.local if grouped else 1, "M": o.tokens * (o.topk if grouped else 1), "K": columns}
         problem |= {"T": o.tokens} if rows.index else {}
         self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, made)
 
-    def _rows(self, argument: str, rows: Rows) -> dict[str, str]:
+    def of_rows(self, argument: str, rows: Rows) -> dict[str, str]:
         """Codes of rows, and their scales, by the arguments of a kernel."""
         shape = rows.extent, rows.columns
         return self._buffers(argument, rows.base, "q", shape, (-(-rows.columns // SIDE), rows.extent))

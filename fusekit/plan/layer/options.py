@@ -208,6 +208,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
             if getattr(options, key):
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
+    if options.overlap and options.recipe != NONE:
+        yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
     if options.overlap and options.ranks == 1:
         yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
     if kind_of(options.activation["kind"]).backward:
@@ -232,8 +234,6 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
 
 def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
     """What codes ask for."""
-    if options.ranks > 1:
-        yield "recipe", options.recipe, "rows of other ranks come as bf16, without codes; leave recipe or ranks out"
     if options.dtype != "bf16" and options.kind != MOE:
         yield "dtype", options.dtype, 'codes are made of bf16; say dtype = "bf16", or leave recipe out'
     if options.kind == MLP and options.bias:

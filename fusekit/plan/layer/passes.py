@@ -53,7 +53,7 @@ def program(options: Options) -> Program:
         steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
     if passes.steps[QUANTISE]:
         steps = {QUANTISE: tuple(passes.steps[QUANTISE])} | steps
-    return Program(passes.parts, passes.buffers, steps, options.topk, options.experts)
+    return Program(passes.parts, passes.buffers, steps, options.topk, options.local)
 
 
 class Passes:

@@ -68,7 +68,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Program:
     """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token. experts:
-    groups of rows.
+    groups of rows, those of a rank.
 
     room: dims that are the same for any number of tokens, of a layer over ranks.
     """

@@ -9,6 +9,10 @@ are there. When x is sent again, the gradients of other weights are made meanwhi
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
 before, since the router's part of dx is made of them. x is sent again where a step needs it: to keep what came would
 take as much memory as a window for each layer.
+
+By a recipe, the forward pass sends codes of x and their scales, which every rank would make of the same rows. The
+backward pass sends x and dy in bf16: it also reads codes along the tokens, whose scales are of 128 rows of an expert,
+and these rows come together only at the experts' rank. Codes of codes would be others.
 """
 
 from __future__ import annotations
@@ -17,19 +21,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fusekit.dtypes import DTYPES
-from fusekit.plan.exchange import CHOICES, GRAIN, ROWS, parts, regions, wide, words
+from fusekit.plan.exchange import CHOICES, GRAIN, ROWS, of_row, parts, regions, words
+from fusekit.plan.layer.factors import CODES as E4M3
+from fusekit.plan.layer.factors import Blocks, Rows
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import Experts, Passes
 from fusekit.plan.layer.program import AGAIN, BOTH, KEPT, THROUGH, WEIGHTS, Program
+from fusekit.plan.quant import NONE
+from fusekit.plan.quantise import SIDE
 
-# Windows: of x, of dy, of sums of rows, and of gradients of weights; and parts that store into each, the first of a
-# program.
-SENT, GRADS, SUMS, RETURNED = "sent", "grads", "sums", "returned"
-SENDING = ("dispatch", "dispatch-rows")
-WINDOWS = {SENT: SENDING, GRADS: SENDING, SUMS: ("combine",), RETURNED: ("weights-return",)}
+# Windows: of codes of x, of x, of dy, of sums of rows, and of gradients of weights.
+WINDOWS = CODES, SENT, GRADS, SUMS, RETURNED = "codes", "sent", "grads", "sums", "returned"
 BLOCKS = 16  # that send rows while products run, each on a multiprocessor that these lack
-TRAINING = (GRADS, RETURNED)  # that only a backward pass needs
+
+
+def arrives(options: Options) -> str:
+    """The window that the forward pass sends x into: codes of it, unless experts read rows that weights multiply."""
+    return CODES if options.recipe != NONE and options.router["scale"] != "input" else SENT
+
+
+def stores(program: Program, which: str = "") -> dict[str, str]:
+    """The windows of all passes, or of one, with the first part that stores into each, which sends rows."""
+    chosen = [steps for name, steps in program.steps.items() if which in ("", name)]
+    found: dict[str, str] = {}
+    for step in (step for steps in chosen for step in steps):
+        found.setdefault(step.window, step.part)
+    return {window: found[window] for window in WINDOWS if window in found}
 
 
 def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
@@ -43,17 +60,12 @@ def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, in
 def window_sizes(program: Program, options: Options) -> dict[str, int]:
     """Bytes of each window of a program that has its room."""
     made = {}
-    for window, keys in stored(program).items():
-        row = options.hidden * DTYPES[options.dtype].bytes if wide(keys) else 0
-        made[window] = int(regions(program.room["S"] // options.ranks, row, options.ranks, *parts(keys)).end)
+    for window, part in stores(program).items():
+        keys: Mapping[str, Any] = program.parts[part]
+        row, scales = of_row(keys, options.hidden)
+        capacity = program.room["S"] // options.ranks
+        made[window] = int(regions(capacity, row, options.ranks, *parts(keys), scales).end)
     return made
-
-
-def stored(program: Program) -> dict[str, Mapping[str, Any]]:
-    """The windows of a program, and the keys of a kernel that stores rows into each."""
-    used = {step.window for steps in program.steps.values() for step in steps}
-    found = {window: [part for part in named if part in program.parts] for window, named in WINDOWS.items()}
-    return {window: program.parts[named[0]] for window, named in found.items() if window in used}
 
 
 class RankedExperts(Experts):
@@ -66,17 +78,23 @@ class RankedExperts(Experts):
         super().__init__(passes)
         o, p = self.o, passes
         self.again = o.keep == "x" or self.by_input  # whether the backward pass begins with x
-        for window in (SENT, GRADS):
-            p.buffer(f"{window}.rows", "S", o.hidden, place=window)
+        self.first = arrives(o)
+        self.rows_dy = replace(self.rows_dy, codes="dy")
+        if not self.by_input:
+            self.rows_x = replace(self.rows_x, codes="x")
+        for window in dict.fromkeys((self.first, SENT, GRADS)):
+            p.buffer(f"{window}.rows", "S", o.hidden, dtype=E4M3 if window == CODES else "", place=window)
             p.buffer(f"{window}.indices", "S", o.topk, dtype="i32", place=window)
             p.buffer(f"{window}.weights", "S", o.topk, dtype="f32", place=window)
+        if self.first == CODES:
+            p.buffer(f"{CODES}.scales", -(-o.hidden // SIDE), "S", dtype="f32", place=CODES)
         if o.overlap:
             for window in (SENT, GRADS):
                 p.buffer(f"{window}.arrivals", "F", dtype="i32", place=window)
             self.rows_dy = replace(self.rows_dy, arrivals=f"{GRADS}.arrivals")
             if not self.by_input:
                 self.rows_x = replace(self.rows_x, arrivals=f"{SENT}.arrivals")
-        p.buffer(f"{SENT}.most", 1, dtype="i32", place=SENT)
+        p.buffer(f"{self.first}.most", 1, dtype="i32", place=self.first)
         p.buffer("row_dweights", "S", o.topk, dtype="f32")
 
     def exchange(self, op: str, **keys: object) -> dict[str, object]:
@@ -98,21 +116,35 @@ class RankedExperts(Experts):
         made["window.arrivals"] = awaited
         self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
 
+    def dispatch_codes(self) -> None:
+        """Codes of this rank's rows, which a shared expert reads, too, to the ranks of their experts."""
+        p, o = self.passes, self.o
+        own = Rows("x", o.hidden, "T", codes="shared_x" if o.shared else "own_x")
+        assert isinstance(self.factors, Blocks)
+        self.factors.codes(p.firsts if o.shared else BOTH, own)
+        reads = {"x": f"{own.base}_q", "x_s": f"{own.base}_s", "indices": "indices", "weights": "weights"}
+        made = {f"window.{part}": f"{CODES}.{part}" for part in ("rows", "indices", "weights", "scales")}
+        keys = {**self.exchange("moe-dispatch", weighted=True), "dtype": E4M3}
+        p.step(BOTH, "dispatch-codes", keys, reads, made, CODES)
+
     def index(self) -> None:
         """What came, sorted by expert; and how many of this rank's own tokens chose each expert, for the loss."""
         p, o = self.passes, self.o
-        self.dispatch(BOTH, "x", SENT)
-        reads = {"indices": f"{SENT}.indices"}
+        if self.first == CODES:
+            self.dispatch_codes()
+        else:
+            self.dispatch(BOTH, "x", SENT)
+        reads = {"indices": f"{self.first}.indices"}
         made = {
             "offsets": p.buffer("offsets", o.local, dtype="i32", place=KEPT),
             "order": p.buffer("order", "M", dtype="i32"),
             "inverse": p.buffer("inverse", "S", o.topk, dtype="i32", place=KEPT),
             "token": p.buffer("token", "M", dtype="i32", place=KEPT),
-            "most": f"{SENT}.most",
+            "most": f"{self.first}.most",
         }
         keys = self.router_op("moe-index", tokens=True, bounded=True, experts=o.local, weighted=not self.by_input)
         if not self.by_input:
-            reads["weights"] = f"{SENT}.weights"
+            reads["weights"] = f"{self.first}.weights"
             made["row_scale"] = p.buffer("row_scale", "M", dtype="f32", place=KEPT)
         p.step(BOTH, "index", keys, reads, made)
         if self.router["aux_loss"]:
@@ -127,6 +159,14 @@ class RankedExperts(Experts):
     def forward(self) -> None:
         if self.again:
             self.dispatch(AGAIN, "x", SENT)
+        if self.first == CODES:
+            assert isinstance(self.factors, Blocks)
+            if self.again:
+                self.factors.codes(AGAIN, self.rows_x, turned=True)
+            reads = {"x": f"{CODES}.rows", "x_s": f"{CODES}.scales", "inverse": "inverse"}
+            keys = {**self.rows("moe-permute"), "dtype": E4M3}
+            made = self.factors.of_rows("y", self.rows_x)
+            self.passes.step(BOTH, "permute-codes", keys, reads, {"y": made["y_q"], "y_s": made["y_s"]})
         super().forward()
 
     def through(self) -> None:
@@ -145,7 +185,7 @@ class RankedExperts(Experts):
         """The sum of each token's rows on every rank, their sum on the token's rank, and `more`."""
         keys = self.exchange("moe-combine", weighted=weighted, addends=len(more), gradients=False)
         reads = {"x": x, "inverse": "inverse", "indices": "indices"}
-        reads |= {"weights": self.weights_in} if weighted else {}
+        reads |= {"weights": f"{self.first}.weights"} if weighted else {}
         reads |= {f"addend{number}": name for number, name in enumerate(more)}
         part = {"unpermute": "combine", "unpermute-dx": "combine-dx"}[part]
         self.passes.step(which, part, keys, reads, {"y": y}, SUMS)

@@ -1,0 +1,150 @@
+"""Ranks of a mesh of JAX: which device of an axis is which rank, and how processes find each other's windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fusekit.errors import ArgumentError
+from fusekit.exchange import Ranks
+from fusekit.exchange.windows import Gather
+from fusekit.layers import Layer
+from fusekit.layers.ranked import RankedLayer
+from fusekit.runtime import Devices
+
+TIMEOUT = 60_000
+
+
+def ranks_of(
+    devices: Devices, mesh: Any, axis: str, *, timeout: int = TIMEOUT, gather: Gather | None = None
+) -> list[Ranks]:
+    """This process's ranks: the device at place r of the mesh's `axis` is rank r. Each place along the mesh's other
+    axes has ranks of its own, which do not meet those of another place.
+
+    devices: `library.devices`. timeout: milliseconds that a launch waits for the other ranks. gather: where each rank
+    is a process of the same machine; default: over JAX's processes. The same ranks come again for the same mesh. Raises
+    ArgumentError for an axis that the mesh has not, and where some ranks share a process and others do not.
+    """
+    if axis not in mesh.axis_names:
+        raise ArgumentError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.axis_names)}", argument="axis")
+    return _ranks(devices, mesh, axis, timeout, gather)
+
+
+@cache
+def _ranks(devices: Devices, mesh: Any, axis: str, timeout: int, gather: Gather | None) -> list[Ranks]:
+    groups = mesh.devices.swapaxes(mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    own, made = jax.process_index(), []
+    for group in groups:
+        processes = [device.process_index for device in group]
+        mine = [(rank, device.local_hardware_id) for rank, device in enumerate(group) if device.process_index == own]
+        if len(set(processes)) == 1:
+            made += Ranks.in_process(devices, [device for _, device in mine], timeout) if mine else []
+        elif len(set(processes)) == len(group):
+            for rank, device in mine:
+                made.append(Ranks.of_process(devices, device, rank, gather or _over(tuple(processes)), timeout))
+        else:
+            raise ArgumentError(
+                f"the devices along {axis!r} are of processes {processes}; the ranks of a layer are all in one process,"
+                " or each in a process of its own",
+                argument="mesh",
+            )
+    return made
+
+
+def _over(processes: tuple[int, ...]) -> Gather:
+    """`gather` as fusekit.exchange wants it, of these processes of JAX; all of them call it at the same time."""
+
+    def gathered(value: bytes) -> Sequence[bytes]:
+        from jax.experimental import multihost_utils
+
+        # One byte more, since there are no arrays of 0 bytes between processes.
+        told = multihost_utils.process_allgather(jnp.frombuffer(value + b"\0", jnp.uint8))
+        return [bytes(told[process][:-1]) for process in processes]
+
+    return gathered
+
+
+def layers_of(
+    layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Gather | None = None
+) -> dict[int, RankedLayer]:
+    """The layer as the layers of this process's ranks, by the ordinals of their devices, with their windows.
+
+    Raises ArgumentError for a layer of one GPU, and for a mesh of another number of ranks.
+    """
+    if not isinstance(layer, RankedLayer):
+        raise ArgumentError(
+            f"{layer.name} is a layer of one GPU, which takes no mesh; say ranks = R in its table, and build it again",
+            argument="mesh",
+        )
+    if mesh is None or axis is None:
+        raise ArgumentError(
+            f"{layer.name} is over {layer.options.ranks} ranks; give the mesh of jax.shard_map, and the axis along"
+            " which the experts are",
+            argument="mesh",
+        )
+    ranks = ranks_of(layer.devices, mesh, axis, timeout=timeout, gather=gather)
+    made = {each.device: layer.over(each) for each in ranks}
+    for each in made.values():
+        each.connect(training=layer.options.trained)
+    return made
+
+
+class Placed:
+    """A layer on the devices that call it: itself on any, or of a layer over ranks the layer of each device's rank."""
+
+    def __init__(self, layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Any) -> None:
+        self.layer, self.axis = layer, axis
+        self._ranked: dict[int, RankedLayer] = {}
+        if layer.options.ranks > 1 or mesh is not None:
+            self._ranked = layers_of(layer, mesh, axis, timeout, gather)
+            self.layer = next(iter(self._ranked.values()), layer)
+
+    def here(self) -> tuple[int, Layer]:
+        """This thread's device, and the layer there. Raises ArgumentError for a device that has no rank."""
+        device = self.layer.current_device()
+        if self._ranked and device not in self._ranked:
+            raise ArgumentError(
+                f"{self.layer.name} was called on device {device}; its ranks are on devices"
+                f" {', '.join(map(str, self._ranked))}; use the mesh that it was given"
+            )
+        return device, self._ranked.get(device, self.layer)
+
+    def load(self, tokens: int | None = None) -> None:
+        """Loads the kernels on all devices. Raises ArgumentError outside jax.shard_map, and for too many tokens."""
+        if not self._ranked:
+            self.layer.load(tokens)
+            return
+        ranks, capacity = self.layer.options.ranks, next(iter(self._ranked.values())).capacity
+        try:
+            size = jax.lax.axis_size(self.axis)
+        except NameError:
+            size = 0
+        if size != ranks:
+            there = f"it has {size} places there" if size else "there is none here"
+            raise ArgumentError(
+                f"{self.layer.name} is over {ranks} ranks along the axis {self.axis!r}, and {there}; call it inside"
+                " jax.shard_map over the mesh that it was given"
+            )
+        if tokens is not None and tokens > capacity:
+            raise ArgumentError(
+                f"{self.layer.name}: {tokens} tokens of a rank; the windows have room for {capacity}; open the layer"
+                f" with tokens = {tokens} or more",
+                argument="x",
+            )
+        for each in self._ranked.values():
+            each.load(tokens)
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError if a rank did not come, CapacityError if rows were too few; waits for nothing."""
+        for each in self._ranked.values():
+            each.check()
+
+    def close(self, *, alone: bool = False) -> None:
+        """Gives the windows back when nothing uses them any more; all processes together, or alone if one is gone."""
+        for each in self._ranked.values():
+            assert each.ranks is not None
+            each.ranks.close(alone=alone)
