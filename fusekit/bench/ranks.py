@@ -31,7 +31,7 @@ from fusekit.bench.replay import Replay
 from fusekit.bench.timing import median
 from fusekit.bench.torch_blocks import CASES as BLOCKS
 from fusekit.bench.torch_blocks import Case
-from fusekit.layers.layer import Layer, Pass
+from fusekit.layers import Layer, Pass
 from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.runtime import Library, open_library
 

@@ -12,7 +12,8 @@ count. A pass may be captured in a CUDA graph.
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
-from fusekit.layers.layer import Layer, Pass, Sizes, layers_of, options_of
+from fusekit.layers.layer import Layer, layers_of, options_of
+from fusekit.layers.passes import Pass, Sizes
 
 if TYPE_CHECKING:
     from fusekit.layers.ranked import RankedLayer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
+from fusekit.layers.passes import Pass, Sizes
 from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
@@ -22,63 +23,6 @@ if TYPE_CHECKING:
 
 _PLANS_KEPT = 64  # token counts differ from step to step
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes that a layer needs beside its arguments: kept between the passes, and scratch memory of each pass; of a
-    layer over ranks also each window, which layers of the same size share.
-
-    codes: of arguments, those that `Layer.quantise` writes.
-    """
-
-    kept: int
-    forward: int
-    inference: int
-    backward: int
-    windows: Mapping[str, int] = field(default_factory=dict)
-    codes: int = 0
-
-    @property
-    def scratch(self) -> int:
-        """Of whichever pass needs most: the passes of a stream may share it."""
-        return max(self.forward, self.inference, self.backward)
-
-
-class Pass:
-    """A pass bound to its arguments: `forward(stream)` queues its launches, and may be captured in a CUDA graph.
-
-    It belongs to one thread at a time, and keeps its arguments alive.
-    """
-
-    __slots__ = ("_arguments", "_written", "launches")
-
-    def __init__(self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int]) -> None:
-        """written: how many launches it takes until an output is there."""
-        self.launches = tuple(launches)
-        self._arguments, self._written = dict(arguments), dict(written)
-
-    def __call__(self, stream: Any = None) -> None:
-        """Queues the launches on `stream`, as a kernel's."""
-        handle = stream if type(stream) is int else stream_handle(stream)
-        run(self.launches, handle)
-
-    def split(self, output: str) -> tuple[Pass, Pass]:
-        """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
-
-        So `dx, weights = backward.split("dx")`: what waits for dx can start between. All outputs serve as scratch
-        memory from the first launch on. Raises ArgumentError.
-        """
-        if output not in self._written:
-            raise ArgumentError(
-                f"the pass does not write {output}; its outputs are {', '.join(self._written)}", argument=output
-            )
-        count = self._written[output]
-        later = {name: at - count for name, at in self._written.items() if at > count}
-        first = {name: at for name, at in self._written.items() if at <= count}
-        return (
-            Pass(self.launches[:count], self._arguments, first), Pass(self.launches[count:], self._arguments, later)
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

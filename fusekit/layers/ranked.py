@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, CapacityError
 from fusekit.exchange import Layout, Part, Ranks, Window
-from fusekit.layers.layer import Layer, Sizes
+from fusekit.layers.layer import Layer
+from fusekit.layers.passes import Sizes
 from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD, INFERENCE
