@@ -96,7 +96,7 @@ def coded_check(
     results = coded(means)
     if not results:
         return []
-    ends = group_ends(inputs, need(inputs, "x", 2).shape[0], means)
+    ends = group_ends(inputs, len(need(inputs, "x" if means.gather == "none" else "index", None)), means)
     found = []
     for name in (name for each in results for name in each.outputs):
         mask, untouched = written(name, outputs[name].shape, ends), poisoned(outputs[name])

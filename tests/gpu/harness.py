@@ -268,7 +268,9 @@ def _poison(array: np.ndarray, where: Any) -> None:
 
 def _poison_blocks(inputs: dict[str, Any], case: Case) -> None:
     """Codes and scales of spare blocks of tokens, and of those of a group that is full of NaN."""
-    starts = padded_starts(inputs.get("offsets", [case.rows]))
+    if "offsets" not in inputs:  # a dense one takes all tokens
+        return
+    starts = padded_starts(inputs["offsets"])
     beyond = [slice(starts[-1], None)]
     if case.nan_group is not None:
         beyond.append(slice(starts[case.nan_group], starts[case.nan_group + 1]))
@@ -286,7 +288,7 @@ def _rows_of(case: Case, group: int) -> slice:
 
 def _dtype_of(spec: KernelSpec, name: str) -> str:
     singles = ("alpha", "row_scale", "x_s", "w_s", "dy_ts", "x_ts")
-    fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", **dict.fromkeys(singles, "f32")}
+    fixed: Mapping[str, str] = {"offsets": "i32", "index": "i32", "arrivals": "i32", **dict.fromkeys(singles, "f32")}
     names = ("dy_t", "x_t") if spec.epilogue == "wgrad" else ("x", "w")
     fixed = dict(zip(names, spec.plan.factors, strict=True)) | fixed
     return fixed.get(name, spec.dtype)
