@@ -14,7 +14,6 @@ part and, as soon as they are there, those of the others. How the ranks agree: b
 """
 
 import cutlass
-import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
@@ -28,7 +27,6 @@ from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import STATUS
 
 NAN = 0x7FFFFFFF
-COUNTS = 32  # chunks of a block whose warps are counted at a time
 
 
 class MoeCombine(Exchange):
@@ -86,10 +84,6 @@ class MoeCombine(Exchange):
         thread, _, _ = cute.arch.thread_idx()
         others = self.ranks - 1
         flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
-        counts = cutlass.memory.SmemAllocator().allocate(4 * COUNTS, 16).toint()
-        if thread < COUNTS:
-            lanes.shared_store_u32(counts + thread * 4, Uint32(0))
-        number = Int32(0)  # of the block's chunks
         if self.opened(self.of_rank(windows, rank), thread, epoch - 1, epoch, deadline) != 0:
             # The ranks in turn, so that no link is idle; each begins with the one behind itself.
             for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
@@ -98,17 +92,9 @@ class MoeCombine(Exchange):
                 target = cutlass.select_(target < self.ranks, target, target - self.ranks)
                 there = self.of_rank(windows, target)
                 self.send(there, source, target, chunk, sizes, rank)
-                cute.arch.sync_warp()
-                if cute.arch.lane_idx() == 0:  # noqa: SIM102 - the last warp tells, and no other waits for it
-                    if signals.count_in(counts + number * 4) == self.warps - 1:
-                        signals.release(there + flag + Int64(chunk) * 4, epoch)
-                number += 1
-                if number == COUNTS:
-                    number = Int32(0)
-                    cute.arch.sync_threads()
-                    if thread < COUNTS:
-                        lanes.shared_store_u32(counts + thread * 4, Uint32(0))
-                    cute.arch.sync_threads()
+                cute.arch.sync_threads()
+                if thread == 0:
+                    signals.release(there + flag + Int64(chunk) * 4, epoch)
 
     def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
         """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""

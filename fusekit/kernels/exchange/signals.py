@@ -78,13 +78,6 @@ def add(address: Int64, value: int) -> Uint32:
     )
 
 
-def count_in(address: Int32) -> Uint32:
-    """Adds 1 to a word of the block's shared memory, and gives what it was; what was stored before is then seen."""
-    return cute.arch.inline_ptx(
-        "atom.acq_rel.cta.shared.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Uint32], read_only_args=[address]
-    )
-
-
 def fail(address: Int64, rank: Int32, stage: int, epoch: Int32, condition) -> None:
     """Where `condition`: keeps who did not come, unless something went wrong before."""
     cute.arch.inline_ptx(FAIL, read_only_args=[address, rank, Int32(stage), epoch, Int32(condition)])
