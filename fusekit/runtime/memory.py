@@ -64,7 +64,7 @@ class DeviceArray:
             self._call("cuMemsetD8", base, byte, size)
 
     def upload(self, source: Any) -> None:
-        """Copies a contiguous host buffer (bytes, memoryview, NumPy array) of exactly `nbytes` bytes here."""
+        """Copies a contiguous host buffer (bytes, memoryview, NumPy array) of exactly `nbytes` bytes here; waits for it."""
         view = memoryview(source)
         if view.nbytes != self.nbytes or not view.contiguous:
             raise ArgumentError(
@@ -72,6 +72,7 @@ class DeviceArray:
             )
         if self.nbytes:
             self._call("cuMemcpyHtoD", self.data_ptr(), source, self.nbytes)
+            self._arrived()
 
     def upload_repeated(self, source: Any) -> None:
         """Fills the array with a contiguous host buffer of at most `nbytes` bytes, repeated: one upload, then copies on
@@ -91,6 +92,11 @@ class DeviceArray:
             size = min(done, self.nbytes - done)
             self._call("cuMemcpyDtoD", self.data_ptr() + done, self.data_ptr(), size)
             done += size
+        self._arrived()
+
+    def _arrived(self) -> None:
+        """Until copies are done: the driver may be back before, and streams of other kinds do not wait for them."""
+        self._call("cuStreamSynchronize", 0)
 
     def download(self, start: int = 0, size: int | None = None) -> bytearray:
         """`size` bytes from `start` (default: all of the array), counted from the first element; waits for the device.
