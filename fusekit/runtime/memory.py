@@ -64,7 +64,7 @@ class DeviceArray:
             self._call("cuMemsetD8", base, byte, size)
 
     def upload(self, source: Any) -> None:
-        """Copies a contiguous host buffer of exactly `nbytes` bytes (bytes, memoryview, NumPy array) here, and waits."""
+        """Copies a contiguous host buffer of exactly `nbytes` bytes (bytes, memoryview, NumPy array) and waits."""
         view = memoryview(source)
         if view.nbytes != self.nbytes or not view.contiguous:
             raise ArgumentError(
