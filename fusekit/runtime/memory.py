@@ -58,10 +58,11 @@ class DeviceArray:
         return self._base, self.offset + self.nbytes + self.tail
 
     def fill(self, byte: int) -> None:
-        """Sets every byte of the whole allocation, sentinels included."""
+        """Sets every byte of the whole allocation, sentinels included, and waits."""
         base, size = self.allocation
         if size:
             self._call("cuMemsetD8", base, byte, size)
+            self._arrived()
 
     def upload(self, source: Any) -> None:
         """Copies a contiguous host buffer of exactly `nbytes` bytes (bytes, memoryview, NumPy array) and waits."""
@@ -95,7 +96,7 @@ class DeviceArray:
         self._arrived()
 
     def _arrived(self) -> None:
-        """Until copies are done: the driver may be back before, and streams of other kinds do not wait for them."""
+        """Until it is done: the driver may be back before, and streams of other kinds do not wait for it."""
         self._call("cuStreamSynchronize", 0)
 
     def download(self, start: int = 0, size: int | None = None) -> bytearray:
