@@ -33,10 +33,10 @@ _APART = frozenset({"fusekit.errors", "fusekit.compiler.prove", "fusekit.compile
 _KNOWN = frozenset({"fusekit", "cutlass", "cuda"}) | sys.stdlib_module_names
 _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
 # What these import by name is named elsewhere: a foreign package in fields of its own (fusekit.compiler.foreign),
-# operands and activations by the plan, a kernel that works token by token by the row of its operation.
+# operands, activations and the architecture by the plan, a kernel that works token by token by its operation's row.
 _BY_NAME = frozenset(
     {"compiler/extern.py", "compiler/fakes.py", "compiler/gemm.py", "compiler/tokens.py"}
-    | {"plan/operands/__init__.py", "plan/activations/__init__.py"}
+    | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py"}
 )
 _OPERANDS = "plan/operands/"
 _FOR_PEOPLE = frozenset({"key", "KEY", "words", "refused", "rules"})

@@ -68,8 +68,9 @@ class GemmPlan(Product):
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Dotted names of what makes up this kernel: the driver of its epilogue, operands, activation."""
-        return self.driver, *(module for operand in self.operands for module in operand.modules), self.kind.module
+        """Dotted names of what makes up this kernel: architecture, driver of its epilogue, operands, activation."""
+        row = f"fusekit.plan.arch.{self.arch.name}"
+        return row, self.driver, *(module for operand in self.operands for module in operand.modules), self.kind.module
 
     @property
     def driver(self) -> str:

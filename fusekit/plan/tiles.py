@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusekit.plan.arch import SM90A, Architecture
+from fusekit.plan.arch import ARCHITECTURES, Architecture
 from fusekit.plan.gemm import BOX, CONSUMER_WARPS, GATED_UNIT, MIN_STAGES, RESERVED_BYTES, GemmPlan
 
 MAINLOOPS = ("pingpong", "cooperative")
@@ -39,7 +39,7 @@ def accumulators(tile: tuple[int, int], mainloop: str) -> int:
     return tile[0] * tile[1] // (128 if mainloop == "pingpong" else 256)
 
 
-def default_mainloop(tile: tuple[int, int], arch: Architecture = SM90A) -> str:
+def default_mainloop(tile: tuple[int, int], arch: Architecture = ARCHITECTURES["sm_90a"]) -> str:
     """Ping-pong where one warpgroup can hold the whole tile, else cooperative."""
     fits = tile[0] in TILE_M["pingpong"] and accumulators(tile, "pingpong") <= arch.accumulator_registers
     return "pingpong" if fits else "cooperative"

@@ -17,7 +17,7 @@ from fusekit.compiler.families import plan
 from fusekit.compiler.prove import prove
 from fusekit.compiler.samples import expected_map
 from fusekit.errors import ProofError, ToolchainError
-from fusekit.plan.arch import SM90A
+from fusekit.plan.arch.sm_90a import ROW as SM90A
 from fusekit.spec import find, parse_file
 from fusekit.store import Store
 from tests.compiler import sass

@@ -376,6 +376,7 @@ def edited(copy, name, before, after):
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
         ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
         ("plan/gemm.py", "RESERVED_BYTES = 2304", "RESERVED_BYTES = 2305", lambda spec: True),
+        ("plan/arch/sm_90a.py", "registers=65536", "registers=65537", lambda spec: spec.arch == "sm_90a"),
     ],
 )  # fmt: skip
 def test_an_edit_reaches_the_kernels_that_use_it(copy, name, before, after, has):
@@ -383,12 +384,12 @@ def test_an_edit_reaches_the_kernels_that_use_it(copy, name, before, after, has)
     assert {spec.full_name for spec in changed} == {spec.full_name for spec in specs if has and has(spec)}
 
 
-def test_a_new_activation_or_operand_changes_no_key(copy):
+def test_a_new_activation_operand_or_architecture_changes_no_key(copy):
     """Their files are read when a kernel asks for them."""
     specs = [spec for spec in find([]) if isinstance(spec, KernelSpec)]
     sources = Sources(copy)
     old = [sources.closure(roots_of(spec)) for spec in specs]
-    files = [copy / "plan" / "activations" / "mish.py", copy / "plan" / "operands" / "mask.py"]
+    files = [copy / "plan" / name for name in ("activations/mish.py", "operands/mask.py", "arch/sm_100a.py")]
     for path in files:
         path.write_text("def value(m, z):\n    return z\n")
     sources = Sources(copy)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusekit.plan.arch import SM90A
+from fusekit.plan.arch.sm_90a import ROW as SM90A
 from fusekit.plan.gemm import GATHER_WARPS
 from fusekit.plan.tiles import refusals
 from tests.plans import gemm_plan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.plan import product
-from fusekit.plan.arch import SM90A
+from fusekit.plan.arch.sm_90a import ROW as SM90A
 from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES, WARP
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals

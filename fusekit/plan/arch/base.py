@@ -1,8 +1,4 @@
-"""What one architecture offers, as a row of facts. Another architecture is another row and another kernel folder.
-
-Sources: CUDA C++ Programming Guide, "Compute Capabilities" (227 KiB of shared memory a block, 65536 registers a
-multiprocessor); PTX ISA, "wgmma" (64 rows, N up to 256).
-"""
+"""What a row of an architecture says."""
 
 from dataclasses import dataclass
 
@@ -35,20 +31,3 @@ class Architecture:
     def consumer_registers(self) -> int:
         """The most that a consumer thread can have."""
         return max(consumer for _, consumer in self.splits)
-
-
-SM90A = Architecture(
-    name="sm_90a",
-    kernels="sm90",
-    shared_bytes=232448,
-    registers=65536,
-    accumulator_registers=192,
-    splits=((24, 240), (40, 232)),
-    mma_rows=64,
-    max_tile_n=256,
-    gather_tile_n=192,
-    swizzle_bytes=128,
-)
-
-ARCHITECTURES = {row.name: row for row in (SM90A,)}
-ARCHES = tuple(ARCHITECTURES)
