@@ -87,7 +87,7 @@ def stand_in(launch, **changes):
         "dz-turned@128x128-c2x1-coop-dynamic",
         "dz-turned-kept-interleaved-32@128x128-c1x1-coop-dynamic",
         "gathered-rows@128x256-c2x1-dynamic",
-        "gather-awaits@256x128-c2x1-dynamic",
+        "gather-awaits@128x192-c2x1-dynamic",
         "wgrad-dense@128x192-c2x1-coop-dynamic",
     ],
 )
