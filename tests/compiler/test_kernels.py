@@ -70,7 +70,7 @@ SPECS = (
     MATRIX["matrix_backward/wgrad-dbias@128x192-c1x2-dynamic"],
     MATRIX["matrix_backward/dense-wgrad-accumulate@256x128-c1x2-dynamic"],
     MATRIX["matrix/gather-swiglu@128x160-c2x1-dynamic"],
-    MATRIX["matrix/gather-awaits@256x128-c2x1-dynamic"],
+    MATRIX["matrix/gather-awaits@128x192-c2x1-dynamic"],
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
