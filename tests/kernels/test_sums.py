@@ -57,7 +57,7 @@ def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
     gradients = rng.integers(-1000, 1000, (16, tile_n, sides)).astype(float)  # of (row, column of da, side)
     kept = {}
     for number in range(tile_n // unit):
-        shares = Shares(LANES)
+        shares = Shares(LANES, None)
         for chunk in range(unit // 8):  # as the epilogue does: two rows and two columns of a chunk of eight a lane
             column = number * unit + chunk * 8 + 2 * (LANES % 4)
             rows = [
