@@ -96,11 +96,6 @@ class GemmPlan(Product):
         return self.backward and self.quant.coded and self.quant.transpose
 
     @property
-    def staggered(self) -> bool:
-        """Whether one warpgroup is ahead of the other, so that it multiplies while the other finishes its tile."""
-        return self.quant.coded and not self.pingpong
-
-    @property
     def waves(self) -> int:
         """Parts of the tile's columns that are multiplied one after the other: where sums are promoted, or where ptxas
         has too few registers for one wgmma of them all.

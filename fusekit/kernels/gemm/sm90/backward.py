@@ -12,7 +12,7 @@ or the widest box of columns where it is plain.
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from fusekit.kernels import ptx
+from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.operands.saved_preactivation import z_columns, z_place
@@ -135,6 +135,9 @@ class BackwardEpilogue:
                 outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
                 made.append(steps)
                 values += outputs
+                if cutlass.const_expr(self.plan.turning):
+                    for packed in zip(outputs[::2], outputs[1::2], strict=True):
+                        ptx.worked_out(*(lanes.float_of(each) for each in packed), work.extents.rows)
                 staged = self.operands.stage(number, outputs, work)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()

@@ -191,7 +191,6 @@ class Gemm:
             self.epilogue.prepare(tile, work, own, seen)
             if cutlass.const_expr(plan.pingpong):
                 cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
-            self.main_loop.follow(k_tiles, consumer)
             run = Run(ptx.fresh(count) * k_tiles, k_tiles)  # one number less goes from tile to tile
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
             seen = self.epilogue.run(acc, tile, work, own, seen)

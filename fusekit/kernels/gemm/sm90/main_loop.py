@@ -16,10 +16,9 @@ from fusekit.kernels.gemm.operands.base import Extents, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
-from fusekit.plan.gemm import CONSUMER_WARPS, MIN_STAGES, WARP, GemmPlan
+from fusekit.plan.gemm import GemmPlan
 
 MMA_BYTES = 32  # of K, that one wgmma multiplies
-LEAD, THREADS = 5, WARP * CONSUMER_WARPS  # named barrier of both consumer warpgroups
 
 
 class Stages(NamedTuple):
@@ -143,7 +142,7 @@ class MainLoop:
         start.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
         self.multiply(start, add, accumulators, fragments, stage)
-        for step in cutlass.range(run.count - 1, unroll=1):
+        for _ in cutlass.range(run.count - 1, unroll=1):
             stage += 1
             if stage == depth:
                 stage = Int32(0)
@@ -153,27 +152,12 @@ class MainLoop:
             if cutlass.const_expr(accumulators is not None):
                 warpgroup.wait_group(1)
             self.give_back(accumulators, stages.empty + released, lane)
-            self.lead(step, run, consumer)
             released = stage
         if cutlass.const_expr(self.plan.pingpong):
             cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * self.plan.arch.warpgroup)
         if cutlass.const_expr(accumulators is not None):
             warpgroup.wait_group(0)
         self.give_back(accumulators, stages.empty + released, lane)
-
-    def lead(self, step: Int32, run: Run, consumer: Int32) -> None:
-        """Behind stage `step` of a tile: the first warpgroup lets the second one begin the tile."""
-        if self.plan.staggered:
-            ahead = step == self.plan.stages - MIN_STAGES
-            arrive_where((consumer == 0) & ahead & (run.count > self.plan.stages))
-
-    def follow(self, k_tiles: Int32, consumer: Int32) -> None:
-        """Before a tile: the second warpgroup lets the first one go ahead, so that both are not finishing at once.
-
-        Of a tile with fewer stages than the pipeline, the first could be through before the second has begun.
-        """
-        if self.plan.staggered:
-            wait_where((consumer == 1) & (k_tiles > self.plan.stages))
 
     def give_back(self, accumulators, barrier, lane) -> None:
         """Release a stage. wgmma keeps a warp's lanes together; without it, and with nothing that a cluster shares, the
@@ -241,20 +225,6 @@ def staged(atom, shape: tuple[int, int], stages: int, stage_elements: int, k_fir
     return cute.make_composed_layout(
         tile.inner, tile.offset, cute.append(tile.outer, cute.make_layout(stages, stride=stage_elements))
     )
-
-
-@cute.jit
-def arrive_where(condition):
-    """Both warpgroups call it or `wait_where`."""
-    if condition:
-        cute.arch.barrier_arrive(barrier_id=LEAD, number_of_threads=THREADS)
-
-
-@cute.jit
-def wait_where(condition):
-    """Until the other warpgroup has arrived."""
-    if condition:
-        cute.arch.barrier(barrier_id=LEAD, number_of_threads=THREADS)
 
 
 @cute.jit

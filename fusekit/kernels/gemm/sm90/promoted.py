@@ -65,44 +65,53 @@ class PromotedLoop(MainLoop):
     ):
         """A tile's sums of its first `blocks` 64 rows; with 0 blocks, only keep the pipeline going.
 
-        Whether the next stage is there is asked before the last adding up, which hides the answer.
+        Unrolled by the pipeline's depth, addresses of a stage are constants, and wgmma takes them from uniform
+        registers.
         """
         depth = self.plan.stages
-        accumulator, x, w = fragments
-        stage = ptx.modulo(run.position, depth)
+        accumulator, _, w = fragments
+        step = 0 - ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
-        size = cute.size(accumulator)
-        waves = len(w)
-        for number in cutlass.range_constexpr(size * waves * blocks):
+        for number in cutlass.range_constexpr(cute.size(accumulator) * len(w) * blocks):
             sums[number] = Float32(0.0)
         there = Boolean(False)
-        for step in cutlass.range(run.count, unroll=1):
-            if not there:
-                cute.arch.mbarrier_wait(stages.full + stage, phase)
-            read = stage
-            for part in cutlass.range_constexpr(blocks * waves):
-                block, wave = part // waves, part % waves
-                scales = self.scales(stages, read, consumer * self.plan.warpgroup_rows + block * 64, lane)
-                self.start(accumulator, (x[block], w[wave]), read)
-                warpgroup.wait_group(0)
-                last = part == blocks * waves - 1
-                if cutlass.const_expr(last):
-                    if cutlass.const_expr(not self.reads_scales_late):
-                        release(self.plan, stages.empty + read, lane)
-                    stage, phase = self.next(stage, phase)
-                    there = cute.arch.mbarrier_try_wait(stages.full + stage, phase)
-                self.promote(sums, part * size, wave * self.wave, accumulator, scales)
-                if cutlass.const_expr(last and self.reads_scales_late):
-                    release(self.plan, stages.empty + read, lane)
-            if cutlass.const_expr(blocks == 0):
-                release(self.plan, stages.empty + read, lane)
-                stage, phase = self.next(stage, phase)
-            self.lead(step, run, consumer)
+        while step < run.count:
+            for stage in cutlass.range_constexpr(depth):
+                if (step >= 0) & (step < run.count):
+                    there = self.add_stage(sums, fragments, stages, stage, phase, there, blocks, consumer, lane)
+                step += 1
+            phase ^= 1
 
-    def next(self, stage: Int32, phase: Int32):
-        """The stage behind this one, and its phase."""
-        wraps = ptx.flag(stage == self.plan.stages - 1)
-        return (stage + 1) * (1 - wraps), phase ^ wraps
+    @cute.jit
+    def add_stage(
+        self, sums, fragments, stages: Stages, stage: cutlass.Constexpr, phase: Int32, there: Boolean,
+        blocks: cutlass.Constexpr, consumer: Int32, lane: Int32,
+    ):  # fmt: skip
+        """Adds up one stage; `there`: whether it is known to be. Returns whether the next one is.
+
+        That is asked before the last adding up, which hides the answer.
+        """
+        accumulator, x, w = fragments
+        parts = blocks * len(w)
+        last = stage == self.plan.stages - 1
+        following, after = (0, phase ^ 1) if last else (stage + 1, phase)
+        if not there:
+            cute.arch.mbarrier_wait(stages.full + stage, phase)
+        for part in cutlass.range_constexpr(parts):
+            block, wave = part // len(w), part % len(w)
+            scales = self.scales(stages, stage, consumer * self.plan.warpgroup_rows + block * 64, lane)
+            self.start(accumulator, (x[block], w[wave]), stage)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(part == parts - 1):
+                if cutlass.const_expr(not self.reads_scales_late):
+                    release(self.plan, stages.empty + stage, lane)
+                there = cute.arch.mbarrier_try_wait(stages.full + following, after)
+            self.promote(sums, part * cute.size(accumulator), wave * self.wave, accumulator, scales)
+        if cutlass.const_expr(self.reads_scales_late or not parts):
+            release(self.plan, stages.empty + stage, lane)
+        if cutlass.const_expr(not parts):
+            there = cute.arch.mbarrier_try_wait(stages.full + following, after)
+        return there
 
     def start(self, accumulator, factors, stage) -> None:
         """A stage's wgmma of one wave, from an empty accumulator."""
