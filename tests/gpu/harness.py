@@ -14,6 +14,7 @@ import numpy as np
 
 from fusekit import reference
 from fusekit.dtypes import DTYPES as FORMATS
+from fusekit.plan.exchange import CHUNK, words
 from fusekit.plan.quant import SIDE
 from fusekit.reference.codes import padded_starts
 from fusekit.spec import KernelSpec
@@ -138,6 +139,8 @@ def _choose(inputs: dict[str, Any], gathered: str, case: Case) -> None:
     tensor, index = inputs[gathered], inputs["index"]
     last = np.full((1, tensor.shape[1]), reference.POISON, tensor.dtype)
     inputs[gathered] = np.concatenate([tensor, last])
+    if "arrivals" in inputs:
+        inputs["arrivals"] = np.zeros(words(len(tensor) + CHUNK), np.int32)
     if case.rows:  # every way of choosing nothing
         wild = [-1, len(tensor) + 1, 2**31 - 1, -(2**31)]
         nothing = np.flatnonzero(index == -1)
