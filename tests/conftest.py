@@ -1,5 +1,6 @@
 """Options of the whole suite."""
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -7,10 +8,23 @@ import pytest
 from hypothesis import settings
 
 FIGURES = pytest.StashKey[list[str]]()
+WORKERS = 8  # at most: with the compiler loaded a process has half a gigabyte, and starts others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long rounds, and measure the figures that docs quote")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spreads the whole suite over the processors, file by file; tests that are named run in this process."""
+    whole = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    free = not config.getoption("--soak") and not config.getoption("usepdb")
+    if whole and free and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses = min(WORKERS, len(os.sched_getaffinity(0)))
+        config.option.dist = "loadfile"  # what a module's tests share is made once
+        config.option.loadscopereorder = False  # files with few tests take longest
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of a worker
 
 
 def pytest_configure(config: pytest.Config) -> None:

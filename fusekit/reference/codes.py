@@ -42,13 +42,12 @@ def decode(codes: Array, name: str) -> NDArray[np.float32]:
 
 def encode(numbers: Array, name: str) -> NDArray[np.uint8]:
     """The nearest code of each of ``numbers``, of two the even one. What is too large saturates, a NaN is 0x7F."""
-    numbers = np.asarray(numbers)
-    finite = table(name)[: np.count_nonzero(np.isfinite(table(name)[:SIGN]))].astype(np.float64)
-    size = np.minimum(np.abs(numbers), finite[-1])
-    middle = (finite[1:] + finite[:-1]) / 2
-    code: NDArray[np.uint8] = np.searchsorted(middle, size).astype(np.uint8)  # a tie goes down
-    tie = middle[np.minimum(code, middle.size - 1)] == size
-    code += (tie & (code % 2 == 1)).astype(np.uint8)
+    form, numbers = DTYPES[name], np.asarray(numbers)
+    size = np.fmin(np.abs(numbers), form.max)
+    exponent = np.frexp(np.maximum(size, 2.0**form.lowest))[1] - 1  # of what is subnormal, the lowest
+    fraction = form.significand - 1
+    steps = np.rint(np.ldexp(size, fraction - exponent))  # a tie goes to the even one
+    code: NDArray[np.uint8] = (steps + (exponent - form.lowest << fraction)).astype(np.uint8)
     code |= np.where(np.signbit(numbers), SIGN, 0).astype(np.uint8)
     code[np.isnan(numbers)] = NAN
     return code

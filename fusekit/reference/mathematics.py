@@ -10,8 +10,8 @@ from fusekit.reference.formats import Array
 
 
 def sigmoid(t: Array) -> Array:
-    with np.errstate(invalid="ignore"):  # a NaN stays one
-        return np.asarray(np.exp(-np.logaddexp(0.0, -t)))
+    small = np.exp(-np.abs(t))  # so that nothing overflows
+    return np.asarray(np.where(t < 0, small, 1.0) / (1.0 + small))
 
 
 def erfc(t: Array) -> Array:

@@ -36,7 +36,7 @@ HOST_FUNCTIONS = ("two", "fast_division", "branch", "floats", "inside", "overflo
 
 @functools.cache
 def samples() -> list[Exported]:
-    """GEMMs as they are built, small host functions, and two records with whatever one may hold."""
+    """GEMMs as they are built, small host functions, and `made_up`."""
     hostfunctions = pytest.importorskip(
         "tests.compiler.hostfunctions", reason="the CuTe DSL (extra `build`) is not installed"
     )
@@ -48,6 +48,12 @@ def samples() -> list[Exported]:
     for name in HOST_FUNCTIONS:
         made = read_plan(hostfunctions.plan(getattr(hostfunctions, name)))
         exported.append(Exported(f"host/{name}@1", complete(made), CUBIN, {}))
+    return [*exported, *made_up()]
+
+
+@functools.cache
+def made_up() -> list[Exported]:
+    """Records with whatever one may hold; nothing is compiled for them."""
     base = record()
     everything = record(
         arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
@@ -61,12 +67,9 @@ def samples() -> list[Exported]:
         attributes={"cooperative": 1, "programmatic_stream_serialization": 1, "preferred_shared_memory_carveout": 50,
                     "non_portable_cluster_size_allowed": 1},
     )  # fmt: skip
-    exported.append(Exported("sample/peers@1", complete(peers()), CUBIN, {"timeout": 1000}))
-    exported += [
-        Exported(f"sample/{name}@1", complete(made), CUBIN, {})
-        for name, made in (("expressions", expressions()), ("schema-2", schema_2()))
-    ]
-    return [*exported, Exported("sample/every-field@1", complete(everything), CUBIN, {"cluster_margin": 4})]
+    rows = {"peers": peers(), "expressions": expressions(), "schema-2": schema_2(), "every-field": everything}
+    defaults = {"peers": {"timeout": 1000}, "every-field": {"cluster_margin": 4}}
+    return [Exported(f"sample/{name}@1", complete(made), CUBIN, defaults.get(name, {})) for name, made in rows.items()]
 
 
 def peers() -> LaunchRecord:

@@ -27,7 +27,7 @@ from tests.runtime.samples import record
 
 from .bundles import bundle_of
 from .launcher import BAD_BUNDLE, CUBIN, INVALID_ARGUMENT, LANGUAGES, OK, WRONG_ARCH, complete
-from .samples import samples
+from .samples import made_up, samples
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MUTATIONS = 3000
@@ -105,7 +105,7 @@ def attempts(hostile: Path, folder: Path, bundles: Sequence[bytes]) -> Found:
 
 
 def test_every_byte_and_every_cut(hostile, tmp_path):
-    long_name = replace(samples()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
+    long_name = replace(made_up()[-1], name=f"{'f' * 60}/{'k' * 60}@v")  # with extension headers
     said = run(hostile, "sweep", bundle_of(tmp_path, [long_name]))
     assert int(re.findall(r"(\d+) of them read", said)[0]) > 4000
 
@@ -264,7 +264,7 @@ def test_a_record_with_more_or_less_than_it_says(hostile, tmp_path):
 
 
 def test_what_only_schema_2_can_say(hostile, tmp_path):
-    made = [replace(samples()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()]
+    made = [replace(made_up()[-1], record=complete(replace(record(), **changes))) for changes in SECOND.values()]
     found = attempts(hostile, tmp_path, [packed(kernel) for kernel in made])
     assert [statuses[:2] for statuses in found] == [(OK, OK)] * len(made)
 
@@ -288,8 +288,8 @@ def test_kernels_as_they_are_built(hostile, tmp_path):
     assert launches > 0
 
 
-KERNEL = samples()[-1]
-SECOND_OF_ALL = next(kernel for kernel in samples() if "schema-2" in kernel.name)
+KERNEL = made_up()[-1]
+SECOND_OF_ALL = next(kernel for kernel in made_up() if "schema-2" in kernel.name)
 RECORD = flat.encode("", "record", [row_of(KERNEL)])
 
 

@@ -12,7 +12,7 @@ from fusekit.cabi import Exported
 
 from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
-from .samples import samples
+from .samples import made_up
 from .test_launcher import usual
 
 STOCK = 64
@@ -21,7 +21,7 @@ STOCK = 64
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Kernels with workspaces of 132 * 64 bytes, of 1 KiB, and of 1 MiB; and one with scratch of M * 1 KiB alone."""
-    whole = samples()[-1].record
+    whole = made_up()[-1].record
     base = replace(whole, scratch=0, parameters=tuple(item for item in whole.parameters if item.name != "partial"))
     sizes = {"middle": ("mul", "sm_count", 64), "small": 1000, "large": 1 << 20}
     records = {name: replace(base, workspace=size) for name, size in sizes.items()}
@@ -243,7 +243,7 @@ def test_nothing_is_loaded_while_a_stream_is_captured(made, call):
 
 
 def test_a_cubin_of_cuda_13_needs_its_driver(tmp_path):
-    base = samples()[-1]
+    base = made_up()[-1]
     cubin = bytearray(CUBIN)
     cubin[8] = 8
     kernels = [Exported("sample/new@1", complete(base.record), bytes(cubin), {})]

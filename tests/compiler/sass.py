@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -32,8 +33,9 @@ class Instruction:
         return self.opcode.partition(".")[0]
 
 
+@cache
 def instructions(cubin: bytes, symbol: str) -> tuple[Instruction, ...]:
-    """The instructions of the kernel `symbol`, in order of address."""
+    """The instructions of the kernel `symbol`, in order of address. Half a second a cubin, so each is read once."""
     document = json.loads(run_tool("nvdisasm", "-json", cubin))
     for function in document[1]:
         if function["function-name"] == symbol:

@@ -81,8 +81,11 @@ def one_of_each():
 EACH = pytest.mark.parametrize("spec", one_of_each(), ids=lambda spec: spec.full_name)
 
 
+SOURCES = Sources()  # as they are; tests that change one have a copy
+
+
 def key(spec=SPEC):
-    return key_of(Identity().key_fields(spec))
+    return key_of(Identity(sources=SOURCES).key_fields(spec))
 
 
 def other(value):
@@ -260,7 +263,7 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    covered = Sources().closure(roots_of(spec))
+    covered = SOURCES.closure(roots_of(spec))
     loaded = {name: Path(file).relative_to(PACKAGE).as_posix() for name, file in json.loads(run.stdout).items() if file}
     assert {"fusekit.compiler.trace", *roots_of(spec), "fusekit.abi.record"} <= loaded.keys()
     others = {name for name, file in loaded.items() if file not in covered} - NO_SOURCE.keys()
@@ -271,13 +274,12 @@ def test_what_is_loaded_while_a_kernel_is_compiled_is_in_its_key(spec):
 
 def test_what_calls_the_compiler_is_an_input_of_every_kernel():
     for root in {row.planner for row in OPERATIONS.values()}:
-        assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= closure(
-            root
-        ).keys()
-        assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= closure(root).keys()
+        followed = SOURCES.closure([root]).keys()
+        assert {"compiler/trace.py", "compiler/options.py", "compiler/cubin.py", "abi/record.py"} <= followed
+        assert {f"compiler/hostcode/{name}.py" for name in ("reader", "machine", "terms")} <= followed
     for file in ("permutation", "router", "exchange"):
         for spec in find([file]):
-            followed = Sources().closure(roots_of(spec))
+            followed = SOURCES.closure(roots_of(spec))
             assert sum(name.startswith(f"kernels/{file}/") for name in followed) > 1
 
 
@@ -286,7 +288,7 @@ def test_every_source_file(copy, spec):
     """Each file of the kernel counts, with every statement; no other file does."""
     roots, sources = roots_of(spec), Sources(copy)
     before = sources.closure(roots)
-    assert Sources().closure(roots) == before
+    assert SOURCES.closure(roots) == before
     assert any(name.startswith("kernels/") for name in before)
     others = [path for path in sorted(copy.rglob("*.py")) if path.relative_to(copy).as_posix() not in before]
     kept = {path: path.read_bytes() for path in others}
@@ -410,9 +412,8 @@ def test_words_and_other_operations_change_no_key_of_a_token_operation(monkeypat
         row = TOKENS["moe-permute"]
         changed = (dataclasses.replace(row.operands[0], **change), *row.operands[1:])
         monkeypatch.setitem(TOKENS, row.name, dataclasses.replace(row, operands=changed))
-        assert [key(spec) != was for spec, was in zip(specs, old, strict=True)] == [
-            spec.op == row.name for spec in specs
-        ]
+        changes = [key(spec) != was for spec, was in zip(specs, old, strict=True)]
+        assert changes == [spec.op == row.name for spec in specs]
         monkeypatch.setitem(TOKENS, row.name, row)
 
 
