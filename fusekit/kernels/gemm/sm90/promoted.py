@@ -70,6 +70,8 @@ class PromotedLoop(MainLoop):
         """
         depth = self.plan.stages
         accumulator, _, w = fragments
+        if cutlass.const_expr(self.plan.has("sums")):  # its registers keep nothing over the epilogue
+            lane = ptx.fresh(lane)
         step = 0 - ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
         for number in cutlass.range_constexpr(cute.size(accumulator) * len(w) * blocks):
