@@ -135,7 +135,7 @@ class BackwardEpilogue:
                 outputs = self.work(acc, base, box.toint(), lane, scalars, mine, steps)
                 made.append(steps)
                 values += outputs
-                if cutlass.const_expr(self.plan.turning):
+                if cutlass.const_expr(self.plan.turning):  # else ptxas packs them later, and holds their factors
                     for packed in zip(outputs[::2], outputs[1::2], strict=True):
                         ptx.worked_out(*(lanes.float_of(each) for each in packed), work.extents.rows)
                 staged = self.operands.stage(number, outputs, work)
