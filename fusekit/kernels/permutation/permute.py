@@ -176,6 +176,8 @@ class MoePermute(Permutation):
 class MoeUnpermute(Permutation):
     """The kernel of moe-unpermute; calling it traces host function and kernel."""
 
+    LINES = 2  # more warps at a time, which the memory keeps busy
+
     @cute.jit
     def __call__(
         self, x: cute.Tensor, inverse: cute.Tensor, weights, addend0, addend1, y: cute.Tensor, stream: CUstream
