@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from fusekit.store import NameRecord, Store
+from tests.cli import standin
+from tests.runtime.fake import FakeDriver
 from tests.store.samples import build_entry
 
 NAMES = ("quickstart/linear@128x128-c2x1", "quickstart/moe-fc1@128x128-c2x1", "quickstart/moe-fc1@128x192-c2x1")
@@ -71,3 +74,15 @@ def store(fusekit: Fusekit) -> Store:
         tile = [int(number) for number in name.partition("@")[2].partition("-")[0].split("x")]
         store.publish_name(NameRecord(name, "sm_90a", entry.key, SPEC | {"tile": tile}, {"act_limit": float("inf")}))
     return store
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., FakeDriver]]:
+    """As `standin.installer` says."""
+    return standin.installer(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def machine(install: Callable[..., Callable[..., FakeDriver]]) -> Callable[..., FakeDriver]:
+    """As `standin.machine_of` says."""
+    return standin.machine_of(install)

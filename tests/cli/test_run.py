@@ -3,153 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import struct
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
+from fusekit.abi import LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench import compare
 from fusekit.compiler.gemm import signature
 from fusekit.config import Config
-from fusekit.reference import BY_GROUP, coded_outputs, encode, gemm
-from fusekit.reference.coded import written
-from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_text
-from fusekit.store import Entry, NameRecord, Store, key_of
+from fusekit.store import Store, key_of
 from fusekit_cli.main import main
-from tests.runtime.fake import FakeDriver, Launched
+from tests.cli.standin import NAME, Harm, past_the_end, run
 from tests.runtime.samples import CUBIN
-
-SPEC = """
-schema = 1
-summary = "made up"
-[[kernel]]
-name = "fc1"
-op = "grouped-gemm"
-arch = "sm_90a"
-dtype = "bf16"
-bias = true
-save_preactivation = true
-activation = { kind = "swiglu" }
-glu_layout = "interleaved-32"
-tile = [128, 128]
-cluster = [2, 1]
-problem = { E = 3, M = 150, N = 256, K = 64 }
-"""
-NAME = "made/fc1@128x128-c2x1-dynamic"
-
-
-def record() -> LaunchRecord:
-    """Every tensor by its address: the stand-in for the kernel finds them in the parameters."""
-    double = ("mul", 2, "I")
-    tensors = (
-        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
-        TensorArgument("w", "input", "bf16", ("E", double, "K"), ("w.stride0", "w.stride1", 1), 8),
-        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
-        TensorArgument("bias", "input", "bf16", ("E", double), (double, 1)),
-        TensorArgument("y", "output", "bf16", ("M", "I"), ("y.stride0", 1), 8),
-        TensorArgument("preactivation", "output", "bf16", ("M", double), ("preactivation.stride0", 1), 8),
-    )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("K", 8, 8), Dim("E", 1, 1), Dim("I", 32, 32)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-        skip_if_zero=("M",),
-    )
-
-
-def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
-    """The results that the kernel stores as codes."""
-    means = meaning(spec)
-    if means.recipe.coded:
-        kept = spec.canonical() | {"quant": spec.quant + ("" if means.recipe.keep else " keep=true")}
-        results = {name: encode(values, "bf16") for name, values in gemm(kept, arrays).items()}
-        for name, codes in coded_outputs(means, results, arrays["offsets"]).items():
-            where = written(name, codes.shape, arrays["offsets"])
-            arrays[name][where] = codes[where]
-
-
-Harm = Callable[[dict[str, Any]], None]
-
-
-@pytest.fixture
-def install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, LaunchRecord], Callable[..., FakeDriver]]:
-    """Puts the kernel of a spec's text into a store; what it gives starts a GPU that computes it."""
-
-    def publish(text: str, made: LaunchRecord) -> Callable[..., FakeDriver]:
-        (spec,) = parse_text(text, "made", "made.toml")
-        store = Store.open(Config(store=tmp_path))
-        fields = {"arch": "sm_90a"}
-        digest = hashlib.sha256(CUBIN).hexdigest()
-        entry = Entry(key_of(fields), fields, digest, len(CUBIN), made.to_json(), {}, {}, {}, 1.0)
-        store.publish(entry, CUBIN)
-        canonical = json.loads(json.dumps(spec.canonical()))
-        store.publish_name(NameRecord(spec.full_name, "sm_90a", entry.key, canonical, {"cluster_margin": 0}))
-        monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
-        dtypes = {tensor.name: tensor.dtype for tensor in made.tensors}
-
-        def start(harm: Harm, shapes: dict[str, tuple[int, ...]]) -> FakeDriver:
-            """`harm` changes what was written; `shapes` stand in the order of the parameters."""
-
-            def compute(launched: Launched) -> None:
-                if launched.stream:  # timed launches have a stream of their own
-                    return
-                arrays = {}
-                for (name, shape), parameter in zip(shapes.items(), launched.parameters, strict=True):
-                    kind = {"i32": np.int32, "f32": np.float32, "e4m3": np.uint8}.get(dtypes[name], np.uint16)
-                    count = int(np.prod(shape))
-                    memory = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
-                        *struct.unpack("<Q", parameter)
-                    )
-                    arrays[name] = np.frombuffer(memory, kind).reshape(shape)
-                store_codes(spec, arrays)
-                for name, values in gemm(spec, arrays).items():
-                    written = len(values) if name in BY_GROUP else int(arrays["offsets"][-1])
-                    arrays[name][:written] = encode(values[:written], dtypes[name])
-                harm(arrays)
-
-            fake = FakeDriver([(parameter.offset, parameter.size) for parameter in made.parameters])
-            fake.on_launch = compute
-            monkeypatch.setattr("fusekit.runtime.driver._import_bindings", lambda: fake)
-            return fake
-
-        return start
-
-    return publish
-
-
-@pytest.fixture
-def machine(install: Any) -> Callable[..., FakeDriver]:
-    """A store with one kernel, and a GPU that computes it; `harm` changes what it wrote."""
-    installed = install(SPEC, record())
-
-    def start(harm: Harm = lambda outputs: None, rows: int = 150) -> FakeDriver:
-        shapes = {
-            "x": (rows, 64), "w": (3, 256, 64), "offsets": (3,), "bias": (3, 256), "y": (rows, 128),
-            "preactivation": (rows, 256),
-        }  # fmt: skip
-        return installed(harm, shapes)
-
-    return start
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    code = main(["run", *arguments, "--json"])
-    out = capsys.readouterr().out
-    return code, json.loads(out) if out else None
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -182,10 +50,6 @@ def spare_row(outputs: dict[str, Any]) -> None:
 
 def left_out(outputs: dict[str, Any]) -> None:
     outputs["y"][7, 5] = 0xFFFF
-
-
-def past_the_end(outputs: dict[str, Any], name: str = "y") -> None:
-    ctypes.memset(outputs[name].ctypes.data + outputs[name].nbytes, 0, 2)
 
 
 def before_the_start(outputs: dict[str, Any]) -> None:
@@ -275,191 +139,6 @@ def test_results_as_codes(install: Any, capsys: Any, keep: bool, harm: Harm, mes
     else:
         assert code == 1
         assert any(line.startswith(messages[0 if keep else 1]) for line in document["problems"])
-
-
-WGRAD = """
-schema = 1
-[[kernel]]
-name = "dw"
-op = "grouped-wgrad"
-arch = "sm_90a"
-out_dtype = "f32"
-accumulate = {accumulate}
-dbias = true
-tile = [64, 64]
-problem = {{ E = 5, M = 150, N = 136, K = 72 }}
-"""
-
-
-def weight_gradients(accumulate: bool) -> LaunchRecord:
-    tensors = (
-        TensorArgument("dy", "input", "bf16", ("M", "N"), ("dy.stride0", 1), 8),
-        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
-        TensorArgument("dw", "inout" if accumulate else "output", "f32", ("E", "N", "K"), (["mul", "N", "K"], "K", 1)),
-        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
-        TensorArgument("dbias", "inout" if accumulate else "output", "f32", ("E", "N"), ("N", 1), alignment=4),
-    )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-    )
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("harm", [None, "last group", "one element", "after the end", "dbias"])
-def test_weight_gradients(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
-    def hurt(outputs: dict[str, Any]) -> None:
-        if harm == "last group":
-            outputs["dw"][4] = outputs["dw"][3]
-        elif harm == "one element":
-            outputs["dw"].view(np.uint32)[3, 135, 0] = 0xFFFFFFFF
-        elif harm == "after the end":
-            past_the_end(outputs, "dw")
-        elif harm == "dbias":
-            outputs["dbias"][4] = outputs["dbias"][3]
-
-    text = WGRAD.format(accumulate=str(accumulate).lower())
-    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (5, 136, 72), "offsets": (5,), "dbias": (5, 136)}
-    install(text, weight_gradients(accumulate))(hurt, shapes)
-    code, document = run(capsys, "made/dw", "--check", "--time")
-    assert code == (1 if harm else 0), document["problems"]
-    assert document["problem"] == {"E": 5, "M": 150, "N": 136, "K": 72}
-    assert document["tflops"] == pytest.approx(2 * 145 * 136 * 72 / 2e-3 * 1e-12)
-    if harm:
-        said = {
-            "last group": "dw: WRONG",
-            "one element": "1 elements were not written, the first at 3, 135, 0",
-            "dbias": "dbias: WRONG",
-        }
-        assert any(said.get(harm, "dw: the 4096 bytes after") in problem for problem in document["problems"])
-    else:
-        assert document["error"]["fro"] < 1e-6
-
-
-def dense_weight_gradients(accumulate: bool) -> LaunchRecord:
-    role = "inout" if accumulate else "output"
-    tensors = (
-        TensorArgument("dy", "input", "bf16", ("M", "N"), ("dy.stride0", 1), 8),
-        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
-        TensorArgument("dw", role, "f32", ("N", "K"), ("K", 1)),
-        TensorArgument("dbias", role, "f32", ("N",), (1,), alignment=4),
-    )
-    parameters = tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors))
-    return replace(
-        weight_gradients(accumulate), arguments=tensors, dims=(Dim("M"), Dim("N", 8, 8), Dim("K", 8, 8)),
-        parameters=parameters,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("harm", [None, "last row", "after the end", "dbias"])
-def test_weight_gradients_of_a_dense_layer(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
-    def hurt(outputs: dict[str, Any]) -> None:
-        if harm == "last row":
-            outputs["dw"][135] = outputs["dw"][134]
-        elif harm == "after the end":
-            past_the_end(outputs, "dw")
-        elif harm == "dbias":
-            outputs["dbias"][135] = outputs["dbias"][134]
-
-    text = WGRAD.format(accumulate=str(accumulate).lower()).replace("grouped", "dense").replace("E = 5", "E = 1")
-    shapes = {"dy": (150, 136), "x": (150, 72), "dw": (136, 72), "dbias": (136,)}
-    install(text, dense_weight_gradients(accumulate))(hurt, shapes)
-    code, document = run(capsys, "made/dw", "--check", "--time")
-    assert code == (1 if harm else 0), document["problems"]
-    assert document["tflops"] == pytest.approx(2 * 150 * 136 * 72 / 2e-3 * 1e-12)
-    said = {"last row": "dw: WRONG", "dbias": "dbias: WRONG", "after the end": "dw: the 4096 bytes after"}
-    assert harm is None or any(said[harm] in problem for problem in document["problems"])
-
-
-BACKWARD = """
-schema = 1
-[[kernel]]
-name = "dz"
-op = "grouped-gemm"
-arch = "sm_90a"
-activation = { kind = "dswiglu", limit = 1.5 }
-glu_layout = "interleaved"
-row_scale = true
-recompute = true
-dprob = true
-dbias = true
-tile = [128, 64]
-problem = { E = 5, M = 150, N = 136, K = 72 }
-"""
-
-
-def backward_record() -> LaunchRecord:
-    double = ("mul", 2, "N")
-    tensors = (
-        TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
-        TensorArgument("w", "input", "bf16", ("E", "N", "K"), ("w.stride0", "w.stride1", 1), 8),
-        TensorArgument("preactivation", "input", "bf16", ("M", double), ("preactivation.stride0", 1), 8),
-        TensorArgument("row_scale", "input", "f32", ("M",), (1,), alignment=4),
-        TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
-        TensorArgument("dz", "output", "bf16", ("M", double), ("dz.stride0", 1), 8),
-        TensorArgument("y", "output", "bf16", ("M", "N"), ("y.stride0", 1), 8),
-        TensorArgument("dprob", "output", "f32", ("M",), (1,), alignment=4),
-        TensorArgument("dbias", "output", "f32", ("E", double), (double, 1), alignment=4),
-    )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-    )
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("harm", [None, "dz", "y", "dprob", "dbias", "spare row of dprob"])
-def test_a_backward_kernel(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
-    def hurt(outputs: dict[str, Any]) -> None:
-        if harm == "spare row of dprob":
-            outputs["dprob"][149] = 0
-        elif harm:
-            outputs[harm][0] = outputs[harm][1]
-
-    shapes = {
-        "x": (150, 72), "w": (5, 136, 72), "preactivation": (150, 272), "row_scale": (150,), "offsets": (5,),
-        "dz": (150, 272), "y": (150, 136), "dprob": (150,), "dbias": (5, 272),
-    }  # fmt: skip
-    install(BACKWARD, backward_record())(hurt, shapes)
-    code, document = run(capsys, "made/dz", "--check", "--time")
-    assert code == (1 if harm else 0), document["problems"]
-    assert document["tflops"] == pytest.approx(2 * 145 * 136 * 72 / 2e-3 * 1e-12)
-    if harm:
-        said = "dprob: row 149, which no group owns, was written to" if " " in harm else f"{harm}: WRONG"
-        assert any(said in problem for problem in document["problems"])
-    else:
-        assert 0 < document["error"]["max_scaled"] <= 1
 
 
 def test_without_rows_nothing_is_launched_and_all_is_well(machine: Any, capsys: Any) -> None:

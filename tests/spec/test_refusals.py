@@ -5,31 +5,8 @@ import codecs
 import pytest
 
 from fusekit.errors import SpecError
-from fusekit.spec import parse_file, parse_text
-
-GOOD = """
-schema = 1
-[[kernel]]
-name = "fc1"
-op = "grouped-gemm"
-arch = "sm_90a"
-tile = [128, 128]
-"""
-GATED = GOOD + 'activation = { kind = "swiglu" }\n'
-
-
-def problems(text: str) -> tuple[str, ...]:
-    with pytest.raises(SpecError) as caught:
-        parse_text(text, "model", "model.toml")
-    assert str(caught.value).startswith("model.toml: ")
-    assert all(line in str(caught.value) for line in caught.value.problems)
-    return caught.value.problems or (str(caught.value),)
-
-
-def problem(text: str) -> str:
-    (only,) = problems(text)
-    return only
-
+from fusekit.spec import parse_file
+from tests.spec.refusals import GATED, GOOD, WGRAD, problem, problems
 
 AT = "[[kernel]] 1 (fc1): "
 
@@ -186,9 +163,6 @@ def test_dense_has_no_groups():
     assert "problem.E = 2: dense-gemm has one group; say E = 1" in found
     found = problem(of("dense-wgrad") + "problem = { E = 2, M = 8, N = 8, K = 8 }\n")
     assert "problem.E = 2: dense-wgrad has one group; say E = 1" in found
-
-
-WGRAD = GOOD.replace("grouped-gemm", "grouped-wgrad")
 
 
 @pytest.mark.parametrize(
@@ -400,111 +374,3 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "Upper Case.toml").write_text(GOOD)
     with pytest.raises(SpecError, match='the stem "Upper Case" begins every kernel\'s name'):
         parse_file(tmp_path / "Upper Case.toml")
-
-
-GATHER = GOOD + 'gather = "x"\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (GOOD + 'gather = "w"\n', 'gather = "w": must be "none", "x" or "dy"'),
-        (GOOD + 'gather = "dy"\n', 'only grouped-wgrad has dy; grouped-gemm gathers its rows with gather = "x"'),
-        (GATHER + "cluster = [1, 2]\n", "share x, and each gathers its own rows; say [2, 1] or [1, 1]"),
-        (WGRAD + 'gather = "x"\ncluster = [2, 1]\n', "share x, and each gathers its own rows; say [1, 2] or [1, 1]"),
-        (WGRAD + 'gather = "dy"\ncluster = [1, 2]\n', "share dy, and each gathers its own rows; say [2, 1] or [1, 1]"),
-    ],
-)
-def test_what_cannot_be_gathered(text, message):
-    assert message in problem(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "cluster"), [(GATHER, (2, 1)), (WGRAD + 'gather = "x"\n', (1, 2)), (WGRAD + 'gather = "dy"\n', (2, 1))]
-)
-def test_a_cluster_is_chosen_that_does_not_share_the_gathered_operand(text, cluster):
-    (spec,) = parse_text(text + "problem = { E = 8, M = 65536, N = 8, K = 8192 }\n", "model")
-    assert spec.cluster == cluster
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ('tile = [128, 160]\nquant = { in = "fp8-block" }', "tile N of 160 columns must be a multiple of 64"),
-        (
-            'tile = [128, 192]\nquant = { in = "fp8-block" }\nactivation = { kind = "swiglu" }',
-            "a gate half of 96 columns must be a multiple of 64",
-        ),
-        ('tile = [256, 192]\nquant = { in = "fp8-row" }', "(256 / 2 + 64) x 192 / 128 threads = 288 accumulator"),
-        (
-            'tile = [128, 128]\nquant = { in = "fp8-row" }\nproblem = { E = 1, M = 1, N = 8, K = 24 }',
-            "24 elements of 1 byte = 24 bytes, which must be a multiple of 16; say 16 or 32",
-        ),
-    ],
-)
-def test_tiles_of_quantised_factors(keys, message):
-    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n{keys}\n'
-    assert any(message in line for line in problems(text))
-
-
-CODES = 'quant = { out = "fp8-block", transpose = true }\n'
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            'tile = [128, 192]\nactivation = { kind = "swiglu" }\n' + CODES,
-            "gate and up 256, so tile N is a multiple of 256",
-        ),
-        ("tile = [128, 160]\n" + CODES, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
-        ("tile = [256, 128]\n" + CODES, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
-        ('tile = [128, 128]\nmainloop = "pingpong"\n' + CODES, "both warpgroups share a block of 128 tokens"),
-        ('tile = [128, 128]\ndbias = true\nactivation = { kind = "dswiglu" }\n' + CODES, "its sums would lie where"),
-        (
-            'tile = [128, 256]\nactivation = { kind = "dsrelu" }\n' + CODES,
-            "shared memory has room for 128 columns of da",
-        ),
-        (
-            'tile = [128, 160]\nactivation = { kind = "drelu" }\nquant = { out = "fp8-block" }\n',
-            "so tile N is a multiple of 128",
-        ),
-        (
-            'tile = [128, 128]\nactivation = { kind = "dswiglu" }\nquant = { out = "fp8-block" }\n'
-            "problem = { E = 1, M = 1, N = 2880, K = 16 }\n",
-            'so N = I is a multiple of 128; say 2816 or 2944, or glu_layout = "interleaved"',
-        ),
-    ],
-)
-def test_results_as_codes_that_cannot_be(keys, message):
-    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\n'
-    assert any(message in line for line in problems(text + keys)), problems(text + keys)
-
-
-def test_a_weight_gradient_of_codes_is_refused():
-    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
-    assert any("dw is added up in its own dtype" in line for line in problems(text + 'quant = { out = "fp8-block" }\n'))
-
-
-def test_a_weight_gradient_of_quantised_rows_is_refused():
-    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
-    assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ('out = "fp8-row"\ngather = true', 'gather = true: fp8-row has none; say out = "fp8-block"'),
-        ('out = "mxfp8"\ntranspose = true\nrows = false', "rows = false: mxfp8 has none"),
-        ('out = "mxfp8"\ntranspose = true\ngroups = false', "groups = false: mxfp8 has none"),
-        ('out = "mxfp8"\ndtype = "f32"', 'mxfp8 takes bf16 alone; say out = "fp8-block", or leave dtype out'),
-        ('out = "amax"\ntranspose = true', 'amax has none; say out = "fp8-block" or "mxfp8"'),
-        ('out = "fp8-block"\nscale_layout = "swizzled"', 'fp8-block has none; say out = "mxfp8"'),
-        ('out = "fp8-block"\nblocks = "128x128"\ngather = true', 'rows of tokens; say blocks = "1x128"'),
-        ('out = "fp8-block"\nrows = false', "rows = false: is for kernels that transpose; say transpose = true"),
-        ('out = "fp8-block"\ngroups = false', "groups = false: is for kernels that transpose"),
-    ],
-)
-def test_what_quantise_refuses(keys, message):
-    found = problem(f'schema = 1\n[[kernel]]\nname = "k"\nop = "quantise"\narch = "sm_90a"\n{keys}\n')
-    assert message in found

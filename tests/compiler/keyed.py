@@ -1,0 +1,35 @@
+"""The kernels whose keys are looked at, and the sources as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fusekit
+from fusekit.compiler.families import family
+from fusekit.compiler.identity import Identity
+from fusekit.compiler.sources import Sources
+from fusekit.spec import find
+from fusekit.store import key_of
+
+SPEC = find(["quickstart/linear"])[0]
+PACKAGE = Path(fusekit.__file__).parent
+SOURCES = Sources()  # as they are; tests that change one have a copy
+
+
+def one_of_each() -> list[Any]:
+    """A kernel of every family, and of every epilogue."""
+    found: dict[Any, Any] = {}
+    for spec in find([]):
+        if spec.op != "extern":
+            found.setdefault((family(spec), getattr(spec, "epilogue", "")), spec)
+    return list(found.values())
+
+
+EACH = pytest.mark.parametrize("spec", one_of_each(), ids=lambda spec: spec.full_name)
+
+
+def key(spec: Any = SPEC) -> str:
+    return key_of(Identity(sources=SOURCES).key_fields(spec))
