@@ -35,6 +35,7 @@ FAKES = "fakes"
 
 _EXTENT = re.compile(r"\?(?:\{([^}]*)\})?|\d+")
 _DIVISOR = re.compile(r"div=(\d+)")
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE of a class
 _GENERIC = "gmem"  # the memory space of a fake tensor that names none
 
 
@@ -74,8 +75,7 @@ class Writer:
         if hasattr(value, "_fields"):  # a named tuple
             name = self._importable(kind, where)
             return {"object": name, "items": [self.value(item, f"{where}.{at}") for at, item in _fields(value)]}
-        # What a class in C keeps is in no attribute.
-        if kind.__new__ is not object.__new__ or not hasattr(value, "__dict__"):
+        if not _is_its_attributes(value):
             raise BuildError(
                 f"{where} is {_said(value)}, which is more than attributes that a file could hold; make it inside a"
                 " function of a module, and name that as the source"
@@ -344,6 +344,13 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _is_its_attributes(value: Any) -> bool:
+    """Whether a new instance with the same attributes is the same. What a class in C keeps is in no attribute."""
+    kind: Any = type(value)
+    in_python = all(each.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP for each in kind.__mro__[:-1])
+    return in_python and kind.__new__ is object.__new__ and hasattr(value, "__dict__")
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
