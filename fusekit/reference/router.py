@@ -108,7 +108,7 @@ def order_of(x: Array) -> Array:
         if x.dtype == np.float32
         else (np.int64, np.uint64, np.uint64(1 << 63))
     )
-    bits = np.where(np.isnan(x), np.abs(np.asarray(np.nan, x.dtype)), x + x.dtype.type(0)).view(kind)
+    bits: Any = np.where(np.isnan(x), np.abs(np.asarray(np.nan, x.dtype)), x + x.dtype.type(0)).view(kind)
     return np.asarray(np.where(bits < 0, ~bits.view(unsigned), bits.view(unsigned) | top))
 
 
@@ -293,10 +293,10 @@ def loss_factor(keys: Mapping[str, Any], inputs: Mapping[str, Any]) -> float:
     From the device, less than 1 token counts as 1.
     """
     coefficient = np.asarray(inputs.get("coefficient", keys["coefficient"]), np.float32).item()
-    total = np.asarray(inputs["total_tokens"]).item()
+    total = int(np.asarray(inputs["total_tokens"]).item())
     if keys.get("scalars") == "device":
         total = max(total, 1)
-    return coefficient * float(keys["experts"]) / float(keys["topk"]) / float(total) ** 2
+    return float(coefficient) * float(keys["experts"]) / float(keys["topk"]) / float(total) ** 2
 
 
 def _softmax_gradient(made: Floats, gradient: Floats) -> tuple[Floats, Floats]:
