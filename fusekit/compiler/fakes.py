@@ -35,7 +35,7 @@ FAKES = "fakes"
 
 _EXTENT = re.compile(r"\?(?:\{([^}]*)\})?|\d+")
 _DIVISOR = re.compile(r"div=(\d+)")
-_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE of a class
+_PLAIN = type("Plain", (), {}).__basicsize__  # bytes of an instance that has nothing but a `__dict__`
 _GENERIC = "gmem"  # the memory space of a fake tensor that names none
 
 
@@ -347,10 +347,9 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _is_its_attributes(value: Any) -> bool:
-    """Whether a new instance with the same attributes is the same. What a class in C keeps is in no attribute."""
+    """Whether a new instance with the same `__dict__` is the same. A class in C, or slots, keep more."""
     kind: Any = type(value)
-    in_python = all(each.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP for each in kind.__mro__[:-1])
-    return in_python and kind.__new__ is object.__new__ and hasattr(value, "__dict__")
+    return kind.__basicsize__ <= _PLAIN and kind.__new__ is object.__new__ and hasattr(value, "__dict__")
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:

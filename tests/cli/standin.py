@@ -43,8 +43,16 @@ problem = { E = 3, M = 150, N = 256, K = 64 }
 NAME = "made/fc1@128x128-c2x1-dynamic"
 
 
-def record() -> LaunchRecord:
+def pointers(tensors: tuple[TensorArgument, ...], *dims: Dim, **more: Any) -> LaunchRecord:
     """Every tensor by its address: the stand-in for the kernel finds them in the parameters."""
+    parameters = tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors))
+    return LaunchRecord(
+        symbol="kernel", arch="sm_90a", arguments=tensors, dims=dims, parameters=parameters, grid=(1, 1, 1),
+        block=(128, 1, 1), **more,
+    )  # fmt: skip
+
+
+def record() -> LaunchRecord:
     double = ("mul", 2, "I")
     tensors = (
         TensorArgument("x", "input", "bf16", ("M", "K"), ("x.stride0", 1), 8),
@@ -54,16 +62,7 @@ def record() -> LaunchRecord:
         TensorArgument("y", "output", "bf16", ("M", "I"), ("y.stride0", 1), 8),
         TensorArgument("preactivation", "output", "bf16", ("M", double), ("preactivation.stride0", 1), 8),
     )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("K", 8, 8), Dim("E", 1, 1), Dim("I", 32, 32)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-        skip_if_zero=("M",),
-    )
+    return pointers(tensors, Dim("M"), Dim("K", 8, 8), Dim("E", 1, 1), Dim("I", 32, 32), skip_if_zero=("M",))
 
 
 def store_codes(spec: Any, arrays: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fusekit.abi import LaunchRecord, PointerParameter, TensorArgument
+from fusekit.abi import TensorArgument
 from fusekit.bench import compare
 from fusekit.compiler.gemm import signature
 from fusekit.config import Config
 from fusekit.spec import parse_text
 from fusekit.store import Store, key_of
 from fusekit_cli.main import main
-from tests.cli.standin import NAME, Harm, past_the_end, run
+from tests.cli.standin import NAME, Harm, past_the_end, pointers, run
 from tests.runtime.samples import CUBIN
 
 
@@ -121,17 +121,7 @@ def test_results_as_codes(install: Any, capsys: Any, keep: bool, harm: Harm, mes
     (spec,) = parse_text(text, "made", "made.toml")
     made = signature(spec)
     tensors = tuple(argument for argument in made.arguments if isinstance(argument, TensorArgument))
-    parameters = tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors))
-    whole = LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=made.dims,
-        parameters=parameters,
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-        skip_if_zero=("M",),
-    )
+    whole = pointers(tensors, *made.dims, skip_if_zero=("M",))
     install(text, whole)(harm, {name: CODED_SHAPES[name] for name in (tensor.name for tensor in tensors)})
     code, document = run(capsys, "made/fc1", "--check")
     if not messages:

@@ -10,7 +10,7 @@ import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
 from fusekit.bench import compare
-from tests.cli.standin import past_the_end, run
+from tests.cli.standin import past_the_end, pointers, run
 
 WGRAD = """
 schema = 1
@@ -34,15 +34,7 @@ def weight_gradients(accumulate: bool) -> LaunchRecord:
         TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4),
         TensorArgument("dbias", "inout" if accumulate else "output", "f32", ("E", "N"), ("N", 1), alignment=4),
     )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-    )
+    return pointers(tensors, Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -156,15 +148,7 @@ def backward_record() -> LaunchRecord:
         TensorArgument("dprob", "output", "f32", ("M",), (1,), alignment=4),
         TensorArgument("dbias", "output", "f32", ("E", double), (double, 1), alignment=4),
     )
-    return LaunchRecord(
-        symbol="kernel",
-        arch="sm_90a",
-        arguments=tensors,
-        dims=(Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8)),
-        parameters=tuple(PointerParameter(tensor.name, tensor.name, 8 * i) for i, tensor in enumerate(tensors)),
-        grid=(1, 1, 1),
-        block=(128, 1, 1),
-    )
+    return pointers(tensors, Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8))
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -155,7 +155,16 @@ def itself():
     return holder
 
 
+class Slotted:
+    __slots__ = ("a",)
+
+
+class Slots(Slotted):
+    """Has attributes, and one that is not among them."""
+
+
 REFUSED = {
+    "slots": (Slots, "more than attributes"),
     "a closure": (lambda: lambda: 0, "made inside a function"),
     "a lock": (threading.Lock, "more than attributes"),
     "an open file": (lambda: open(os.devnull), "more than attributes"),  # noqa: SIM115, PTH123
