@@ -26,7 +26,7 @@ from fusekit.runtime.side import Aside, run
 FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
 TIMEOUT = 10_000
-BLOCKS, WARPS, FEW = (32, 64, 128), (8, 16), (16, 32, 64)
+BLOCKS, WARPS, FEW = (16, 24, 32, 64), (8, 16), (8, 16, 32)
 HEAD = """schema = 1
 
 [defaults]

@@ -41,6 +41,12 @@ def store(address: Int64, words: list, nbytes: int, valid=None, offset: int = 0)
     inline(None, text, *arguments)
 
 
+def prefetch(address: Int64, nbytes: Int32, valid) -> None:
+    """Bytes, a multiple of 16, of global memory to L2 where `valid`."""
+    text = "{ .reg .pred ok_; setp.ne.b32 ok_, {$r2}, 0; @ok_ cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }"
+    inline(None, text, address, nbytes, Int32(valid))
+
+
 def bits_of(x: Float32) -> Uint32:
     """The float's bits."""
     return inline(Uint32, "mov.b32 {$w0}, {$r0};", x)

@@ -31,8 +31,9 @@ GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # For kernels that read rows while they come, a dispatch leaves OWN, the first place of the rank's own tokens and their
 # end, and WAIT, the milliseconds to wait. Of a launch that sends rows apart: BEGUN, CAME, the last of which all blocks
 # began, and all rows are here; and what TICKET and DONE are, since the launch that sends choices runs meanwhile.
+# DRAWN: chunks that blocks drew of this launch, those that send to other ranks, and those that copy.
 EPOCH, TICKET, DONE, STATUS, CAME, OWN, WAIT = 0, 4, 8, 16, 28, 32, 40
-BEGUN, ROWS_TICKET, ROWS_DONE, MOST, OPEN, HEADER = 44, 48, 52, 64, 128, 256
+BEGUN, ROWS_TICKET, ROWS_DONE, DRAWN, MOST, OPEN, HEADER = 44, 48, 52, 56, 64, 128, 256
 STATUS_WORDS = 3
 STAGES = ("", "let its window be written to", "send its rows", "launch the kernel that sends rows")
 OPENING, SENDING, BEGINNING = 1, 2, 3

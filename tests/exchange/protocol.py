@@ -25,6 +25,7 @@ FAULTS = (
     "a window opens before its sums are made", "the epoch is counted by the first block to end",
     "choices end before the rows begin", "rows learn their launch after they began", "readers wait for no row",
     "all rows are said to be here before they are", "choices are read before they are told",
+    "chunks of earlier launches stay drawn",
 )  # fmt: skip
 MAIN, SIDE, JOIN = "main", "side", "join"  # streams of a rank, and that the first waits for the other
 
@@ -202,10 +203,19 @@ def arrive(rank: Rank, window: str) -> Generator[Operation, Any, tuple[int, int]
     return turn, epoch + 1
 
 
-def leave(rank: Rank, window: str, epoch: int, blocks: int) -> Generator[Operation, Any, bool]:
+def draw_anew(rank: Rank, window: str) -> Block:
+    """The next launch draws all chunks."""
+    if rank.machine.setting.fault != "chunks of earlier launches stay drawn":
+        for copying in (False, True):
+            yield ("set", (window, "drawn", copying), 0)
+
+
+def leave(rank: Rank, window: str, epoch: int, blocks: int, draws: bool = True) -> Generator[Operation, Any, bool]:
     ended = (yield ("add", (window, "done"))) + 1
     last = ended == blocks
     if last:
+        if draws:
+            yield from draw_anew(rank, window)
         yield ("set", (window, "ticket"), 0)
         yield ("set", (window, "done"), 0)
     if last or (ended == 1 and rank.machine.setting.fault == "the epoch is counted by the first block to end"):
@@ -253,7 +263,8 @@ def dispatch(rank: Rank, launch: int) -> Block:
         targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
         if turn < setting.blocks:
             yield from opened(rank, "rows", epoch)
-        for chunk in range(turn % setting.blocks, setting.chunks, setting.blocks):
+        chunk, drawn = turn % setting.blocks, ("rows", "drawn", turn >= setting.blocks)
+        while chunk < setting.chunks:
             for target in targets:
                 sent = target in routes[launch, own, chunk]
                 yield ("store", target, ("rows", "indices", own, chunk), (launch, sent))
@@ -261,6 +272,7 @@ def dispatch(rank: Rank, launch: int) -> Block:
                     yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
             for target in targets:
                 yield from tell(rank, target, "rows", chunk, epoch)
+            chunk = setting.blocks + (yield ("add", drawn))
     yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
 
 
@@ -285,7 +297,7 @@ def send_choices(rank: Rank, launch: int) -> Block:
                 yield ("store", target, ("rows", "indices", own, token), (launch, sent))
         for target in range(setting.ranks):
             yield ("release", target, ("rows", "told", own, turn), epoch)
-    yield from leave(rank, "rows", epoch, setting.blocks + 1)
+    yield from leave(rank, "rows", epoch, setting.blocks + 1, draws=False)
 
 
 def send_rows(rank: Rank, launch: int) -> Block:
@@ -310,13 +322,16 @@ def send_rows(rank: Rank, launch: int) -> Block:
         targets = [own] if turn >= setting.blocks else [each for each in range(setting.ranks) if each != own]
         if turn < setting.blocks:
             yield from opened(rank, "rows", epoch)
-        for chunk in range(turn % setting.blocks, setting.chunks, setting.blocks):
+        chunk, drawn = turn % setting.blocks, ("rows", "drawn", turn >= setting.blocks)
+        while chunk < setting.chunks:
             for target in targets:
                 if target in routes[launch, own, chunk]:
                     yield ("store", target, ("rows", "row", own, chunk), (launch, own, chunk))
                 yield from tell(rank, target, "rows", chunk, epoch)
+            chunk = setting.blocks + (yield ("add", drawn))
     ended = (yield ("add", ("rows", "rows done"))) + 1
     if ended == 2 * setting.blocks + 1:
+        yield from draw_anew(rank, "rows")
         yield ("set", ("rows", "rows ticket"), 0)
         yield ("set", ("rows", "rows done"), 0)
 
@@ -378,12 +393,14 @@ def combine(rank: Rank, launch: int) -> Block:
                 raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
     else:
         yield from opened(rank, "parts", epoch - 1)
-        for at in range(turn, setting.chunks * (setting.ranks - 1), setting.blocks):
+        at = turn
+        while at < setting.chunks * (setting.ranks - 1):
             chunk, step = divmod(at, setting.ranks - 1)
             target = (own + 1 + step) % setting.ranks
             if own in routes[launch, target, chunk]:
                 yield ("store", target, ("parts", "row", own, chunk), (launch, own, target, chunk))
             yield from tell(rank, target, "parts", chunk, epoch)
+            at = setting.blocks + (yield ("add", ("parts", "drawn", False)))
     last = yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
     if last:
         yield from open_window(rank, "parts", epoch)

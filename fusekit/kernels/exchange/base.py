@@ -7,7 +7,8 @@ the window that only its own rank reads and writes, so a graph can be replayed. 
    when it begins, since the launches before it in its stream have read what came; a combine writes e when it ends, for
    launch e + 1, since it alone reads what it is sent;
 2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
-   ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope;
+   ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope; a
+   word of DRAWN says which chunks blocks have taken;
 3. a block that receives waits for the flags, with acquire at system scope.
 
 A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and
@@ -28,13 +29,14 @@ import cutlass.memory
 from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
-from fusekit.kernels.exchange import signals
+from fusekit.kernels.exchange import shares, signals
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import Permutation
 from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import (
     CHUNK,
     DONE,
+    DRAWN,
     EPOCH,
     OPEN,
     OPENING,
@@ -54,10 +56,10 @@ NANOSECONDS = 10**6  # of a millisecond
 
 class Exchange(Permutation):
     """What the kernels share. blocks: those that send. apart: whether another launch has the same number and counts it
-    as done.
+    as done. draws: whether they send rows, or gradients, a chunk after the other.
     """
 
-    apart = False
+    apart, draws = False, True
 
     @classmethod
     def of(cls, spec):
@@ -89,8 +91,13 @@ class Exchange(Permutation):
 
     @cute.jit
     def arrive(self, own: Int64, thread: Int32):
-        """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread."""
+        """(the block's turn, the launch's epoch, whether an earlier launch failed), in every thread; and what
+        `shares` has in shared memory.
+        """
         shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
+        drawing = cutlass.memory.SmemAllocator().allocate(shares.BYTES, 16).toint()
+        if thread < shares.BYTES // 4:
+            lanes.shared_store_u32(drawing + thread * 4, Uint32(0))
         if cutlass.const_expr(self.apart):
             if thread == 0:  # who has drawn has read which launch it is
                 lanes.shared_store_u32(shared + 4, signals.load(own + EPOCH))
@@ -106,7 +113,7 @@ class Exchange(Permutation):
         turn = Int32(lanes.shared_load_u32(shared))
         epoch = Int32(lanes.shared_load_u32(shared + 4)) + 1
         failed = Int32(lanes.shared_load_u32(shared + 8))
-        return turn, epoch, failed
+        return turn, epoch, failed, drawing
 
     @cute.jit
     def leave(self, own: Int64, thread: Int32, epoch: Int32, blocks: Int32):
@@ -118,6 +125,9 @@ class Exchange(Permutation):
             if ended == blocks:
                 signals.store(own + (ROWS_TICKET if self.apart else TICKET), 0)
                 signals.store(own + (ROWS_DONE if self.apart else DONE), 0)
+                if cutlass.const_expr(self.draws):
+                    signals.store(own + DRAWN, 0)
+                    signals.store(own + (DRAWN + 4), 0)
                 if cutlass.const_expr(not self.apart):
                     signals.store(own + EPOCH, epoch)
             lanes.shared_store_u32(shared, Uint32(ended == blocks))
@@ -141,7 +151,7 @@ class Exchange(Permutation):
 
     @cute.jit
     def tell(self, windows: list, address: Int64, thread: Int32, epoch: Int32, targets: Uint32):
-        """After a barrier behind the stores: a flag at `address` of the windows of `targets`."""
+        """After all threads' stores: a flag at `address` of the windows of `targets`."""
         if (thread < self.ranks) & (((targets >> (thread & 31)) & 1) != 0):
             signals.release(self.of_rank(windows, thread) + address, epoch)
 

@@ -10,7 +10,8 @@ grad_weights[s, t, k] go back too, each from the rank of its expert; or alone, w
 Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
 
 The blocks that send to other ranks are the first to run; each of the others sums one chunk of tokens, its own rank's
-part and, as soon as they are there, those of the others. How the ranks agree: base.py.
+part and, as soon as they are there, those of the others. How the ranks agree: base.py. Which rows a warp sends:
+shares.py.
 """
 
 import cutlass
@@ -18,13 +19,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
-from fusekit.kernels.exchange import signals
+from fusekit.kernels.exchange import shares, signals
 from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, Exchange, chunks
 from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import LINE
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import STATUS
+from fusekit.plan.exchange import DRAWN, STATUS
 
 NAN = 0x7FFFFFFF
 
@@ -66,35 +67,51 @@ class MoeCombine(Exchange):
         blocks, _, _ = cute.arch.grid_dim()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
-        turn, epoch, failed = self.arrive(own, thread)
+        turn, epoch, failed, drawing = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
         if turn >= self.blocks:
             self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
         elif failed == 0:
-            self.send_all(windows, source, turn, sizes, rank, epoch, deadline)
+            self.send_all(windows, source, drawing, turn, sizes, rank, epoch, deadline)
         if self.leave(own, thread, epoch, blocks) != 0:
             self.open(windows, rank, thread, epoch)
 
     @cute.jit
     def send_all(
-        self, windows: list, source: tuple, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32, deadline: Int64
-    ):
-        """Every `blocks`-th chunk of the other ranks from `turn` on, once all may be sent to."""
+        self, windows: list, source: tuple, drawing: Int32, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32,
+        deadline: Int64,
+    ):  # fmt: skip
+        """Chunks of the other ranks until none is left, once all may be sent to."""
         _, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
-        others = self.ranks - 1
+        others, own = self.ranks - 1, self.of_rank(windows, rank)
         flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
-        if self.opened(self.of_rank(windows, rank), thread, epoch - 1, epoch, deadline) != 0:
-            # The ranks in turn, so that no link is idle; each begins with the one behind itself.
-            for at in cutlass.range(turn, chunks(capacity) * others, self.blocks):
-                chunk = divide(at, max(others, 1))
-                target = rank + 1 + (at - chunk * others)
-                target = cutlass.select_(target < self.ranks, target, target - self.ranks)
+        share, last = (drawing, own + DRAWN, turn, Int32(self.blocks)), chunks(capacity) * others
+        slot, at, row = shares.draw(*share)
+        placed = self.placed_there(source, at, row, capacity, rank)  # read while the others open their windows
+        if self.opened(own, thread, epoch - 1, epoch, deadline) != 0:
+            while at < last:
+                chunk, target = self.there(at, rank)
                 there = self.of_rank(windows, target)
-                self.send(there, source, target, chunk, sizes, rank)
-                cute.arch.sync_threads()
-                if thread == 0:
+                self.send(there, source, placed, target, chunk * CHUNK, row, sizes, rank)
+                if (shares.sent(slot) != 0) & (cute.arch.lane_idx() == 0):
                     signals.release(there + flag + Int64(chunk) * 4, epoch)
+                slot, at, row = shares.draw(*share)
+                placed = self.placed_there(source, at, row, capacity, rank)
+
+    def there(self, at: Int32, rank: Int32):
+        """(chunk, rank) of the `at`-th to send: the ranks in turn, so that no link is idle, from the next one on."""
+        others = max(self.ranks - 1, 1)
+        chunk = divide(at, others)
+        target = rank + 1 + (at - chunk * others)
+        return chunk, cutlass.select_(target < self.ranks, target, target - self.ranks)
+
+    def placed_there(self, source: tuple, at: Int32, row: Int32, capacity: Int32, rank: Int32) -> tuple:
+        """`placed` of a row of the `at`-th chunk to send; of any where there is none."""
+        if cutlass.const_expr(not self.wide):
+            return ()
+        chunk, target = self.there(cutlass.min(at, chunks(capacity) * max(self.ranks - 1, 1) - 1), rank)
+        return self.placed(source, target * capacity + chunk * CHUNK + row, cute.arch.lane_idx())
 
     def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
         """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""
@@ -118,30 +135,32 @@ class MoeCombine(Exchange):
         return rows, rows if weights is None else self.per_choice(weights.toint(), place, lane, 0)
 
     @cute.jit
-    def send(self, there: Int64, source: tuple, target: Int32, chunk: Int32, sizes: tuple, rank: Int32):
-        """A chunk of the tokens of rank `target` to its window: those of which this rank has an expert."""
+    def send(
+        self, there: Int64, source: tuple, placed: tuple, target: Int32, first: Int32, at: Int32, sizes: tuple,
+        rank: Int32,
+    ):  # fmt: skip
+        """To the window of rank `target`, by a warp: token `first` + `at`, if this rank has an expert of it, and a
+        share of the gradients of its chunk, which begins with `first`.
+        """
         _, row_bytes, capacity = sizes
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread & 31
-        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
+        lane = cute.arch.lane_idx()
         layout = self.regions(capacity, row_bytes)
         if cutlass.const_expr(self.wide):
-            for at in cutlass.range(warp, CHUNK, self.warps):
-                rows, given = self.placed(source, target * capacity + chunk * CHUNK + at, lane)
-                some = Uint32(0)
-                for row in rows:
-                    some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
-                if signals.union(some) != 0:
-                    place = there + layout.rows + (Int64(rank) * capacity + chunk * CHUNK + at) * row_bytes
-                    for piece in cutlass.range(0, row_bytes, self.piece):
-                        start = piece + lane * 16
-                        words = self.part(source, rows, given, start, row_bytes)
-                        self.store_piece(place, start, row_bytes, words, row_bytes > 0)
+            rows, given = placed
+            some = Uint32(0)
+            for row in rows:
+                some = some | cutlass.select_(Int32(row) >= 0, Uint32(1), Uint32(0))
+            if signals.union(some) != 0:
+                place = there + layout.rows + (Int64(rank) * capacity + first + at) * row_bytes
+                for piece in cutlass.range(0, row_bytes, self.piece):
+                    start = piece + lane * 16
+                    words = self.part(source, rows, given, start, row_bytes)
+                    self.store_piece(place, start, row_bytes, words, row_bytes > 0)
         if cutlass.const_expr(self.gradients):
-            from_here, first = source[3][0].toint(), (Int64(target) * capacity + chunk * CHUNK) * (self.topk * 4)
-            place = there + layout.weights + (Int64(rank) * capacity + chunk * CHUNK) * (self.topk * 4)
-            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
-                lanes.store(place + Int64(at) * 4, lanes.load(from_here + first + Int64(at) * 4, 4), 4)
+            from_here = source[3][0].toint() + (Int64(target) * capacity + first) * (self.topk * 4)
+            place = there + layout.weights + (Int64(rank) * capacity + first) * (self.topk * 4)
+            for choice in cutlass.range(at * WARP + lane, CHUNK * self.topk, CHUNK * WARP):
+                lanes.store(place + Int64(choice) * 4, lanes.load(from_here + Int64(choice) * 4, 4), 4)
 
     @cute.jit
     def sum(
@@ -157,6 +176,9 @@ class MoeCombine(Exchange):
         known = None
         if cutlass.const_expr(self.wide and self.warps == CHUNK):  # read while the others' rows are under way
             known = self.needed(source, indices, chunk * CHUNK + warp, sizes, rank, lane)
+            for row in known[1]:
+                place = self.row_of(source[0][0].toint(), Int32(row), source[0][1])
+                lanes.prefetch(place, row_bytes, Int32(row) >= 0)
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)

@@ -8,8 +8,7 @@ base.py.
 Blocks of their own copy what stays here, so that the links are never idle for it. One more waits for what the ranks
 send.
 
-Where there are enough chunks, a warp sends each by itself: no barrier holds up the next row, so a few multiprocessors
-keep the links busy. Else the warps of a block share a chunk. Choices may go in a launch of their own, all at once.
+Which rows a warp sends: shares.py. Choices may go in a launch of their own, all at once.
 """
 
 import cutlass
@@ -17,14 +16,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes
-from fusekit.kernels.exchange import signals
+from fusekit.kernels.exchange import shares, signals
 from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, WARP, Exchange, chunks
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, OWN, ROWS, STATUS, TELLERS, WAIT
+from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, DRAWN, OWN, ROWS, STATUS, TELLERS, WAIT
 from fusekit.plan.quantise import SIDE
 
 COPIES = 64  # blocks that copy what stays here, beside kernels that want it soon
-FEWEST = 4  # a part of the warps that chunks keep busy, if each is sent by one
 
 
 class MoeDispatch(Exchange):
@@ -38,7 +36,7 @@ class MoeDispatch(Exchange):
         self.senders, self.copies = self.blocks, self.blocks
         self.apart = self.sends == ROWS
         if self.sends == CHOICES:
-            self.senders, self.copies = min(self.blocks, TELLERS), 0
+            self.senders, self.copies, self.draws = min(self.blocks, TELLERS), 0, False
         elif self.apart:
             self.copies = COPIES
         self.grid_blocks = self.senders + self.copies + 1
@@ -61,7 +59,12 @@ class MoeDispatch(Exchange):
             rank,
             capacity,
             timeout,
-        ).launch(grid=[self.grid_blocks, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[self.grid_blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=1,  # else registers are spilled, so that two fit
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -72,7 +75,7 @@ class MoeDispatch(Exchange):
         thread, _, _ = cute.arch.thread_idx()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
-        turn, epoch, failed = self.arrive(own, thread)
+        turn, epoch, failed, drawing = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, indices, weights, x_s)
         if turn == 0:  # of both launches, whichever runs first
             self.open(windows, rank, thread, epoch)
@@ -84,15 +87,17 @@ class MoeDispatch(Exchange):
             self.receive(own, thread, epoch, deadline, failed, sizes, rank)
         elif failed == 0:
             copying = turn >= self.senders
-            may = Int32(1)
-            if turn < self.senders:
-                may = self.opened(own, thread, epoch, epoch, deadline)
-            if may != 0:
-                here = Uint32(1) << Uint32(rank)
-                targets = cutlass.select_(copying, here, ~here if self.copies else Uint32(0xFFFFFFFF))
+            here = Uint32(1) << Uint32(rank)
+            targets = cutlass.select_(copying, here, ~here if self.copies else Uint32(0xFFFFFFFF))
+            if cutlass.const_expr(self.sends == CHOICES):
+                if self.opened(own, thread, epoch, epoch, deadline) != 0:
+                    self.send_choices(windows, source, turn, sizes, rank, epoch, targets)
+            else:
                 first = cutlass.select_(copying, turn - self.senders, turn)
                 step = cutlass.select_(copying, Int32(self.copies), Int32(self.senders))
-                self.send(windows, source, (first, step), sizes, rank, epoch, targets)
+                counter = own + DRAWN + cutlass.select_(copying, Int64(4), Int64(0))
+                share = (drawing, counter, first, step)
+                self.send(windows, source, share, sizes, rank, epoch, targets, copying, deadline)
         self.leave(own, thread, epoch, Int32(self.grid_blocks))
 
     @cute.jit
@@ -104,25 +109,54 @@ class MoeDispatch(Exchange):
             signals.store(own + WAIT, timeout)
 
     @cute.jit
-    def send(
-        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
+    def send_choices(
+        self, windows: list, source: tuple, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
     ):
-        """A block's share, every `step`-th chunk from `first` on, to the ranks of `targets`, bits."""
-        (first, step), (_, row_bytes, capacity) = share, sizes
+        """A block's choices to the ranks of `targets`, bits."""
+        _, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
-        if cutlass.const_expr(self.sends == CHOICES):
-            for at in cutlass.range(first * self.threads + thread, capacity * self.topk, step * self.threads):
-                self.choice(windows, source, at, sizes, rank, targets)
-            cute.arch.sync_threads()
-            told = self.regions(capacity, row_bytes).told
-            self.tell(windows, told + Int64(rank * TELLERS + first) * 4, thread, epoch, targets)
-        elif cutlass.const_expr(self.sends == ALL):
-            if chunks(capacity) * FEWEST >= self.senders * self.warps:
-                self.by_warp(windows, source, share, sizes, rank, epoch, targets)
-            else:
-                self.by_block(windows, source, share, sizes, rank, epoch, targets)
-        else:
-            self.by_warp(windows, source, share, sizes, rank, epoch, targets)
+        for at in cutlass.range(turn * self.threads + thread, capacity * self.topk, self.senders * self.threads):
+            self.choice(windows, source, at, sizes, rank, targets)
+        cute.arch.sync_threads()
+        told = self.regions(capacity, row_bytes).told
+        self.tell(windows, told + Int64(rank * TELLERS + turn) * 4, thread, epoch, targets)
+
+    @cute.jit
+    def send(
+        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32,
+        copying, deadline: Int64,
+    ):  # fmt: skip
+        """Chunks to the ranks of `targets`, bits, until none is left. share: what `shares.draw` takes."""
+        tokens, row_bytes, capacity = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        lane, count = thread & 31, chunks(capacity)
+        slot, chunk, at = shares.draw(*share)
+        owners = self.owners_of(source, chunk * CHUNK + at, tokens)  # read while the others open their windows
+        last = count
+        if ~copying:  # noqa: SIM102
+            if self.opened(self.of_rank(windows, rank), thread, epoch, epoch, deadline) == 0:
+                last = Int32(0)
+        while chunk < last:
+            piece = (at * WARP + lane, CHUNK * WARP)
+            if cutlass.const_expr(self.sends == ALL):
+                for choice in cutlass.range(piece[0], CHUNK * self.topk, piece[1]):
+                    self.choice(windows, source, chunk * (CHUNK * self.topk) + choice, sizes, rank, targets)
+            if cutlass.const_expr(self.coded):
+                self.scales(windows, source[3], chunk, piece, sizes, rank, targets)
+            self.row(windows, source[0], chunk * CHUNK + at, owners & targets, sizes, rank)
+            if shares.sent(slot) != 0:
+                flag = self.regions(capacity, row_bytes).flags + Int64(rank * count + chunk) * 4
+                self.tell(windows, flag, lane, epoch, targets)
+            slot, chunk, at = shares.draw(*share)
+            owners = self.owners_of(source, chunk * CHUNK + at, tokens)
+
+    @cute.jit
+    def owners_of(self, source: tuple, token: Int32, tokens: Int32):
+        """`owners` of a token, none where there is no such token."""
+        found = Uint32(0)
+        if token < tokens:
+            found = self.owners(source[1].toint(), token, cute.arch.lane_idx())
+        return found
 
     @cute.jit
     def scales(
@@ -139,49 +173,6 @@ class MoeDispatch(Exchange):
             for target in cutlass.range_constexpr(self.ranks):
                 wanted = ((targets >> target) & 1) != 0
                 lanes.store(windows[target].toint() + layout.scales + place, word, 4, wanted)
-
-    @cute.jit
-    def by_block(
-        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
-    ):
-        """As `send`, each chunk by all warps of the block."""
-        (first, step), (tokens, row_bytes, capacity) = share, sizes
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread & 31
-        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
-        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
-        for chunk in cutlass.range(first, count, step):
-            for at in cutlass.range(thread, CHUNK * self.topk, self.threads):
-                self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
-            if cutlass.const_expr(self.coded):
-                self.scales(windows, source[3], chunk, (thread, self.threads), sizes, rank, targets)
-            for at in cutlass.range(warp, CHUNK, self.warps):
-                token = chunk * CHUNK + at
-                if token < tokens:
-                    owners = self.owners(source[1].toint(), token, lane) & targets
-                    self.row(windows, source[0], token, owners, sizes, rank)
-            cute.arch.sync_threads()
-            self.tell(windows, flags + Int64(rank * count + chunk) * 4, thread, epoch, targets)
-
-    @cute.jit
-    def by_warp(
-        self, windows: list, source: tuple, share: tuple, sizes: tuple, rank: Int32, epoch: Int32, targets: Uint32
-    ):
-        """As `send`, each chunk by one warp: no barrier holds it up."""
-        (first, step), (_, row_bytes, capacity) = share, sizes
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread & 31
-        warp = cute.arch.make_warp_uniform(divide(thread, WARP))
-        flags, count = self.regions(capacity, row_bytes).flags, chunks(capacity)
-        for chunk in cutlass.range(warp * step + first, count, step * self.warps):
-            if cutlass.const_expr(self.sends == ALL):
-                for at in cutlass.range(lane, CHUNK * self.topk, WARP):
-                    self.choice(windows, source, chunk * (CHUNK * self.topk) + at, sizes, rank, targets)
-            if cutlass.const_expr(self.coded):
-                self.scales(windows, source[3], chunk, (lane, WARP), sizes, rank, targets)
-            self.chunk_of_warp(windows, source, chunk, sizes, rank, targets)
-            cute.arch.sync_warp()
-            self.tell(windows, flags + Int64(rank * count + chunk) * 4, lane, epoch, targets)
 
     @cute.jit
     def choice(self, windows: list, source: tuple, choice: Int32, sizes: tuple, rank: Int32, targets: Uint32):
@@ -202,22 +193,6 @@ class MoeDispatch(Exchange):
             if cutlass.const_expr(self.weighted):
                 told = cutlass.select_(mine, weight, Uint32(0))
                 lanes.store(windows[target].toint() + layout.weights + place, [told], 4, wanted)
-
-    @cute.jit
-    def chunk_of_warp(self, windows: list, source: tuple, chunk: Int32, sizes: tuple, rank: Int32, targets: Uint32):
-        """All rows of a chunk, by one warp."""
-        tokens, _, _ = sizes
-        lane = cute.arch.lane_idx()
-        first = chunk * CHUNK
-        if first < tokens:
-            known = Uint32(0)  # the owners of the chunk's token `lane`
-            for at in cutlass.range_constexpr(CHUNK):
-                token = cutlass.min(first + at, tokens - 1)
-                found = self.owners(source[1].toint(), token, lane)
-                known = Uint32(cutlass.select_(lane == at, found, known))
-            known = Uint32(cutlass.select_(first + lane < tokens, known & targets, Uint32(0)))
-            for at in cutlass.range(0, CHUNK, unroll=1):
-                self.row(windows, source[0], first + at, Uint32(cute.arch.shuffle_sync(known, at)), sizes, rank)
 
     @cute.jit
     def row(self, windows: list, x: tuple, token: Int32, owners: Uint32, sizes: tuple, rank: Int32):

@@ -23,6 +23,13 @@ again_:
 end_:
     selp.b32 $0, 1, 0, there_;
 }"""
+WAIT_SHARED = """{
+    .reg .pred there_; .reg .b32 seen_;
+again_:
+    ld.acquire.cta.shared.b32 seen_, [{$r0}];
+    setp.ge.s32 there_, seen_, {$r1};
+    @!there_ bra again_;
+}"""
 FAIL = """{
     .reg .pred mine_; .reg .b32 old_, one_;
     setp.ne.b32 mine_, {$r4}, 0;
@@ -76,6 +83,23 @@ def add(address: Int64, value: int) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=[address, Int32(value)],
     )
+
+
+def add_shared(address: Int32) -> Uint32:
+    """Adds 1 to a word of shared memory, and gives what it was; what was done before earlier additions is seen."""
+    return cute.arch.inline_ptx(
+        "atom.acq_rel.cta.shared.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Uint32], read_only_args=[address]
+    )
+
+
+def release_shared(address: Int32, value: Int32) -> None:
+    """A word for the block's other warps, after everything that this thread did before."""
+    cute.arch.inline_ptx("st.release.cta.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def wait_shared(address: Int32, value: Int32) -> None:
+    """Until a word of shared memory is `value` or more."""
+    cute.arch.inline_ptx(WAIT_SHARED, read_only_args=[address, value])
 
 
 def fail(address: Int64, rank: Int32, stage: int, epoch: Int32, condition) -> None:
