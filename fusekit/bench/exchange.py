@@ -5,7 +5,7 @@
 
 Each rank has as many tokens of one choice, half of them of the other's experts. Prints one JSON document, with the
 microseconds of a launch in CUDA graphs: medians of rounds, each of the slower rank. `copy` is what the driver takes for
-the bytes that cross, both ways at once; `apart` are dispatches in two launches.
+the bytes that cross, both ways at once; `apart` are dispatches in two launches; `codes` is one of 8-bit codes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from fusekit.bench.timing import median
 from fusekit.exchange import Layout, Ranks
+from fusekit.plan.quantise import SIDE
 from fusekit.runtime import DeviceArray, Library, open_library
 from fusekit.runtime.side import Aside, run
 
@@ -27,6 +28,7 @@ FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
 TIMEOUT = 10_000
 BLOCKS, WARPS, FEW = (16, 24, 32, 64), (8, 16), (8, 16, 32)
+CODES = "codes-64"
 HEAD = """schema = 1
 
 [defaults]
@@ -47,6 +49,7 @@ def spec() -> str:
     for op in ("dispatch", "combine"):
         made += [table(f"{op}-{blocks}", f"moe-{op}", blocks=blocks, warps=list(WARPS)) for blocks in BLOCKS]
     made += [table(f"rows-{blocks}", "moe-dispatch", blocks=blocks, sends="rows") for blocks in FEW]
+    made.append(table(CODES, "moe-dispatch", dtype="e4m3"))
     return "".join([*made, table("choices-64", "moe-dispatch", sends="choices")])
 
 
@@ -63,6 +66,8 @@ class Rank:
         source = np.random.default_rng(ranks.rank)
         self.tensors = {
             "x": self._array(source.integers(0, 2**14, (tokens, hidden)).astype(np.uint16), "bf16"),
+            "codes": self._array(source.integers(0, 2**6, (tokens, hidden)).astype(np.uint8), "e4m3"),
+            "scales": self._array(source.random((-(-hidden // SIDE), tokens), np.float32), "f32"),
             "indices": self._array(own.astype(np.int32)[:, None], "i32"),
             "rows": self._array(source.integers(0, 2**14, (max(int(mine.sum()), 1), hidden)).astype(np.uint16), "bf16"),
             "inverse": self._array(inverse, "i32"),
@@ -87,6 +92,8 @@ class Rank:
         given: dict[str, Any] = {"indices": self.tensors["indices"]}
         if kernel.spec["op"] == "moe-combine":
             given |= {"x": self.tensors["rows"], "inverse": self.tensors["inverse"], "y": self.tensors["y"]}
+        elif kernel.spec["dtype"] == "e4m3":
+            given |= {"x": self.tensors["codes"], "x_s": self.tensors["scales"]}
         elif kernel.spec["sends"] != "choices":
             given["x"] = self.tensors["x"]
         common = {"rank": self.ranks.rank, "capacity": layout.capacity, "timeout": TIMEOUT}
@@ -160,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = [Rank(library, each, given.tokens, given.hidden, indices) for each in made]
     found: dict[str, Any] = {"tokens": given.tokens, "hidden": given.hidden, "us": {}}
     names = [f"{op}-{blocks}@w{warps}" for op in ("dispatch", "combine") for blocks in BLOCKS for warps in WARPS]
-    runs = {name: [[rank.launch(name)] for rank in ranks] for name in names}
+    runs = {name: [[rank.launch(name)] for rank in ranks] for name in [*names, CODES]}
     for blocks in FEW:
         pairs = [[rank.launch(f"rows-{blocks}@w16"), rank.launch("choices-64@w16")] for rank in ranks]
         runs[f"apart-{blocks}"] = [
