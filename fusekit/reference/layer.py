@@ -20,7 +20,9 @@ expert (of a shared expert: of tokens). The derivative of that rounding counts a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
 SCALES = ("output", "input")
+WORKERS = 8  # experts whose weights are read at a time; each takes up to a gigabyte
 Tensors = Mapping[str, Array]
 Sums = Callable[[Array, Array, "Kept"], Any]
 
@@ -206,10 +209,15 @@ def _owner(kept: Kept) -> NDArray[np.int64]:
 def _products(f: Factors, rows: Array, w: Array, bias: Array | None, kept: Kept) -> Array:
     """rows [M, K] by their experts' w [X, N, K], plus bias [X, N]."""
     made, rows = np.empty((len(rows), w.shape[1])), f.rows(rows)
-    for expert, own in enumerate(groups(kept)):
-        if own.start == own.stop:
-            continue  # w may be read expert by expert, at a cost
+
+    def multiply(expert: int, own: slice) -> None:
         made[own] = rows[own] @ f.weights(w[expert]).T + (0.0 if bias is None else bias[expert])
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, WORKERS)) as pool:
+        # w may be read expert by expert, at a cost: only where an expert has rows
+        waiting = [pool.submit(multiply, *each) for each in enumerate(groups(kept)) if each[1].start < each[1].stop]
+        for each in waiting:
+            each.result()
     return made
 
 
