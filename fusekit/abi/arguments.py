@@ -66,7 +66,8 @@ class TensorArgument:
     elements: the variable ``"<name>.stride<i>"`` means that the stride is read from the tensor (it must be positive
     and a multiple of `stride_divisor`), anything else is an expression over dims that the tensor's stride must equal.
     The stride of a dim whose extent is 0 or 1 is never looked at. `alignment` is that of the first element's address,
-    in bytes.
+    in bytes. `in_place_of`, of an output: the input, of the same dtype and shape, that it may be written over; both
+    then have the same address and strides.
     """
 
     name: str
@@ -76,6 +77,7 @@ class TensorArgument:
     strides: tuple[Expr, ...]
     stride_divisor: int = 1
     alignment: int = 16
+    in_place_of: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(freeze(item) for item in self.shape))
@@ -124,6 +126,7 @@ class TensorArgument:
             "kind": "tensor", "name": self.name, "role": self.role, "dtype": self.dtype,
             "shape": thaw(self.shape), "strides": thaw(self.strides),
             "stride_divisor": self.stride_divisor, "alignment": self.alignment,
+            **({"in_place_of": self.in_place_of} if self.in_place_of else {}),
         }  # fmt: skip
 
     @classmethod
@@ -136,6 +139,7 @@ class TensorArgument:
             strides=reader.array("strides", expression),
             stride_divisor=reader.integer("stride_divisor"),
             alignment=reader.integer("alignment"),
+            in_place_of=reader.string("in_place_of") if "in_place_of" in reader else "",
         )
 
 

@@ -131,11 +131,28 @@ def _check_signature(record: LaunchRecord) -> None:
             argument.check(f"arguments[{index}]", dims | integers_of(record))
         else:
             argument.check(f"arguments[{index}]")
+    _check_in_place(record)
     bare = bare_dims(record.arguments)
     for index, dim in enumerate(record.dims):
         if dim.name not in bare:
             why = "only inside expressions" if dim.name in shape_dims(record.arguments) else "in no tensor's shape"
             raise RecordError(f"dims[{index}].name: {dim.name!r} stands {why}; some shape must be its bare name")
+
+
+def _check_in_place(record: LaunchRecord) -> None:
+    """What an output may be written over is an input like it, and no other output's."""
+    inputs = {tensor.name: tensor for tensor in record.tensors if tensor.role == "input"}
+    for index, argument in enumerate(record.arguments):
+        if not isinstance(argument, TensorArgument) or not (over := argument.in_place_of):
+            continue
+        where = f"arguments[{index}].in_place_of"
+        if argument.role != "output":
+            raise RecordError(f"{where}: {over!r}; {argument.name} is {argument.role}; of an output alone")
+        if over not in inputs:
+            raise RecordError(f"{where}: {_unknown(over, frozenset(inputs))}")
+        given = inputs.pop(over)
+        if (given.dtype, given.shape) != (argument.dtype, argument.shape):
+            raise RecordError(f"{where}: {over!r} is no {argument.name} in dtype and shape; both must be the same")
 
 
 def _check_parameters(

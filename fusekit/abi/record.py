@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 # A record is written in the first of them that can say it.
-SCHEMAS = (1, 2, 3)
+SCHEMAS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,8 @@ class LaunchRecord:
     @property
     def schema(self) -> int:
         """The first schema that can say this record."""
+        if any(tensor.in_place_of for tensor in self.tensors):
+            return 4
         if self.peers or any(scalar.bounded for scalar in self.scalars):
             return 3
         if self.values or self.then or any(DTYPES[tensor.dtype].argument > 1 for tensor in self.tensors):

@@ -1,7 +1,7 @@
 """Mixture-of-experts blocks of Transformers with `experts_implementation="fusekit"`, and with its own `grouped_mm`.
 
     python -m fusekit.bench.torch_blocks --spec > experts.toml && fusekit build experts.toml    on any machine
-    python -m fusekit.bench.torch_blocks [CASE ...] [--tokens 8192 --tokens 24576] [--seconds 2]
+    python -m fusekit.bench.torch_blocks [CASE ...] [--tokens 8192 --tokens 24576] [--seconds 2] [--in-place]
 
 Each block is Transformers' own class at a model's sizes, in bf16, with random weights and its own router. Both backends
 run on the same weights and inputs, in turns: the forward pass without gradients, and forward and backward together.
@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all without one")
     parser.add_argument("--tokens", type=int, action="append", help="of a batch; default: 8192, and 24576")
     parser.add_argument("--seconds", type=float, default=2.0, help="device time for each backend's rounds")
+    parser.add_argument("--in-place", action="store_true", help="fusekit's backward pass writes dz over z")
     parser.add_argument("--spec", action="store_true", help="print the spec file of the layers that are needed")
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.cases) - CASES.keys())
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from fusekit.interop import transformers
 
-    transformers.register()
+    transformers.register(in_place=given.in_place)
     document: dict[str, Any] = {"device": torch.cuda.get_device_name(), "blocks": []}
     for name, case in cases.items():
         for count in tokens:

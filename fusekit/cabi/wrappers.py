@@ -106,9 +106,9 @@ class Wrapper:
         pointer = "void *" if tensor.written else "const void *"
         member = self._member[tensor.name]
         shape = ", ".join(_renamed(render(extent), self._record, self._member) for extent in tensor.shape)
-        lines = [
-            f"    {pointer}{member}; /* {tensor.role}: {tensor.dtype}[{shape}], {tensor.alignment}-byte aligned */"
-        ]
+        over = f", or {self._member[tensor.in_place_of]} itself" if tensor.in_place_of else ""
+        rule = f"{tensor.role}: {tensor.dtype}[{shape}], {tensor.alignment}-byte aligned{over}"
+        lines = [f"    {pointer}{member}; /* {rule} */"]
         for index in range(tensor.rank):
             if tensor.reads_stride(index):
                 rule = f"multiple of {tensor.stride_divisor}" if tensor.stride_divisor > 1 else "any"

@@ -34,7 +34,7 @@ from fusekit.runtime.binding import check_scalar
 
 _XLA = by("xla")
 _LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
-_QUANTISE = "quantise"
+_QUANTISE, _USED = "quantise", "used"  # the latter: what was kept, behind a backward pass that wrote to it
 _CONSTANTS = ("aux_coefficient", "total_tokens")
 Arrays = dict[str, Any]
 
@@ -81,7 +81,7 @@ def operator(
 
 def moe(
     layer: Layer, name: str, *, mesh: Any = None, axis: str | None = None, timeout: int = TIMEOUT, gather: Any = None,
-    platform: str = "CUDA",
+    in_place: bool = False, platform: str = "CUDA",
 ) -> Callable[..., Any]:  # fmt: skip
     """Registers `layer` with XLA under `name`, unique in the process, and returns `f(x, params, **more)`, which jax.jit
     and jax.grad see through: one call into the stream for the forward pass and one for the backward pass.
@@ -102,6 +102,9 @@ def moe(
     makes y and dx NaN, and the computation an error, a second or so after `timeout`; `f.check()` raises
     PeerTimeoutError at once. `f.close(alone=False)` gives the windows back, once all that used them is done.
 
+    in_place: the backward pass writes dz over z, which saves as much memory as z takes; XLA copies what is kept before
+    where something else still needs it.
+
     Raises ArgumentError for a layer that adds to gradients, for a mesh that does not fit the layer, and (when called)
     for arguments that do not fit; and what loading the kernels raises.
     """
@@ -115,7 +118,7 @@ def moe(
     layer, inputs = placed.layer, _inputs(layer)
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
     own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]
-    passes = {which: _Pass(placed, which, f"{name}.{which}", platform) for which in own}
+    passes = {which: _Pass(placed, which, f"{name}.{which}", platform, in_place) for which in own}
 
     def inference(given: Arrays) -> Arrays:
         return passes["inference"](given, layer.outputs("inference"))
@@ -186,11 +189,13 @@ def _inputs(layer: Layer) -> dict[str, Any]:
 
 class _Pass:
     """A pass of a layer as a call of XLA's: operands are the inputs, then what is kept; results are the outputs, what
-    is kept, and scratch memory, which XLA may use for others before and after.
+    is kept, and scratch memory, which XLA may use for others before and after. Of a backward pass in place what is kept
+    is a result, too, in the same memory.
     """
 
-    def __init__(self, placed: Placed, which: str, name: str, platform: str) -> None:
+    def __init__(self, placed: Placed, which: str, name: str, platform: str, in_place: bool) -> None:
         self.placed, self.layer, self.which, self.name = placed, placed.layer, which, name
+        self.in_place = in_place and which == "backward"
         self.inputs, self.outputs = self.layer.inputs(which), self.layer.outputs(which)
         self._names = functools.cache(self._of)
         _register(name, self._launch, platform)
@@ -206,9 +211,9 @@ class _Pass:
         chosen = sum(1 << index for index, each in enumerate(self.outputs) if each in asked)
         operands, results = self._names(chosen)
         tokens = arrays[_LEAD[self.which]].shape[0] if self.which in _LEAD else 0
-        sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None)
+        sizes = self.layer.sizes(tokens, asked if self.which == "backward" else None, in_place=self.in_place)
         dims = self.layer.program.dims(tokens)
-        memory = {"kept": sizes.kept, "scratch": getattr(sizes, self.which, 0)}
+        memory = {"kept": sizes.kept, _USED: sizes.kept, "scratch": getattr(sizes, self.which, 0)}
         shapes = [
             _shape((memory[each],), "u8")
             if each in memory
@@ -216,15 +221,16 @@ class _Pass:
             for each in results
         ]
         given = [arrays[each] for each in operands]
-        found = jax.ffi.ffi_call(self.name, shapes)(*given, outputs=jnp.dtype("int32").type(chosen))
-        found = _varying(found, _axes(given))
-        return {each: array for each, array in zip(results, found, strict=True) if each != "scratch"}
+        same = {operands.index("kept"): results.index(_USED)} if self.in_place else {}
+        call = jax.ffi.ffi_call(self.name, shapes, input_output_aliases=same)
+        found = _varying(call(*given, outputs=jnp.dtype("int32").type(chosen)), _axes(given))
+        return {each: array for each, array in zip(results, found, strict=True) if each not in ("scratch", _USED)}
 
     def _of(self, chosen: int) -> tuple[list[str], list[str]]:
         """Operands and results by name; chosen: a bit for each output."""
         asked = [each for index, each in enumerate(self.outputs) if chosen >> index & 1]
         more = {"forward": ["kept", "scratch"], _QUANTISE: []}.get(self.which, ["scratch"])
-        return self.reads(asked), [*asked, *more]
+        return self.reads(asked), [*asked, *([_USED] if self.in_place else []), *more]
 
     def _launch(self, buffers: list[xla.Buffer], given: dict[str, float | int], stream: int) -> None:
         operands, results = self._names(int(given["outputs"]))
@@ -232,7 +238,9 @@ class _Pass:
         types = {each: known[each].dtype if each in known else "u8" for each in (*operands, *results)}
         device, layer = self.placed.here()
         tensors = _tensors(buffers, types, device)
-        run = {"backward": layer.backward, _QUANTISE: layer.quantise}.get(self.which, layer.forward)
+        if self.in_place:
+            tensors["kept"], tensors["in_place"] = tensors.pop(_USED), True
+        run: Any = {"backward": layer.backward, _QUANTISE: layer.quantise}.get(self.which, layer.forward)
         run(**tensors, stream=stream)
 
 

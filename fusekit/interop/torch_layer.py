@@ -37,11 +37,11 @@ class Operator:
     inputs: of the forward pass, x first; of a layer with a recipe its weights, and codes of them for both passes, too.
     parameters: those of them that are weights or biases. weights, codes: what the operator NAME_quantise takes and
     gives. summed: parameters whose gradients are added to a float32 tensor of the caller's. loss: whether there is a
-    load-balancing loss. cluster_margin: of forward and backward passes.
+    load-balancing loss. cluster_margin: of forward and backward passes. in_place: of backward passes.
     """
 
-    def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None) -> None:
-        program, self.cluster_margin = layer.program, cluster_margin
+    def __init__(self, layer: Layer, name: str, cluster_margin: int | None = None, in_place: bool = False) -> None:
+        program, self.cluster_margin, self.in_place = layer.program, cluster_margin, in_place
         self.layer, self.dtype = layer, DTYPES[layer.options.dtype]
         self.weights, self.codes = tuple(layer.inputs("quantise")), tuple(layer.outputs("quantise"))
         self.inputs = tuple(dict.fromkeys(("x", *layer.inputs("forward"), *self.weights, *self.codes)))
@@ -106,7 +106,8 @@ class Operator:
         sums = "Tensor(a!)[] sums, " if self.summed else ""
         results = ", ".join(["Tensor"] * len(self._returned))
         results = results if len(self._returned) == 1 else f"({results})"
-        given = f"Tensor dy, Tensor? dloss, Tensor kept, Tensor[] saved, {sums}SymInt[] shape, str[] asked"
+        kept = "Tensor(k!) kept" if self.in_place else "Tensor kept"
+        given = f"Tensor dy, Tensor? dloss, {kept}, Tensor[] saved, {sums}SymInt[] shape, str[] asked"
         return f"({given}) -> {results}"
 
     # -- codes --------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class Operator:
 
     def _scratch_bytes(self, which: str, tokens: int, outputs: tuple[str, ...]) -> int:
         program = self.layer.program
-        return program.scratch(which, outputs, program.dims(tokens))[1]
+        return program.scratch(which, outputs, program.dims(tokens), in_place=self.in_place)[1]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class Operator:
             arguments["dloss"] = dy.new_zeros(1, dtype=torch.float32) if dloss is None else _dense(dloss)
         dy = self._rows(_dense(dy))
         scratch = self._memory("backward", dy, tuple(outputs))
-        more = {"stream": _stream(dy), "cluster_margin": self.cluster_margin}
+        more: dict[str, Any] = {"stream": _stream(dy), "cluster_margin": self.cluster_margin, "in_place": self.in_place}
         self.layer.backward(dy=dy, **arguments, **outputs, kept=kept, scratch=scratch, **more)
         return made
 
@@ -242,19 +243,19 @@ def quantised(op: str, weights: Sequence[str], codes: Sequence[str], tensors: Ma
     return dict(zip(codes, made, strict=True))
 
 
-def operator_of(layer: Layer, cluster_margin: int | None = None) -> Operator:
-    """The operator of a layer with a margin, registered once: fusekit::NAME, NAME made of the layer's name and what it
-    computes.
+def operator_of(layer: Layer, cluster_margin: int | None = None, in_place: bool = False) -> Operator:
+    """The operator of a layer with these settings, registered once: fusekit::NAME, NAME made of the layer's name and
+    what it computes.
     """
-    return _registered(layer, cluster_margin)
+    return _registered(layer, cluster_margin, in_place)
 
 
 @cache
-def _registered(layer: Layer, cluster_margin: int | None) -> Operator:
+def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Operator:
     said = json.dumps(layer.options.canonical(), sort_keys=True)
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
-    others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with another margin
-    return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin)
+    others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
+    return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin, in_place)
 
 
 def op_of(name: str) -> Any:

@@ -50,17 +50,21 @@ class MoE(nn.Module):  # type: ignore[misc]
 
     cluster_margin: clusters that each GEMM of forward and backward passes holds back for kernels of other streams, such
     as NCCL's; None takes the spec's, which is 0. Results have the same bits.
+
+    in_place: a backward pass writes dz over z, which saves as much memory as z takes. Then PyTorch refuses a second
+    backward pass through the same call (`retain_graph=True`) as it refuses it for any tensor that was changed.
     """
 
     def __init__(
         self, layer: Layer, *, device: Any = None, dtype: Any = None, names: Mapping[str, str] | None = None,
         aux_coefficient: float = 0.001, group: Any = None, timeout: int = 60_000, cluster_margin: int | None = None,
+        in_place: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if group is not None:
             layer = _over(layer, group, timeout)
         self.layer, self.aux_coefficient = layer, aux_coefficient
-        self.operator = operator_of(layer, cluster_margin)
+        self.operator = operator_of(layer, cluster_margin, in_place)
         known = default_names(layer)
         unknown = sorted(set(names or ()) - known.keys())
         if unknown:

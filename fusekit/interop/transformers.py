@@ -84,22 +84,27 @@ class Experts:
         return "\n".join(lines) + "\n"
 
 
-def register(library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none") -> None:
+def register(
+    library: Library | None = None, name: str = "fusekit", layers: str = "*", recipe: str = "none",
+    in_place: bool = False,
+) -> None:  # fmt: skip
     """Registers the backend `name`. library: None opens that of the environment at the first call of a model.
 
     layers: the names, as a glob, of layers that may be taken; of several that fit, one that reads the weights as they
     are, one without `accumulate`, one that keeps z, one that can be trained, and then the first by name. With
     `accumulate`, each weight needs a float32 `main_grad`, as `fusekit.interop.torch.MoE` says. recipe: that of the
-    layers, such as "fp8-block", with which each call makes codes of the weights.
+    layers, such as "fp8-block", with which each call makes codes of the weights. in_place: as `MoE` says.
 
     A call raises NotBuiltError with the spec to build where no layer fits a module; ArgumentError where fusekit has no
     kernels for it. Under autocast the module's tensors are cast to what the layer reads. Indices outside the experts,
     as expert parallelism has them, add nothing.
     """
-    ExpertsInterface.register(name, backend(library, layers, recipe))
+    ExpertsInterface.register(name, backend(library, layers, recipe, in_place))
 
 
-def backend(library: Library | None = None, layers: str = "*", recipe: str = "none") -> Callable[..., Any]:
+def backend(
+    library: Library | None = None, layers: str = "*", recipe: str = "none", in_place: bool = False
+) -> Callable[..., Any]:
     """The function that `register` registers."""
     opened: list[Library] = [] if library is None else [library]
     found: dict[tuple[Any, ...], _Found] = {}
@@ -111,7 +116,7 @@ def backend(library: Library | None = None, layers: str = "*", recipe: str = "no
                 opened.append(open_library())
             wanted = replace(described(*key), recipe=recipe)
             layer = opened[0].layer(layer_for(opened[0], layers, wanted, key[0].__name__))
-            operator, buffers = operator_of(layer), layer.program.buffers
+            operator, buffers = operator_of(layer, in_place=in_place), layer.program.buffers
             types = tuple(buffers[name].dtype for name in operator.inputs)
             found[key] = operator.name, operator.inputs, types, operator.summed, operator.weights, operator.codes
         return found[key]

@@ -83,17 +83,23 @@ class Layer:
         """The outputs by name."""
         return self.program.arguments(which)[1]
 
-    def sizes(self, tokens: int, gradients: Collection[str] | None = None) -> Sizes:
+    def sizes(self, tokens: int, gradients: Collection[str] | None = None, *, in_place: bool = False) -> Sizes:
         """The memory for so many tokens, whatever outputs are asked for.
 
         gradients: the outputs that every backward pass will be asked for, all contiguous. Less scratch memory is needed
-        then: until they are written, outputs serve as such. Loads nothing, and needs no GPU.
+        then: until they are written, outputs serve as such. in_place: as `bind_backward` will be told. Loads nothing,
+        and needs no GPU.
         """
         dims = self.program.dims(_count(tokens))
         passes = (FORWARD, INFERENCE, BACKWARD)
-        found = {which: self.program.scratch(which, set(self.outputs(which)), dims, ())[1] for which in passes}
+        lent: dict[str, Collection[str] | None] = dict.fromkeys(passes, ())
+        given = {which: set(self.outputs(which)) for which in passes}
         if gradients is not None:
-            found[BACKWARD] = self.program.scratch(BACKWARD, self._known(BACKWARD, gradients), dims)[1]
+            given[BACKWARD], lent[BACKWARD] = self._known(BACKWARD, gradients), None
+        found = {
+            which: self.program.scratch(which, given[which], dims, lent[which], in_place=in_place)[1]
+            for which in passes
+        }
         codes = sum(buffer.bytes(dims) for buffer in self.outputs(QUANTISE).values())
         return Sizes(self.program.kept(dims)[1], found[FORWARD], found[INFERENCE], found[BACKWARD], codes=codes)
 
@@ -110,13 +116,16 @@ class Layer:
         return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, cluster_margin)
 
     def bind_backward(
-        self, *, kept: Any, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
-    ) -> Pass:
+        self, *, kept: Any, scratch: Any = None, cluster_margin: int | None = None, in_place: bool = False,
+        **arguments: Any,
+    ) -> Pass:  # fmt: skip
         """The backward pass, after a forward pass with the same `kept`, on the caller's memory, as `bind_forward`.
 
-        An output that is left out is not computed. Outputs that are added to hold what is there before.
+        An output that is left out is not computed. Outputs that are added to hold what is there before. in_place: the
+        pass writes to `kept` what else needs scratch memory, such as dz over z; so after each forward pass there is one
+        backward pass alone.
         """
-        return self._bind(BACKWARD, kept, scratch, arguments, cluster_margin)
+        return self._bind(BACKWARD, kept, scratch, arguments, cluster_margin, in_place)
 
     def bind_quantise(self, **arguments: Any) -> Pass:
         """The pass of layers with a recipe that makes codes of weights: of w1 w1_q, w1_s, w1_t and w1_ts, and so on.
@@ -138,10 +147,11 @@ class Layer:
         self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream, cluster_margin)
 
     def backward(
-        self, *, stream: Any = None, kept: Any, scratch: Any = None, cluster_margin: int | None = None, **arguments: Any
-    ) -> None:
+        self, *, stream: Any = None, kept: Any, scratch: Any = None, cluster_margin: int | None = None,
+        in_place: bool = False, **arguments: Any,
+    ) -> None:  # fmt: skip
         """Queues a backward pass without binding it first; arguments and errors are those of `bind_backward`."""
-        self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin)
+        self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin, in_place)
 
     def load(self, tokens: int | None = None) -> None:
         """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
@@ -155,18 +165,19 @@ class Layer:
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _bind(
-        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None
-    ) -> Pass:
-        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin)
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None = None,
+        in_place: bool = False,
+    ) -> Pass:  # fmt: skip
+        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
         launches = self._in_order(plan, [kernel.bind(**given) for kernel, given in calls])
         return Pass(launches, {**arguments, "kept": kept, "scratch": scratch}, plan.written)
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
-        cluster_margin: int | None = None,
+        cluster_margin: int | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else stream_handle(stream)
-        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin)
+        plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
         run(self._in_order(plan, [partial(_launch, kernel, given) for kernel, given in calls]), handle)
 
     def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
@@ -181,13 +192,14 @@ class Layer:
         raise NotImplementedError
 
     def _resolve(
-        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None
-    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]]]:
+        self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], cluster_margin: int | None,
+        in_place: bool,
+    ) -> tuple[_Plan, list[tuple[Kernel, dict[str, Any]]]]:  # fmt: skip
         """The plan of a pass, and each kernel with what it is given."""
         given = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         asked = self._known(which, given)
         tokens, device, compact = self._check(which, given)
-        plan = self._plan(which, tokens, asked, compact.keys() & asked)
+        plan = self._plan(which, tokens, asked, compact.keys() & asked, in_place)
         driver = self._library.devices.driver
         memory = compact | {
             "kept": whole(kept, "kept", plan.kept_bytes if which in (FORWARD, BACKWARD) else 0, device, driver),
@@ -281,18 +293,20 @@ class Layer:
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None) -> _Plan:
+    def _plan(
+        self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
+    ) -> _Plan:
         """compact: of the outputs `asked`, those that are contiguous; None: all."""
         compact = asked if compact is None else compact
-        key = which, tokens, frozenset(asked), frozenset(compact)
+        key = which, tokens, frozenset(asked), frozenset(compact), in_place
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
-            plan = self._plans[key] = self._planned(which, tokens, asked, compact)
+            plan = self._plans[key] = self._planned(which, tokens, asked, compact, in_place)
         return plan
 
-    def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str]) -> _Plan:
+    def _planned(self, which: str, tokens: int, asked: set[str], compact: set[str], in_place: bool) -> _Plan:
         dims = self.program.dims(tokens)
         buffers = self.program.buffers
         steps: list[tuple[Step, Kernel, Mapping[str, Buffer]]] = []
@@ -302,7 +316,7 @@ class Layer:
             given = {each: buffers[name] for each, name in step.arguments.items()}
             steps.append((step, self._kernel(step.part, dims), given))
             written |= {name: len(steps) for name in asked.intersection(step.writes.values())}
-        scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact)
+        scratch, scratch_bytes = self.program.scratch(which, asked, dims, compact, in_place=in_place)
         kept, kept_bytes = self.program.kept(dims)
         return _Plan(tuple(steps), self.program.late(needed), written, kept, kept_bytes, scratch, scratch_bytes, dims)
 

@@ -77,11 +77,13 @@ class RankedLayer(Layer):
     def _identity(self) -> tuple[Any, ...]:
         return (*super()._identity, id(self.ranks), self.capacity, self.rows)
 
-    def sizes(self, tokens: int | None = None, gradients: Collection[str] | None = None) -> Sizes:
+    def sizes(
+        self, tokens: int | None = None, gradients: Collection[str] | None = None, *, in_place: bool = False
+    ) -> Sizes:
         """As a layer's; tokens: of this rank in a pass, default: the most. `windows` by name; those of "grads" and
         "returned" are made by the first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
         """
-        found = super().sizes(self.capacity if tokens is None else tokens, gradients)
+        found = super().sizes(self.capacity if tokens is None else tokens, gradients, in_place=in_place)
         windows = window_sizes(self.program, self.options)
         return replace(found, windows=windows)
 
@@ -109,12 +111,12 @@ class RankedLayer(Layer):
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
-        cluster_margin: int | None = None,
+        cluster_margin: int | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
         if time.monotonic() - self._looked > _SECONDS:
             self.check()
             self._looked = time.monotonic()
-        super()._call(which, kept, scratch, arguments, stream, cluster_margin)
+        super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
 
     def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
         tokens, device, compact = super()._check(which, given)

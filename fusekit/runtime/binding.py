@@ -242,7 +242,8 @@ def _check_distinct(tensor: TensorArgument, shape: tuple[int, ...], strides: lis
 class Pair:
     """Two tensors, at least one of them written, that must not overlap. Indices count the record's tensors.
 
-    Where both are matrices of the same row pitch (bytes), they may interleave: columns of one buffer.
+    Where both are matrices of the same row pitch (bytes), they may interleave: columns of one buffer. in_place: they
+    may be the same memory.
     """
 
     first: int
@@ -252,10 +253,11 @@ class Pair:
     pitch: int
     first_width: int
     second_width: int
+    in_place: bool
 
     def overlap(self, distance: int) -> bool:
         """Whether memory is shared when `second` begins `distance` bytes after `first`."""
-        if not -self.second_span < distance < self.first_span:
+        if not -self.second_span < distance < self.first_span or (self.in_place and distance == 0):
             return False
         if not self.pitch:
             return True
@@ -273,8 +275,14 @@ def pairs(record: LaunchRecord, views: Sequence[View], bound: Bound) -> tuple[Pa
             if (tensors[first].written or tensors[second].written) and all(spans):
                 widths = [_row(tensors[index], views[index], bound.strides[index]) for index in (first, second)]
                 pitch = widths[0][0] if widths[0][0] == widths[1][0] else 0
-                found.append(Pair(first, second, *spans, pitch, widths[0][1], widths[1][1]))
+                same = bound.strides[first] == bound.strides[second] and _in_place(tensors[first], tensors[second])
+                found.append(Pair(first, second, *spans, pitch, widths[0][1], widths[1][1], same))
     return tuple(found)
+
+
+def _in_place(one: TensorArgument, other: TensorArgument) -> bool:
+    """Whether one of both may be written over the other."""
+    return one.name == other.in_place_of or other.name == one.in_place_of
 
 
 def _row(tensor: TensorArgument, view: View, strides: tuple[int, ...]) -> tuple[int, int]:
@@ -300,8 +308,7 @@ def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], a
         if pair.overlap(addresses[pair.second] - addresses[pair.first]):
             one, other = tensors[pair.first], tensors[pair.second]
             output, partner = (other, one) if other.written else (one, other)
-            raise ArgumentError(
-                f"{output.name} overlaps {partner.name} in memory; an output must not share memory with another"
-                " argument",
-                argument=output.name,
-            )
+            rule = "an output must not share memory with another argument"
+            if _in_place(one, other):
+                rule = "it must be the same memory, of the same strides, or share none"
+            raise ArgumentError(f"{output.name} overlaps {partner.name} in memory; {rule}", argument=output.name)

@@ -15,7 +15,7 @@ from fusekit.runtime import DeviceArray, Kernel, Library
 from fusekit.spec import KernelSpec
 
 from .cases import Case
-from .harness import Buffer, Launch, differences, faults, prepare
+from .harness import Buffer, Launch, differences, faults, in_place, laid_over, prepare
 
 TYPESTRS = {"bf16": "<V2", "fp16": "<f2", "f32": "<f4", "i32": "<i4"}
 SIZES = {"bf16": 2, "fp16": 2, "f32": 4, "i32": 4, "e4m3": 1, "e5m2": 1}
@@ -115,7 +115,9 @@ class Gpu:
             launch.arguments[name].image[:] = np.frombuffer(placed[name].memory.download(), np.uint8)
 
     def trial(self, spec: KernelSpec, case: Case) -> list[str]:
-        """What is wrong with the kernel in this case: outputs, strays, changed inputs, other bits in a second run."""
+        """What is wrong with the kernel in this case: outputs, strays, changed inputs, other bits in a second run, also
+        in one whose output lies over the input that it may lie over.
+        """
         kernel, launch = self.kernel(spec), prepare(spec, case)
         placed = self.arguments(launch)
         second = launch.fresh()
@@ -125,7 +127,18 @@ class Gpu:
             kernel(**placed, cluster_margin=case.margin)
             self.finish(f"{spec.full_name} in case {case.name}")
             self.download(run, placed)
-        return faults(launch) + differences(launch, second) + self._changed(launch, placed)
+        found = faults(launch) + differences(launch, second) + self._changed(launch, placed)
+        for tensor in kernel.record.tensors:
+            if tensor.in_place_of:
+                third, over = in_place(launch, tensor.name, tensor.in_place_of), placed[tensor.in_place_of]
+                for name in third.outputs:
+                    placed[name].memory.upload(third.arguments[name].image)
+                over.memory.upload(third.arguments[tensor.name].image)
+                kernel(**placed | {tensor.name: over}, cluster_margin=case.margin)
+                self.finish(f"{spec.full_name} in place, in case {case.name}")
+                self.download(third, placed | {tensor.name: over})
+                found += differences(laid_over(launch, tensor.name, tensor.in_place_of), third)
+        return found
 
     def _changed(self, launch: Launch, placed: dict[str, View | float]) -> list[str]:
         if launch.case.sample is not None:

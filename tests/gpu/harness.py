@@ -180,6 +180,22 @@ def differences(first: Launch, second: Launch) -> list[str]:
     ]
 
 
+def in_place(launch: Launch, output: str, over: str) -> Launch:
+    """The launch with new outputs, of which one begins as a copy of the input that it is to lie over."""
+    fresh = launch.fresh()
+    given = launch.arguments[over]
+    assert given.strides == launch.arguments[output].strides
+    return replace(fresh, arguments=fresh.arguments | {output: replace(given, image=given.image.copy())})
+
+
+def laid_over(launch: Launch, output: str, over: str) -> Launch:
+    """What such a launch must leave: the input, but for the rows that `launch` has written."""
+    made, given = launch.arguments[output], launch.arguments[over]
+    wanted = replace(given, image=given.image.copy())
+    wanted.array[: launch.case.rows] = made.array[: launch.case.rows]
+    return replace(launch, arguments=launch.arguments | {output: wanted})
+
+
 def _parts(launch: Launch, name: str) -> np.ndarray:
     """Along the output's first dimension, as far as it is written: whether it is the reference's, bool[...].
 

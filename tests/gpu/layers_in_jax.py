@@ -18,6 +18,7 @@ from tests.interop.plain_jax import arguments, plain
 jax.config.update("jax_default_matmul_precision", "highest")
 layer = fusekit.open_library().layer(sys.argv[1])
 fused, right = moe(layer, "fusekit_layer"), plain(layer.options)
+in_place = moe(layer, "fusekit_layer_in_place", in_place=True)
 FLOATS = ("logits", "weights")
 
 
@@ -55,6 +56,8 @@ for tokens in (1000, 127, 1, 0):
     x, params, more = arguments(layer.options, layer.inputs("forward"), tokens, jax.random.key(tokens))
     (_, (y, aux)), gradients = both(fused, x, params, more)
     (_, (wanted_y, wanted_aux)), wanted = both(right, wide(x), wide(params), more)
+    again = both(in_place, x, params, more)[1]
+    assert all(map(jnp.array_equal, jax.tree.leaves(again), jax.tree.leaves(gradients)))
     assert y.dtype == x.dtype and gradients[1]["w1"].dtype == params["w1"].dtype
     if tokens == 0:
         assert y.shape == x.shape and not any(each.any() for each in jax.tree.leaves(gradients))

@@ -37,9 +37,9 @@ def layers(opened):
     return opened
 
 
-def module(library, name, seed=0):
+def module(library, name, seed=0, **more):
     torch.manual_seed(seed)
-    moe = interop.MoE(library.layer(f"layers/{name}"), device="cuda", aux_coefficient=COEFFICIENT)
+    moe = interop.MoE(library.layer(f"layers/{name}"), device="cuda", aux_coefficient=COEFFICIENT, **more)
     with torch.no_grad():
         for path, tensor in moe.state_dict().items():
             if "bias" in path:
@@ -184,6 +184,17 @@ def test_two_runs_have_the_same_bits(layers, name):
     moe = module(layers, name)
     given = inputs(moe, 1000)
     first, grads = step(moe, given)
+    second, again = step(moe, given)
+    assert all(map(same, first, second))
+    assert all(same(grads[path], again[path]) for path in grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_passes_in_place_have_the_same_bits(layers, name):
+    apart, moe = module(layers, name), module(layers, name, in_place=True)
+    moe.load_state_dict(apart.state_dict())
+    given = inputs(apart, 1000)
+    first, grads = step(apart, given)
     second, again = step(moe, given)
     assert all(map(same, first, second))
     assert all(same(grads[path], again[path]) for path in grads)

@@ -29,9 +29,9 @@ def made(monkeypatch):
 
     monkeypatch.setattr(interop.xla, "stream_of", lambda frame: (None, STREAM))
 
-    def make(said):
+    def make(said, **more):
         layer = HostLayer(said)
-        return layer, interop.moe(layer, f"fusekit_test_layer_{next(_NUMBERS)}", platform="cpu")
+        return layer, interop.moe(layer, f"fusekit_test_layer_{next(_NUMBERS)}", platform="cpu", **more)
 
     return make
 
@@ -185,6 +185,31 @@ def test_layers_in_a_scan_with_recomputation(made):
     wanted = loss(plain(layer.options), remat=False)
     close(loss(f, remat=False), wanted, 2e-4)
     close(loss(f, remat=True), wanted, 2e-4)
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "deepseek", "recompute", "mlp", "fp8-gpt-oss"])
+def test_backward_passes_in_place(made, case):
+    """The same bits, also of a second pass over what the same forward pass kept: XLA copies that before the first."""
+    layer, f = made(layer_of(case), in_place=True)
+    _, apart = made(layer_of(case))
+    x, params, more = inputs_of(layer, tokens=60 if case.startswith("fp8") else T)
+    found, wanted = (jax.jit(jax.grad(total(g), argnums=(0, 1)))(x, params, more) for g in (f, apart))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert layer.in_place == [True]
+
+    @jax.jit
+    def twice(x, params):
+        _, pull = jax.vjp(lambda x, params: total(f)(x, params, more), x, params)
+        return pull(1.0), pull(2.0)
+
+    once, double = twice(x, params)
+    jax.tree.map(np.testing.assert_array_equal, once, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, 2 * b, rtol=1e-3, atol=1e-3 * np.abs(b).max()), double, once
+    )
+    _, pull = jax.vjp(lambda x, params: total(f)(x, params, more), x, params)
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, pull(1.0), wanted)
 
 
 def test_rows_have_leading_dims(made):

@@ -324,6 +324,49 @@ def test_every_pass_has_the_margin(compiled):
     assert operator_of(wide.layer, 8) is wide.operator
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "recompute", "mlp"])
+def test_backward_passes_in_place(name, compiled):
+    """The same bits. A second pass through the same call would read what the first has written, and is refused."""
+    torch._dynamo.reset()
+    moe, apart = module(CASES[name], in_place=True), module(CASES[name])
+    call = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else moe
+    for tokens in (6, 9):
+        given, again = inputs_of(moe, tokens), inputs_of(moe, tokens)
+        loss = total(call(*given))
+        loss.backward(retain_graph=not compiled)
+        total(apart(*again)).backward()
+        for left, right in zip(given, again, strict=True):
+            assert left.grad is None or torch.equal(left.grad, right.grad)
+        if not compiled:  # a compiled graph writes to a copy
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    assert moe.layer.in_place == [True, True] and apart.layer.in_place == [False, False]
+    wanted = gradients(apart)
+    assert all(torch.equal(grad, wanted[name]) for name, grad in gradients(moe).items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_in_place(reentrant):
+    moe, apart = module(GPT_OSS, in_place=True), module(GPT_OSS)
+    given, again = inputs_of(moe, 7), inputs_of(moe, 7)
+    total(checkpoint(moe, *given, use_reentrant=reentrant)).backward()
+    total(apart(*again)).backward()
+    assert torch.equal(given[0].grad, again[0].grad) and moe.layer.in_place == [True]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mlp"])
+def test_the_operator_of_passes_in_place_is_as_registered(name):
+    moe = module(CASES[name], in_place=True)
+    given = inputs_of(moe, 6)
+    tensors = {"x": given[0], **{each: moe.get_parameter(path) for each, path in moe.names.items()}}
+    arguments = (*(tensors[each] for each in moe.operator.inputs), True)
+    # Not the fourth, whose graph returns what is kept: autograd then could not take it back.
+    torch.library.opcheck(
+        moe.operator.op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
 def test_what_a_call_is_given_fits_the_router():
     moe = module(CHOICES)
     with pytest.raises(ArgumentError, match="takes x, indices, weights; 1 were given"):

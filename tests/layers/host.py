@@ -18,19 +18,20 @@ ALIGNMENT = 64  # of memory that XLA and PyTorch give on the CPU; set fusekit.la
 
 class HostLayer(Layer):
     """The layer of `options`. passes: each one's name, tokens, and outputs asked for; launched: the parts that ran, in
-    order, with their streams. It takes tensors of PyTorch on the CPU, and what else has an address on "device" 0.
+    order, with their streams; in_place: as backward passes were told. It takes tensors of PyTorch on the CPU, and what
+    else has an address on "device" 0.
     """
 
     def __init__(self, options):
         self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
         self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
         self._arch = self._device = None
-        self._plans, self.passes, self.launched, self.loaded, self.margins = {}, [], [], [], []
+        self._plans, self.passes, self.launched, self.loaded, self.margins, self.in_place = {}, [], [], [], [], []
 
     def load(self, tokens=None):
         self.loaded.append(tokens)
 
-    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None):
+    def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):
         arguments = {name: placed(tensor) for name, tensor in arguments.items()}
         kept, scratch = placed(kept), placed(scratch)
         if scratch is not None:
@@ -42,7 +43,9 @@ class HostLayer(Layer):
         tokens = arguments[lead].shape[0] if lead else 0
         self.passes.append((which, tokens, frozenset(given & self.outputs(which).keys())))
         self.margins.append((which, cluster_margin))
-        super()._call(which, kept, scratch, arguments, stream, cluster_margin)
+        if which == "backward":
+            self.in_place.append(in_place)
+        super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
 
     def _kernel(self, part, dims):
         keys = self.program.parts[part]

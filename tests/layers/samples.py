@@ -9,6 +9,7 @@ from typing import Any
 from fusekit.abi import Dim, LaunchRecord, PeersArgument, PointerParameter, ScalarArgument, TensorArgument, tensors_of
 from fusekit.config import Config
 from fusekit.plan.layer import Options, program
+from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import Driver, Library
 from fusekit.store import Entry, NameRecord, Store, key_of
@@ -24,18 +25,15 @@ def records(options: Options) -> dict[str, LaunchRecord]:
         for step in steps:
             names = {**step.reads, **step.writes}
             names = {name: buffer for name, buffer in names.items() if not name.startswith("window.")}
-            arguments, dims, seen = [], [], set()
+            arguments, dims = [], {}
             for name, buffer in sorted(names.items()):
                 each = made.buffers[buffer]
-                shape = []
-                for index, _ in enumerate(each.shape):
-                    dim = f"{name}{index}"
-                    dims.append(Dim(dim))
-                    seen.add(dim)
-                    shape.append(dim)
+                over = Z if name == DZ else ""
+                shape = tuple(f"{over or name}{index}" for index, _ in enumerate(each.shape))
+                dims.update((dim, Dim(dim)) for dim in shape)
                 strides = (*(f"{name}.stride{index}" for index in range(len(shape) - 1)), 1)
                 role = "output" if name in step.writes else "input"
-                arguments.append(TensorArgument(name, role, each.dtype, tuple(shape), strides))
+                arguments.append(TensorArgument(name, role, each.dtype, shape, strides, in_place_of=over))
             if step.window:
                 arguments.append(PeersArgument("window", options.ranks, 1, 128))
             pointers = tensors_of(arguments)
@@ -49,9 +47,8 @@ def records(options: Options) -> dict[str, LaunchRecord]:
             gemm = op in OPERATIONS and OPERATIONS[op].family == GEMM
             blocks = ("max", 1, ("sub", "sm_count", "cluster_margin")) if gemm else 1
             found[step.part] = LaunchRecord(
-                symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments), dims=tuple(dims),
-                constraints=(), parameters=tuple(parameters), grid=(blocks, 1, 1), block=(128, 1, 1), cluster=(1, 1, 1),
-                dynamic_shared=0, skip_if_zero=(),
+                symbol=step.part.replace("-", "_"), arch="sm_90a", arguments=tuple(arguments),
+                dims=tuple(dims.values()), parameters=tuple(parameters), grid=(blocks, 1, 1), block=(128, 1, 1),
             )  # fmt: skip
     return found
 

@@ -38,19 +38,20 @@ def memory(layer, tokens=T):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("bound", [True, False])
-def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound):
+@pytest.mark.parametrize(("bound", "in_place"), [(True, False), (False, False), (True, True), (False, True)])
+def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound, in_place):
     layer, fake = opened(tmp_path, name)
     given, told = tensors(layer, FORWARD), tensors(layer, BACKWARD)
     kept = memory(layer)
     if bound:
-        forward, backward = layer.bind_forward(**given, **kept), layer.bind_backward(**told, **kept)
+        forward = layer.bind_forward(**given, **kept)
+        backward = layer.bind_backward(**told, **kept, in_place=in_place)
         fake.launches.clear()
         forward(0)
         backward(0)
     else:
         layer.forward(**given, **kept, stream=0)
-        layer.backward(**told, **kept, stream=0)
+        layer.backward(**told, **kept, in_place=in_place, stream=0)
     steps = [(FORWARD, step) for step in layer.program.steps[FORWARD]]
     steps += [(BACKWARD, step) for step in layer.program.steps[BACKWARD]]
     assert len(fake.launches) == len(steps)
@@ -58,7 +59,7 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound):
     places = layer.program.kept(dims)[0]
     for launch, (which, step) in zip(fake.launches, steps, strict=True):
         mine = given if which == FORWARD else told
-        scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims)
+        scratch, total = layer.program.scratch(which, set(layer.outputs(which)), dims, in_place=in_place)
         names = {**step.reads, **step.writes}
         found = [int.from_bytes(each, "little") for each in launch.parameters]
         for address, argument in zip(found, sorted(names), strict=True):
@@ -67,7 +68,7 @@ def test_every_launch_is_given_the_memory_of_its_buffers(tmp_path, name, bound):
                 assert address == KEPT + places[buffer]
             elif buffer in scratch:
                 home, begin = scratch[buffer]
-                assert address == (SCRATCH if home == "scratch" else mine[home].address) + begin
+                assert address == ({"scratch": SCRATCH, "kept": KEPT}.get(home) or mine[home].address) + begin
                 assert home != "scratch" or begin < total
             else:
                 assert address == mine[buffer].address

@@ -147,25 +147,37 @@ def test_a_backward_pass_is_the_definition(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", [FORWARD, INFERENCE, BACKWARD])
-def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which):
+@pytest.mark.parametrize(
+    ("which", "in_place"), [(FORWARD, 0), (FORWARD, 1), (INFERENCE, 1), (BACKWARD, 0), (BACKWARD, 1)]
+)
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_buffers_that_are_needed_at_the_same_time_lie_apart(name, which, in_place, tokens):
+    """But for dz, which is written over z; what the backward pass may write to in kept memory lives from its begin."""
     made = program(options(**CASES[name]))
-    given, dims = made.arguments(which)[1], made.dims(100)
-    places, total = made.scratch(which, given, dims)
-    live = {}
+    given, dims = made.arguments(which)[1], made.dims(tokens)
+    places, total = made.scratch(which, given, dims, in_place=bool(in_place))
+    kept, kept_bytes = made.kept(dims)
+    homes = places | ({each: (KEPT, begin) for each, begin in kept.items()} if which != INFERENCE else {})
+    live, over = {}, set()
     for index, step in enumerate(made.needed(which, given)):
-        for each in {*step.reads.values(), *step.writes.values()} & places.keys():
-            live[each] = (live.get(each, (index,))[0], index)
-    room = {name: made.buffers[name].bytes(dims) for name in given} | {SCRATCH: total}
-    for first in places:
-        home, begin = places[first]
+        for each in {*step.reads.values(), *step.writes.values()} & homes.keys():
+            begin = 0 if which == BACKWARD and each in kept else index
+            live[each] = (live.get(each, (begin,))[0], index)
+        if "dz" in step.writes:
+            over.add((step.reads["preactivation"], step.writes["dz"], index))
+    room = {name: made.buffers[name].bytes(dims) for name in given} | {SCRATCH: total, KEPT: kept_bytes}
+    for first in live:
+        home, begin = homes[first]
         end = begin + made.buffers[first].bytes(dims)
         assert begin % 256 == 0 and end <= room[home]
-        for second in places:
+        for second in live.keys() - {first}:
             at_once = live[first][0] <= live[second][1] and live[second][0] <= live[first][1]
-            other, start = places[second]
+            other, start = homes[second]
             apart = home != other or end <= start or start + made.buffers[second].bytes(dims) <= begin
-            assert apart or not at_once or first == second
+            pairs = {(first, second, live[first][1]), (second, first, live[second][1])}
+            assert apart or not at_once or (homes[first] == homes[second] and pairs & over)
+    by_place = {dz: homes[dz] == homes[z] for z, dz, _ in over}
+    assert all(by_place.values()) or (made.buffers["z"].place == KEPT and not in_place)
 
 
 def test_what_no_output_needs_is_not_launched():
@@ -259,3 +271,16 @@ def test_outputs_lend_their_memory_until_they_are_written():
         alone, most = made.scratch(BACKWARD, given, dims, ())
         assert {home for home, _ in alone.values()} == {SCRATCH}
         assert most - total >= (0 if accumulate else made.buffers["drows"].bytes(dims))
+
+
+def test_a_backward_pass_in_place_needs_less_memory():
+    """Of Qwen3's layer: less by dz. Where z is made again, dz takes its place anyway."""
+    shape = {"hidden": 2048, "intermediate": 768, "experts": 128, "topk": 8, "tokens": 24576}
+    for keep, less in (("z", 1), ("x", 0)):
+        made = program(options(**shape, keep=keep))
+        dims, given = made.dims(24576), set(made.arguments(BACKWARD)[1])
+        apart, whole = made.scratch(BACKWARD, given, dims, ())
+        within, rest = made.scratch(BACKWARD, given, dims, (), in_place=True)
+        assert {home for home, _ in apart.values()} == {SCRATCH}
+        assert (within["dz"][0] == KEPT) == bool(less)
+        assert whole - rest == less * made.buffers["dz"].bytes(dims)

@@ -12,7 +12,7 @@ from fusekit.reference.coded import coded_outputs, written
 from fusekit.reference.meaning import meaning
 from fusekit.spec import parse_file
 from tests.gpu.cases import Case, cases_of
-from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, prepare
+from tests.gpu.harness import GUARD, Buffer, differences, faults, guarded, in_place, laid_over, prepare
 
 SPECS = {
     spec.full_name.partition("/")[2]: spec
@@ -309,6 +309,20 @@ def test_other_bits_the_second_time_are_found():
     assert differences(first, second) == []
     second.arguments["preactivation"].array[3, 3] ^= 1
     assert differences(first, second) == ["preactivation: the same launch twice gave other bits"]
+
+
+def test_an_output_over_an_input_leaves_all_other_rows_of_it():
+    launch = stand_in(prepare(BACKWARD, CASE))
+    z, dz = (launch.arguments[name].array[:167] for name in ("preactivation", "dz"))
+    third, wanted = in_place(launch, "dz", "preactivation"), laid_over(launch, "dz", "preactivation")
+    assert np.array_equal(third.arguments["dz"].image, launch.arguments["preactivation"].image)
+    assert {line.partition(":")[0] for line in differences(wanted, third)} == set(launch.outputs)
+    for name in launch.outputs:
+        third.arguments[name].array[...] = launch.arguments[name].array
+    third.arguments["dz"].array[167:] = launch.arguments["preactivation"].array[167:]
+    assert differences(wanted, third) == [] and not np.array_equal(z, dz)
+    third.arguments["dz"].array[170] = 0
+    assert differences(wanted, third) == ["dz: the same launch twice gave other bits"]
 
 
 def test_guarded_buffers_hold_their_data():

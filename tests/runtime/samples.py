@@ -33,6 +33,14 @@ SPEC = {
 }
 
 
+def over_x() -> LaunchRecord:
+    """The same with an output dx [M, K] that may lie over x."""
+    made = record()
+    dx = TensorArgument("dx", "output", "bf16", ("M", "K"), ("dx.stride0", 1), 8, in_place_of="x")
+    pointer = PointerParameter("dx_pointer", "dx", 296)
+    return record(arguments=(*made.arguments, dx), parameters=(*made.parameters, pointer))
+
+
 def record(**changes: Any) -> LaunchRecord:
     """A grouped GEMM with a gated activation: x [M, K], w [E, 2I, K], offsets [E], y [M, I] and two scalars."""
     parts: dict[str, Any] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusekit.errors import ArgumentError
 from fusekit.runtime.binding import Pair
-from tests.runtime.samples import Torchlike, load, tensors
+from tests.runtime.samples import Torchlike, load, over_x, tensors
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,30 @@ def test_inputs_may_share_memory_and_outputs_may_interleave() -> None:
         kernel(**(tensors() | columns))
 
 
+def test_an_output_may_lie_over_the_input_that_its_record_names() -> None:
+    """At the same address with the same strides; in a call, a bound launch and an update, and nowhere else."""
+    kernel, fake = load(over_x())
+    wide = {"x": T(96, 128, address=0x1000_0000, strides=(256, 1))}
+    apart, same = (T(96, 128, address=address, strides=(256, 1)) for address in (0x7000_0000, 0x1000_0000))
+    kernel(**(tensors() | wide | {"dx": same}))
+    bound = kernel.bind(**(tensors() | wide | {"dx": apart}))
+    bound.update(dx=same)
+    bound()
+    assert [int.from_bytes(each.parameters[-1], "little") for each in fake.launches] == [0x1000_0000] * 2
+    close = T(96, 128, address=0x1000_0000 + 16, strides=(256, 1))
+    for change in ({"dx": close}, {"dx": T(96, 128, address=0x1000_0000, strides=(128, 1))}):
+        for attempt in (kernel, kernel.bind, bound.update):
+            given = change if attempt == bound.update else tensors() | wide | change
+            with pytest.raises(
+                ArgumentError, match="dx overlaps x in memory; it must be the same memory, of the same st"
+            ):
+                attempt(**given)
+    with pytest.raises(ArgumentError, match="dx overlaps w in memory; an output must not share"):
+        kernel(**(tensors() | wide | {"dx": T(96, 128, address=0x2000_0000, strides=(256, 1))}))
+    with pytest.raises(ArgumentError, match="y overlaps x in memory; an output must not share"):
+        kernel(**(tensors() | wide | {"dx": same, "y": T(96, 160, address=0x1000_0000)}))
+
+
 @settings(deadline=None)
 @given(
     rows=st.tuples(st.integers(2, 5), st.integers(2, 5)),
@@ -135,7 +159,7 @@ def test_interleaving_matrices_overlap_when_they_share_a_byte(
         {start + row * pitch + column for row in range(count) for column in range(width)}
         for start, count, width in ((0, rows[0], widths[0]), (distance, rows[1], widths[1]))
     )
-    pair = Pair(0, 1, spans[0], spans[1], pitch, widths[0], widths[1])
+    pair = Pair(0, 1, spans[0], spans[1], pitch, widths[0], widths[1], in_place=False)
     # Sharing no byte is only certain where spans are apart or columns are: the check may refuse more, never less.
     if first & second:
         assert pair.overlap(distance)

@@ -13,6 +13,7 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.exchange import CHOICES
+from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.quant import SIDE
 
 ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
@@ -149,13 +150,16 @@ class Program:
         return slope, rest
 
     def scratch(
-        self, which: str, given: Collection[str], dims: Mapping[str, int], lent: Collection[str] | None = None
-    ) -> tuple[dict[str, tuple[str, int]], int]:
-        """Where each buffer of a pass's scratch memory lies, (SCRATCH or an output, first byte), and how many bytes of
-        scratch memory that takes; those that are not needed at the same time share memory.
+        self, which: str, given: Collection[str], dims: Mapping[str, int], lent: Collection[str] | None = None, *,
+        in_place: bool = False,
+    ) -> tuple[dict[str, tuple[str, int]], int]:  # fmt: skip
+        """Where each buffer of a pass's scratch memory lies, (SCRATCH, KEPT or an output, first byte), and how many
+        bytes of scratch memory that takes; those that are not needed at the same time share memory. dz lies where z
+        was, unless z is kept.
 
         given: the caller's outputs; any other that a step writes lies here, too. lent: those of them that may hold
-        buffers which are done with before they are written; None: all.
+        buffers which are done with before they are written; None: all. in_place: so may kept memory, once a backward
+        pass has read what is there.
         """
         steps = self.needed(which, given)
         life: dict[str, tuple[int, int]] = {}
@@ -167,15 +171,31 @@ class Program:
                 life[name] = (life.get(name, (index, index))[0], index)
         homes = [_Home(name, *until) for name, until in self._unwritten(steps, dims).items() if name in given]
         homes = [home for home in homes if lent is None or home.name in lent]
-        homes = [*sorted(homes, key=lambda home: (home.room, home.name)), rest := _Home(SCRATCH, None, len(steps))]
+        kept = self._read_out(steps, dims) if in_place and which == BACKWARD else {}
+        homes = sorted([*homes, *kept.values()], key=lambda home: (home.room, home.name, home.begin))
+        homes.append(rest := _Home(SCRATCH, None, len(steps)))
         places: dict[str, tuple[str, int]] = {}
+        over = {step.writes[DZ]: step.reads[Z] for step in steps if DZ in step.writes}
+        for dz, z in over.items():
+            if z in life:
+                life[z] = life[z][0], life.pop(dz)[1]
+            elif z in kept:
+                places[dz] = kept[z].keep(life.pop(dz))
         # The largest first, each in the smallest home that has room, at the lowest place that is free while it lives.
         for name in sorted(life, key=lambda name: (-self.buffers[name].bytes(dims), name)):
             size = _padded(self.buffers[name].bytes(dims))
-            places[name] = next(
-                (home.name, begin) for home in homes if (begin := home.place(size, life[name])) is not None
-            )
+            places[name] = next(place for home in homes if (place := home.place(size, life[name])) is not None)
+        places |= {dz: places[z] for dz, z in over.items() if z in life}
         return places, max((high for _, high, _ in rest.taken), default=0)
+
+    def _read_out(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, _Home]:
+        """The memory of each kept buffer, free from the step on behind the last one that reads it."""
+        begins, _ = self.kept(dims)
+        read = {name: index for index, step in enumerate(steps) for name in step.reads.values()}
+        return {
+            name: _Home(KEPT, _padded(self.buffers[name].bytes(dims)), len(steps), begin, read.get(name, -1) + 1)
+            for name, begin in begins.items()
+        }
 
     def _unwritten(self, steps: Sequence[Step], dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """Of each output that is not added to: its bytes, and the step that is the first to have it."""
@@ -191,25 +211,33 @@ class Program:
 
 @dataclass(slots=True)
 class _Home:
-    """Memory for buffers. room: its bytes; None: as many as it takes. until: the step from which on it is not free.
-    taken: by (first byte, end, life).
+    """Memory for buffers, from byte `begin` of `name` on. room: its bytes; None: as many as it takes. It is free from
+    step `since` to the one before `until`. taken: by (first byte, end, life).
     """
 
     name: str
     room: int | None
     until: int
+    begin: int = 0
+    since: int = 0
     taken: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
 
-    def place(self, size: int, life: tuple[int, int]) -> int | None:
+    def keep(self, life: tuple[int, int]) -> tuple[str, int]:
+        """Takes all of it, for what a step writes over what it reads there."""
+        self.taken.append((0, self.room or 0, life))
+        return self.name, self.begin
+
+    def place(self, size: int, life: tuple[int, int]) -> tuple[str, int] | None:
         """Takes the lowest place that is free from step life[0] to life[1]; None where there is none."""
         begin = 0
         for low, high, (start, end) in sorted(self.taken):
             if start <= life[1] and life[0] <= end and low < begin + size:
                 begin = max(begin, high)
-        if life[1] >= self.until or (self.room is not None and begin + size > self.room):
+        late = life[0] < self.since or life[1] >= self.until
+        if late or (self.room is not None and begin + size > self.room):
             return None
         self.taken.append((begin, begin + size, life))
-        return begin
+        return self.name, self.begin + begin
 
 
 def _one_after_another(buffers: Iterable[Buffer], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:

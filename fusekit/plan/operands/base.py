@@ -133,17 +133,18 @@ def scalar(name: str) -> Argument:
 
 def tensor(
     name: str, role: str, dtype: str, shape: tuple[Expr, ...], strides: tuple[Expr, ...], divisor: int = 1,
-    alignment: int = 16,
+    alignment: int = 16, in_place_of: str = "",
 ) -> Argument:  # fmt: skip
     """A tensor, as `fusekit.abi.TensorArgument` has it."""
     from fusekit.abi import TensorArgument
 
-    return TensorArgument(name, role, dtype, shape, strides, divisor, alignment)
+    return TensorArgument(name, role, dtype, shape, strides, divisor, alignment, in_place_of)
 
 
-def rows(name: str, role: str, dtype: str, columns: Expr, count: str = "M") -> Argument:
+def rows(name: str, role: str, dtype: str, columns: Expr, count: str = "M", in_place_of: str = "") -> Argument:
     """A row-major tensor with a row for each token, `count` of them."""
-    return tensor(name, role, dtype, (count, columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes)
+    shape, strides, divisor = (count, columns), (f"{name}.stride0", 1), 16 // DTYPES[dtype].bytes
+    return tensor(name, role, dtype, shape, strides, divisor, in_place_of=in_place_of)
 
 
 def factor(name: str, plan: GemmPlan, columns: Expr) -> Argument:

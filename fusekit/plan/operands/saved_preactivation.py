@@ -5,15 +5,17 @@ from __future__ import annotations
 from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, Argument, Operand, rows
 
+Z, DZ = "preactivation", "dz"
+
 
 class SavedPreactivation(Operand):
     """z; every consumer warp has some boxes of it, with a barrier each."""
 
     name, order, epilogues = "saved_preactivation", 41, (BACKWARD,)
-    words = {"preactivation": "z, as the forward pass stored it."}
+    words = {Z: "z, as the forward pass stored it."}
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (rows("preactivation", "input", plan.dtype, plan.z_width),)
+        return (rows(Z, "input", plan.dtype, plan.z_width),)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return (1,) * (CONSUMER_WARPS * plan.z_boxes)
@@ -23,13 +25,13 @@ class Dz(Operand):
     """The gradient of z, which takes its place box by box."""
 
     name, order, epilogues = "dz", 50, (BACKWARD,)
-    words = {"dz": "The gradient of z, in the layout of z."}
+    words = {DZ: "The gradient of z, in the layout of z; may be the memory of z itself."}
 
     def present(self, plan: GemmPlan) -> bool:
         return plan.quant.wide
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (rows("dz", "output", plan.dtype, plan.z_width),)
+        return (rows(DZ, "output", plan.dtype, plan.z_width, in_place_of=Z),)
 
 
 OPERANDS = (SavedPreactivation(), Dz())
