@@ -40,7 +40,7 @@ problem = { E = 3, M = 150, N = 64, K = 192 }
 [[kernel]]
 name = "fc2-dgrad"
 b_major = "n"
-activation = { kind = "dswiglu", alpha = 1.702, limit = 1.0, up_offset = 1.0 }
+activation = { kind = "dswiglu", alpha = 1.702, limit = 3.5, up_offset = 1.0 }
 glu_layout = "interleaved"
 recompute = true
 problem = { E = 3, M = 150, N = 96, K = 64 }
@@ -125,6 +125,7 @@ def test_other_sizes(model: Rig, no_torch: None, capsys: Any) -> None:
 
 
 def test_beside_torch(model: Rig, cpu_torch: Any, capsys: Any) -> None:
+    # Few z lie at the limit, where versions of PyTorch give different gradients.
     code, document = bench(capsys, "small", "--all", "--peer", "torch", "--peer", "loop")
     assert code == 0, document
     for kernel in KERNELS:

@@ -30,8 +30,10 @@ class Loose(Layer):
         super().__init__(library, name)
         self._rng, self.taken = rng, dict[str, set[str]]()
 
-    def _plan(self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None) -> Any:
-        return self._planned(which, tokens, asked, asked if compact is None else compact)
+    def _plan(
+        self, which: str, tokens: int, asked: set[str], compact: set[str] | None = None, in_place: bool = False
+    ) -> Any:
+        return self._planned(which, tokens, asked, asked if compact is None else compact, in_place)
 
     def kernel_name(self, part: str, tokens: int) -> str:
         name = super().kernel_name(part, tokens)
