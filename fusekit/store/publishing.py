@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import process
-from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, store_error
+from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, file_error, store_error
 from fusekit.store.folders import DIRECTORY_MODE, Folders
 
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
@@ -291,24 +291,42 @@ def touch(name: str, at: int) -> bool:
     return True
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> int:
+def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool = False) -> int:
     """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
     replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder.
+
+    new: there is to be nothing at `path`. FileExistsError if there is.
     """
+    if new and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
         raise UsageError(f"{path} is no plain file; the file takes the place of another; check the path")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
+    temporary = path.with_name(f".fusekit-{os.getpid()}-{os.urandom(6).hex()}.tmp")  # of any name
     try:
         with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
-        temporary.replace(path)
+        if not (new and _linked(temporary, path)):
+            temporary.replace(path)
         Disk().sync(path.parent)
     except OSError as error:
-        raise store_error(path, "write", error) from error
+        if new and isinstance(error, FileExistsError):
+            raise
+        raise file_error(path, "write", error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return size
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Whether `temporary` has the name `path` too; False where the file system has no hard links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINK:
+            raise
+        return False
+    return True
