@@ -30,6 +30,8 @@ from fusekit.store.folders import DIRECTORY_MODE, Folders
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_MOST_LINKS = 40  # that lead from one to the next; no system follows more
+
 # How often a file is written again whose temporary somebody cleared away.
 _WRITE_RETRIES = 3
 
@@ -293,7 +295,8 @@ def touch(name: str, at: int) -> bool:
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool = False) -> int:
     """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
-    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder.
+    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder, a link to an
+    open stream.
 
     new: there is to be nothing at `path`. FileExistsError if there is.
     """
@@ -301,6 +304,10 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool =
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
         raise UsageError(f"{path} is no plain file; the file takes the place of another; check the path")
+    if _is_stream(path):
+        raise UsageError(
+            f"{path} is a link to a stream that is open; the file takes the place of the link; name a file"
+        )
     temporary = path.with_name(f".fusekit-{os.getpid()}-{os.urandom(6).hex()}.tmp")  # of any name
     try:
         with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
@@ -319,6 +326,18 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool =
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return size
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether `path` is a link such as /dev/stdout, which is everybody's, whatever it leads to now."""
+    at = os.path.abspath(path)  # noqa: PTH100 - follows no link
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(at):  # noqa: PTH114 - of text
+            return False
+        at = os.path.normpath(os.path.join(os.path.dirname(at), os.readlink(at)))  # noqa: PTH115, PTH118, PTH120
+        if at.startswith("/proc/"):
+            return True
+    return True
 
 
 def _linked(temporary: Path, path: Path) -> bool:
