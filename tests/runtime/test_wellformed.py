@@ -21,7 +21,7 @@ from fusekit.store.exchange import pull, push
 from fusekit.store.manifest import read_manifest
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
-from tests.plan.test_layer_program import options
+from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files
 
 NAME = "quickstart/fc1@a"
@@ -104,6 +104,14 @@ def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
         check_entry(store.find_entry(record.key))
         check_name(record)
         stored_options("layers/moe", {"layers/moe.fc1@a": record.spec})
+
+
+@pytest.mark.parametrize("said", CASES.values(), ids=CASES)
+def test_every_kind_of_layer_passes(said):
+    entry, _ = build_entry(0)
+    layer = options(**said).canonical()
+    WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": layer}))
+    assert stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": layer}}) == options(**said)
 
 
 def test_a_layer_of_another_version_keeps_no_kernel_from_a_launch():

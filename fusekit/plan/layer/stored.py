@@ -86,7 +86,7 @@ def _odd(options: Options) -> Iterator[tuple[str, Any]]:
 
 
 def _odd_router(router: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in ROUTER_KEYS:
+    for key in ROUTER_KEYS if router else ():  # an mlp has none
         value = router[key.name]
         match key.type:
             case "choice":
