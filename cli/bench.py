@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import DriverError, UsageError
+from fusekit.errors import DriverError, StoreError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 from fusekit_cli.progress import progress
@@ -168,10 +169,12 @@ def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None)
 
 
 def _save(option: str, path: Path, data: bytes) -> None:
+    from fusekit.store.publishing import replace_file
+
     try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}; name a file that can be written") from error
+        replace_file(path, methodcaller("write", data))
+    except StoreError as error:
+        raise UsageError(f"{option}: {error}") from error
 
 
 def _measure(

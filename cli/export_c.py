@@ -17,6 +17,7 @@ from fusekit_cli.options import Session
 def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: str | None = None) -> None:
     """Writes the two files and answers with their paths."""
     from fusekit.cabi import Exported, generate
+    from fusekit.choice.variants import check_name
     from fusekit.runtime.wellformed import launch_record
 
     store = session.open_store()
@@ -31,6 +32,7 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
             )
         for listed in found:
             record = listed.record
+            check_name(record)
             stored = store.load(record.key)
             if stored is None:
                 raise NotBuiltError.of(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fusekit.errors import FusekitError, UsageError
+from fusekit.errors import FusekitError, IntegrityError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.build import comparison_document, comparison_text, failures
 from fusekit_cli.options import Session, common, namespaced, signing
@@ -57,7 +57,13 @@ def command(
         built = locked_in(store, wanted, identity)
         there = exists(path)
         if there and not (write and not targets):
-            manifest = read_manifest(path, None if write else store.trust)
+            # What stays of it is signed anew.
+            manifest = read_manifest(path, store.trust)
+            if manifest.filename != path.name:
+                raise IntegrityError(
+                    f"{path} is of {manifest.filename}; a manifest is named by its architecture and toolchain; get it "
+                    "again, or remove it and write it with `fusekit lock --write`"
+                )
         if write:
             manifest = manifest.updated(built)
             document["written"].append(str(write_manifest(manifest, where, store.signer)))

@@ -22,7 +22,7 @@ import click
 import fusekit
 from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
-from fusekit_cli.terminal import answering
+from fusekit_cli.terminal import answering, open_streams
 
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stderr.
     """
     gc.set_threshold(100_000)  # a command is short: modules and syntax trees stay to its end
+    open_streams()
     session = Session()
     try:
         with _stoppable(), answering(), warnings.catch_warnings():
@@ -146,6 +147,12 @@ def _message(error: Exception) -> str:
         return str(error)
     if isinstance(error, MemoryError):
         return f"out of memory: {error or 'the machine has no more'}; take a smaller problem, such as fewer --rows"
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return (
+            f"{where}{error.strerror}; the system refuses what a command needs; check the path, its file system and the"
+            " current folder"
+        )
     return f"{type(error).__name__}: {error}; this is a defect of fusekit; --debug shows where it happened"
 
 

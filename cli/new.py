@@ -106,7 +106,7 @@ def _foreign(
         raise UsageError(f"--arch {arch}: it is one of {', '.join(EXTERN_ARCHES)}")
     try:
         given = json.loads(params or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--params is no JSON: {error}; give an object such as '{{\"n\": 4096}}'") from None
     if not isinstance(given, dict):
         raise UsageError(f"--params {params}: it is a JSON object, such as '{{\"n\": 4096}}'")
@@ -175,11 +175,7 @@ def _write(out: str, text: str, stem: str, force: bool) -> str:
     if path.suffix != ".toml" or path.stem != stem:
         raise UsageError(f"-o {out}: a file's stem begins the names of its kernels; give {stem}.toml, or a folder")
     try:
-        if force:
-            replace_file(path, methodcaller("write", text.encode()))
-        else:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+        replace_file(path, methodcaller("write", text.encode()), new=not force)
         return str(path)
     except FileExistsError:
         raise UsageError(f"{path} exists; give --force to overwrite it, or another -o") from None

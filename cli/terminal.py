@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,19 @@ def to_stderr() -> Iterator[None]:
         with contextlib.suppress(OSError):
             sys.stderr.close()  # or Python tries once more when it ends, and exits as it likes
         sys.stderr = None
+
+
+def open_streams() -> None:
+    """Open standard streams that were closed, so that no file of a store gets the number to which others write errors.
+    Standard input is empty then, and stdout takes nothing.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class _Stdout(io.TextIOWrapper):

@@ -52,9 +52,7 @@ class Config:
         environ = os.environ if environ is None else environ
         root = _named("--store", store, "FUSEKIT_STORE", environ)
         if root is None:
-            from platformdirs import user_cache_path  # only here: a named store need not pay for this import
-
-            root = user_cache_path("fusekit", appauthor=False)
+            root = _cache_folder()
         layers = tuple(layer for layer in _several("FUSEKIT_STORES", environ) if layer != root)
         # Set and empty is not unset: an empty value is what a script's own empty variable leaves, and must not open up.
         trusted = None
@@ -89,6 +87,20 @@ def _named(
     return _absolute(variable, environ[variable], what) if environ.get(variable) else None
 
 
+def _cache_folder() -> Path:
+    from platformdirs import user_cache_path  # only here: a named store need not pay for this import
+
+    try:
+        path = user_cache_path("fusekit", appauthor=False)
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
+        path = Path()
+    if not path.is_absolute():
+        raise UsageError(
+            "no store is named, and this user has no home folder for one; name it with --store or FUSEKIT_STORE"
+        )
+    return path
+
+
 def _several(variable: str, environ: Mapping[str, str], what: str = "a store") -> tuple[Path, ...]:
     named = [_absolute(variable, part, what) for part in environ.get(variable, "").split(":") if part.strip()]
     return tuple(dict.fromkeys(named))
@@ -101,4 +113,9 @@ def _absolute(source: str, text: str, what: str = "a store") -> Path:
         path = Path(text).expanduser()
     except RuntimeError as error:
         raise UsageError(f"{source} = '{text}' names no path of {what}: {error}; give an absolute path") from error
-    return Path(os.path.abspath(path))  # noqa: PTH100 - resolves `..` without following links
+    try:
+        return Path(os.path.abspath(path))  # noqa: PTH100 - resolves `..` without following links
+    except FileNotFoundError:
+        raise UsageError(
+            f"{source} = '{text}' is a relative path of {what}, and the current folder is gone; give an absolute path"
+        ) from None

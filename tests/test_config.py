@@ -1,6 +1,7 @@
 """The one frozen configuration."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ def test_default_is_the_user_cache_folder(tmp_path):
     assert config.store.is_absolute()
     assert config.layers == ()
     assert config.color
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no entry in the list of users
+    with pytest.raises(UsageError, match=r"no home folder for one; name it with --store or FUSEKIT_STORE"):
+        Config.from_environment(environ={})
 
 
 def test_argument_wins_over_variable_wins_over_default(tmp_path):

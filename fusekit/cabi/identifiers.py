@@ -18,6 +18,9 @@ _KEYWORDS = frozenset({
     "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using",
     "virtual", "void", "volatile", "while", "xor",
 })  # fmt: skip
+# Of the headers that the source includes, and of compilers for Unix.
+_MACROS = frozenset({"EOF", "INFINITY", "NAN", "NULL", "errno", "linux", "unix"})
+_STRIDE = re.compile(r"_stride[0-9]+$")  # the members beside a tensor's
 # Members that every structure of arguments has.
 COMMON = ("cluster_margin", "has_priority", "priority")
 
@@ -44,11 +47,22 @@ def kernel_identifiers(names: Sequence[str]) -> list[str]:
 
 
 def members(dims: Iterable[str], arguments: Iterable[str]) -> dict[str, str]:
-    """Member names: arguments keep theirs, dims are in lower case (complex.h makes I a macro)."""
-    named = {argument: f"{argument}_" if argument in (*_KEYWORDS, *COMMON) else argument for argument in arguments}
-    taken = {*named.values(), *COMMON}
+    """Member names, no two alike: arguments keep theirs where C has no use for them, dims are in lower case (complex.h
+    makes I a macro).
+    """
+    named: dict[str, str] = {}
+    taken = {*_KEYWORDS, *_MACROS, *COMMON}
+
+    def free(name: str) -> str:
+        while name in taken or _STRIDE.search(name):
+            name += "_"
+        taken.add(name)
+        return name
+
+    own = [*arguments]
+    for argument in sorted(own, key=lambda name: name in taken):  # first those that may keep theirs
+        named[argument] = free(argument)
     for dim in dims:
         lower = dim.lower()
-        named[f"dim {dim}"] = lower if lower not in taken and lower not in _KEYWORDS else f"dim_{lower}"
-        taken.add(named[f"dim {dim}"])
+        named[f"dim {dim}"] = free(lower if lower not in taken else f"dim_{lower}")
     return named

@@ -36,13 +36,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError, IntegrityError
-from fusekit.store.documents import parse
+from fusekit.store.documents import LIMIT, parse
+from fusekit.store.given import given_file
 
 if TYPE_CHECKING:
     from fusekit.store import Store
@@ -179,13 +181,15 @@ def packaged(arch: str) -> Tuning:
 
 
 def read(path: Path, arch: str) -> Tuning:
-    """The table at `path`, empty where there is no such file. IntegrityError for what is no table of `arch`."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    """The table at `path`, empty where there is no such file. IntegrityError for what is no table of `arch`, UsageError
+    for what is no plain file, StoreError for one that cannot be read.
+    """
+    if not os.path.lexists(path):
         return Tuning(arch)
-    except OSError as error:
-        raise IntegrityError(f"{path}: {error.strerror}; name a file that can be read") from error
+    with given_file(path, "tuning table") as (file, _):
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise IntegrityError(f"{path} has more than {LIMIT} bytes, the most of a tuning table; remove it")
     return Tuning.from_bytes(data, path, arch)
 
 

@@ -70,7 +70,9 @@ def _operation(record: NameRecord) -> Operation:
 
 
 def check_name(record: NameRecord) -> None:
-    """Raises IntegrityError where a member of the spec of `record` that launching looks at is of another type."""
+    """Raises IntegrityError where a member of the spec of `record` that launching looks at is of another type, and for
+    a margin that is no count.
+    """
     for label, value in record.spec.items():
         if not _fits(label, value):
             raise IntegrityError(
@@ -78,6 +80,36 @@ def check_name(record: NameRecord) -> None:
                 "it and build the kernel again",
                 key=record.key,
             )
+
+    margin = record.defaults.get("cluster_margin", 0)
+    if not _is_count(margin):
+        raise IntegrityError(
+            f"name record {record.name}: its cluster_margin is {margin!r}, where a count must stand; remove it "
+            "and build the kernel again",
+            key=record.key,
+        )
+
+
+def check_layer(record: NameRecord) -> None:
+    """Raises IntegrityError where the spec of `record` has the table of a layer with a value that no layer can have.
+
+    One of other keys passes: it is of another version of fusekit, whose kernels can be launched one by one.
+    """
+    said = record.spec.get("layer")
+    if not isinstance(said, Mapping):
+        return
+    from fusekit.plan.layer import check_table
+
+    try:
+        check_table(said)
+    except TypeError:
+        return
+    except ValueError as error:
+        raise IntegrityError(
+            f"name record {record.name}: its layer has {error}, which no layer has; remove it and build the kernel "
+            "again",
+            key=record.key,
+        ) from None
 
 
 def _fits(label: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
-from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
+from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
@@ -354,13 +354,15 @@ def untrained(options: Options, which: str = BACKWARD) -> str:
 
 
 def layers_of(library: Library) -> dict[str, Options]:
-    """Every layer of the stores by name; those of another version of fusekit are left out."""
+    """Every layer of the stores by name; those of another version of fusekit, and of wrong values, are left
+    out.
+    """
     found: dict[str, Options] = {}
     for listing in library.store.names("*/*.fc2*"):  # every layer has one
         said = listing.record.spec.get("layer")
         if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" not in found:
-            with suppress(TypeError):
-                options = Options.of(said)
+            with suppress(TypeError, ValueError):
+                options = check_table(said)
                 found[f"{options.file}/{options.name}"] = options
     return found
 

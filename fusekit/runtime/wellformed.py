@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from fusekit.abi import LaunchRecord, RecordError
 from fusekit.choice.tuning import Tuning
-from fusekit.choice.variants import check_name
+from fusekit.choice.variants import check_layer, check_name
 from fusekit.errors import IntegrityError
-from fusekit.store import Entry
+from fusekit.store import Entry, NameRecord
 from fusekit.store.verify import Inspect
 
 
@@ -36,4 +36,9 @@ def _check_tuning(data: bytes, path: str, arch: str) -> None:
     Tuning.from_bytes(data, path, arch)
 
 
-WELLFORMED = Inspect(check_entry, check_name, _check_tuning)
+def _check_name(record: NameRecord) -> None:
+    check_name(record)
+    check_layer(record)
+
+
+WELLFORMED = Inspect(check_entry, _check_name, _check_tuning)

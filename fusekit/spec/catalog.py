@@ -1,6 +1,7 @@
 """The packaged spec files, and finding kernels by path, name or glob."""
 
 import glob
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -112,18 +113,18 @@ def _split(pattern: str) -> tuple[str | None, str]:
 def _files(path: str) -> list[Path]:
     """The files that `path`, which may be a glob, means; a packaged one where there is no such file here."""
     plain = Path(path)
-    if plain.exists():
+    if os.path.exists(path):  # noqa: PTH110 - False for a path that cannot be looked at, too
         return [plain]
     if glob.has_magic(path):
         if found := sorted(map(Path, glob.glob(path))):  # noqa: PTH207 - patterns may be absolute
             return found
         raise UsageError(f"'{path}' matches no file; give the path of a spec file, a folder or a packaged name")
     packaged = packaged_folder() / path
-    return [packaged if plain.name == path and packaged.is_file() else plain]
+    return [packaged if plain.name == path and os.path.isfile(packaged) else plain]  # noqa: PTH113 - likewise
 
 
 def _is_folder(pattern: str) -> bool:
-    return pattern != "" and Path(pattern).is_dir()
+    return os.path.isdir(pattern)  # noqa: PTH112 - False for a path that cannot be looked at, too
 
 
 def _of_path(path: Path, kernels: str, namespace: str | None) -> Found:
@@ -195,7 +196,7 @@ def _nothing(pattern: str) -> UsageError:
         f"; there are {', '.join(names[:8])}" if names else "; no spec files are installed"
     )
     own = f"{stem}.toml{pattern[len(stem) :]}"
-    if stem and Path(f"{stem}.toml").is_file():
+    if stem and os.path.isfile(f"{stem}.toml"):  # noqa: PTH113 - likewise
         return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {own}")
     return UsageError(
         f"'{pattern}' names no packaged kernel{hint}; or give the path of a .toml file, which /KERNEL may follow"

@@ -37,10 +37,26 @@ _REMEDIES = {
     errno.EIO: "the disk or the network file system failed: check it, then run `fusekit verify --full`",
 }
 
+# The same of a file that a person names, outside a store.
+_FILE_REMEDIES = {
+    errno.EACCES: "grant access to it, or choose another path",
+    errno.EPERM: "grant access to it, or choose another path",
+    errno.EROFS: "the file system is read-only: choose another path",
+    errno.ENOSPC: "free some space, or choose another path; what is there is intact",
+    errno.EDQUOT: "free some quota, or choose another path; what is there is intact",
+    errno.ENOENT: "make its folder first, or choose another path",
+}
+
 
 def store_error(path: AnyPath, doing: str, error: OSError) -> StoreError:
     """`error`, met while `doing` something with `path`, as a message that says what to do about it."""
     remedy = _REMEDIES.get(error.errno or 0, "check the path and its file system, or name another store with --store")
+    return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
+
+
+def file_error(path: Path, doing: str, error: OSError) -> StoreError:
+    """As `store_error`, of a file that a person names."""
+    remedy = _FILE_REMEDIES.get(error.errno or 0, "check the path and its file system, or choose another")
     return StoreError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}", path=str(path))
 
 

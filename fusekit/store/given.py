@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusekit.errors import UsageError
-from fusekit.store.files import store_error
+from fusekit.store.files import file_error
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def given_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, os.stat_result
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"there is no {what} {path}; check the path") from None
     except OSError as error:
-        raise store_error(path, f"open the {what}", error) from error
+        raise file_error(path, f"open the {what}", error) from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)

@@ -9,6 +9,7 @@ A manifest may be signed: `<file>.<key id>.sig` beside it is a signature over it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Publisher
-from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust
+from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, is_key_id
 from fusekit.store.verify import Inspect
 
 SCHEMA = 1
@@ -31,6 +32,7 @@ LIMIT = 64 << 20
 """Largest manifest accepted, in bytes."""
 _FAMILY = "nvidia-cutlass-dsl"
 _PLAIN = ("base", "core")  # parts of every installation, named only where their version is another
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}")  # a distribution or its version: both become part of a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +181,20 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
 def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None = None) -> Path:
     """Write `manifest` under its own name into `folder`, with its signature if there is a `signer`; the file's path.
 
-    Signatures of what stood there before are removed: they are of other bytes.
+    Signatures of what stood there before are removed: they are of other bytes. Raises StoreError where it cannot be
+    written; it is then as it was.
     """
     path, data = folder / manifest.filename, manifest.to_bytes()
     publisher = Publisher(folder)
-    for stale in folder.glob(f"{path.name}.*.sig"):
-        stale.unlink(missing_ok=True)
     publisher.put(path, data)
     path.chmod(0o644)  # a file to edit and commit, other than those of a store
-    if signer is not None:
-        for key_id, signature in signer.sign("manifest", data).items():
-            publisher.put(_signature_path(path, key_id), signature)
+    own = {} if signer is None else signer.sign("manifest", data)
+    for key_id, signature in own.items():
+        publisher.put(_signature_path(path, key_id), signature)
+    for other in folder.iterdir():
+        key_id = other.name.removeprefix(f"{path.name}.").removesuffix(".sig")
+        if is_key_id(key_id) and key_id not in own and other == _signature_path(path, key_id) and not other.is_dir():
+            other.unlink(missing_ok=True)
     return path
 
 
@@ -217,8 +222,8 @@ def _parse(data: bytes, path: Path) -> Manifest:
 
 
 def _version(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} has the version {value!r}")
+    if not isinstance(value, str) or not _WORD.fullmatch(name) or not _WORD.fullmatch(value):
+        raise ValueError(f"its distribution {name!r} has the version {value!r}")
     return value
 
 

@@ -24,11 +24,13 @@ from typing import BinaryIO
 
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import process
-from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, store_error
+from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, file_error, store_error
 from fusekit.store.folders import DIRECTORY_MODE, Folders
 
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_MOST_LINKS = 40  # that lead from one to the next; no system follows more
 
 # How often a file is written again whose temporary somebody cleared away.
 _WRITE_RETRIES = 3
@@ -291,24 +293,59 @@ def touch(name: str, at: int) -> bool:
     return True
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> int:
+def replace_file(path: Path, write: Callable[[BinaryIO], object], *, new: bool = False) -> int:
     """Give `path`, a file that a person names, new bytes in one step, durably; returns how many. A link is
-    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder.
+    replaced, not followed. UsageError for a `path` that is there and no plain file: a device, a folder, a link to an
+    open stream.
+
+    new: there is to be nothing at `path`. FileExistsError if there is.
     """
+    if new and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     if exists(path) and not path.is_file():  # a rename would put a file in the place of /dev/null, too
         raise UsageError(f"{path} is no plain file; the file takes the place of another; check the path")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(6).hex()}.tmp")
+    if _is_stream(path):
+        raise UsageError(
+            f"{path} is a link to a stream that is open; the file takes the place of the link; name a file"
+        )
+    temporary = path.with_name(f".fusekit-{os.getpid()}-{os.urandom(6).hex()}.tmp")  # of any name
     try:
         with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
-        temporary.replace(path)
+        if not (new and _linked(temporary, path)):
+            temporary.replace(path)
         Disk().sync(path.parent)
     except OSError as error:
-        raise store_error(path, "write", error) from error
+        if new and isinstance(error, FileExistsError):
+            raise
+        raise file_error(path, "write", error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return size
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether `path` is a link such as /dev/stdout, which is everybody's, whatever it leads to now."""
+    at = os.path.abspath(path)  # noqa: PTH100 - follows no link
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(at):  # noqa: PTH114 - of text
+            return False
+        at = os.path.normpath(os.path.join(os.path.dirname(at), os.readlink(at)))  # noqa: PTH115, PTH118, PTH120
+        if at.startswith("/proc/"):
+            return True
+    return True
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Whether `temporary` has the name `path` too; False where the file system has no hard links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINK:
+            raise
+        return False
+    return True

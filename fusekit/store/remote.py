@@ -31,7 +31,7 @@ from urllib.parse import unquote
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
 from fusekit.store import marker
 from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
-from fusekit.store.files import exists
+from fusekit.store.files import exists, store_error
 from fusekit.store.publishing import Publisher
 from fusekit.store.source import check_url
 from fusekit.store.web import Web
@@ -167,9 +167,12 @@ class Remote:
                 yield chunk
 
     def admit(self) -> None:
-        """Raises NoStoreError for a folder of this machine that is neither empty nor a store."""
+        """Raises NoStoreError for a folder of this machine that is neither empty nor a store, StoreError for none."""
         if self._publisher is not None and exists(self._publisher.root):
-            marker.check(self._publisher.folders)
+            try:
+                marker.check(self._publisher.folders)
+            except OSError as error:  # a file, or a folder that may not be entered
+                raise store_error(self._publisher.root, "push to", error) from error
 
     def write(self, path: str, data: bytes) -> None:
         """Make `path` a file of `data`; nobody sees a part of it. What was there before is replaced."""

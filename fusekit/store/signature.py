@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError, SignatureError, StoreError, UsageError
-from fusekit.store.files import store_error
+from fusekit.store.files import file_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import sha256
 
@@ -164,7 +164,7 @@ def generate(path: Path, comment: str = "") -> PublicKey:
             path.unlink(missing_ok=True)  # half a pair is no pair
             raise
     except OSError as error:
-        raise store_error(path, "write the key", error) from error
+        raise file_error(path, "write the key", error) from error
     return key.public
 
 

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from fusekit.errors import StoreError, UsageError
 from fusekit.store.bounds import Bounds
-from fusekit.store.files import store_error
 
 STDIN = "-"
 _SUFFIXES = (".tar", ".fkb")
@@ -72,7 +71,7 @@ def is_bundle(text: str) -> bool:
     if text == STDIN:
         return True
     if "://" not in check_url(text):
-        return not Path(text).is_dir()
+        return not os.path.isdir(text)  # noqa: PTH112 - False for a path that cannot be looked at, too
     from fusekit.store.remote import Remote, hidden
 
     if hidden(text).endswith(_SUFFIXES):
@@ -102,7 +101,7 @@ def spooled(source: Stream, head: int, length: Callable[[BinaryIO, int], int]) -
             if isinstance(pieces, Generator):
                 pieces.close()
 
-    with tempfile.TemporaryFile(prefix="fusekit-bundle-") as spool:
+    with _temporary_file() as spool:
         source.retry(fill)
         yield spool
 
@@ -114,6 +113,21 @@ def _copy(pieces: Iterator[bytes], spool: BinaryIO, have: int, most: int) -> int
             spool.write(piece)
             spool.flush()
         except OSError as error:
-            raise store_error(tempfile.gettempdir(), "keep a bundle in", error) from error
+            raise _unkept(error) from error
         have += len(piece)
     return have
+
+
+def _temporary_file() -> BinaryIO:
+    try:
+        return tempfile.TemporaryFile(prefix="fusekit-bundle-")
+    except OSError as error:  # no folder takes one
+        raise _unkept(error) from error
+
+
+def _unkept(error: OSError) -> StoreError:
+    where = tempfile.tempdir or "a temporary file"
+    return StoreError(
+        f"cannot keep a bundle in {where}: {error.strerror or error}; one that does not come from a file is kept while "
+        "it is checked; free some space, or name another folder with TMPDIR"
+    )

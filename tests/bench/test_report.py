@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import resource
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from fusekit.bench import report
+from fusekit.errors import UsageError
+from fusekit_cli.bench import _save
 from fusekit_cli.main import main
 from tests.bench.rig import Rig
 from tests.bench.test_gemms import KERNELS, MODEL
@@ -141,3 +144,19 @@ def test_without_matplotlib(model: Rig, no_torch: None, monkeypatch: Any, capsys
     assert main(["bench", "small", "--html", "page.html"]) == 2
     assert "pip install 'fusekit[plot]'" in capsys.readouterr().err
     assert not model.launches
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "mine")
+    _save("--csv", tmp_path / "link.csv", b"new")
+    assert (tmp_path / "link.csv").read_bytes() == b"new"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UsageError, match=r"--table: cannot write .*File too large"):
+            _save("--table", tmp_path / "mine", bytes(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "link.csv"}

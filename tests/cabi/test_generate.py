@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusekit import cabi
-from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument
+from fusekit.abi import Dim, LaunchRecord, PointerParameter, ScalarArgument, TensorArgument
 from fusekit.cabi import Exported, generate
 from fusekit.errors import UsageError
 from tests.runtime.samples import record
@@ -117,6 +117,23 @@ def test_awkward_names_compile(tmp_path):
     )
     for language in ("c11", "c++17"):
         compile_shared(tmp_path, [Exported("odd/kernel-1@x", made, CUBIN)], "odd", language)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dims"),
+    [
+        (("x", "x_stride0"), ("M", "K")), (("int", "int_"), ("M", "K")), (("x", "dim_a"), ("A", "a")),
+        (("x", "y"), ("INT", "int")), (("NULL", "errno"), ("EOF", "eof")), (("priority", "priority_"), ("M", "K")),
+    ],
+)  # fmt: skip
+def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
+    made = LaunchRecord(
+        symbol="kernel", arch="sm_90a", dims=tuple(map(Dim, dims)), constraints=(), grid=(1, 1, 1), block=(128, 1, 1),
+        arguments=tuple(TensorArgument(name, "input", "bf16", dims, (f"{name}.stride0", 1)) for name in arguments),
+        parameters=tuple(PointerParameter(f"p{at}", name, 8 * at) for at, name in enumerate(arguments)),
+    )  # fmt: skip
+    for language in ("c11", "c++17"):
+        compile_shared(tmp_path, [Exported("a/b@c", made, CUBIN)], "odd", language)
 
 
 @pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace"])

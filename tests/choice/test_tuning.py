@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fusekit.choice import tuning
 from fusekit.choice.tuning import Row, Tuning, features
 from fusekit.choice.variants import choose
 from fusekit.config import Config
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, UsageError
 from fusekit.spec import find
 from fusekit.spec.model import ARCHES
 from fusekit.store import NameRecord, Store
@@ -151,6 +152,17 @@ def test_bytes_that_are_no_table(data: bytes, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match="no tuning table"):
         tuning.read(path, "sm_90a")
+
+
+def test_a_table_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="is no plain file; a tuning table is"):
+            tuning.read(path, "sm_90a")
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(tuning.LIMIT + 1)
+    with pytest.raises(IntegrityError, match="the most of a tuning table"):
+        tuning.read(tmp_path / "long", "sm_90a")
 
 
 def two_variants(root: Path) -> Store:

@@ -88,6 +88,24 @@ def test_a_signed_manifest(fusekit, tmp_path):
     assert fusekit("build", "quickstart/moe-fc2", **trusted).out.startswith("1 kernel, all cached")
     Path(path).write_bytes(Path(path).read_bytes() + b" ")
     assert "changed after they were signed" in fusekit("build", "--check", path, code=1, **trusted).err
+    # What stays of the old one would be signed with the rest.
+    again = fusekit("lock", "quickstart/moe-fc2", "--write", "--sign", "ours", code=1, **trusted)
+    assert "changed after they were signed" in again.err
+
+
+def test_a_manifest_of_something_else_is_not_written_elsewhere(fusekit, tmp_path):
+    folder = tmp_path / "cache_manifests"
+    folder.mkdir()
+    (path,) = map(Path, fusekit("lock", "quickstart/moe-fc2", "--write", "--json").json["written"])
+    document = json.loads(path.read_text())
+    for change in ({"arch": "sm_80"}, {"toolchain": document["toolchain"] | {"nvidia-cutlass-dsl": "4.0.0"}}):
+        path.write_text(json.dumps(document | change))
+        for options in ((), ("--write",)):
+            assert (
+                "is named by its architecture and toolchain"
+                in fusekit("lock", "quickstart/moe-fc2", *options, code=1).err
+            )
+    assert list(folder.iterdir()) == [path]
 
 
 def committed():

@@ -206,6 +206,79 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(fusekit):
         assert (done.returncode, done.stdout) == (code, b"")
 
 
+def closed(fusekit, line, *streams):
+    """What a command says whose standard streams of these numbers are closed."""
+    shut = " ".join(f"{number}>&-" for number in streams)
+    command = ["sh", "-c", f'exec "$@" {shut}', "sh", sys.executable, "-m", "fusekit_cli", *line]
+    return subprocess.run(command, env=fusekit.environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("line", [("ls",), ("ls", "--json"), ("show", NAMES[0]), ("schema",)])
+def test_a_closed_stdout_is_no_success(store, fusekit, line):
+    done = closed(fusekit, line, 1)
+    assert done.returncode == 1
+    assert "cannot write the answer to stdout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        (("import", "-"), 1, "is no bundle, or ends too early"),
+        (("ls", "--from", "-"), 1, "is no bundle, or ends too early"),
+        (("build", "-"), 2, "the file is empty"),
+        (("new", "-"), 2, "not JSON"),
+    ],
+)
+def test_a_closed_stdin_is_empty(fusekit, line, code, words):
+    done = closed(fusekit, line, 0)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(fusekit):
+    """What others write to stderr would end up in it."""
+    code = (
+        "import os\nfrom fusekit_cli.main import main\nmain(['schema'])\n"
+        "file = os.open('/dev/null', os.O_RDONLY)\nassert file > 2, file"
+    )
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(command, env=fusekit.environment, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (("build", "a" * 300), 2),
+        (("build", f"{'a' * 300}.toml"), 2),
+        (("build", f"{'a' * 300}.toml/x"), 2),
+        (("explain", f"{'a' * 300}/b"), 2),
+        (("ls", "--from", "a" * 300), 1),
+        (("verify", "--from", "a" * 300), 1),
+        (("push", "file", "quickstart"), 1),
+        (("new", "--from", "os:getcwd", "--params", "[" * 100_000), 2),
+    ],
+)
+def test_what_the_system_refuses_is_no_defect(store, fusekit, tmp_path, line, code):
+    (tmp_path / "file").write_text("mine")
+    err = fusekit(*line, code=code).err
+    assert err.startswith("fusekit: ")
+    assert "defect" not in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [(("--store", "x", "ls"), 2), (("export", "x.tar"), 1), (("import", "x.tar"), 1), (("key", "show", "x"), 1)],
+)
+def test_a_current_folder_that_is_gone_is_no_defect(store, fusekit, tmp_path, line, code):
+    gone = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
+    command = ["sh", "-c", gone, str(tmp_path / "gone"), sys.executable, "-m", "fusekit_cli", *line]
+    done = subprocess.run(command, env=fusekit.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done
+    assert "current folder" in done.stderr
+    assert "defect" not in done.stderr
+
+
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\udc80\x7f"
 
 

@@ -60,6 +60,18 @@ def test_a_file_is_not_overwritten_unasked(fusekit, model, tmp_path):
     assert [path.name for path in tmp_path.glob("*mine*")] == ["mine.toml"]
 
 
+def test_a_full_disk_leaves_no_half_of_a_file(fusekit, model, tmp_path):
+    line = [sys.executable, "-m", "fusekit_cli", "new", str(model), "-o", str(tmp_path / "mine.toml")]
+    before = {path.name for path in tmp_path.iterdir()}
+    run = subprocess.run(
+        ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *line], env=fusekit.environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "File too large" in run.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
 def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path):
     target, out = tmp_path / "target.toml", tmp_path / "mine.toml"
     target.write_text("theirs")
@@ -76,7 +88,7 @@ def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path
         (["{model}/none"], "No such file or directory; give a config.json"),
         (["{model}", "-o", "x.json"], "give x.toml, or a folder"),
         (["{model}", "-o", "x.toml", "--name", "y"], "give y.toml, or a folder"),
-        (["{model}", "-o", "none/x.toml"], "cannot be written: No such file or directory"),
+        (["{model}", "-o", "none/x.toml"], ": No such file or directory; make its folder first"),
         (["{model}", "--name", "A B"], "a name is lower-case letters"),
         (["{model}", "--arch", "sm_80"], "--arch sm_80: there are no kernels for it"),
         (["{model}", "--training", "--inference"], "leave out both"),

@@ -10,6 +10,7 @@ from fusekit.abi.expr import MAX_NODES
 from fusekit.choice.tuning import Tuning
 from fusekit.choice.variants import check_alike, choose
 from fusekit.errors import FusekitError, IntegrityError
+from fusekit.plan.layer import stored_options
 from fusekit.runtime.wellformed import WELLFORMED, check_entry, check_name
 from fusekit.store import NameRecord, Store
 from fusekit.store.bundle import export_bundle
@@ -20,6 +21,7 @@ from fusekit.store.exchange import pull, push
 from fusekit.store.manifest import read_manifest
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
+from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files
 
 NAME = "quickstart/fc1@a"
@@ -37,6 +39,13 @@ SPECS = [
     {"tile": "128x128"}, {"tile": [128]}, {"tile": [128, 0]}, {"tile": [True, 1]}, {"cluster": {}}, {"op": None},
     {"op": 5}, {"problem": [1]}, {"problem": {"M": "8"}}, {"problem": {"M": 1.5}}, {"activation": "gelu"},
     {"activation": {"kind": 3}}, {"warps": "8"}, {"experts": None}, {"schedule": ["static"]}, {"arch": {}},
+]  # fmt: skip
+LAYER = options().canonical()
+LAYERS = [
+    {"hidden": "64"}, {"hidden": -8}, {"tokens": None}, {"experts": True}, {"router": []}, {"activation": {}},
+    {"activation": {"kind": "x"}}, {"activation": {"kind": "swiglu", "limit": {}}}, {"keep": 3}, {"dtype": "f1"},
+    {"router": LAYER["router"] | {"bias": 1}}, {"router": LAYER["router"] | {"scaling_factor": "1"}},
+    {"router": LAYER["router"] | {"input": []}}, {"router": LAYER["router"] | {"num_groups": -1}},
 ]  # fmt: skip
 LAUNCHES = [
     {}, {"schema": 99}, {"grid": "1"}, {"grid": [1, 1]}, {"arguments": {}}, {"symbol": 5}, {"more": 1},
@@ -70,6 +79,10 @@ def bad_launch(launch):
     "made",
     [
         *(pytest.param(lambda spec=spec: bad_name(spec), id=f"spec-{index}") for index, spec in enumerate(SPECS)),
+        *(
+            pytest.param(lambda each=each: bad_name({"layer": LAYER | each}), id=f"layer-{i}")
+            for i, each in enumerate(LAYERS)
+        ),
         *(pytest.param(lambda each=each: bad_launch(each), id=f"launch-{i}") for i, each in enumerate(LAUNCHES[:-1])),
     ],
 )
@@ -86,9 +99,40 @@ def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
     assert [name for name, _ in report.failed] == [NAME]
     assert not (tmp_path / "imported").exists()
     assert files(tmp_path / "pulled") == {}
-    entry, record = store.find_entry(store.find_name(NAME, "sm_90a").key), store.find_name(NAME, "sm_90a")
+    record = store.find_name(NAME, "sm_90a")
     with pytest.raises(IntegrityError):
-        check_entry(entry)
+        check_entry(store.find_entry(record.key))
+        check_name(record)
+        stored_options("layers/moe", {"layers/moe.fc1@a": record.spec})
+
+
+@pytest.mark.parametrize("said", CASES.values(), ids=CASES)
+def test_every_kind_of_layer_passes(said):
+    entry, _ = build_entry(0)
+    layer = options(**said).canonical()
+    WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": layer}))
+    assert stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": layer}}) == options(**said)
+
+
+def test_a_layer_of_another_version_keeps_no_kernel_from_a_launch():
+    entry, _ = build_entry(0)
+    for other in (LAYER | {"more": 1}, {}, LAYER | {"router": {"input": "x"}}):
+        WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": other}))
+        with pytest.raises(IntegrityError, match="has other keys than this version of fusekit knows"):
+            stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": {"file": "layers", "name": "moe", **other}}})
+
+
+@pytest.mark.parametrize("change", [{"hidden": 12}, {"experts": 0}, {"ranks": 3}, {"topk": 1000}, {"ranks": 0}])
+def test_a_layer_that_breaks_a_rule_is_not_opened(change):
+    with pytest.raises(IntegrityError, match="no layer has that; build layers/moe again"):
+        stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": LAYER | change}})
+
+
+@pytest.mark.parametrize("margin", [-1, 1.5, float("inf")])
+def test_a_margin_is_a_count(margin):
+    entry, _ = build_entry(0)
+    record = dataclasses.replace(build_record(entry, NAME), spec=SPEC, defaults={"cluster_margin": margin})
+    with pytest.raises(IntegrityError, match="its cluster_margin is"):
         check_name(record)
 
 

@@ -112,6 +112,18 @@ def test_what_is_no_plain_file_is_not_replaced(store, tmp_path):
     assert (tmp_path / "null").is_symlink()
 
 
+def test_a_link_to_an_open_stream_is_not_replaced(store, tmp_path):
+    """/dev/stdout is such a link, also where it leads to a plain file at the moment."""
+    with (tmp_path / "open").open("wb") as file:
+        (tmp_path / "first").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        (tmp_path / "second").symlink_to("first")
+        for name in ("first", "second"):
+            with pytest.raises(UsageError, match="is a link to a stream that is open"):
+                export_bundle(store, select(store), tmp_path / name)
+            assert (tmp_path / name).is_symlink()
+    assert (tmp_path / "open").read_bytes() == b""
+
+
 def test_an_import_that_is_killed_is_finished_by_the_next(bundle, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass

@@ -2,10 +2,11 @@
 
 import json
 import os
+import resource
 
 import pytest
 
-from fusekit.errors import IntegrityError, SignatureError, UsageError
+from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
 from fusekit.store.manifest import LIMIT, Locked, Manifest, read_manifest, toolchain_label, write_manifest
 from fusekit.store.signature import Trust, generate, read_signing_key
 
@@ -69,6 +70,9 @@ def test_what_a_difference_is_called(manifest):
         lambda d: d.update(arch="../x"),
         lambda d: d.update(kernels=[]),
         lambda d: d.update(toolchain=3),
+        lambda d: d["toolchain"].update({"nvidia-cutlass-dsl": "4/../../../x"}),
+        lambda d: d["toolchain"].update({"nvidia-cutlass-dsl/../x": "4.8.1"}),
+        lambda d: d["toolchain"].update({"nvidia-cutlass-dsl-x": "\ud800"}),
         lambda d: d["kernels"].update({"../../x@y": d["kernels"][NAME]}),
         lambda d: d["kernels"][NAME].update(key="x"),
         lambda d: d["kernels"][NAME].update(cubin_sha256=None),
@@ -77,7 +81,7 @@ def test_what_a_difference_is_called(manifest):
         lambda d: d["kernels"][NAME].update(more=1),
         lambda d: d["kernels"][NAME].pop("key"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_what_is_no_manifest(manifest, tmp_path, change):
     path = write_manifest(manifest, tmp_path)
@@ -131,3 +135,28 @@ def test_a_signed_one(manifest, tmp_path, monkeypatch):
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
     with pytest.raises(SignatureError, match="is not signed"):
         read_manifest(path, trust)
+
+
+def test_files_of_others_beside_it_stay(manifest, tmp_path):
+    name = manifest.filename
+    for other in (f"{name}.mine.sig", f"{name}.sig", f"other.{'a' * 16}.sig"):
+        (tmp_path / other).write_text("mine")
+    (tmp_path / f"{name}.{'b' * 16}.sig").mkdir()
+    (tmp_path / f"{name}.{'c' * 16}.sig").write_bytes(bytes(64))
+    before = {each.name for each in tmp_path.iterdir()}
+    write_manifest(manifest, tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == before - {f"{name}.{'c' * 16}.sig"} | {name}
+
+
+def test_a_manifest_that_cannot_be_written_keeps_its_signature(manifest, tmp_path):
+    generate(tmp_path / "ours")
+    folder = tmp_path / "manifests"
+    path = write_manifest(manifest, folder, read_signing_key(tmp_path / "ours"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large"):
+            write_manifest(manifest.updated({"quickstart/new@a": locked()}), folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_manifest(path, Trust([tmp_path / "ours.pub"])) == manifest

@@ -5,6 +5,7 @@ import functools
 import http.server
 import io
 import shutil
+import tempfile
 import threading
 
 import pytest
@@ -202,3 +203,10 @@ def test_trust_counts_where_it_lies_too(keys, url):
     signing = Store(keys / "store", signing_key=keys / "ours")
     export_bundle(signing, select(signing), keys / "k.tar")
     assert len(read_bundle(keys / "k.tar", trust)[0]) == 5
+
+
+def test_no_folder_takes_a_temporary_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(StoreError, match=r"cannot keep a bundle in .*gone.*name another folder with TMPDIR"):
+        import_bundle(Store(tmp_path / "store"), bundle_source("-", io.BytesIO(b"bundle")))
+    assert not (tmp_path / "store").exists()

@@ -3,6 +3,17 @@
 from fusekit.plan.layer.options import KINDS, Options, broken, layer_keys
 from fusekit.plan.layer.passes import program
 from fusekit.plan.layer.program import Buffer, Program, Step
-from fusekit.plan.layer.stored import stored_options
+from fusekit.plan.layer.stored import check_table, stored_options
 
-__all__ = ["KINDS", "Buffer", "Options", "Program", "Step", "broken", "layer_keys", "program", "stored_options"]
+__all__ = [
+    "KINDS",
+    "Buffer",
+    "Options",
+    "Program",
+    "Step",
+    "broken",
+    "check_table",
+    "layer_keys",
+    "program",
+    "stored_options",
+]

@@ -78,14 +78,6 @@ class Options:
         """The experts of a rank."""
         return self.experts // self.ranks
 
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Options:
-        """Those of a stored table. Raises TypeError for one of other keys."""
-        found = cls(**said)
-        if differ := set(found.router) ^ ({key.name for key in ROUTER_KEYS} if found.kind == MOE else set()):
-            raise TypeError(f"router: {', '.join(sorted(differ))}")
-        return found
-
     @property
     def gated(self) -> bool:
         """Whether two columns of z make one of the activation's."""

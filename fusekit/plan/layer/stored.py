@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
+from fusekit.dtypes import ARGUMENTS
 from fusekit.errors import IntegrityError, UsageError
-from fusekit.plan.layer.options import Options
+from fusekit.plan.activations import kinds
+from fusekit.plan.layer.options import KINDS, MOE, NOTHING, ROUTER_KEYS, Options, broken
 from fusekit.plan.layer.passes import program
+from fusekit.plan.quant import BLOCK, NONE
+from fusekit.plan.tiles import GLU_LAYOUTS
+
+_INT32_MAX = 2**31 - 1
+_TYPES = {"str": str, "int": int, "bool": bool}  # of members by their annotation; the others are tables
+_CHOICES = {
+    "kind": KINDS, "glu_layout": ("none", *GLU_LAYOUTS), "b_major": ("k", "n"), "keep": ("z", "x", NOTHING),
+    "recipe": (NONE, BLOCK), "dtype": ARGUMENTS, "grad_dtype": ARGUMENTS, "weight_dtype": ("", *ARGUMENTS),
+}  # fmt: skip
 
 
 def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options | None:
@@ -16,7 +29,7 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
 
     specs: canonical ones, by the kernels' full names. A spec file that was edited may have left kernels behind: the
     table counts of which every kernel is there. Raises UsageError where that is none or several of them, IntegrityError
-    for a table of another version of fusekit.
+    for a table of another version of fusekit, and for one that no layer has.
     """
     tables: dict[str, tuple[Options, set[str]]] = {}
     for full_name, spec in specs.items():
@@ -40,10 +53,67 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
     )
 
 
+def check_table(said: Mapping[str, Any]) -> Options:
+    """The options of a stored table, each of its type. Raises TypeError for one of other keys, as another version of
+    fusekit writes it, ValueError for a value that no spec file can have.
+    """
+    options = Options(**said)
+    for key, value in _odd(options):
+        raise ValueError(f"{key} = {repr(value)[:80]}")
+    if differ := set(options.router) ^ ({key.name for key in ROUTER_KEYS} if options.kind == MOE else set()):
+        raise TypeError(f"router: {', '.join(sorted(differ))}")
+    for key, value in _odd_router(options.router):
+        raise ValueError(f"router.{key} = {repr(value)[:80]}")
+    return options
+
+
+def _odd(options: Options) -> Iterator[tuple[str, Any]]:
+    """Members of another type or range."""
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        kind = _TYPES.get(str(field.type))
+        fits = isinstance(value, Mapping) if kind is None else type(value) is kind
+        if fits and kind is int:
+            fits = 0 <= value <= _INT32_MAX
+        if not fits or (field.name in _CHOICES and value not in _CHOICES[field.name]):
+            yield field.name, value
+    name = options.activation.get("kind") if isinstance(options.activation, Mapping) else None
+    if not isinstance(name, str) or name not in kinds():
+        yield "activation.kind", name
+    for key, value in options.activation.items():
+        if not (key == "kind" or _is_number(value) or isinstance(value, (str, type(None)))):
+            yield f"activation.{key}", value
+
+
+def _odd_router(router: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in ROUTER_KEYS if router else ():  # an mlp has none
+        value = router[key.name]
+        match key.type:
+            case "choice":
+                fits = isinstance(value, (str, type(key.default))) and value in (key.default, *key.choices)
+            case "bool":
+                fits = isinstance(value, bool)
+            case "int":
+                fits = type(value) is int and 0 <= value <= _INT32_MAX
+            case _:
+                fits = _is_number(value)
+        if not fits:
+            yield key.name, value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
     try:
-        return Options.of(said)
+        options = check_table(said)
+        for key, value, rule in broken(options):
+            raise ValueError(f"{key} = {value!r}: {rule}")
     except TypeError as error:
         raise IntegrityError(
             f"{full_name}: its layer has other keys than this version of fusekit knows: {error}; build {name} again"
         ) from error
+    except ValueError as error:
+        raise IntegrityError(f"{full_name}: its layer has {error}; no layer has that; build {name} again") from error
+    return options
