@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fusekit.plan.activations import kind as kind_of
+from fusekit.plan.activations import kinds
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.gemm import SEGMENT
@@ -80,8 +81,10 @@ class Options:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Options:
-        """Those of a stored table. Raises TypeError for one of other keys."""
+        """Those of a stored table. Raises TypeError for one of other keys, or of an activation that is not there."""
         found = cls(**said)
+        if found.activation["kind"] not in kinds():
+            raise TypeError(f"activation.kind = {found.activation['kind']!r}")
         if differ := set(found.router) ^ ({key.name for key in ROUTER_KEYS} if found.kind == MOE else set()):
             raise TypeError(f"router: {', '.join(sorted(differ))}")
         return found
@@ -193,10 +196,12 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
             rule = "the gradient of b2 reads rows of a rank's experts, which must be multiples of 16 bytes"
             yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
-        if options.experts % 8 and (options.router["input"] == X or options.bias):
-            of = "the router's weights" if options.router["input"] == X else "b2"
-            rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
-            yield "experts", options.experts, f"{rule}; say a multiple of 8"
+        if options.experts % 8 and options.bias and options.keep != NONE:
+            rule = "the gradient of b2 reads rows of experts, which must be multiples of 16 bytes; say a multiple of 8"
+            yield "experts", options.experts, rule
+        elif options.experts % 8 and options.router["input"] == X:
+            rule = "the product that makes the logits has a multiple of 8 columns; say such a number"
+            yield "experts", options.experts, f'{rule}, or router = {{ input = "logits" }}, and make them yourself'
         if options.router["input"] != X and options.router["weight_dtype"] == F32:
             rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
             yield "router.weight_dtype", options.router["weight_dtype"], rule

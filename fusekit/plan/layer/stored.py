@@ -45,5 +45,5 @@ def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
         return Options.of(said)
     except TypeError as error:
         raise IntegrityError(
-            f"{full_name}: its layer has other keys than this version of fusekit knows: {error}; build {name} again"
+            f"{full_name}: its layer is not one that this version of fusekit knows: {error}; build {name} again with it"
         ) from error
