@@ -225,7 +225,12 @@ def _router(fields: Fields, router: Router) -> Router:
     return router
 
 
-def _mixtral(fields: Fields) -> tuple[tuple[Mlp], Router]:
+def _mixtral(fields: Fields, noise: str = "router_jitter_noise") -> tuple[tuple[Mlp], Router]:
+    """Softmax over the chosen. noise: the field that says by how much noise x is multiplied in training."""
+    if fields.number(noise, default=0.0, quiet=True):
+        fields.notes.append(
+            f"{noise} = {show(fields.values[noise])}: in training x is multiplied by noise, left to you"
+        )
     weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
@@ -317,7 +322,7 @@ def _minimax(fields: Fields) -> Parts:
 
 def _phimoe(fields: Fields) -> Parts:
     """Mixtral's experts; the router draws lots while it is trained."""
-    mlps, router = _mixtral(fields)
+    mlps, router = _mixtral(fields, "input_jitter_noise")
     why = "sparsemixer masks experts far below the best, and samples in training; router-topk takes the best"
     return mlps, replace(router, keys={}, why=why)
 

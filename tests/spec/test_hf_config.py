@@ -108,6 +108,12 @@ def test_layers_are_counted():
     ]  # fmt: skip
 
 
+def test_noise_in_training_is_said():
+    for name, noise in (("mixtral-8x7b", {"router_jitter_noise": 0.01}), ("phi-3.5-moe", {})):
+        assert any("jitter_noise = 0.01: in training x is multiplied" in note for note in read(name, **noise).notes)
+    assert not any("noise" in note for note in read("mixtral-8x7b").notes)
+
+
 def test_a_model_type_of_experts_may_have_none():
     for name, none in (("jamba", {"num_experts": 1}), ("granite-4.0-h-tiny", {"num_local_experts": 0})):
         model = read(name, **none)
