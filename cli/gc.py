@@ -43,7 +43,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common
 def command(session: Session, max_size: int | None, max_age: float | None, dry_run: bool) -> None:
-    """Evict the least recently used kernels from the writable store, and clear away what nobody needs: unused cubins,
+    """Evict the least recently used kernels from the writable store, and remove what is not needed: unused cubins,
     what killed builders left, locks.
 
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
