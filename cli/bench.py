@@ -72,7 +72,7 @@ MOST_ROWS = 2**31 - 1
     "peers",
     type=click.Choice(PEERS),
     multiple=True,
-    help="What to time beside: PyTorch's grouped GEMM with eager code, one cuBLAS call a group, torch.compile for"
+    help="What to compare with: PyTorch's grouped GEMM with eager code, one cuBLAS call a group, torch.compile for"
     " what is not a GEMM, Transformer Engine; may be given several times (default: torch and te).",
 )
 @click.option("--alone", is_flag=True, help="No peers.")
@@ -95,8 +95,7 @@ def command(
     peers: tuple[str, ...], alone: bool, check: bool, seconds: float, html: Path | None, csv: Path | None,
     seed: int, device: int | None,
 ) -> int:  # fmt: skip
-    """Time the stored kernels of MODEL (a file, a kernel, a layer, a full name or a glob) beside what one would run
-    otherwise.
+    """Time the stored kernels of MODEL (a file, a kernel, a layer, a full name or a glob), and other libraries.
 
     A model's kernels take any size: -E, --hidden, --intermediate and --rows say yours. Of GEMMs, PyTorch's unfused
     twin is timed, too, and one dense product through cuBLAS as the yardstick; of router and permutation kernels, a copy

@@ -10,9 +10,9 @@ import click
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)((?:i?b)?)", re.IGNORECASE)
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", re.IGNORECASE)
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])", re.IGNORECASE)
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -37,11 +37,13 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 
 @click.command("gc")
 @click.option("--max-size", callback=_size, metavar="S", help="Evict the least recently used down to S: 10G.")
-@click.option("--max-age", callback=_age, metavar="D", help="Evict what was not used for that long: 30d, 12h.")
+@click.option(
+    "--max-age", callback=_age, metavar="D", help="Evict what was not used for that long: 30d, 12h; the unit is needed."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common
 def command(session: Session, max_size: int | None, max_age: float | None, dry_run: bool) -> None:
-    """Evict the least recently used kernels from the writable store, and clear away what nobody needs: unused cubins,
+    """Evict the least recently used kernels from the writable store, and remove what is not needed: unused cubins,
     what killed builders left, locks.
 
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no

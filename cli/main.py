@@ -28,7 +28,7 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 # What `--help` shows; a verb's own file is only imported when it is called.
 VERBS = {
-    "new": "Write a spec file for a model, or for somebody's kernel.",
+    "new": "Write a spec file for a model, or for a kernel of yours.",
     "build": "Compile what the store lacks; needs no GPU.",
     "ls": "List what the store holds.",
     "show": "Show one entry whole.",
@@ -44,7 +44,7 @@ VERBS = {
     "pull": "Move kernels from there into the store.",
     "key": "Make keys, and sign what is in the store.",
     "run": "Launch a kernel from the store on made-up tensors.",
-    "bench": "Time kernels beside their alternatives; tune.",
+    "bench": "Compare kernels with other libraries; tune.",
     "doctor": "Say what this machine can do.",
     "schema": "Print the JSON Schema of spec files.",
 }

@@ -69,7 +69,6 @@ def command(
         return
     assert model is not None
     from fusekit.spec.hf_config import read_model
-    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
     from fusekit.spec.model import ARCHES
     from fusekit.spec.model_kernels import Request
     from fusekit.spec.new_spec import new_spec
@@ -81,14 +80,27 @@ def command(
     text, source = _read(model)
     read = read_model(text, source, family)
     stem = name if name is not None else _stem(model, out, read.model_type)
-    if not re.fullmatch(NAME_PATTERN, stem):
-        raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
+    _check(stem, name)
     wanted = Request(
         stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name,
         kernels=kernels,
     )  # fmt: skip
     made = new_spec(read, wanted)
     _answer(session, made, stem, out, force, model_type=read.model_type)
+
+
+def _check(stem: str, name: str | None) -> None:
+    """Refuse a stem that no spec file can have. name: what --name said."""
+    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
+
+    if not re.fullmatch(NAME_PATTERN, stem):
+        option = "-o: the stem" if name is None else "--name"
+        remedy = f"give {_lower(stem)}.toml" if name is None else f"give --name {_lower(stem)}"
+        raise UsageError(f"{option} {stem!r} begins every kernel's name; {NAME_RULE}; {remedy}")
+
+
+def _lower(name: str) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:64] or "model"
 
 
 def _foreign(
@@ -98,7 +110,6 @@ def _foreign(
 
     from fusekit.compiler.new_extern import new_extern
     from fusekit.spec.extern import EXTERN_ARCHES
-    from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
 
     if not re.fullmatch(r"[\w.]+:\w+", source):
         raise UsageError(f"--from {source}: it names a function as package.module:function")
@@ -112,8 +123,7 @@ def _foreign(
         raise UsageError(f"--params {params}: it is a JSON object, such as '{{\"n\": 4096}}'")
     kernel = re.sub(r"[^a-z0-9._-]+", "-", source.partition(":")[2].lower().replace("_", "-")).strip("-._")
     stem = name if name is not None else (_stem(kernel, out, kernel) if out is not None else kernel)
-    if not re.fullmatch(NAME_PATTERN, stem):
-        raise UsageError(f"--name {stem!r} begins every kernel's name; {NAME_RULE}; give another --name")
+    _check(stem, name)
     made = new_extern(kernel, source, arch, given)
     _answer(session, made, stem, out, force, source=source)
 
@@ -164,7 +174,7 @@ def _stem(model: str, out: str | None, model_type: str) -> str:
         told = folder.name
     else:
         told = path.stem
-    return re.sub(r"[^a-z0-9._-]+", "-", told.lower()).strip("-._")[:64] or "model"
+    return _lower(told)
 
 
 def _write(out: str, text: str, stem: str, force: bool) -> str:

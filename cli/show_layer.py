@@ -118,7 +118,7 @@ def text(session: Session, document: Mapping[str, Any]) -> None:
         if trained or which == "inference":
             click.echo(f"  scratch, {which:<18} {output.size(size)}")
     for name, size in memory["windows"].items():
-        click.echo(f"  window {name:<19} {output.size(size)}, shared by layers of the same size")
+        click.echo(f"  window {name:<20} {output.size(size)}, shared by layers of the same size")
     if memory["codes"]:
         click.echo(f"  codes of the weights        {output.size(memory['codes'])}")
     click.echo()

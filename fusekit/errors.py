@@ -73,7 +73,8 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     """
     stem, _, kernel = name.partition("@")[0].partition("/")
     texts = _packaged_texts(stem)
-    with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or f'"{kernel}"' in text]
+    words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its own name, or that of the layer that it is a part of
+    with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
     if with_kernel:

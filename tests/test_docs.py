@@ -10,6 +10,7 @@ import click
 import pytest
 
 from fusekit import config
+from fusekit.spec import parse_text
 from fusekit_cli.main import VERBS, cli
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,13 @@ def test_extras_that_are_installed_exist(page):
 def test_environment_variables_are_those_of_the_configuration(page):
     variables = set(re.findall(r"\bFUSEKIT_[A-Z]+(?:_[A-Z]+)*\b", page.read_text()))
     assert variables <= set(re.findall(r"`(FUSEKIT_\w+)`", config.__doc__))
+
+
+def test_spec_files_can_be_read(page):
+    """Blocks that are whole files: a reader copies them."""
+    for text in re.findall(r"```toml\n(schema = 1\n.*?)```", page.read_text(), re.DOTALL):
+        if "[[kernel]]" in text:
+            assert parse_text(text, "page")
 
 
 def anchors(page):

@@ -77,6 +77,10 @@ def test_a_remedy_can_work():
     assert own.command == "fusekit build mine.toml/fc1@128x128-c1x1"
     assert str(own).endswith("no packaged spec has it; build it from its spec file: " + own.command)
     assert errors.NotBuiltError.of("quickstart/mine").command == "fusekit build quickstart.toml/mine"
+    part = "gpt-oss-20b/moe.fc1-fwd"  # of a packaged layer
+    assert errors.NotBuiltError.of(part).command == f"fusekit build {part}"
+    assert errors.NotBuiltError.of(f"{part}@128x192-c2x1").command == f"fusekit build {part}@128x192-c2x1"
+    assert errors.NotBuiltError.of("gpt-oss-20b/mine.fc1").command == "fusekit build gpt-oss-20b.toml/mine.fc1"
     assert errors.NotBuiltError.of("mine/*").command == "fusekit build 'mine.toml/*'"
     elsewhere = errors.NotBuiltError.of("quickstart/linear", "sm_100a", "only for sm_90a")
     assert elsewhere.command == ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import ArgumentError, NotBuiltError
+from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
 from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
@@ -368,11 +368,16 @@ def layers_of(library: Library) -> dict[str, Options]:
 
 
 def options_of(library: Library, name: str) -> Options:
-    """What the kernels of a layer say of it. Raises NotBuiltError where there are none."""
+    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel."""
     known = {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
     options = stored_options(name, known)
     if options is None:
-        raise NotBuiltError.of(name, None, "it is no layer there", library.store.absent())
+        if kernels := [listing.record.name for listing in library.store.names(f"{name}@*")]:
+            raise UsageError(
+                f"'{name}' is a kernel, and not a layer of a model: library.load('{name}') loads it; it is stored as "
+                f"{', '.join(sorted(kernels))}"
+            )
+        raise NotBuiltError.of(name, absent=library.store.absent())
     return options
 
 

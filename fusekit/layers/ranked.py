@@ -120,14 +120,8 @@ class RankedLayer(Layer):
 
     def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
         tokens, device, compact = super()._check(which, given)
-        if self.ranks is None:
-            raise ArgumentError(
-                f"{self.name} is over {self.options.ranks} ranks; open it with library.layer(name, ranks=...), of"
-                " fusekit.exchange.Ranks",
-                argument="ranks",
-            )
-        if device != self.ranks.device:
-            raise ArgumentError(f"{self.name}: tensors on device {device}; the rank's is {self.ranks.device}")
+        if device != self._ranks.device:
+            raise ArgumentError(f"{self.name}: tensors on device {device}; the rank's is {self._ranks.device}")
         if tokens > self.capacity:
             raise ArgumentError(
                 f"{self.name}: {tokens} tokens; the windows have room for {self.capacity}; open the layer on every rank"
@@ -136,20 +130,29 @@ class RankedLayer(Layer):
             )
         return tokens, device, compact
 
+    @property
+    def _ranks(self) -> Ranks:
+        if self.ranks is None:
+            raise ArgumentError(
+                f"{self.name} is over {self.options.ranks} ranks; open it with library.layer(name, ranks=...), of"
+                " fusekit.exchange.Ranks",
+                argument="ranks",
+            )
+        return self.ranks
+
     def _kernel(self, part: str, dims: Mapping[str, int]) -> Kernel:
         # Of a rank without tokens the experts may have many rows: what is chosen is for the most tokens of each rank.
         return super()._kernel(part, {"T": self.capacity, "M": self.capacity * self.options.topk})
 
     def _window(self, name: str) -> Window:
         if name not in self._windows:
-            assert self.ranks is not None
             layout = self._layouts[name]
             # Rows are counted in a window, so layers share it that have room for as many.
             key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == self._first else ()))
-            window = self._windows[name] = self.ranks.window(key, layout.bytes)
-            parts = layout.parts(window.address, self.ranks.device)
-            parts["most"] = Part(window.address + MOST, (1,), "i32", self.ranks.device)
-            parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self.ranks.device)
+            window = self._windows[name] = self._ranks.window(key, layout.bytes)
+            parts = layout.parts(window.address, self._ranks.device)
+            parts["most"] = Part(window.address + MOST, (1,), "i32", self._ranks.device)
+            parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self._ranks.device)
             self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         return self._windows[name]
 
@@ -158,12 +161,10 @@ class RankedLayer(Layer):
         return self._parts[buffer.name]
 
     def _side(self) -> Side:
-        assert self.ranks is not None
-        return self.ranks.side(self.devices)
+        return self._ranks.side(self.devices)
 
     def _together(self, window: str) -> dict[str, Any]:
         if not window:
             return {}
-        assert self.ranks is not None
-        common = {"rank": self.ranks.rank, "capacity": self.capacity, "timeout": self.ranks.timeout}
+        common = {"rank": self._ranks.rank, "capacity": self.capacity, "timeout": self._ranks.timeout}
         return {"window": self._window(window).peers, **common}

@@ -43,6 +43,7 @@ PLAIN = {
 SEPARATE = "w1 is gate_proj.weight over up_proj.weight, stacked once; w2 is down_proj.weight"
 STACKED = "w1[e] is gate_proj.weight over up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
 FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
+LINEARS = "w1 is {0}.input_linear.weight and w2 is {0}.output_linear.weight, as the checkpoint has them"
 AS_STORED = "w1 is gate_up_proj [X, H, 2 I] and w2 is down_proj [X, I, H], as the checkpoint has them"
 TRANSPOSED = (
     "w1 and w2 are the transposes, made once, of gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. To use those as "
@@ -165,6 +166,11 @@ def _quantised(fields: Fields) -> list[str]:
     if not config:
         return []
     method = config.get("quant_method", config) if isinstance(config, dict) else config
+    if isinstance(config, dict) and method == "fp8" and config.get("weight_block_size") == [128, 128]:
+        return [
+            'the checkpoint has e4m3 codes with 128x128 scales: a layer with recipe = "fp8-block" takes them as they '
+            "are; without it, dequantise them when loading"
+        ]
     return [
         f"the checkpoint is quantised ({show(method)}): these kernels take 16-bit weights; dequantise them when loading"
     ]
@@ -219,7 +225,12 @@ def _router(fields: Fields, router: Router) -> Router:
     return router
 
 
-def _mixtral(fields: Fields) -> Parts:
+def _mixtral(fields: Fields, noise: str = "router_jitter_noise") -> tuple[tuple[Mlp], Router]:
+    """Softmax over the chosen. noise: the field that says by how much noise x is multiplied in training."""
+    if fields.number(noise, default=0.0, quiet=True):
+        fields.notes.append(
+            f"{noise} = {show(fields.values[noise])}: in training x is multiplied by noise, left to you"
+        )
     weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
@@ -300,6 +311,71 @@ def _deepseek_router(fields: Fields, score: str, topk: int) -> tuple[dict[str, A
 
 
 def _minimax(fields: Fields) -> Parts:
+    """As Mixtral; MiniMax-M2, which chooses by sigmoid scores, has the same name in some files."""
+    mlps, router = _mixtral(fields)
+    scoring = fields.peek("scoring_func", "softmax")
+    why = "" if scoring == "softmax" else (
+        f"scoring_func = {show(scoring)}, and this model type computes softmax; give --family minimax_m2 for MiniMax-M2"
+    )  # fmt: skip
+    return mlps, replace(router, why=why)
+
+
+def _phimoe(fields: Fields) -> Parts:
+    """Mixtral's experts; the router draws lots while it is trained."""
+    mlps, router = _mixtral(fields, "input_jitter_noise")
+    why = "sparsemixer masks experts far below the best, and samples in training; router-topk takes the best"
+    return mlps, replace(router, keys={}, why=why)
+
+
+def _granite_moe(fields: Fields, *, shared: int | None = None) -> Parts:
+    """Softmax over the chosen; all but the first kind add a shared MLP, whose default width is `shared`."""
+    size, experts = fields.size("intermediate_size"), fields.size("num_local_experts", minimum=shared is None)
+    mlps, router = [], None
+    if experts:
+        mlps.append(_mlp(fields, "experts", size, weights=LINEARS.format("block_sparse_moe")))
+        router = _softmax(fields, experts, fields.size("num_experts_per_tok"), normalised=True)
+    if shared is not None and (width := fields.size("shared_intermediate_size", default=shared, minimum=0)):
+        role = "shared" if experts else "dense"
+        mlps.append(_mlp(fields, role, width, weights=LINEARS.format("shared_mlp")))
+    return tuple(mlps), router
+
+
+def _jamba(fields: Fields) -> Parts:
+    """Softmax over all experts; dense MLPs of the same width in the other layers."""
+    size, total = fields.size("intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    experts, topk = fields.size("num_experts", default=16), fields.size("num_experts_per_tok", default=2)
+    period = fields.size("expert_layer_period", default=2)
+    first = fields.size("expert_layer_offset", default=1, minimum=0)
+    sparse = sum(layer % period == first for layer in range(total)) if experts > 1 else 0
+    mlps = [_mlp(fields, "experts", size, weights=STACKED, layers=_count(sparse, total))] if sparse else []
+    if sparse < total:
+        mlps.append(_mlp(fields, "dense", size, layers=_count(total - sparse, total)))
+    return tuple(mlps), _softmax(fields, experts, topk, normalised=False) if sparse else None
+
+
+def _ernie(fields: Fields) -> Parts:
+    """Chosen by softmax scores and a bias."""
+    size, total = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers", most=MAX_LAYERS)
+    first, step = (
+        fields.size("moe_layer_start_index", default=1, minimum=0),
+        fields.size("moe_layer_interval", default=1),
+    )
+    last = fields.number("moe_layer_end_index", default=-1)
+    last = total - 1 if last == -1 else last
+    sparse = sum((layer + 1) % step == 0 and first <= layer <= last for layer in range(total))
+    bias = fields.flag("use_bias", default=False)
+    mlps = [_mlp(fields, "experts", size, bias=bias, weights=STACKED, layers=_count(sparse, total))]
+    if shared := fields.size("moe_num_shared_experts", default=2, minimum=0):
+        mlps.append(_mlp(fields, "shared", shared * size, bias=bias, layers=_count(sparse, total)))
+    if sparse < total:
+        width = fields.size("intermediate_size")
+        mlps.append(_mlp(fields, "dense", width, bias=bias, layers=_count(total - sparse, total)))
+    experts, topk = fields.size("moe_num_experts"), fields.size("moe_k")
+    why = "it adds a bias to softmax scores, and router-topk adds one to sigmoid and sqrtsoftplus alone"
+    return tuple(mlps), _router(fields, Router(experts, topk, {}, why=why))
+
+
+def _minimax_m2(fields: Fields) -> Parts:
     """Sigmoid scores with a bias in the selection, normalised; every layer sparse."""
     weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
     mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
@@ -378,13 +454,21 @@ FAMILIES: Mapping[str, Callable[[Fields], Parts]] = {
     "olmoe": partial(_qwen_moe, expert_size="intermediate_size"),
     "qwen2_moe": partial(_qwen_moe, expert_size="moe_intermediate_size", shared=True),
     "qwen3_moe": partial(_qwen_moe, expert_size="moe_intermediate_size"),
+    "qwen3_vl_moe_text": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True),
     "qwen3_next": partial(_qwen_moe, expert_size="moe_intermediate_size", normalised=True, shared=True),
     "deepseek_v2": partial(_deepseek, score="softmax"),
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek,
     "kimi_k2": _deepseek,
     "glm4_moe": _deepseek,
-    "minimax_m2": _minimax,
+    "minimax": _minimax,
+    "minimax_m2": _minimax_m2,
+    "phimoe": _phimoe,
+    "granitemoe": _granite_moe,
+    "granitemoeshared": partial(_granite_moe, shared=0),
+    "granitemoehybrid": partial(_granite_moe, shared=1024),
+    "jamba": _jamba,
+    "ernie4_5_moe": _ernie,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "llama4_text": _llama4,

@@ -67,8 +67,9 @@ def _experts(
 ) -> Kernel:  # fmt: skip
     given = request.ranks > 1 or bool(router.why)
     topk, tokens = (1, sizes.rows) if request.ranks > 1 else (router.topk, sizes.tokens)
+    logits = not given and bool(router.experts % 8)  # the product that makes them has a multiple of 8 columns
     routing: dict[str, Any] = {"input": "choices"} if given else {
-        **({"bias": True} if router.bias else {}),
+        **({"input": "logits"} if logits else {"bias": True} if router.bias else {}),
         **{key: value for key, value in router.keys.items() if key in _LAYER_ROUTER},
     }  # fmt: skip
     if router.scales_input:
@@ -85,6 +86,11 @@ def _experts(
         text += ", indices[T, K] and weights[T, K]"
     if router.why and request.ranks == 1:
         text += f". The router is left to you: {router.why}"
+    if logits:
+        text = (
+            f"{text} and logits[T, X], x . Wr^T{' + b' if router.bias else ''}. These are left to you: the layer makes "
+            f"them for a multiple of 8 experts"
+        )
     if loss:
         text += f". The load-balancing loss takes its coefficient, here {router.aux_loss:g}, at launch"
     if shared is not None:

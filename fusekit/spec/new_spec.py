@@ -111,7 +111,8 @@ class _Writer:
                     "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
                     "choice, with the number of the expert on this rank and its weight"
                 )
-            yield f"{how}. The exchange between ranks is not fusekit's"
+            own = f"a layer of all experts with ranks = {request.ranks} has its own, for GPUs of one machine"
+            yield f"{how}. The exchange is left to you; {own}"
         router = model.router
         if router is None:
             return

@@ -80,7 +80,8 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize(
-    "option", [("--max-size", "lots"), ("--max-size", "-1"), ("--max-age", "1y"), ("--max-age", "")]
+    "option",
+    [("--max-size", "lots"), ("--max-size", "-1"), ("--max-age", "1y"), ("--max-age", ""), ("--max-age", "90")],
 )
 def test_what_is_no_size_or_age(fusekit, option):
     result = fusekit("gc", *option, code=2)

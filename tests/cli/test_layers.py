@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fusekit.errors import NotBuiltError, UsageError
+from fusekit.errors import IntegrityError, NotBuiltError, UsageError
 from fusekit.layers import Layer
-from fusekit.plan.layer import program
+from fusekit.plan.layer import program, stored_options
 from fusekit.runtime import Library
 from fusekit.store import NameRecord, Store
 from tests.bench.layer_stand_in import publish
@@ -163,8 +163,19 @@ def test_load_of_a_layer_says_how_it_is_launched(store):
     with pytest.raises(NotBuiltError):
         library.load("model/moee")
     assert library.layer("model/moe").options == OPTIONS
-    with pytest.raises(NotBuiltError, match="it is no layer there"):
+    with pytest.raises(UsageError, match=r"'model/fc1' is a kernel, .* library.load\('model/fc1'\) .* model/fc1@one"):
         library.layer("model/fc1")
+    with pytest.raises(NotBuiltError, match="'model/moee' is not in any store layer; no packaged spec has it"):
+        library.layer("model/moee")
+
+
+def test_a_layer_of_an_activation_that_is_not_there(store):
+    """Built by a fusekit that has it."""
+    table = OPTIONS.canonical() | {"activation": OPTIONS.activation | {"kind": "sreglu"}}
+    with pytest.raises(
+        IntegrityError, match=r"not one that this version .* activation.kind = 'sreglu'; build model/moe"
+    ):
+        stored_options("model/moe", {"model/moe.fc2@one": {"layer": table}})
 
 
 def test_kernels_that_an_edited_table_left_behind_do_not_count(store, fusekit):

@@ -185,6 +185,8 @@ def test_another_number_of_ranks_is_refused(ranked):
     alone = layer._library.layer("layers/moe")
     with pytest.raises(ArgumentError, match=r"is over 2 ranks; open it with library.layer"):
         alone.forward(**tensors(layer, FORWARD), **memory(layer))
+    with pytest.raises(ArgumentError, match=r"is over 2 ranks; open it with library.layer"):
+        alone.connect()
 
 
 def test_a_layer_of_one_gpu_takes_no_ranks(tmp_path):

@@ -72,6 +72,40 @@ CONFIGS = {
         "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28,
         "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 20480, "torch_dtype": "bfloat16",
     },
+    "qwen1.5-moe-a2.7b": {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+        "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "torch_dtype": "bfloat16",
+    },
+    "granite-4.0-h-tiny": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_act": "silu",
+        "hidden_size": 1536, "intermediate_size": 512, "num_experts_per_tok": 6, "num_hidden_layers": 40,
+        "num_local_experts": 64, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024,
+        "torch_dtype": "bfloat16",
+    },
+    "jamba": {
+        "architectures": ["JambaForCausalLM"], "model_type": "jamba", "attn_layer_offset": 4, "attn_layer_period": 8,
+        "expert_layer_offset": 1, "expert_layer_period": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16",
+    },
+    "ernie-4.5-21b": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_act": "silu",
+        "hidden_size": 2560, "intermediate_size": 12288, "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "num_hidden_layers": 28, "torch_dtype": "bfloat16", "use_bias": False,
+    },
+    "phi-3.5-moe": {
+        "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "hidden_act": "silu", "hidden_size": 4096,
+        "input_jitter_noise": 0.01, "intermediate_size": 6400, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_local_experts": 16, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "torch_dtype": "bfloat16",
+    },
+    "minimax-text-01": {
+        "architectures": ["MiniMaxForCausalLM"], "model_type": "minimax", "hidden_act": "silu", "hidden_size": 6144,
+        "intermediate_size": 9216, "num_experts_per_tok": 2, "num_hidden_layers": 80, "num_local_experts": 32,
+        "router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16",
+    },
     "minimax-m2": {
         "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_act": "silu",
         "hidden_size": 3072, "intermediate_size": 1536, "num_experts_per_tok": 8, "num_hidden_layers": 62,

@@ -34,6 +34,12 @@ SIZES = {  # model: H, then (role, I) of each MLP; experts and experts a token
     "mixtral-8x7b": (4096, [("experts", 14336)], (8, 2)),
     "llama-4-maverick": (5120, [("experts", 8192), ("shared", 8192), ("dense", 16384)], (128, 1)),
     "kimi-k2": (7168, [("experts", 2048), ("shared", 2048), ("dense", 18432)], (384, 8)),
+    "qwen1.5-moe-a2.7b": (2048, [("experts", 1408), ("shared", 5632)], (60, 4)),
+    "granite-4.0-h-tiny": (1536, [("experts", 512), ("shared", 1024)], (64, 6)),
+    "jamba": (4096, [("experts", 14336), ("dense", 14336)], (16, 2)),
+    "ernie-4.5-21b": (2560, [("experts", 1536), ("shared", 3072), ("dense", 12288)], (64, 6)),
+    "phi-3.5-moe": (4096, [("experts", 6400)], (16, 2)),
+    "minimax-text-01": (6144, [("experts", 9216)], (32, 2)),
     "minimax-m2": (3072, [("experts", 1536)], (256, 8)),
     "llama-3-8b": (4096, [("dense", 14336)], None),
     "qwen3-8b": (4096, [("dense", 12288)], None),
@@ -52,6 +58,9 @@ ROUTERS = {
     "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
     "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
     "llama-4-maverick": {"score_function": "sigmoid"},
+    "granite-4.0-h-tiny": {"score_function": "softmax"},
+    "jamba": {"score_function": "softmax", "pre_softmax": True},
+    "minimax-text-01": {"score_function": "softmax"},
 }  # fmt: skip
 
 
@@ -89,10 +98,27 @@ def test_activations(name, activation, layout, bias):
 def test_layers_are_counted():
     assert [mlp.layers for mlp in read("deepseek-v3").mlps] == ["58 of 61 layers", "58 of 61 layers", "3 of 61 layers"]
     assert read("llama-4-maverick").mlps[0].layers == "24 of 48 layers"
+    assert [mlp.layers for mlp in read("jamba").mlps] == ["16 of 32 layers"] * 2
+    assert [mlp.layers for mlp in read("jamba", expert_layer_period=4).mlps] == ["8 of 32 layers", "24 of 32 layers"]
+    late = read("ernie-4.5-21b", moe_layer_interval=2, moe_layer_start_index=4, moe_layer_end_index=-1)
+    assert [mlp.layers for mlp in late.mlps] == ["12 of 28 layers", "12 of 28 layers", "16 of 28 layers"]
     sparse = read("qwen3-30b-a3b", decoder_sparse_step=2, mlp_only_layers=[1, 3])
     assert [(mlp.role, mlp.intermediate, mlp.layers) for mlp in sparse.mlps] == [
         ("experts", 768, "22 of 48 layers"), ("dense", 6144, "26 of 48 layers"),
     ]  # fmt: skip
+
+
+def test_noise_in_training_is_said():
+    for name, noise in (("mixtral-8x7b", {"router_jitter_noise": 0.01}), ("phi-3.5-moe", {})):
+        assert any("jitter_noise = 0.01: in training x is multiplied" in note for note in read(name, **noise).notes)
+    assert not any("noise" in note for note in read("mixtral-8x7b").notes)
+
+
+def test_a_model_type_of_experts_may_have_none():
+    for name, none in (("jamba", {"num_experts": 1}), ("granite-4.0-h-tiny", {"num_local_experts": 0})):
+        model = read(name, **none)
+        assert model.router is None
+        assert [mlp.role for mlp in model.mlps] == ["dense"]
 
 
 def test_what_is_left_out_is_said():
@@ -120,6 +146,8 @@ def test_a_field_that_the_model_type_does_not_read_is_said(config, changes, said
 
 def test_quantised_checkpoints_and_dtypes_are_said():
     assert any('quantised ("mxfp4")' in note for note in read("gpt-oss-20b").notes)
+    assert any('recipe = "fp8-block" takes them as they are' in note for note in read("deepseek-v3").notes)
+    assert any('quantised ("fp8")' in note for note in read("kimi-k2").notes)  # it does not say in which blocks
     assert any('torch_dtype is "float32"' in note for note in read("gemma-2-9b").notes)
     assert read("starcoder2-3b").dtype == "fp16"
     assert read("mixtral-8x7b", torch_dtype=None, dtype="float16").dtype == "fp16"
@@ -136,6 +164,9 @@ def test_quantised_checkpoints_and_dtypes_are_said():
         ("llama-4-maverick", {"text_config": CONFIGS["llama-4-maverick"]["text_config"] | {"num_experts_per_tok": 2}},
          "several sigmoid scores"),
         ("minimax-m2", {"scoring_func": "softmax"}, 'scoring_func = "softmax"'),
+        ("minimax-m2", {"model_type": "minimax"}, "give --family minimax_m2"),
+        ("ernie-4.5-21b", {}, "a bias to softmax scores"),
+        ("phi-3.5-moe", {}, "sparsemixer"),
     ],
 )  # fmt: skip
 def test_a_router_that_does_not_fit_says_why(config, changes, why):
@@ -192,7 +223,7 @@ def test_every_family_has_a_config_or_a_likeness():
     """Types that share their reading with one of CONFIGS."""
     alike = {
         "granite", "smollm3", "mistral", "qwen2", "olmo2", "gemma3_text", "glm4", "phi3", "nemotron", "gpt_neox",
-        "olmoe", "qwen3_next", "deepseek_v32", "llama4_text",
+        "olmoe", "qwen3_next", "deepseek_v32", "llama4_text", "granitemoe", "granitemoeshared", "qwen3_vl_moe_text",
     }  # fmt: skip
     assert {config["model_type"] for config in CONFIGS.values()} | alike == set(FAMILIES)
 

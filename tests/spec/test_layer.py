@@ -57,8 +57,8 @@ def problems(*tables, **defaults):
         ),
         (
             {"experts": 12},
-            ["experts = 12: the gradient of the router's weights reads rows of experts, which must be multiples of 16 "
-             "bytes; say a multiple of 8"],
+            ["experts = 12: the product that makes the logits has a multiple of 8 columns; say such a number, or "
+             'router = { input = "logits" }, and make them yourself'],
         ),
         (
             {"experts": 12, "bias": True, "router": {"input": "choices"}},

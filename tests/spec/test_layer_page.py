@@ -35,7 +35,7 @@ def test_the_example_is_the_program():
 
 def test_the_declaration_can_be_read(tmp_path):
     table, *_ = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "model.toml").write_text(f"schema = 1\n{table}")
+    (tmp_path / "model.toml").write_text(table)
     layer = parse_file(tmp_path / "model.toml")[0].layer
     assert {**layer.canonical(), "file": ""} == {
         **parse_file(ROOT / "kernel_specs" / "gpt-oss-20b.toml")[0].layer.canonical(), "file": "",

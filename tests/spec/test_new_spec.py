@@ -21,6 +21,7 @@ MLP = ["fc1-fwd", "fc1-infer", "fc2-fwd", "fc2-dgrad", "fc1-dgrad", "fc1-wgrad",
 ROUTER = ["router-topk", "router-topk-bwd"]
 LOSS = ["router-aux-score", "router-aux-score-bwd", "aux-loss", "aux-loss-bwd"]
 PERMUTATION = ["index", "permute", "unpermute", "unpermute-bwd", "permute-bwd"]
+OTHER_ROUTERS = ("deepseek-v2", "ernie-4.5-21b", "phi-3.5-moe")  # router-topk does not compute them
 CHOSEN = ("tile", "cluster", "mainloop", "schedule", "file", "summary")  # what a spec for a model leaves to the library
 
 
@@ -48,11 +49,11 @@ def test_every_model_gives_a_file_that_can_be_read(name):
     prefixes = {"experts": "", "shared": "shared-", "dense": "" if roles == ["dense"] else "dense-"}
     wanted = {prefixes[role] + kernel for role in roles for kernel in MLP}
     if "experts" in roles:
-        router = [] if name == "deepseek-v2" else ROUTER
-        loss = LOSS if name not in ("deepseek-v2", "glm-4.5", "llama-4-maverick", "minimax-m2") else []
+        router = [] if name in OTHER_ROUTERS else ROUTER
+        loss = LOSS if name not in (*OTHER_ROUTERS, "glm-4.5", "llama-4-maverick", "minimax-m2") else []
         wanted |= {*router, *loss, *PERMUTATION}
     assert set(kernels) == wanted
-    assert ("Left out" in text) == (name == "deepseek-v2")
+    assert ("Left out" in text) == (name in OTHER_ROUTERS)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,8 @@ def test_hostile_words_stay_in_comments():
     assert all(line.isprintable() for line in text.splitlines())
 
 
-SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192}
+SHARED = {"deepseek-v3": 2048, "deepseek-v2": 3072, "glm-4.5": 1536, "kimi-k2": 2048, "llama-4-maverick": 8192,
+          "granite-4.0-h-tiny": 1024, "ernie-4.5-21b": 3072}  # fmt: skip
 LAYERS = {
     "gpt-oss-20b": {"bias": True, "aux_loss": True},
     "gpt-oss-120b": {"bias": True, "aux_loss": True},
@@ -167,7 +169,13 @@ LAYERS = {
     "qwen2-57b-a14b": {"pre_softmax": True, "aux_loss": True},
     "deepseek-v3": {"score_function": "sigmoid", "expert_bias": True, "num_groups": 8, "group_topk": 4,
                     "scaling_factor": 2.5},
+    "qwen1.5-moe-a2.7b": {"input": "logits", "pre_softmax": True, "aux_loss": True},
+    "granite-4.0-h-tiny": {"aux_loss": True},
+    "jamba": {"pre_softmax": True, "aux_loss": True},
+    "minimax-text-01": {"aux_loss": True},
     "deepseek-v2": {"input": "choices"},
+    "ernie-4.5-21b": {"input": "choices"},
+    "phi-3.5-moe": {"input": "choices"},
     "glm-4.5": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "kimi-k2": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.827},
     "minimax-m2": {"score_function": "sigmoid", "expert_bias": True},
@@ -226,6 +234,7 @@ def test_the_layer_of_one_rank_takes_the_rows_of_an_exchange():
     assert set(layers) == {"moe", "shared", "dense"}
     assert {"router-topk", "router-topk-bwd"} <= set(kernels_of(text))
     assert "permute" not in kernels_of(text)
+    assert "a layer of all experts with ranks = 32 has its own" in text.replace("\n#  ", "")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +242,6 @@ def test_the_layer_of_one_rank_takes_the_rows_of_an_exchange():
     [
         ({"torch_dtype": "float16"}, 'must be "f32" or "bf16"'),
         ({"hidden_act": "xielu"}, "is no activation of a gated MLP"),
-        ({"num_local_experts": 12}, "say a multiple of 8"),
     ],
 )
 def test_where_no_layer_fits_there_are_kernels(change, why):
@@ -242,6 +250,16 @@ def test_where_no_layer_fits_there_are_kernels(change, why):
     assert re.search("^# Left out: moe ", text, re.MULTILINE)
     assert layers_of(text) == {}
     assert {"index", "fc2-fwd"} <= set(kernels_of(text))
+
+
+def test_a_layer_of_other_than_eights_of_experts_takes_logits():
+    for training in (True, False):
+        text = text_of("qwen1.5-moe-a2.7b", kernels=False, training=training)
+        assert layers_of(text)["moe"].router["input"] == "logits"
+        assert "logits[T, X], x . Wr^T. These are left to you" in text.replace("\n#  ", "")
+    biased = text_of(CONFIGS["gpt-oss-20b"] | {"num_local_experts": 12}, kernels=False, training=False)
+    assert layers_of(biased)["moe"].router["bias"] is False
+    assert "logits[T, X], x . Wr^T + b." in biased.replace("\n#  ", "")
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b"])

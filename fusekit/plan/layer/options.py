@@ -185,10 +185,12 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
             rule = "the gradient of b2 reads rows of a rank's experts, which must be multiples of 16 bytes"
             yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
-        if options.experts % 8 and (options.router["input"] == X or options.bias):
-            of = "the router's weights" if options.router["input"] == X else "b2"
-            rule = f"the gradient of {of} reads rows of experts, which must be multiples of 16 bytes"
-            yield "experts", options.experts, f"{rule}; say a multiple of 8"
+        if options.experts % 8 and options.bias and options.keep != NONE:
+            rule = "the gradient of b2 reads rows of experts, which must be multiples of 16 bytes; say a multiple of 8"
+            yield "experts", options.experts, rule
+        elif options.experts % 8 and options.router["input"] == X:
+            rule = "the product that makes the logits has a multiple of 8 columns; say such a number"
+            yield "experts", options.experts, f'{rule}, or router = {{ input = "logits" }}, and make them yourself'
         if options.router["input"] != X and options.router["weight_dtype"] == F32:
             rule = f"with input = \"{options.router['input']}\" the router's weights are not the layer's; leave it out"
             yield "router.weight_dtype", options.router["weight_dtype"], rule

@@ -54,12 +54,14 @@ def stored_options(name: str, specs: Mapping[str, Mapping[str, Any]]) -> Options
 
 
 def check_table(said: Mapping[str, Any]) -> Options:
-    """The options of a stored table, each of its type. Raises TypeError for one of other keys, as another version of
-    fusekit writes it, ValueError for a value that no spec file can have.
+    """The options of a stored table, each of its type. Raises TypeError for one of other keys or of another activation,
+    as another version of fusekit writes it, ValueError for a value that no spec file can have.
     """
     options = Options(**said)
     for key, value in _odd(options):
         raise ValueError(f"{key} = {repr(value)[:80]}")
+    if (name := options.activation["kind"]) not in kinds():
+        raise TypeError(f"activation.kind = {name!r}")
     if differ := set(options.router) ^ ({key.name for key in ROUTER_KEYS} if options.kind == MOE else set()):
         raise TypeError(f"router: {', '.join(sorted(differ))}")
     for key, value in _odd_router(options.router):
@@ -78,7 +80,7 @@ def _odd(options: Options) -> Iterator[tuple[str, Any]]:
         if not fits or (field.name in _CHOICES and value not in _CHOICES[field.name]):
             yield field.name, value
     name = options.activation.get("kind") if isinstance(options.activation, Mapping) else None
-    if not isinstance(name, str) or name not in kinds():
+    if not isinstance(name, str):
         yield "activation.kind", name
     for key, value in options.activation.items():
         if not (key == "kind" or _is_number(value) or isinstance(value, (str, type(None)))):
@@ -112,7 +114,7 @@ def _options(full_name: str, name: str, said: Mapping[str, Any]) -> Options:
             raise ValueError(f"{key} = {value!r}: {rule}")
     except TypeError as error:
         raise IntegrityError(
-            f"{full_name}: its layer has other keys than this version of fusekit knows: {error}; build {name} again"
+            f"{full_name}: its layer is not one that this version of fusekit knows: {error}; build {name} again with it"
         ) from error
     except ValueError as error:
         raise IntegrityError(f"{full_name}: its layer has {error}; no layer has that; build {name} again") from error
