@@ -26,7 +26,7 @@ from fusekit.spec.extern import EXTERN_ARCHES
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
 _OF_NO_CUBIN = frozenset({
     "gpu-arch", "keep-cubin", "keep-ptx", "keep-sass", "nvdisasm-options", "dump-dir", "enable-tvm-ffi", "host-target",
-    "remark-filter", "remark-output",
+    "remark-filter", "remark-output", "generate-line-info",
 })  # fmt: skip
 _OF_THE_CUBIN = frozenset({"opt-level", "ptxas-options", "enable-assertions", "enable-pyir"})
 _KNOWN_MODULES = frozenset({"cutlass", "cuda"}) | sys.stdlib_module_names
@@ -208,7 +208,7 @@ def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
     told: dict[str, dict[str, Any]] = {}
     for leaf in leaves(function, args, kwargs):
         if leaf.kind == TENSOR:
-            shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.fake.shape]
+            shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.shape]
             told[leaf.name] = {"role": "inout", "shape": shape}
         elif leaf.kind == POINTER:
             told[leaf.name] = {"role": "inout", "shape": [f"{leaf.name}_elements"]}

@@ -29,7 +29,7 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
-from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
+from fusekit.compiler.leaves import BIT, FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
@@ -217,7 +217,10 @@ class _Reading:
             if leaf.kind == FLOAT:
                 raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")
             return HostInteger(self._expr(told["value"]), leaf.dtype), None
-        return HostScalar(name), ScalarArgument(name, "f32" if leaf.kind == FLOAT else "i32", told.get("default"))
+        bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
+        bounds |= {key: told[key] for key in ("minimum", "maximum", "divisor") if key in told}
+        dtype = "f32" if leaf.kind == FLOAT else "i32"
+        return HostScalar(name), ScalarArgument(name, dtype, told.get("default"), **bounds)
 
     def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:
         if leaf.kind not in (TENSOR, POINTER):
@@ -240,7 +243,7 @@ class _Reading:
         rules = told.get("strides", [FREE] * leaf.rank)
         if len(rules) != leaf.rank:
             raise BuildError(f"arguments.{leaf.name}.strides has {len(rules)} entries; {leaf}")
-        contiguous = next((mode for mode, stride in enumerate(fake.stride) if stride == 1), -1)
+        contiguous = leaf.contiguous
         extents: list[Expr] = []
         hosts: list[Expr] = []
         for mode, (said, symbol) in enumerate(zip(shape, fake.shape, strict=True)):
