@@ -86,6 +86,11 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     return found
 
 
+def is_extent(leaf: Leaf, others: Sequence[Leaf]) -> bool:
+    """Whether the trace has one symbol for an integer and for an extent of one of the tensors among `others`."""
+    return any(leaf.fake is extent for other in others if other.kind == TENSOR for extent in other.fake.shape)
+
+
 def host_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     """What of a host function has its signature: itself, or the method that calling an object calls."""
     if inspect.isfunction(function) or inspect.ismethod(function):
@@ -110,6 +115,8 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, STREAM, "", value)
     elif kind == "Boolean" or isinstance(value, bool):
         yield Leaf(name, INTEGER, BIT, value)
+    elif kind == "SymInt":
+        yield Leaf(name, INTEGER, f"i{value.width}", value)
     elif kind in _INTEGERS or isinstance(value, int):
         yield Leaf(name, INTEGER, _INTEGERS.get(kind, "i32"), value)
     elif kind == "Float32" or isinstance(value, float):

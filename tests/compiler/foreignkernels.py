@@ -193,3 +193,15 @@ def volumes():
     strides = (*(cute.sym_int64() for _ in range(5)), 1)
     y = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
     return volume, (y, cutlass.Int32(1), cutlass.Int32(1), cutlass.Int32(1), CUstream(0))
+
+
+@cute.jit
+def some_of(y: cute.Tensor, sizes: tuple, stream: CUstream):
+    fill_kernel(y, y.iterator, sizes[0]).launch(grid=[sizes[1], 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def sized():
+    """An integer that is an extent of a tensor, and one that is not."""
+    n = cute.sym_int64(divisibility=4)
+    y = make_fake_tensor(cutlass.Float32, (n,), (1,), assumed_align=4)
+    return some_of, (y, (n, cute.sym_int()), CUstream(0))

@@ -60,6 +60,11 @@ def copies(x: cute.Tensor, n: cutlass.Constexpr, scale: cutlass.Float32):
     rows.SquareSum(n)
 
 
+@cute.jit
+def sizes(x: cute.Tensor, size: cutlass.Int64):
+    pass
+
+
 # -- values
 
 
@@ -351,6 +356,14 @@ def test_line_information_is_left_out_and_changes_no_instruction(tmp_path):
 def test_4_bit_codes_of_fixed_extents_are_counted_in_bytes():
     call = fakes.write(copies, (TENSORS["4 bits"], 1, cutlass.Float32(1)), {})
     assert _arguments(call)["x"]["shape"] == ["s0", 32]
+
+
+def test_a_symbol_as_an_integer_is_captured_where_it_is_an_extent():
+    n, other = cute.sym_int64(), cute.sym_int64()
+    y = make_fake_tensor(cutlass.Float32, (n,), (1,))
+    assert list(_arguments(fakes.write(sizes, (y, n), {}))) == ["x"]
+    with pytest.raises(BuildError, match="size is a 64-bit integer, which a launch cannot take"):
+        _arguments(fakes.write(sizes, (y, other), {}))
 
 
 def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate
+from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
 from fusekit.compiler.extern import LIFT_VALUES
 from fusekit.compiler.lift import unify
 from fusekit.errors import BuildError
@@ -149,6 +149,13 @@ def test_bounds_of_an_integer(tmp_path):
     record, _ = compiled(tmp_path, "volumes", VOLUMES + "arguments.a = { minimum = 2, maximum = 8, divisor = 2 }")
     bounds = {each.name: (each.minimum, each.maximum, each.divisor) for each in record.scalars}
     assert (bounds["a"], bounds["b"]) == ((2, 8, 2), (-(2**31), 2**31 - 1, 1))
+
+
+def test_an_integer_that_is_an_extent_is_read_from_the_tensor(tmp_path):
+    record, _ = compiled(tmp_path, "sized", 'arguments.y = { role = "output", shape = ["N"] }')
+    assert [argument.name for argument in record.arguments] == ["y", "sizes_1"]
+    assert record.grid == ("sizes_1", 1, 1)
+    assert ("N", "i64") in [(each.value, each.dtype) for _, each in flat(record.parameters) if hasattr(each, "value")]
 
 
 def test_dims_bounds_defaults_and_names(tmp_path):
