@@ -14,7 +14,7 @@ from fusekit.compiler import build, fakes
 from fusekit.compiler.capture import arch_of, captured, effective_options
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable, member, members
+from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable, is_extent, leaves, member, members
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
 from fusekit.spec.parse import parse_text
@@ -118,6 +118,7 @@ class _Parameters:
         bound = whole.bind(*args, **kwargs)
         bound.apply_defaults()
         runtime = [each for each in whole.parameters.values() if "Constexpr" not in str(each.annotation)]
+        self._leaves = leaves(function, args, kwargs)
         self._signature = whole.replace(parameters=runtime)
         self._templates = {each.name: bound.arguments[each.name] for each in runtime}
 
@@ -134,7 +135,7 @@ class _Parameters:
             for leaf, item in _pairs(name, template, value):
                 if leaf.kind == STREAM:
                     stream = item
-                else:
+                elif not is_extent(leaf, self._leaves):  # a launch reads those from the tensor
                     values.append(item)
         return stream, values
 
@@ -159,6 +160,8 @@ def _plain(value: Any, kernel: Kernel) -> Any:
     from fusekit.runtime.tensors import Slice
 
     kind = type(value).__name__
+    if isinstance(value, bool):
+        return int(value)
     if kind == "_Tensor":
         dtype = RECORDED.get(value.element_type.__name__, value.element_type.__name__)
         return Slice(value.data_ptr, tuple(value.shape), dtype, kernel.device, tuple(value.stride))

@@ -141,6 +141,21 @@ class TensorMap:
             )
 
 
+def encoder_modes(dtype: int, interleave: int, swizzle: int, promotion: int, fill: int) -> dict[str, str]:
+    """The fields dtype, interleave, swizzle, l2_promotion and oob_fill from the numbers that cuTensorMapEncodeTiled
+    takes, in its order. Raises RecordError for one that no launch record has.
+    """
+    names = ("interleave", "swizzle", "l2_promotion", "oob_fill")
+    known = (INTERLEAVES, _SWIZZLES, L2_PROMOTIONS, OOB_FILLS)
+    numbers = (interleave, swizzle, promotion, fill)
+    types = by("number", MAPS)
+    _require(dtype in types, "dtype", dtype, f"one of {', '.join(map(str, types))}")
+    for name, values, number in zip(names, known, numbers, strict=True):
+        _require(0 <= number < len(values), name, number, f"0 to {len(values) - 1}: {', '.join(values)}")
+    found = {name: values[number] for name, values, number in zip(names, known, numbers, strict=True)}
+    return {"dtype": types[dtype], **found}
+
+
 def encode(tensor_map: TensorMap) -> bytes:
     """The 128 bytes as the driver lays them out, with the encoder's bits and the last 64 bytes zero.
 

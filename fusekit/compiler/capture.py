@@ -19,14 +19,14 @@ from typing import Any
 from fusekit.compiler import fakes
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
-from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, leaves
+from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, is_extent, leaves
 from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
 
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
 _OF_NO_CUBIN = frozenset({
     "gpu-arch", "keep-cubin", "keep-ptx", "keep-sass", "nvdisasm-options", "dump-dir", "enable-tvm-ffi", "host-target",
-    "remark-filter", "remark-output",
+    "remark-filter", "remark-output", "generate-line-info",
 })  # fmt: skip
 _OF_THE_CUBIN = frozenset({"opt-level", "ptxas-options", "enable-assertions", "enable-pyir"})
 _KNOWN_MODULES = frozenset({"cutlass", "cuda"}) | sys.stdlib_module_names
@@ -206,13 +206,14 @@ def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
     """The spec's `arguments`: each tensor's role and the names of its extents."""
     function, args, kwargs = fakes.read(call.source, call.params)
     told: dict[str, dict[str, Any]] = {}
-    for leaf in leaves(function, args, kwargs):
+    found = leaves(function, args, kwargs)
+    for leaf in found:
         if leaf.kind == TENSOR:
-            shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.fake.shape]
+            shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.shape]
             told[leaf.name] = {"role": "inout", "shape": shape}
         elif leaf.kind == POINTER:
             told[leaf.name] = {"role": "inout", "shape": [f"{leaf.name}_elements"]}
-        elif leaf.kind == INTEGER and leaf.dtype == "i64":
+        elif leaf.kind == INTEGER and leaf.dtype == "i64" and not is_extent(leaf, found):
             raise BuildError(
                 f"{leaf.name} is a 64-bit integer, which a launch cannot take; make it an Int32, or write a spec with"
                 f" arguments.{leaf.name}.value, the expression that it is"

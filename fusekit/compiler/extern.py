@@ -29,7 +29,7 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
-from fusekit.compiler.leaves import FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, leaves
+from fusekit.compiler.leaves import BIT, FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, is_extent, leaves
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
@@ -149,8 +149,10 @@ class _Reading:
         self._check()
         hosts: list[HostArgument] = []
         arguments: list[Argument] = []
-        for leaf in self._leaves:
-            host, argument = self._argument(leaf)
+        made: dict[int, tuple[HostArgument, Argument | None]] = {}
+        for place in sorted(range(len(self._leaves)), key=lambda place: self._leaves[place].kind == INTEGER):
+            made[place] = self._argument(self._leaves[place])  # integers last: an extent of a tensor may be one
+        for _, (host, argument) in sorted(made.items()):
             hosts.append(host)
             if argument is not None:
                 arguments.append(argument)
@@ -187,6 +189,8 @@ class _Reading:
                 if lacks:
                     missing.append(f"{leaf} lacks {' and '.join(lacks)}")
             elif leaf.kind == INTEGER and leaf.dtype == "i64" and "value" not in told:
+                if is_extent(leaf, self._leaves):
+                    continue
                 missing.append(f"{leaf.name} (a 64-bit integer, which no caller passes) lacks value, an expression")
         if missing:
             raise BuildError(
@@ -217,7 +221,12 @@ class _Reading:
             if leaf.kind == FLOAT:
                 raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")
             return HostInteger(self._expr(told["value"]), leaf.dtype), None
-        return HostScalar(name), ScalarArgument(name, "f32" if leaf.kind == FLOAT else "i32", told.get("default"))
+        if leaf.kind == INTEGER and id(leaf.fake) in self._symbols:
+            return HostInteger(self._symbols[id(leaf.fake)][0], leaf.dtype), None
+        bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
+        bounds |= {key: told[key] for key in ("minimum", "maximum", "divisor") if key in told}
+        dtype = "f32" if leaf.kind == FLOAT else "i32"
+        return HostScalar(name), ScalarArgument(name, dtype, told.get("default"), **bounds)
 
     def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:
         if leaf.kind not in (TENSOR, POINTER):
@@ -240,7 +249,7 @@ class _Reading:
         rules = told.get("strides", [FREE] * leaf.rank)
         if len(rules) != leaf.rank:
             raise BuildError(f"arguments.{leaf.name}.strides has {len(rules)} entries; {leaf}")
-        contiguous = next((mode for mode, stride in enumerate(fake.stride) if stride == 1), -1)
+        contiguous = leaf.contiguous
         extents: list[Expr] = []
         hosts: list[Expr] = []
         for mode, (said, symbol) in enumerate(zip(shape, fake.shape, strict=True)):

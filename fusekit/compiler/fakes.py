@@ -12,6 +12,7 @@ An argument is a number, a string or a truth value as it is, or a table: a tenso
 `{ tensor = "BFloat16", shape = ["s0", 4096], stride = ["s1", 1], align = 16 }`, `{ number = "Float32", value = 1.0 }`,
 `{ pointer = "Float32", align = 4 }`, `{ float = "-inf" }`, `{ stream = true }`, `{ none = true }`,
 `{ name = "module:name" }` for a class, a function or the member of an enumeration,
+`{ lambda = "lambda x: x + 1", module = "module" }` with the names of that module,
 `{ object = "module:class", state = { .. } }`, and `tuple`, `list`, `dict` of such.
 """
 
@@ -25,8 +26,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+from fusekit.compiler import lambdas
 from fusekit.compiler.intercept import Traced
 from fusekit.errors import BuildError
 
@@ -65,8 +68,8 @@ class Writer:
             return {"list": [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]}
         if isinstance(value, dict):
             return {"dict": [[self.value(key, where), self.value(value[key], f"{where}[{key!r}]")] for key in value]}
-        if isinstance(value, type) or inspect.isfunction(value):
-            return {"name": self._importable(value, where)}
+        if isinstance(value, type) or inspect.isfunction(value) or isinstance(_owner(value), ModuleType):
+            return self._lambda(value, where) or {"name": self._importable(value, where)}
         return self._of_the_dsl(value, where) or self.object(value, where)
 
     def object(self, value: Any, where: str) -> dict[str, Any]:
@@ -90,6 +93,14 @@ class Writer:
         state = {at: self.value(item, f"{where}.{at}") for at, item in vars(value).items()}
         self._inside.pop()
         return {"object": name, "state": state}
+
+    def _lambda(self, value: Any, where: str) -> dict[str, Any] | None:
+        """A lambda that its text and its module make again, in another process too."""
+        text = lambdas.text_of(value) if inspect.isfunction(value) and value.__module__ != "__main__" else None
+        if text is None:
+            return None
+        self.modules.add(value.__module__)
+        return {"lambda": text, "module": value.__module__}
 
     def _of_the_dsl(self, value: Any, where: str) -> dict[str, Any] | None:
         import cutlass
@@ -124,6 +135,7 @@ class Writer:
         """A tensor with an address, by its layout: an extent that is dynamic there is a symbol of its own."""
         from cutlass._mlir import ir
 
+        tensor.__c_pointers__()  # only with the descriptor does the DSL make the divisors of the strides
         with ir.Context(), ir.Location.unknown():
             text = str(tensor.mlir_type)
         found = re.search(r'"\(([^()]*)\):\(([^()]*)\)"', text)
@@ -212,6 +224,9 @@ class Reader:
             object.__setattr__(instance, name, self.value(item))
         return instance
 
+    def function(self, data: Mapping[str, Any]) -> Any:
+        return lambdas.made(data["lambda"], vars(_module(data["module"])))
+
     def stream(self, data: Mapping[str, Any]) -> Any:
         from cuda.bindings.driver import CUstream
 
@@ -235,6 +250,7 @@ _MAKERS: dict[str, Callable[[Reader, Mapping[str, Any]], Any]] = {
     "symbol": lambda reader, data: reader.symbols[data["symbol"]],
     "none": lambda reader, data: None,
     "name": lambda reader, data: resolve(data["name"]),
+    "lambda": Reader.function,
     "tuple": lambda reader, data: tuple(reader.values(data["tuple"])),
     "list": lambda reader, data: reader.values(data["list"]),
     "dict": lambda reader, data: {reader.value(key): reader.value(item) for key, item in data["dict"]},
@@ -330,13 +346,20 @@ def importable(value: Any, where: str) -> str:
 def resolve(name: str) -> Any:
     """The object called `module:name`. Raises BuildError where there is none."""
     module, _, path = name.partition(":")
+    found = _module(module)
     try:
-        found = sys.modules.get(module) or import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         raise BuildError(f"{name} cannot be imported ({error}); put its module on Python's path") from error
     return found
+
+
+def _module(name: str) -> Any:
+    try:
+        return sys.modules.get(name) or import_module(name)
+    except (ImportError, AttributeError) as error:
+        raise BuildError(f"{name} cannot be imported ({error}); put its module on Python's path") from error
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -378,6 +401,11 @@ def _memory(data: Mapping[str, Any]) -> Any:
     from cutlass import cute
 
     return getattr(cute.AddressSpace, data.get("memory", _GENERIC))
+
+
+def _owner(value: Any) -> Any:
+    """What a function in C belongs to: its module, or the object of a bound method."""
+    return value.__self__ if inspect.isbuiltin(value) else None
 
 
 def _said(value: Any) -> str:

@@ -1,9 +1,10 @@
 """What a foreign kernel is made from, as key fields: distributions, their files, the module that holds the source.
 
 Nothing of it is imported or run. Of a source in an installed distribution every file of that distribution counts. Of
-another module (a file of the user's, a provider of fusekit's) the file counts and every module that it imports from its
-own top package or folder; of the distributions that those import, every file where the distribution builds on the CuTe
-DSL, else the version. `distributions` of the spec names those that no import statement shows.
+another module (a file of the user's, a provider of fusekit's) the file counts and every module that it imports and that
+belongs to no distribution, wherever on Python's path; of the distributions that those import, every file where the
+distribution builds on the CuTe DSL, else the version. `distributions` of the spec names those that no import statement
+shows.
 """
 
 from __future__ import annotations
@@ -175,15 +176,22 @@ def _version(name: str) -> str:
 
 
 def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str, str], frozenset[str]]:
-    """(path -> digest, other top-level packages) of a module and of what it imports from its own package or folder.
+    """(path -> digest, top-level packages of distributions and absent ones) of a module and of all that it imports.
 
     owners: of a top-level package, the distributions that have it.
     """
     top = module.partition(".")[0]
-    root = _root(top, module)
+    roots: dict[str, Path | None] = {top: _root(top)}
+    if roots[top] is None:
+        raise BuildError(
+            f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
+            " from the folder that it is in"
+        )
     pending, digests, others = [module], dict[str, str](), set[str]()
     while pending:
         name = pending.pop()
+        root = roots[name.partition(".")[0]]
+        assert root is not None
         for path in _files(root, name):
             label = path.relative_to(root).as_posix()
             if label in digests:
@@ -194,18 +202,23 @@ def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str
                 continue
             for found in _imports(data, path, root):
                 first = found.partition(".")[0]
-                if first == top or (top not in _OWN and _files(root, first) and not owners(first)):
-                    # Of fusekit the providers alone: its compiler is in every key.
-                    pending += [found] if top not in _OWN or found.startswith("fusekit.providers") else []
-                elif first not in sys.stdlib_module_names:
+                if first != top and (first in _OWN or first in sys.stdlib_module_names or owners(first)):
+                    others |= {first} - sys.stdlib_module_names
+                    continue
+                if first not in roots:
+                    roots[first] = _root(first)
+                if roots[first] is None:
                     others.add(first)
+                elif first not in _OWN or found.startswith("fusekit.providers"):
+                    # Of fusekit the providers alone: its compiler is in every key.
+                    pending.append(found)
     if not digests:
-        raise BuildError(f"source {module}: there is no such module below {root}; mend the source")
+        raise BuildError(f"source {module}: there is no such module below {roots[top]}; mend the source")
     return digests, frozenset(others)
 
 
-def _root(top: str, module: str) -> Path:
-    """The folder that the top-level package or module lies in."""
+def _root(top: str) -> Path | None:
+    """The folder that the top-level package or module lies in; None where there is none."""
     found = machinery.PathFinder.find_spec(top, search_path())
     if found is None:
         found = importlib.util.find_spec(top)  # of an editable installation; runs nothing of a top-level package
@@ -213,10 +226,7 @@ def _root(top: str, module: str) -> Path:
         return Path(next(iter(found.submodule_search_locations))).parent
     if found is not None and found.origin is not None and Path(found.origin).is_file():
         return Path(found.origin).parent
-    raise BuildError(
-        f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
-        " from the folder that it is in"
-    )
+    return None
 
 
 def _files(root: Path, module: str) -> list[Path]:

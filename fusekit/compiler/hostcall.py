@@ -21,6 +21,7 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
+from fusekit.compiler.leaves import codes_in_one
 from fusekit.compiler.samples import ArgumentSet
 from fusekit.errors import BuildError, ProofError
 
@@ -37,8 +38,7 @@ def check_plan(plan: TracePlan) -> None:
         if not isinstance(host, HostTensor):
             continue
         tensor = tensor_of(plan.signature, host.argument)
-        packed = 2 if tensor.dtype == "e2m1x2" else 1
-        if packed * fake.element_type.width != 8 * tensor.itemsize:
+        if codes_in_one(fake) * fake.element_type.width != 8 * tensor.itemsize:
             raise BuildError(
                 f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
             )
@@ -84,7 +84,7 @@ def _bytes(signature: Signature, fake: Any, host: HostArgument, arguments: Argum
             return struct.pack("<f", arguments.floats[host.argument])
         return struct.pack("<i", arguments.values[host.argument])
     if isinstance(host, HostInteger):
-        return struct.pack("<i" if host.dtype == "i32" else "<q", evaluate(host.value, arguments.values))
+        return struct.pack("<q" if host.dtype == "i64" else "<i", evaluate(host.value, arguments.values))
     return struct.pack("<Q", arguments.stream)
 
 

@@ -17,17 +17,19 @@ from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
 TENSOR, POINTER, INTEGER, FLOAT, STREAM = "tensor", "pointer", "integer", "float", "stream"
+BIT = "i1"  # the type of a truth value, which is an integer of one bit
 # The DSL's name of a type -> the record's; one that no tensor of a record has is seen as unsigned bits.
 _BITS = {DTYPES[name].bits: name for name in ARGUMENTS if DTYPES[name].kind == UNSIGNED}
 RECORDED = {row.cutlass: row.name if row.argument else _BITS[row.bits] for row in ROWS if row.framework}
+RECORDED |= {DTYPES["tf32"].cutlass: "f32", "Int4": "u8"}  # float32 of which less is read; two codes in a byte
 # Of a number by value.
 _INTEGERS = {row.cutlass: f"i{row.bits}" for row in ROWS if row.kind in (SIGNED, UNSIGNED) and row.bits in (32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One run-time argument. kind: tensor, pointer, integer, float or stream; dtype: the record's; fake: what the trace
-    is given for it.
+    """One run-time argument. kind: tensor, pointer, integer, float or stream; dtype: the record's, or i1; fake: what
+    the trace is given for it.
     """
 
     name: str
@@ -42,7 +44,20 @@ class Leaf:
     @property
     def packed(self) -> int:
         """Elements in one of the record's."""
-        return DTYPES[self.dtype].packed
+        return codes_in_one(self.fake)
+
+    @property
+    def contiguous(self) -> int:
+        """Of a tensor the mode whose elements follow upon one another; -1: none."""
+        return next((mode for mode, stride in enumerate(self.fake.stride) if stride == 1), -1)
+
+    @property
+    def shape(self) -> list[Any]:
+        """Of a tensor the extents: those that the trace fixes as the record counts them, and the symbols of others."""
+        return [
+            extent // (self.packed if mode == self.contiguous else 1) if isinstance(extent, int) else extent
+            for mode, extent in enumerate(self.fake.shape)
+        ]
 
     def __str__(self) -> str:
         if self.kind == TENSOR:
@@ -71,6 +86,11 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     return found
 
 
+def is_extent(leaf: Leaf, others: Sequence[Leaf]) -> bool:
+    """Whether the trace has one symbol for an integer and for an extent of one of the tensors among `others`."""
+    return any(leaf.fake is extent for other in others if other.kind == TENSOR for extent in other.fake.shape)
+
+
 def host_callable(function: Callable[..., Any]) -> Callable[..., Any]:
     """What of a host function has its signature: itself, or the method that calling an object calls."""
     if inspect.isfunction(function) or inspect.ismethod(function):
@@ -84,7 +104,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
     """The run-time arguments in one parameter of the host function."""
     kind = type(value).__name__
     parts = members(value)
-    if value is None or isinstance(value, bool | str | enum.Enum | type):
+    if value is None or isinstance(value, str | enum.Enum | type):
         return  # compiled away, or into the code
     if hasattr(value, "_assumed_align") and hasattr(value, "element_type") and hasattr(value, "shape"):
         yield Leaf(name, TENSOR, _dtype(name, value.element_type), value)
@@ -93,6 +113,10 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
             yield from flat(f"{name}_{part}", member(value, part))
     elif kind == "CUstream" or "FakeStream" in kind:
         yield Leaf(name, STREAM, "", value)
+    elif kind == "Boolean" or isinstance(value, bool):
+        yield Leaf(name, INTEGER, BIT, value)
+    elif kind == "SymInt":
+        yield Leaf(name, INTEGER, f"i{value.width}", value)
     elif kind in _INTEGERS or isinstance(value, int):
         yield Leaf(name, INTEGER, _INTEGERS.get(kind, "i32"), value)
     elif kind == "Float32" or isinstance(value, float):
@@ -120,6 +144,11 @@ def members(value: Any) -> Sequence[str | int] | None:
 def member(value: Any, part: str | int) -> Any:
     """One of the `members` of a value."""
     return value[part] if isinstance(part, int) else getattr(value, part)
+
+
+def codes_in_one(tensor: Any) -> int:
+    """How many elements of a traced tensor one of the record's holds: two codes of 4 bits lie in a byte."""
+    return 2 if tensor.element_type.width == 4 else 1
 
 
 def _dtype(name: str, element: Any) -> str:

@@ -64,13 +64,7 @@ def _leaf(leaf: Any, symbols: dict[int, str]) -> dict[str, Any]:
     told = {"name": leaf.name, "kind": leaf.kind, "dtype": leaf.dtype}
     if leaf.kind != "tensor":
         return told
-    contiguous = next((mode for mode, stride in enumerate(leaf.fake.stride) if stride == 1), -1)
-    shape: list[Any] = []
-    for mode, extent in enumerate(leaf.fake.shape):
-        if isinstance(extent, int):
-            shape.append(extent // (leaf.packed if mode == contiguous else 1))
-        else:
-            shape.append(symbols.setdefault(id(extent), f"D{len(symbols)}"))
+    shape = [each if isinstance(each, int) else symbols.setdefault(id(each), f"D{len(symbols)}") for each in leaf.shape]
     steps = [None if isinstance(each, int) else each.divisibility for each in leaf.fake.stride]
     return {**told, "shape": shape, "steps": steps, "align": leaf.fake._assumed_align}
 

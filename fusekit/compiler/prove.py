@@ -11,6 +11,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, RecordError, TensorMapParameter
@@ -18,7 +19,7 @@ from fusekit.abi.expr import evaluate
 from fusekit.abi.parameters import Parameter, Scalar, StructParameter
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode, encode_raw
 from fusekit.compiler.hostcall import check_plan, pack
-from fusekit.compiler.hostfunction import TracePlan
+from fusekit.compiler.hostfunction import HostStream, TracePlan
 from fusekit.compiler.recorder import HostFunction, RecordedLaunch
 from fusekit.compiler.samples import ArgumentSet, argument_sets, expected_map
 from fusekit.errors import ProofError
@@ -48,6 +49,8 @@ def prove(
     check_plan(plan)
     digest = hashlib.sha256()
     sets = argument_sets(record, seed, launches)
+    if not any(isinstance(host_argument, HostStream) for host_argument in plan.host_arguments):
+        sets = [replace(each, stream=0) for each in sets]  # the default one, in whose place a launcher's takes
     steps = record.launches
     for arguments in sets:
         recorded = host.call(pack(plan, arguments), arguments.values["sm_count"])

@@ -1,6 +1,6 @@
 """Runs the DSL's compiled host function on the CPU and records the launches that it asks for.
 
-The DSL compiles the host function to an object file that leaves eight CUDA entry points undefined. Here they are Python
+The DSL compiles the host function to an object file that leaves CUDA entry points undefined. Here they are Python
 callbacks: the object is linked against them by LLVM's MCJIT, the host function is called with made-up addresses, and
 what it hands to the launch is copied out. No GPU, driver or C compiler takes part, and no address is ever read through.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.abi.tensormap import TensorMap, encode, encoder_modes
 from fusekit.compiler import elf
 from fusekit.errors import BuildError, ToolchainError
 
@@ -157,6 +158,8 @@ class HostFunction:
             "_cudaKernelSetAttributeForDevice": (4, self._set_attribute),
             "_cuKernelGetAttribute": (4, self._get_attribute),
             "_cudaLaunchKernelEx": (3, self._launch),
+            "_cuTensorMapEncodeTiled": (12, _encode),
+            "cuda_dialect_assert_success": (1, _assert_success),
         }
         return {name: self._callback(count, function) for name, (count, function) in functions.items()}
 
@@ -240,6 +243,28 @@ def _image_bytes(code: int, cubin_bytes: int) -> int:
     """Bytes of the image at `code`: a fat binary says its own size, anything else is taken for the cubin."""
     magic, header, payload = _FATBIN.unpack(ctypes.string_at(code, _FATBIN.size))
     return header + payload if magic == _FATBIN_MAGIC else cubin_bytes
+
+
+def _encode(out: int, dtype: int, rank: int, address: int, *rest: int) -> None:
+    """As the driver: what it refuses, `encode` refuses in words."""
+    dims, strides, box, steps, *modes = rest
+    rank &= 0xFFFFFFFF
+    arrays = [
+        tuple((kind * count).from_address(at)) if count else ()
+        for kind, count, at in (
+            (ctypes.c_uint64, rank, dims), (ctypes.c_uint64, rank - 1, strides), (ctypes.c_uint32, rank, box),
+            (ctypes.c_uint32, rank, steps),
+        )
+    ]  # fmt: skip
+    told: dict[str, Any] = dict(zip(("dims", "strides", "box", "element_strides"), arrays, strict=True))
+    told |= encoder_modes(*(mode & 0xFFFFFFFF for mode in (dtype, *modes)))
+    made = encode(TensorMap(address=address, **told))
+    ctypes.memmove(out, made, len(made))
+
+
+def _assert_success(error: int) -> None:
+    if error & 0xFFFFFFFF:
+        raise BuildError(f"the DSL's host function stops at CUDA error {error & 0xFFFFFFFF}")
 
 
 def _store_i32(address: int, value: int) -> None:

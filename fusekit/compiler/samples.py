@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusekit.abi import Dim, IntegerParameter, LaunchRecord, RecordError, TensorArgument, TensorMapParameter, flat
 from fusekit.abi.expr import evaluate, evaluate_address
@@ -18,6 +18,7 @@ from fusekit.errors import BuildError
 
 ADDRESS_LIMIT = 2**47
 _ATTEMPTS = 400
+_SMALL = 2**10
 # Padding between the rows of a tensor whose strides are free, in steps of its stride divisor.
 _TIGHT, _ONE_STEP, _RANDOM = 0, 1, -1
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -82,15 +83,27 @@ class _Sampler:
                 extent = max(extent // 2 // dim.divisor * dim.divisor, smallest[dim.name])
 
     def search(self, label: str) -> ArgumentSet:
-        for _ in range(_ATTEMPTS):
-            made = self._attempt(label, {}, self._source.choice((_TIGHT, _RANDOM, _RANDOM)))
+        for attempt in range(_ATTEMPTS):
+            padding = self._source.choice((_TIGHT, _RANDOM, _RANDOM))
+            # Numbers of any size seldom fit together where many are multiplied.
+            fixed = self._small() if attempt >= _ATTEMPTS // 2 else {}
+            made = self._attempt(label, fixed, padding)
             if made is not None:
-                return made
+                return replace(made, edge=False)
         rules = "; ".join(constraint.message for constraint in self._record.constraints) or "none"
         raise BuildError(
             f"launch record: no launchable arguments in {_ATTEMPTS} random tries (constraints: {rules}); widen the dims"
             " or state the rules as divisors"
         )
+
+    def _small(self) -> dict[str, int]:
+        """Small dims and scalars."""
+        found = {}
+        for dim in self._record.dims:
+            step = dim.divisor * _log_uniform(self._source, _SMALL // dim.divisor)
+            found[dim.name] = min(self._smallest[dim.name] + step, _largest(dim))
+        scalars = [each for each in self._record.scalars if each.dtype == "i32" and not each.bounded]
+        return found | {each.name: 1 + _log_uniform(self._source, _SMALL) for each in scalars}
 
     def directed(self) -> Iterator[ArgumentSet]:
         """Both sides of every boundary of the record, as far as they can be launched."""

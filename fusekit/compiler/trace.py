@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import inspect
 import os
 import re
 import time
@@ -130,6 +131,8 @@ def _host_object(compiled: Any) -> bytes:
     for path in (get_prefix_dsl_libs("CUTE_DSL") or "").split(os.pathsep):
         if path:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    # It also writes the signature, pickled, which not every default of an argument can be. Nothing here reads it.
+    compiled.execution_args.signature = inspect.Signature()
     try:
         host_object: bytes = compiled.dump_to_object(_PREFIX)
     except Exception as error:

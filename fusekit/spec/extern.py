@@ -33,13 +33,16 @@ ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "optional": ((bool,), "true where the trace may lack it"),
     "value": ((int, str, list), "an expression: what an integer argument is computed from"),
     "default": ((int, float), "a number: what a scalar is that a launch leaves out"),
+    "minimum": ((int,), "an integer: the least value of an integer argument"),
+    "maximum": ((int,), "an integer: the largest value of an integer argument"),
+    "divisor": ((int,), "an integer that the values of an integer argument are multiples of"),
     "bytes": ((int, str, list), "an expression: the size of a workspace"),
     "zeroed": ((bool,), "true for a workspace that begins as zeros"),
     "doc": ((str,), "what it is, in a line"),
 }
 DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
 
-_SOURCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
 EXTERN_KEYS = (

@@ -6,6 +6,9 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor, make_ptr
+from cutlass.experimental import cuda as driver
+
+DEFAULT = CUstream(0)
 
 
 class Options(NamedTuple):
@@ -104,8 +107,101 @@ class Mapped:
         map_kernel(load).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
 
-def mapped(element, internal=None):
+def mapped(element, internal=None, align=32):
     shape = cute.sym_int(), cute.sym_int(divisibility=128)
     strides = cute.sym_int64(divisibility=128), 1
-    x = make_fake_tensor(getattr(cutlass, element), shape, strides, assumed_align=32)
+    x = make_fake_tensor(getattr(cutlass, element), shape, strides, assumed_align=align)
     return Mapped(internal and getattr(cutlass, internal)), (x, CUstream(0))
+
+
+class Narrow(Mapped):
+    """The rows of its tensor map lie so far apart as a number of 32 bits says."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, rows: cutlass.Int32, stream: CUstream):
+        cpasync = cute.nvgpu.cpasync
+        view = cute.make_tensor(x.iterator, cute.make_layout((rows, 128), stride=(8 * rows * rows, 1)))
+        layout = cute.make_layout((64, 128), stride=(128, 1))
+        load, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, (64, 128))
+        map_kernel(load).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
+
+
+def narrow():
+    x = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=16)
+    return Narrow(None), (x, cutlass.Int32(1), CUstream(0))
+
+
+@cute.kernel
+def encoded_kernel(load: cutlass.GridConstant[driver.TensorMap]):
+    pass
+
+
+@cute.jit
+def encoded_host(x: cute.Tensor, stream: CUstream):
+    rows, columns = x.shape
+    load = driver.create_tensor_map_tiled(
+        global_address=x.iterator.toint(), dtype=cutlass.Float16, global_dims=[columns, rows],
+        global_strides=[columns * 2 // 16], box_dims=[64, 32], swizzle=driver.TensorMapSwizzle.s128b,
+    )  # fmt: skip
+    encoded_kernel(load).launch(grid=(rows // 32, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+def encoded():
+    """A tensor map that host code has the driver encode."""
+    shape = cute.sym_int64(divisibility=32), cute.sym_int64(divisibility=64)
+    return encoded_host, (make_fake_tensor(cutlass.Float16, shape, (shape[1], 1), assumed_align=16), CUstream(0))
+
+
+@cute.jit
+def on_the_default_stream(y: cute.Tensor, wide: bool, stream: CUstream = DEFAULT):
+    blocks = cutlass.Int32(1)
+    if wide:
+        blocks = cute.ceil_div(y.shape[0], 128)
+    fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(grid=[blocks, 1, 1], block=[128, 1, 1])
+
+
+@cute.jit
+def without_stream(y: cute.Tensor, wide: bool):
+    on_the_default_stream(y, wide)
+
+
+def flagged(stream=False):
+    """A truth value that is known at launch alone; `stream`: one is given, and is not launched on."""
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return (on_the_default_stream, (y, True, CUstream(0))) if stream else (without_stream, (y, True))
+
+
+@cute.jit
+def with_defaults(y: cute.Tensor, stream: CUstream = DEFAULT):
+    fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def defaulted():
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return with_defaults, (y, CUstream(0))
+
+
+@cute.jit
+def volume(y: cute.Tensor, a: cutlass.Int32, b: cutlass.Int32, c: cutlass.Int32, stream: CUstream):
+    count = cutlass.Int64(a * b * c)
+    fill_kernel(y, y.iterator, count).launch(grid=[a, b, c], block=[128, 1, 1], stream=stream)
+
+
+def volumes():
+    """Three numbers of which the product has 32 bits, and a tensor of six extents."""
+    shape = tuple(cute.sym_int() for _ in range(6))
+    strides = (*(cute.sym_int64() for _ in range(5)), 1)
+    y = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
+    return volume, (y, cutlass.Int32(1), cutlass.Int32(1), cutlass.Int32(1), CUstream(0))
+
+
+@cute.jit
+def some_of(y: cute.Tensor, sizes: tuple, stream: CUstream):
+    fill_kernel(y, y.iterator, sizes[0]).launch(grid=[sizes[1], 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def sized():
+    """An integer that is an extent of a tensor, and one that is not."""
+    n = cute.sym_int64(divisibility=4)
+    y = make_fake_tensor(cutlass.Float32, (n,), (1,), assumed_align=4)
+    return some_of, (y, (n, cute.sym_int()), CUstream(0))

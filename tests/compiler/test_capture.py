@@ -2,6 +2,7 @@
 
 import enum
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -21,10 +22,13 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not insta
 
 import cutlass
 from cutlass import cute
-from cutlass.base_dsl.compiler import CompileCallable, GPUArch, OptLevel
+from cutlass.base_dsl.compiler import CompileCallable, FrontendNext, GPUArch, OptLevel
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor, make_ptr
 
 from fusekit.compiler import fakes
+from fusekit.compiler.capture import _arguments
+from fusekit.compiler.cubin import kernels
+from tests.compiler.sass import instructions
 from tests.examples.cute import fusion, rows
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,11 @@ def copies(x: cute.Tensor, n: cutlass.Constexpr, scale: cutlass.Float32):
     rows.SquareSum(n)
 
 
+@cute.jit
+def sizes(x: cute.Tensor, size: cutlass.Int64):
+    pass
+
+
 # -- values
 
 
@@ -68,7 +77,7 @@ def there_and_back(value):
 @pytest.mark.parametrize(
     "value",
     [1, -2.5, -0.0, float("-inf"), True, "text", None, (1, (2, "a")), [1, None], {"a": 1, 2: (3,)}, Shape.ROUND,
-     cutlass.BFloat16, rows.SquareSum, Config(128, cutlass.Float16),
+     cutlass.BFloat16, rows.SquareSum, Config(128, cutlass.Float16), operator.add, max,
      {"deep": [Config(1, cutlass.Int8), (Shape.ROUND,)]},
     ],
     ids=str,
@@ -90,6 +99,44 @@ def test_numbers_of_the_dsl_keep_their_type():
     assert [(type(each), each.value) for each in found] == [
         (cutlass.Float32, 0.5), (cutlass.Int64, 7), (cutlass.Boolean, True),
     ]  # fmt: skip
+
+
+def doubling():
+    return lambda x: x * FACTOR
+
+
+def halving():
+    return lambda x, by=2: x / by
+
+
+def within(factor):
+    return lambda x: x * factor
+
+
+FACTOR = 2
+LAMBDAS = (lambda x: x + 1, lambda x: x - 1, lambda *x, y=0: x)
+
+
+def test_a_lambda_comes_back_by_its_text_and_finds_the_names_of_its_module():
+    for function in (doubling(), *LAMBDAS[:2]):
+        found = there_and_back(function)
+        assert found is not function
+        assert found(5) == function(5)
+
+
+def test_a_lambda_keeps_its_place_among_others_in_a_line():
+    assert [there_and_back(each)(5) for each in LAMBDAS[:2]] == [6, 4]
+
+
+@pytest.mark.parametrize("function", [halving(), within(3), LAMBDAS[2]])
+def test_a_lambda_with_more_than_its_text_is_refused(function):
+    with pytest.raises(BuildError, match=r"made inside a function|gives something else"):
+        fakes.Writer().value(function, "it")
+
+
+def test_text_that_is_no_lambda_is_not_run():
+    with pytest.raises(BuildError, match="is no lambda"):
+        fakes.read(f"{__name__}:copies", {"fakes": [{"lambda": "exit()", "module": __name__}]})
 
 
 def facts(tensor):
@@ -117,6 +164,9 @@ TENSORS = {
     "static": from_dlpack(np.zeros((16, 32), np.float32)),
     "dynamic": from_dlpack(np.zeros((16, 32), np.float16), assumed_align=16).mark_layout_dynamic(),
     "compact": from_dlpack(np.zeros((16, 32), np.float32)).mark_compact_shape_dynamic(0, (0, 1), 8),
+    "compact within": from_dlpack(np.zeros((4, 8, 16), np.float16), assumed_align=16)
+    .mark_layout_dynamic()
+    .mark_compact_shape_dynamic(2, (0, 1, 2), 8),
     "transposed": from_dlpack(np.zeros((16, 32), np.int32).T).mark_layout_dynamic(0),
     "32-bit strides": from_dlpack(np.zeros((4, 8, 16), np.int32), use_32bit_stride=True).mark_layout_dynamic(),
     "scalar": from_dlpack(np.zeros((), np.float32)),
@@ -124,8 +174,15 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_as_a_fake_of_the_same_type(name):
-    assert facts(there_and_back(TENSORS[name])) == facts(TENSORS[name])
+def test_a_tensor_comes_back_as_a_fake_of_the_type_that_is_compiled(name):
+    made = facts(there_and_back(TENSORS[name]))
+    TENSORS[name].__c_pointers__() if hasattr(TENSORS[name], "_dltensor_wrapper") else None
+    assert made == facts(TENSORS[name])
+
+
+def test_the_divisor_of_a_compact_extent_is_that_of_the_strides():
+    found = there_and_back(TENSORS["compact within"])
+    assert [each if isinstance(each, int) else each.divisibility for each in found.stride] == [8, 8, 1]
 
 
 def test_an_array_of_a_framework_is_what_the_dsl_makes_of_it():
@@ -165,7 +222,7 @@ class Slots(Slotted):
 
 REFUSED = {
     "slots": (Slots, "more than attributes"),
-    "a closure": (lambda: lambda: 0, "made inside a function"),
+    "a closure": (lambda: within(3), "made inside a function"),
     "a lock": (threading.Lock, "more than attributes"),
     "an open file": (lambda: open(os.devnull), "more than attributes"),  # noqa: SIM115, PTH123
     "itself": (itself, "is inside itself"),
@@ -269,17 +326,44 @@ def test_what_a_spec_cannot_say_is_a_problem_and_is_compiled_all_the_same():
     fake = fusion.arguments()[1][0]
     with fusekit.capture() as found:
         assert compile_here(inside(), fake) is not None
-        compile_here(*flat(rows.arguments(1)), options=ARCH + " --generate-line-info")
+        cute.compile[GPUArch("sm_90a"), FrontendNext](*flat(rows.arguments(1)))
     assert not found.kernels
     first, second = found.problems
     assert "made inside a function" in first
-    assert "generate-line-info" in second
+    assert "which a spec cannot say" in second
     with pytest.raises(SpecError, match=r"no kernel was captured: .*made inside a function"):
         found.toml()
     with fusekit.capture() as nothing:
         pass
     with pytest.raises(SpecError, match="nothing called"):
         nothing.write("nothing.toml")
+
+
+def test_line_information_is_left_out_and_changes_no_instruction(tmp_path):
+    cubins = []
+    with fusekit.capture() as found:
+        for extra in ("", " --generate-line-info"):
+            options = f"{ARCH} --keep-cubin --dump-dir={tmp_path}{extra}"
+            cubins.append(compile_here(*flat(rows.arguments(1)), options=options).artifacts.CUBIN)
+    (kernel,) = found.kernels
+    assert "options" not in kernel.params
+    plain, lined = cubins
+    assert plain != lined
+    (symbol,) = kernels(plain)
+    assert instructions(plain, symbol) == instructions(lined, symbol)
+
+
+def test_4_bit_codes_of_fixed_extents_are_counted_in_bytes():
+    call = fakes.write(copies, (TENSORS["4 bits"], 1, cutlass.Float32(1)), {})
+    assert _arguments(call)["x"]["shape"] == ["s0", 32]
+
+
+def test_a_symbol_as_an_integer_is_captured_where_it_is_an_extent():
+    n, other = cute.sym_int64(), cute.sym_int64()
+    y = make_fake_tensor(cutlass.Float32, (n,), (1,))
+    assert list(_arguments(fakes.write(sizes, (y, n), {}))) == ["x"]
+    with pytest.raises(BuildError, match="size is a 64-bit integer, which a launch cannot take"):
+        _arguments(fakes.write(sizes, (y, other), {}))
 
 
 def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():
@@ -293,7 +377,7 @@ def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():
 def test_problems_stand_in_the_file():
     with fusekit.capture() as found:
         compile_here(*flat(rows.arguments(1)))
-        compile_here(*flat(rows.arguments(1)), options=ARCH + " --generate-line-info")
+        cute.compile[GPUArch("sm_90a"), FrontendNext](*flat(rows.arguments(1)))
     assert "# not captured: SquareSum: " in found.toml()
     assert len(parse_text(found.toml(), "found", "found.toml")) == 1
 

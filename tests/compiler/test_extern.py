@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, TensorArgument
+from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
 from fusekit.compiler.extern import LIFT_VALUES
 from fusekit.compiler.lift import unify
 from fusekit.errors import BuildError
@@ -82,6 +82,80 @@ def test_types_of_tensor_maps(tmp_path, element, internal, dtype):
     # Of 4-bit codes a tensor counts bytes, a tensor map codes.
     columns = ("mul", 2, "N") if dtype.startswith("u4") else "N"
     assert (made.dtype, made.dims, made.box, made.encoding) == (dtype, (columns, "M"), (128, 64), "driver")
+
+
+MAPPED = """
+params = { element = "Float32", align = 4 }
+arguments.x = { role = "input", shape = ["M", "N"] }
+"""
+
+
+def test_a_tensor_map_demands_the_alignment_that_the_trace_does_not_promise(tmp_path):
+    record, _ = compiled(tmp_path, "mapped", MAPPED)
+    assert (record.arguments[0].alignment, record.parameters[0].address) == (16, "x.address")
+
+
+def test_a_stride_of_32_bits_in_a_tensor_map(tmp_path):
+    record, _ = compiled(tmp_path, "narrow", 'arguments.x = { role = "input", shape = ["N"] }')
+    (stride,) = record.parameters[0].strides
+    assert evaluate(stride, {"rows": 5}) == 4 * 8 * 5 * 5
+    assert evaluate(stride, {"rows": 2**15}) == 4 * 8 * 2**30
+
+
+def test_a_tensor_map_that_the_driver_encodes(tmp_path):
+    record, made = compiled(tmp_path, "encoded", 'arguments.x = { role = "input", shape = ["M", "N"] }')
+    (found,) = record.parameters
+    assert (found.dtype, found.dims, found.strides, found.box, found.swizzle, found.encoding) == (
+        "fp16", ("N", "M"), (("mul", 2, "N"),), (64, 32), "128B", "driver",
+    )  # fmt: skip
+    assert record.grid == (("floordiv", "M", 32), 1, 1)
+    assert made.proof["launches"] >= 64
+
+
+FLAGGED = 'arguments.y = { role = "output", shape = ["N"] }\n'
+
+
+def test_a_truth_value_is_a_number_of_0_or_1_and_the_default_stream_is_the_launchers(tmp_path):
+    record, made = compiled(tmp_path, "flagged", FLAGGED)
+    flag = record.arguments[1]
+    assert (flag.name, flag.dtype, flag.minimum, flag.maximum) == ("wide", "i32", 0, 1)
+    assert [evaluate(record.grid[0], {"wide": wide, "N": 300}) for wide in (0, 1)] == [1, 3]
+    assert made.proof["launches"] >= 64
+
+
+def test_a_truth_value_may_be_fixed(tmp_path):
+    record, _ = compiled(tmp_path, "flagged", FLAGGED + "arguments.wide = { value = 1 }")
+    assert [argument.name for argument in record.arguments] == ["y"]
+    assert record.grid[0] == ("ceildiv", "N", 128)
+
+
+def test_a_stream_that_is_given_and_not_launched_on_is_refused(tmp_path):
+    with pytest.raises(BuildError, match="another stream than the one that it is given"):
+        compiled(tmp_path, "flagged", FLAGGED + "params = { stream = true }")
+
+
+def test_a_default_that_no_pickle_holds(tmp_path):
+    assert len(compiled(tmp_path, "defaulted", FLAGGED)[0].launches) == 1
+
+
+VOLUMES = 'arguments.y = { role = "output", shape = ["A", "B", "C", "D", "E", "F"] }\n'
+
+
+def test_many_numbers_that_are_multiplied_are_proved(tmp_path):
+    assert compiled(tmp_path, "volumes", VOLUMES)[1].proof["launches"] >= 64
+
+
+def test_bounds_of_an_integer(tmp_path):
+    record, _ = compiled(tmp_path, "volumes", VOLUMES + "arguments.a = { minimum = 2, maximum = 8, divisor = 2 }")
+    bounds = {each.name: (each.minimum, each.maximum, each.divisor) for each in record.scalars}
+    assert (bounds["a"], bounds["b"]) == ((2, 8, 2), (-(2**31), 2**31 - 1, 1))
+
+
+def test_an_integer_that_is_an_extent_is_read_from_the_tensor(tmp_path):
+    record, _ = compiled(tmp_path, "sized", 'arguments.y = { role = "output", shape = ["N"] }')
+    assert [argument.name for argument in record.arguments] == ["y", "sizes_1"]
+    assert record.grid == ("sizes_1", 1, 1)
+    assert ("N", "i64") in [(each.value, each.dtype) for _, each in flat(record.parameters) if hasattr(each, "value")]
 
 
 def test_dims_bounds_defaults_and_names(tmp_path):

@@ -124,6 +124,20 @@ def test_a_users_module_and_what_it_imports_beside_it(folder):
         (folder / f"{name}.py").write_text(was)
 
 
+def test_modules_of_another_folder_on_the_path_count_too(folder, monkeypatch):
+    other = folder / "elsewhere"
+    (other / "shared").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(other))
+    (folder / "mine.py").write_text("from shared import deep\ndef f(): ...\n")
+    (other / "shared" / "__init__.py").write_text("")
+    (other / "shared" / "deep.py").write_text("")
+    before = Foreign().fields(spec_of("mine:f"))
+    assert set(before) == {f"foreign.module.{name}" for name in ("mine.py", "shared/__init__.py", "shared/deep.py")}
+    (other / "shared" / "deep.py").write_text("# changed\n")
+    assert differing(before, Foreign().fields(spec_of("mine:f"))) == ["foreign.module.shared/deep.py"]
+    assert Foreign().behind("mine", "shared.deep") == []
+
+
 def test_a_users_package_follows_relative_imports(folder):
     package = folder / "pack"
     (package / "inner").mkdir(parents=True)

@@ -24,6 +24,7 @@ from tests.runtime.samples import Torchlike
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 import cutlass
+import foreignkernels
 import hostfunctions
 from cuda.bindings.driver import CUstream
 from cutlass import cute
@@ -132,6 +133,24 @@ def test_a_launch_takes_the_arguments_of_the_host_function(launched, how):
     assert struct.unpack("<i", first.parameters[1])[0] == 7
     assert struct.unpack_from("<Q", second.parameters[0])[0] == B.address
     assert struct.unpack("<f", second.parameters[1])[0] == 0.5
+
+
+def test_an_integer_that_is_an_extent_is_given_as_to_the_dsl(launched):
+    function, given = foreignkernels.sized()
+    compiled = fusekit.compile(function, *given, options=ARCH)
+    fake = launched(compiled)
+    compiled(A, (64, 3), 5)
+    assert (fake.launches[0].grid, fake.launches[0].stream) == ((3, 1, 1), 5)
+
+
+def test_a_truth_value_is_given_as_to_the_dsl(launched):
+    function, given = foreignkernels.flagged()
+    compiled = fusekit.compile(function, *given, options=ARCH)
+    fake = launched(compiled)
+    long = Torchlike((300,), "torch.float32", 0x1000_0000)
+    compiled(long, False)
+    compiled(long, True)
+    assert [each.grid[0] for each in fake.launches] == [1, 3]
 
 
 def test_tensors_may_overlap_as_with_the_dsl(launched):

@@ -127,7 +127,7 @@ class Lowering:
             raise BuildError(f"host code: a number is made of {bits.args[0]}, of which a launch record makes none")
         term = self._arguments[bits.args[0]]
         bound = 1 << bits.width - 1
-        if bits.width < 64 and not (-bound <= term.low and term.high < bound):
+        if 1 < bits.width < 64 and not (-bound <= term.low and term.high < bound):
             return self.guard(term, -bound, bound - 1)
         return term
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusekit.compiler.hostcode import loops
+from fusekit.compiler.hostcode import encoded, loops
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
 from fusekit.compiler.hostcode.program import EXIT, Function, Instruction, functions
@@ -29,6 +29,8 @@ _ARITHMETIC = frozenset({
 _FLOAT_CASTS = frozenset({"sitofp", "uitofp", "fptosi", "fptoui", "fptrunc", "fpext", "fneg", "fcmp"})
 _SAME = frozenset({"ptrtoint", "inttoptr", "addrspacecast", "bitcast", "freeze"})
 _ASKING = frozenset({"_cudaGetDevice", "_cudaDeviceGetAttribute", "_cuKernelGetAttribute"})
+# No launch depends on a message, nor on whether a call that is known to succeed did.
+_HARMLESS = frozenset({"printf", "cuda_dialect_assert_success"})
 _NOTHING = frozenset({"intr.assume", "intr.lifetime.start", "intr.lifetime.end"})
 
 
@@ -354,20 +356,32 @@ class Run:
             memory.clear()
             memory.update(ending.memory)
             return ending.values[0] if ending.values else None
-        if name == "printf":  # no launch depends on a message
+        if name in _HARMLESS:
+            return self.graph.const(0, 32)
+        copied = {number: dict(cells) for number, cells in memory.items()}
+        called = Call(name, operands, copied, instruction)
+        if name == encoded.ENCODE:
+            self._encode(called, memory)
             return self.graph.const(0, 32)
         if machine.conditions:
             raise BuildError(
                 f"host code: a branch on the arguments decides whether {name} is called: {instruction.place}; a launch"
                 " record launches always the same; let the arguments decide inside the kernel, or build one spec a way"
             )
-        copied = {number: dict(cells) for number, cells in memory.items()}
-        machine.calls.append(Call(name, operands, copied, instruction))
+        machine.calls.append(called)
         if _answers(name) and isinstance(at := operands[0], Pointer):
             layout = machine.types[at.memory]
             value = self.graph.unknown(f"{name} answers it", layout.leaves[0].width)
             machine.store(memory, at, value, layout, instruction)
         return self.graph.const(0, 32)
+
+    def _encode(self, call: Call, memory: Memory) -> None:
+        at = call.arguments[0]
+        layout = self.machine.types[at.memory] if isinstance(at, Pointer) else None
+        if layout is None or {leaf.width for leaf in layout.leaves} != {64}:
+            raise BuildError(f"host code: a tensor map that is not words of 64 bits: {call.at.place}")
+        words = iter(encoded.words(self.graph, call, len(layout.leaves)))
+        self.machine.store(memory, at, self.machine.filled(layout, lambda _: next(words)), layout, call.at)
 
 
 def _answers(name: str) -> bool:

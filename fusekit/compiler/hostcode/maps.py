@@ -1,4 +1,4 @@
-"""The fields of a tensor map, read out of the eight words that host code fills in.
+"""The fields of a tensor map, read out of the eight words that host code fills in, or has the driver encode.
 
 The layout is that of `fusekit.abi.tensormap`, its words of 32 bits in pairs. Two bits that the encoder keeps for itself
 are not looked at; any other bit that no field explains is an error. A field that host code cuts to its width is taken
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fusekit.abi import RecordError
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, MAX_RANK, TensorMap, decode
 from fusekit.compiler.hostcode.bits import Bits
+from fusekit.compiler.hostcode.encoded import WORD, Encoded
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.terms import Algebra, Term
 from fusekit.errors import BuildError
@@ -39,6 +40,8 @@ class MapFields:
 def read(words: Sequence[Bits], lowering: Lowering) -> MapFields:
     """The fields of the descriptor in `words`, 64 bits each. Raises BuildError for what no field explains."""
     words = list(words)
+    if words[0].op == WORD:
+        return _encoded(words, lowering)
     words[_CONTROL // 2] = _without(words[_CONTROL // 2], ENCODER_BITS, lowering)
     fields = _Fields(lowering.algebra, [lowering.lower(word) for word in words])
     data = bytearray(DEFINED_BYTES)
@@ -61,6 +64,19 @@ def read(words: Sequence[Bits], lowering: Lowering) -> MapFields:
         modes,
         raw=address.low < 0,
     )
+
+
+def _encoded(words: Sequence[Bits], lowering: Lowering) -> MapFields:
+    """The fields of a descriptor that the driver encodes."""
+    made: Encoded = words[0].args[0]
+    if any(word is not lowering.graph.make(WORD, 64, made, index) for index, word in enumerate(words)):
+        raise BuildError("host code: it changes a tensor map that the driver encoded; encode one for each launch")
+    modes = TensorMap(
+        0, dims=(1,) * len(made.dims), strides=(0,) * len(made.strides), box=made.box,
+        element_strides=made.element_strides, **made.modes,
+    )  # fmt: skip
+    dims, strides = (tuple(map(lowering.unsigned, items)) for items in (made.dims, made.strides))
+    return MapFields(lowering.lower(made.address), dims, strides, modes, raw=False)
 
 
 def _without(word: Bits, mask: int, lowering: Lowering) -> Bits:
@@ -109,15 +125,20 @@ class _Fields:
 
         The last one may run on into bits that belong to no field: a launcher refuses one of more than 40 bits.
         """
-        low, at = self.bits(3 + index, 0, 32), 4 * index
-        whole = self._algebra.scale(low.args[0] if low.op == "mod" else low, 16)
-        high = self.bits(7, at, at + 4) is self._cut(whole, 36, 40)
-        if last:
-            rest = self.bits(7, at, 32)
-            high = rest is self._cut(whole, 36, 40) or rest is self._cut(whole, 36, 68 - at)
-        if self._cut(whole, 4, 36) is not low or not high:
-            raise BuildError(f"host code: tensor map: the two parts of stride {index} are not of one value; {_KNOWN}")
-        return self._near_zero(whole, _STRIDE_BITS)
+        low = self.bits(3 + index, 0, 32)
+        # One of more than 32 bits was cut for this word; one that was computed in 32 bits has nothing in the other.
+        for units in (low.args[0], low) if low.op == "mod" else (low,):
+            whole = self._algebra.scale(units, 16)
+            if self._cut(whole, 4, 36) is low and self._rest_is(whole, 4 * index, last):
+                return self._near_zero(whole, _STRIDE_BITS)
+        raise BuildError(f"host code: tensor map: the two parts of stride {index} are not of one value; {_KNOWN}")
+
+    def _rest_is(self, stride: Term, at: int, last: bool) -> bool:
+        """Whether what stands from bit `at` of word 7 on are the upper bits of `stride`."""
+        if not last:
+            return self.bits(7, at, at + 4) is self._cut(stride, 36, 40)
+        rest = self.bits(7, at, 32)
+        return rest is self._cut(stride, 36, 40) or rest is self._cut(stride, 36, 68 - at)
 
     def whole(self, term: Term, bits: int) -> Term:
         """The value that was cut to `bits` bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ _MODES = ("dtype", "box", "element_strides", "interleave", "swizzle", "l2_promot
 
 
 class Parameters:
-    """Reads parameters. terms: everything in them that will be an expression.
+    """Reads parameters. terms: everything in them that will be an expression. alignments: of arguments, in bytes, what
+    the descriptors that are made of them need.
 
     types: of each piece of host memory. scalars: the f32 arguments. allow: is told what a launcher refuses by itself.
     """
@@ -45,6 +47,7 @@ class Parameters:
         allow: Callable[[Term, int, int], None],
     ) -> None:
         self.terms: list[Term] = []
+        self.alignments: dict[str, int] = {}
         self._types, self._lowering, self._algebra = types, lowering, lowering.algebra
         self._scalars, self._allow = scalars, allow
 
@@ -88,18 +91,33 @@ class Parameters:
                 self._allow(dim, 1, 2**32)
             for stride in fields.strides:
                 self._allow(stride, 0, 2**40 - 1)
-        argument = self._base(fields.address, call)[0]
-        self.terms += [fields.address, *fields.dims, *fields.strides]
+        address = self._aligned(fields.address)
+        argument = self._base(address, call)[0]
+        self.terms += [address, *fields.dims, *fields.strides]
         return lambda writer, names: TensorMapParameter(
             _name(f"map_{argument}", names),
             argument,
             offset,
-            address=writer.write(fields.address),
+            address=writer.write(address),
             dims=tuple(writer.write(dim) for dim in fields.dims),
             strides=tuple(writer.write(stride) for stride in fields.strides),
             encoding="raw" if fields.raw else "driver",
             **{mode: getattr(fields.modes, mode) for mode in _MODES},
         )
+
+    def _aligned(self, address: Term) -> Term:
+        """An address that host code rounds down, whole: the argument must be aligned, or the launch is refused."""
+        constant, parts = self._algebra.linear(address)
+        ((part, factor), *others) = parts.items()
+        if constant or others or part.op != "floordiv" or part.args[1] is not self._algebra.const(factor):
+            return address
+        whole: Term = part.args[0]
+        names = [each for each in self._algebra.linear(whole)[1] if _is_address(each)]
+        if len(names) != 1 or self._algebra.sub(whole, names[0]).divisor % factor:
+            return address
+        argument = names[0].args[0].removesuffix(".address")
+        self.alignments[argument] = math.lcm(self.alignments.get(argument, 1), factor)
+        return whole
 
     def _scalar(self, call: Call, leaf: Leaf, bits: Any, offset: int) -> Draft:
         if not isinstance(bits, Bits):
@@ -147,13 +165,17 @@ class Parameters:
     def _base(self, term: Term, call: Call) -> tuple[str, Term]:
         """(the argument whose address a pointer is made of, what is added to it in bytes)."""
         _, parts = self._algebra.linear(term)
-        names = [part for part in parts if part.op == "variable" and part.args[0].endswith(".address")]
+        names = [part for part in parts if _is_address(part)]
         if len(names) != 1 or parts[names[0]] != 1:
             raise BuildError(
                 f"host code: a pointer is {render(Writer([term]).write(term))}; a launch record knows an argument's"
                 f" address and an offset to it: {call.at.place}"
             )
         return names[0].args[0].removesuffix(".address"), self._algebra.sub(term, names[0])
+
+
+def _is_address(term: Term) -> bool:
+    return term.op == "variable" and bool(term.args[0].endswith(".address"))
 
 
 def _is_map(layout: Layout) -> bool:

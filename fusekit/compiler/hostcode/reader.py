@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fusekit.abi import Constraint, Expr, LaunchRecord, LaunchStep, render
+from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol
@@ -119,7 +121,7 @@ class _Record:
         signature = self._plan.signature
         record = LaunchRecord(
             arch=signature.arch,
-            arguments=signature.arguments,
+            arguments=tuple(map(self._aligned, signature.arguments)),
             dims=signature.dims,
             constraints=(*signature.constraints, *constraints),
             **{name: getattr(first, name) for name in _STEP},
@@ -133,6 +135,12 @@ class _Record:
         record.check_complete()
         return record
 
+    def _aligned(self, argument: Argument) -> Argument:
+        needed = self._parameters.alignments.get(argument.name, 1)
+        if not isinstance(argument, TensorArgument) or argument.alignment % needed == 0:
+            return argument
+        return replace(argument, alignment=math.lcm(argument.alignment, needed))
+
     # -- what a launch is given
 
     def _launch(self, call: Call) -> Callable[[Writer], LaunchStep]:
@@ -140,12 +148,7 @@ class _Record:
         if not isinstance(kernel, Symbol) or not isinstance(config, Pointer) or not isinstance(parameters, Pointer):
             raise BuildError(f"host code: a launch whose kernel or configuration is not known: {call.at.place}")
         symbol = kernel.name.removeprefix(_KERNELS)
-        stream = call.cell(config, _STREAM)
-        if stream is not self._arguments.stream:
-            raise BuildError(
-                f"host code: it launches on another stream than the one that it is given: {call.at.place}; take a"
-                " stream and pass it to the launch"
-            )
+        self._check_stream(call, call.cell(config, _STREAM))
         grid = [self._lowering.lower(self._number(call, config, _GRID + 4 * axis)) for axis in range(3)]
         for extent, limit in zip(grid, _GRID_LIMITS, strict=True):
             self._allow(extent, 1, limit)
@@ -163,6 +166,16 @@ class _Record:
 
         return draft
 
+    def _check_stream(self, call: Call, stream: Any) -> None:
+        """A host function that takes no stream launches on the default one: there a launcher's takes its place."""
+        given = self._arguments.stream
+        default = isinstance(stream, Bits) and stream.is_const and stream.number == 0
+        if stream is not given if given is not None else not default:
+            raise BuildError(
+                f"host code: it launches on another stream than the one that it is given: {call.at.place}; pass that"
+                " stream to the launch"
+            )
+
     def _number(self, call: Call, at: Pointer, offset: int) -> Bits:
         value = call.cell(at, offset)
         if not isinstance(value, Bits):
@@ -174,7 +187,9 @@ class _Record:
         if not term.is_const:
             written = render(Writer([term]).write(term))
             raise BuildError(
-                f"host code: {what} of a launch is {written}, a launch record has a constant there: {call.at.place}"
+                f"host code: {what} of a launch is {written}, a launch record has a constant there: {call.at.place};"
+                " make it a Constexpr of the host function, or give a number that it is made of a fixed value in the"
+                " spec, such as arguments.n.value = 1"
             )
         return term.value
 
