@@ -24,7 +24,7 @@ class SavedPreactivation(Operand):
 class Dz(Operand):
     """The gradient of z, which takes its place box by box."""
 
-    name, order, epilogues = "dz", 50, (BACKWARD,)
+    name, order, epilogues = DZ, 50, (BACKWARD,)
     words = {DZ: "The gradient of z, in the layout of z; may be the memory of z itself."}
 
     def present(self, plan: GemmPlan) -> bool:
