@@ -24,6 +24,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses = min(WORKERS, len(os.sched_getaffinity(0)))
         config.option.dist = "loadfile"  # what a module's tests share is made once
         config.option.loadscopereorder = False  # files with few tests take longest
+    if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of a worker
 
 
