@@ -152,8 +152,8 @@ class Operator:
         return made
 
     def _rows(self, tensor: Any) -> Any:
-        """x, y or a gradient of them as [T, H]."""
-        return tensor.view(-1, self.layer.options.hidden)
+        """x, y or a gradient of them as [T, H]; another H is for the layer to refuse."""
+        return tensor.view(prod(tensor.shape[:-1]), *tensor.shape[-1:])
 
     def _memory(self, which: str, rows: Any, outputs: tuple[str, ...]) -> Any:
         size = self._scratch(which, rows.shape[0], outputs)

@@ -109,7 +109,8 @@ class MoE(nn.Module):  # type: ignore[misc]
         """Makes codes of the weights now, for all calls until the next `quantise`: after each step of the optimiser, if
         a step has several calls, or once for inference. hold = False: each call makes its own again.
 
-        A call with weights that have changed since then raises ArgumentError. Writes through `.data` are not noticed.
+        A call with weights that have changed since then raises ArgumentError, but not under torch.compile. Writes
+        through `.data` are not noticed.
         Raises ArgumentError for a layer without a recipe. The weights are whole: not for parameters that FSDP2 shards.
         """
         operator = self.operator
@@ -168,7 +169,9 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
 
 
 def main_grad(parameter: Any, name: str) -> Any:
-    """The tensor that a parameter's gradient is added to. Raises ArgumentError."""
+    """The tensor that a parameter's gradient is added to; of one without a gradient itself. Raises ArgumentError."""
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter  # the operator wants a tensor, and does not touch it
     found = getattr(parameter, "main_grad", None)
     if found is None:
         raise ArgumentError(

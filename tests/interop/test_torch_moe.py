@@ -279,6 +279,25 @@ def test_a_missing_main_gradient_is_named():
         moe(*inputs_of(moe, 3))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_without_a_gradient_need_no_main_gradient(compiled):
+    torch._dynamo.reset()
+    moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
+    call = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe
+    (x,) = inputs_of(moe, 6)
+    with torch.no_grad():
+        y = call(x)
+    moe.experts.requires_grad_(False)
+    weight = moe.router.weight
+    weight.main_grad = torch.zeros_like(weight)
+    before = [parameter.clone() for parameter in moe.parameters()]
+    made = call(x)
+    total(made).backward()
+    assert torch.equal(made, y) and weight.main_grad.any() and x.grad is not None
+    assert all(map(torch.equal, moe.parameters(), before))
+    assert moe.layer.passes[-1][-1] == {"dx", "drouter", "drouter_bias"}
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "choices", "deepseek"])
 def test_autocast(name):
     """float32 parameters and x, a layer in bf16: both are cast, and gradients come in float32."""
@@ -322,6 +341,16 @@ def test_every_pass_has_the_margin(compiled):
     other = operator_of(wide.layer)
     assert other is not wide.operator and other.cluster_margin is None
     assert operator_of(wide.layer, 8) is wide.operator
+
+
+@pytest.mark.parametrize("shape", [(4, 2 * H), (4, H // 2), (2, 3, 4 * H), (0,), ()])
+@pytest.mark.parametrize("trained", [False, True])
+def test_x_of_another_width_is_named(shape, trained):
+    """Also one whose elements would make whole rows."""
+    moe = module({}).requires_grad_(trained)
+    with pytest.raises(ArgumentError, match=r"x is f32 \[.*; for [0-9]+ tokens? it must be f32 \[[0-9]+, 24\]"):
+        moe(torch.randn(shape))
+    assert moe(torch.randn(0, H)).shape == (0, H) and moe(torch.randn(H)).shape == (H,)
 
 
 def test_what_a_call_is_given_fits_the_router():
