@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusekit.errors import ArgumentError
-from fusekit.interop.torch_layer import DTYPES, operator_of, quantised
+from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
@@ -94,7 +94,6 @@ class MoE(nn.Module):  # type: ignore[misc]
         """
         operator = self.operator
         tensors = {"x": x, **self._given(more)}
-        casting = torch.is_autocast_enabled(x.device.type)
         for name, path in self.names.items():
             tensors[name] = _at(self, path)
         if operator.loss:
@@ -103,7 +102,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                 total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
             tensors["total_tokens"] = total_tokens
             tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
-        return operator({**operator.cast(tensors, everything=casting), **self._held()}, self._sums())
+        return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
         """Makes codes of the weights now, for all calls until the next `quantise`: after each step of the optimiser, if

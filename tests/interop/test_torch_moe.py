@@ -1,5 +1,6 @@
 """Layers as PyTorch modules, on the CPU with stand-in layers: values, gradients, and what PyTorch does with them."""
 
+import contextlib
 import copy
 import itertools
 
@@ -273,6 +274,25 @@ def test_weight_gradients_are_added_to_main_gradients(compiled):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_main_gradients_of_several_calls_that_wait_for_their_backward_passes(copied):
+    """As microbatches of a pipeline do. copied: what is saved is held elsewhere meanwhile."""
+    moe, reference = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"}), module(GPT_OSS)
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    given = [inputs_of(moe, 6, seed)[0] for seed in (1, 3)]
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda tensor: tensor)
+    with copies if copied else contextlib.nullcontext():
+        waiting = [total(moe(x)) for x in given]
+    for each in waiting:
+        each.backward()
+    for x in given:
+        total(reference(x.detach())).backward()
+    for name, parameter in moe.named_parameters():
+        found = parameter.grad if parameter.grad is not None else parameter.main_grad
+        close(found, gradients(reference)[name])
+
+
 def test_a_missing_main_gradient_is_named():
     moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
     with pytest.raises(ArgumentError, match=r"router\.weight has no main_grad.*zeros_like"):
@@ -426,6 +446,15 @@ def test_weights_on_the_meta_device_can_be_given_memory():
     assert all(parameter.grad.isfinite().all() for parameter in moe.parameters())
     bound = max(parameter.abs().max().item() for parameter in moe.experts.parameters())
     assert 0 < bound <= 8**-0.5
+
+
+def test_a_call_on_the_meta_device_gives_shapes():
+    moe = interop.MoE(host(**GPT_OSS), device="meta")
+    x = torch.randn(6, H, device="meta", requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (6, H) and y.is_meta
+    assert all(parameter.grad.shape == parameter.shape for parameter in moe.parameters())
 
 
 @pytest.fixture
