@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,8 +85,10 @@ class Ranks:
         if self._side is not None:
             self._side.close()
             self._side = None
-        while self._windows:
-            self._windows.popitem()[1].close(alone=alone)
+        while self._windows:  # a window that could not be closed is still there for another try
+            key = next(reversed(self._windows))
+            self._windows[key].close(alone=alone)
+            del self._windows[key]
 
 
 class _Made:
@@ -94,12 +97,14 @@ class _Made:
     def __init__(self, devices: Devices, ordinals: Sequence[int]) -> None:
         self._devices, self._ordinals = devices, list(ordinals)
         self._left: dict[tuple[int, tuple[Any, ...]], Window] = {}
+        self._lock = threading.Lock()  # ranks may each have a thread
 
     def of(self, rank: int) -> Callable[[tuple[Any, ...], int], Window]:
         def make(key: tuple[Any, ...], size: int) -> Window:
-            if (rank, key) not in self._left:
-                made = in_process(self._devices, self._ordinals, size)
-                self._left |= {(other, key): window for other, window in enumerate(made)}
-            return self._left.pop((rank, key))
+            with self._lock:
+                if (rank, key) not in self._left:
+                    made = in_process(self._devices, self._ordinals, size)
+                    self._left |= {(other, key): window for other, window in enumerate(made)}
+                return self._left.pop((rank, key))
 
         return make

@@ -71,8 +71,7 @@ class Window:
         alone: does not wait, because another rank is gone.
         """
         api, check = self._devices.driver.api, self._devices.driver.check
-        gather = None if alone else self._gather
-        own, self.peers = (self.address if self.peers else 0), []
+        gather = None if alone or not self.peers else self._gather
         if gather is not None:
             gather(b"")
         with self._devices.active(self._device), self._devices.apart():
@@ -80,7 +79,8 @@ class Window:
                 check(api.cuIpcCloseMemHandle(self._opened.pop()), "cuIpcCloseMemHandle")
             if gather is not None:
                 gather(b"")
-        if own:
+        if self.peers:
+            own, self.peers = self.address, []
             _free(self._devices, self._device, own)
 
 
@@ -120,7 +120,7 @@ def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gath
     own = _allocate(devices, device, size)
     try:
         window.peers = _exchanged(window, own, gather)
-    except FusekitError:
+    except BaseException:  # whatever the caller's `gather` raises
         window.close(alone=True)
         _free(devices, device, own)
         raise
@@ -166,8 +166,11 @@ def _allocate(devices: Devices, device: Device, size: int) -> int:
     api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
         address = int(check(api.cuMemAlloc(-(-size // GRANULE) * GRANULE), f"a window of {size} bytes on {device}"))
-        check(api.cuMemsetD8(address, 0, size), "cuMemsetD8")
-        check(api.cuCtxSynchronize(), "cuCtxSynchronize")
+        # A stream of its own: what is pending on the device may be a launch that waits for a rank behind this call.
+        stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
+        check(api.cuMemsetD8Async(address, 0, size, stream), "cuMemsetD8Async")
+        check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        check(api.cuStreamDestroy(stream), "cuStreamDestroy")
     return address
 
 

@@ -153,8 +153,8 @@ class Operator:
         return made
 
     def _rows(self, tensor: Any) -> Any:
-        """x, y or a gradient of them as [T, H]."""
-        return tensor.view(-1, self.layer.options.hidden)
+        """x, y or a gradient of them as [T, H]; another H is for the layer to refuse."""
+        return tensor.view(prod(tensor.shape[:-1]), *tensor.shape[-1:])
 
     def _memory(self, which: str, rows: Any, outputs: tuple[str, ...]) -> Any:
         size = self._scratch(which, rows.shape[0], outputs)
@@ -182,19 +182,25 @@ class Operator:
         needed = dict(zip(self.inputs, ctx.needs_input_grad, strict=False))
         ctx.asked = tuple(name for name in self.gradients if needed[name])
         sums = dict(zip(self.summed, inputs[len(self.inputs) : -1], strict=True))
-        ctx.sums = len([name for name in self.summed if name in ctx.asked])
-        saved = [by_name[name] for name in self._read(ctx.asked)]
-        ctx.save_for_backward(output[-1], *(sums[name] for name in self.summed if name in ctx.asked), *saved)
+        # Not saved: other calls may have added to them by then, and a copy of them, as hooks make, is of no use.
+        ctx.sums = [sums[name] for name in self.summed if name in ctx.asked]
+        ctx.save_for_backward(output[-1], *(by_name[name] for name in self._read(ctx.asked)))
         ctx.shape = inputs[0].shape
 
     def _gradients(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if self.in_place:
+            if getattr(ctx, "done", False):
+                raise ArgumentError(
+                    f"{self.layer.name}: a second backward pass through one call; with in_place = True the first has"
+                    " written over what was kept; leave in_place out, or call the layer once more"
+                )
+            ctx.done = True
         kept, *saved = ctx.saved_tensors
-        sums, saved = saved[: ctx.sums], saved[ctx.sums :]
         dy = grads[0]
         if dy is None:  # the loss alone was used
             dy = kept.new_zeros(ctx.shape, dtype=self.dtype)
         dloss = grads[1] if self.loss else None
-        given = (dy, dloss, kept, saved, *([sums] if self.summed else []), list(ctx.shape), list(ctx.asked))
+        given = (dy, dloss, kept, saved, *([ctx.sums] if self.summed else []), list(ctx.shape), list(ctx.asked))
         made = self._backward(*given)
         made = dict(zip(self._returned, made if len(self._returned) > 1 else (made,), strict=True))
         found = [made[name] if name in made and name in ctx.asked else None for name in self.inputs]
@@ -256,6 +262,11 @@ def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Ope
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
     return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin, in_place)
+
+
+def casting(device: str) -> bool:
+    """Whether autocast is on for devices of a type. torch.compile follows this."""
+    return bool(torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
 
 
 def op_of(name: str) -> Any:

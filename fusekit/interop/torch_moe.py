@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusekit.errors import ArgumentError
-from fusekit.interop.torch_layer import DTYPES, operator_of, quantised
+from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
@@ -51,8 +51,8 @@ class MoE(nn.Module):  # type: ignore[misc]
     cluster_margin: clusters that each GEMM of forward and backward passes holds back for kernels of other streams, such
     as NCCL's; None takes the spec's, which is 0. Results have the same bits.
 
-    in_place: a backward pass writes dz over z, which saves as much memory as z takes. Then PyTorch refuses a second
-    backward pass through the same call (`retain_graph=True`) as it refuses it for any tensor that was changed.
+    in_place: a backward pass writes dz over z, which saves as much memory as z takes. Then a second backward pass
+    through the same call (`retain_graph=True`) raises ArgumentError.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class MoE(nn.Module):  # type: ignore[misc]
         """
         operator = self.operator
         tensors = {"x": x, **self._given(more)}
-        casting = torch.is_autocast_enabled(x.device.type)
         for name, path in self.names.items():
             tensors[name] = _at(self, path)
         if operator.loss:
@@ -107,13 +106,14 @@ class MoE(nn.Module):  # type: ignore[misc]
                 total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
             tensors["total_tokens"] = total_tokens
             tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
-        return operator({**operator.cast(tensors, everything=casting), **self._held()}, self._sums())
+        return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
         """Makes codes of the weights now, for all calls until the next `quantise`: after each step of the optimiser, if
         a step has several calls, or once for inference. hold = False: each call makes its own again.
 
-        A call with weights that have changed since then raises ArgumentError. Writes through `.data` are not noticed.
+        A call with weights that have changed since then raises ArgumentError, but not under torch.compile. Writes
+        through `.data` are not noticed.
         Raises ArgumentError for a layer without a recipe. The weights are whole: not for parameters that FSDP2 shards.
         """
         operator = self.operator
@@ -172,7 +172,9 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
 
 
 def main_grad(parameter: Any, name: str) -> Any:
-    """The tensor that a parameter's gradient is added to. Raises ArgumentError."""
+    """The tensor that a parameter's gradient is added to; of one without a gradient itself. Raises ArgumentError."""
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter  # the operator wants a tensor, and does not touch it
     found = getattr(parameter, "main_grad", None)
     if found is None:
         raise ArgumentError(

@@ -20,7 +20,7 @@ import torch
 from transformers.integrations.moe import ExpertsInterface
 
 from fusekit.errors import ArgumentError, NotBuiltError
-from fusekit.interop.torch_layer import DTYPES, launch, op_of, operator_of, quantised
+from fusekit.interop.torch_layer import DTYPES, casting, launch, op_of, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.runtime import Library, open_library
 
@@ -129,8 +129,8 @@ def backend(
                 ' experts_implementation="grouped_mm" for this model'
             )
         own, device = module.down_proj.dtype, hidden_states.device.type
-        casting = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if casting else own
+        cast = casting(device)
+        dtype = torch.get_autocast_dtype(device) if cast else own
         shape = (*module.down_proj.shape, top_k_index.shape[-1])
         # As text: torch.compile would make symbols of floats.
         numbers = [_text(getattr(module, each, None)) for each in _NUMBERS]
@@ -141,7 +141,7 @@ def backend(
         for each, (gated, plain) in NAMES.items():
             if each in inputs:
                 tensors[each] = getattr(module, gated if module.has_gate else plain)
-        if casting:
+        if cast:
             for each, kind in zip(inputs, types, strict=True):
                 if each in ("x", *NAMES):
                     tensors[each] = tensors[each].to(DTYPES[kind])

@@ -99,7 +99,7 @@ class RankedLayer(Layer):
         if self.ranks is None or self._first not in self._windows:
             return
         self.ranks.check()
-        wanted = self._windows[self._first].words()[MOST // 4]
+        wanted = self._window(self._first).words()[MOST // 4]
         if wanted > self.rows:
             raise CapacityError(
                 f"{self.name}: the experts of rank {self.ranks.rank} were chosen for {wanted} rows and have room for"
@@ -154,6 +154,11 @@ class RankedLayer(Layer):
             parts["most"] = Part(window.address + MOST, (1,), "i32", self._ranks.device)
             parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self._ranks.device)
             self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        if not self._windows[name].peers:
+            raise ArgumentError(
+                f"{self.name}: the windows of {self.ranks} were closed; open the layer again, with new ranks",
+                argument="ranks",
+            )
         return self._windows[name]
 
     def _in_window(self, buffer: Buffer) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from fusekit.abi import evaluate
 from fusekit.errors import ArgumentError, DriverError, PeerTimeoutError
-from fusekit.exchange import Layout, between_processes, in_process
+from fusekit.exchange import Layout, Ranks, between_processes, in_process
 from fusekit.plan.exchange import HEADER, STATUS, window_bytes
 from fusekit.runtime import Devices, Driver
 from tests.runtime.fake import OK, CUresult, FakeDriver
@@ -193,6 +194,65 @@ def test_a_rank_that_is_gone_is_not_waited_for(driver, devices):
     windows = together(2, lambda rank: between_processes(devices, rank, rank, 4096, gathering.of(rank)))
     windows[0].close(alone=True)
     assert len(driver.memory) == 1
+
+
+def test_a_gather_that_fails_leaves_no_memory_behind(driver, devices):
+    def gone(value: bytes) -> list[bytes]:
+        raise RuntimeError("a rank ended")
+
+    with pytest.raises(RuntimeError, match="a rank ended"):
+        between_processes(devices, 0, 0, 4096, gone)
+    assert not driver.memory
+
+
+@pytest.mark.parametrize("meetings", [0, 1])
+def test_windows_that_a_rank_does_not_close_can_be_closed_alone(driver, devices, meetings):
+    """meetings: of those of a close, at which the other rank still is."""
+    gathering, over, left = Gathering(2), threading.Event(), iter(range(meetings))
+
+    def gather(rank: int):
+        def gathered(value: bytes) -> list[bytes]:
+            if over.is_set() and next(left, None) is None:
+                raise RuntimeError("a rank ended")
+            return [value] * 2 if over.is_set() else gathering.of(rank)(value)
+
+        return gathered
+
+    def made(rank: int) -> Ranks:
+        ranks = Ranks.of_process(devices, rank, rank, gather(rank))
+        for key in (("rows",), ("sums",)):
+            ranks.window(key, 4096)
+        return ranks
+
+    ranks = together(2, made)[0]
+    over.set()
+    with pytest.raises(RuntimeError, match="a rank ended"):
+        ranks.close()
+    ranks.close(alone=True)
+    assert [driver.owner[address] for address in driver.memory] == [1, 1]
+    assert sum(driver.opened.values()) == 2
+
+
+def test_ranks_in_threads_make_their_windows_once(driver, devices):
+    ranks, whole, both = Ranks.in_process(devices, [0, 1]), driver.cuMemAlloc, threading.Barrier(2)
+
+    def slowly(size: int) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return whole(size)
+
+    driver.cuMemAlloc = slowly
+    first, second = together(2, lambda rank: ranks[rank].window(("rows",), 4096))
+    assert first.peers == second.peers
+    assert len(driver.memory) == 2
+
+
+def test_a_window_is_made_while_launches_wait_for_other_ranks(driver, devices):
+    def waits() -> Any:
+        raise AssertionError("what is pending on the device may wait for a rank behind this call")
+
+    driver.cuCtxSynchronize = waits
+    assert in_process(devices, [0, 0], 64)
 
 
 def test_a_timeout_names_the_rank(devices):

@@ -1,5 +1,6 @@
 """Layers as PyTorch modules, on the CPU with stand-in layers: values, gradients, and what PyTorch does with them."""
 
+import contextlib
 import copy
 import itertools
 
@@ -273,10 +274,48 @@ def test_weight_gradients_are_added_to_main_gradients(compiled):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_main_gradients_of_several_calls_that_wait_for_their_backward_passes(copied):
+    """As microbatches of a pipeline do. copied: what is saved is held elsewhere meanwhile."""
+    moe, reference = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"}), module(GPT_OSS)
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    given = [inputs_of(moe, 6, seed)[0] for seed in (1, 3)]
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda tensor: tensor)
+    with copies if copied else contextlib.nullcontext():
+        waiting = [total(moe(x)) for x in given]
+    for each in waiting:
+        each.backward()
+    for x in given:
+        total(reference(x.detach())).backward()
+    for name, parameter in moe.named_parameters():
+        found = parameter.grad if parameter.grad is not None else parameter.main_grad
+        close(found, gradients(reference)[name])
+
+
 def test_a_missing_main_gradient_is_named():
     moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
     with pytest.raises(ArgumentError, match=r"router\.weight has no main_grad.*zeros_like"):
         moe(*inputs_of(moe, 3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_without_a_gradient_need_no_main_gradient(compiled):
+    torch._dynamo.reset()
+    moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
+    call = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe
+    (x,) = inputs_of(moe, 6)
+    with torch.no_grad():
+        y = call(x)
+    moe.experts.requires_grad_(False)
+    weight = moe.router.weight
+    weight.main_grad = torch.zeros_like(weight)
+    before = [parameter.clone() for parameter in moe.parameters()]
+    made = call(x)
+    total(made).backward()
+    assert torch.equal(made, y) and weight.main_grad.any() and x.grad is not None
+    assert all(map(torch.equal, moe.parameters(), before))
+    assert moe.layer.passes[-1][-1] == {"dx", "drouter", "drouter_bias"}
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "choices", "deepseek"])
@@ -339,7 +378,7 @@ def test_backward_passes_in_place(name, compiled):
         for left, right in zip(given, again, strict=True):
             assert left.grad is None or torch.equal(left.grad, right.grad)
         if not compiled:  # a compiled graph writes to a copy
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            with pytest.raises(ArgumentError, match="a second backward pass through one call; with in_place"):
                 loss.backward()
     assert moe.layer.in_place == [True, True] and apart.layer.in_place == [False, False]
     wanted = gradients(apart)
@@ -365,6 +404,16 @@ def test_the_operator_of_passes_in_place_is_as_registered(name):
     torch.library.opcheck(
         moe.operator.op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("shape", [(4, 2 * H), (4, H // 2), (2, 3, 4 * H), (0,), ()])
+@pytest.mark.parametrize("trained", [False, True])
+def test_x_of_another_width_is_named(shape, trained):
+    """Also one whose elements would make whole rows."""
+    moe = module({}).requires_grad_(trained)
+    with pytest.raises(ArgumentError, match=r"x is f32 \[.*; for [0-9]+ tokens? it must be f32 \[[0-9]+, 24\]"):
+        moe(torch.randn(shape))
+    assert moe(torch.randn(0, H)).shape == (0, H) and moe(torch.randn(H)).shape == (H,)
 
 
 def test_what_a_call_is_given_fits_the_router():
@@ -440,6 +489,15 @@ def test_weights_on_the_meta_device_can_be_given_memory():
     assert all(parameter.grad.isfinite().all() for parameter in moe.parameters())
     bound = max(parameter.abs().max().item() for parameter in moe.experts.parameters())
     assert 0 < bound <= 8**-0.5
+
+
+def test_a_call_on_the_meta_device_gives_shapes():
+    moe = interop.MoE(host(**GPT_OSS), device="meta")
+    x = torch.randn(6, H, device="meta", requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (6, H) and y.is_meta
+    assert all(parameter.grad.shape == parameter.shape for parameter in moe.parameters())
 
 
 @pytest.fixture

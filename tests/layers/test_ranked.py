@@ -112,6 +112,17 @@ def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
     layer.ranks.close()
 
 
+def test_windows_that_were_closed_are_named(ranked):
+    (layer, _), fake = ranked(over(2, "choices"), tokens=100)
+    layer.connect()
+    layer.ranks.close()
+    fake.launches.clear()
+    for call in (layer.check, lambda: layer.forward(**tensors(layer, FORWARD), **memory(layer), stream=0)):
+        with pytest.raises(ArgumentError, match=r"the windows of <rank 0 of 2 .* were closed; open the layer again"):
+            call()
+    assert not fake.launches
+
+
 def test_a_layer_for_inference_makes_the_windows_that_it_needs(ranked):
     (layer, _), _ = ranked(over(2, keep="none"), tokens=100)
     layer.connect()

@@ -70,6 +70,10 @@ def problems(*tables, **defaults):
             ['activation.kind = "dswiglu": name the forward activation; the layer knows the other'],
         ),
         (
+            {"activation": {"kind": "identity"}},
+            ['activation.kind = "identity": it has no backward activation; say another one, or keep = "none"'],
+        ),
+        (
             {"hidden": 100, "intermediate": 36, "shared": 4},
             [f"{key} = {value}: a row must be a multiple of 16 bytes; say a multiple of 8"
              for key, value in (("hidden", 100), ("intermediate", 36), ("shared", 4))],
@@ -130,6 +134,16 @@ def test_what_an_mlp_refuses():
     assert problems(MLP | others) == [
         f'{key} = {value}: of kind = "moe" alone; leave it out' for key, value in shown.items()
     ]
+
+
+def test_an_mlp_as_stored_has_biases_for_inference_alone():
+    said = MLP | {"bias": True, "b_major": "n"}
+    assert problems(said) == [
+        'b_major = "n": b2\'s gradient is the sum of dy, which that of w2 [I, H] cannot give as well; say b_major ='
+        ' "k" or keep = "none", or leave bias out'
+    ]
+    assert parse_text(text_of(said | {"keep": "none"}), "layers")
+    assert parse_text(text_of(MLP | {"activation": {"kind": "identity"}, "keep": "none"}), "layers")
 
 
 def test_what_an_mlp_with_a_recipe_refuses():

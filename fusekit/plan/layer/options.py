@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fusekit.plan.activations import DERIVATIVE, kinds
 from fusekit.plan.activations import kind as kind_of
 from fusekit.plan.arch import ARCHES
 from fusekit.plan.exchange import MOST_RANKS
@@ -206,10 +207,16 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
     if options.overlap and options.ranks == 1:
         yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
-    if kind_of(options.activation["kind"]).backward:
-        yield "activation.kind", options.activation["kind"], "name the forward activation; the layer knows the other"
+    kind = options.activation["kind"]
+    if kind_of(kind).backward:
+        yield "activation.kind", kind, "name the forward activation; the layer knows the other"
+    elif options.trained and f"{DERIVATIVE}{kind}" not in kinds():
+        yield "activation.kind", kind, 'it has no backward activation; say another one, or keep = "none"'
+    if options.kind == MLP and options.bias and options.b_major == "n" and options.trained:
+        rule = "b2's gradient is the sum of dy, which that of w2 [I, H] cannot give as well"
+        yield "b_major", "n", f'{rule}; say b_major = "k" or keep = "none", or leave bias out'
     if not options.gated and options.glu_layout != "none":
-        rule = f"the activation {options.activation['kind']} is not gated, so there is no gate to lay out; leave it out"
+        rule = f"the activation {kind} is not gated, so there is no gate to lay out; leave it out"
         yield "glu_layout", options.glu_layout, rule
     for key in ("hidden", "intermediate", "shared"):
         size = getattr(options, key)
