@@ -22,6 +22,7 @@ from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, is_extent, leaves
 from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
+from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
 
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
 _OF_NO_CUBIN = frozenset({
@@ -84,7 +85,7 @@ class Capture:
     def __enter__(self) -> Capture:
         if self._open is not None:
             raise UsageError("this capture is open already; call fusekit.capture() for each with block")
-        opened = listening(self._hear)
+        opened = listening(self._hear, direct=True)
         opened.__enter__()
         self._open = opened
         return self
@@ -102,7 +103,7 @@ class Capture:
     def toml(self) -> str:
         """A spec file. Raises SpecError when nothing was captured."""
         if not self.kernels:
-            why = "; ".join(self.problems) or "nothing called cute.compile (a kernel out of a cache is not compiled)"
+            why = "; ".join(self.problems) or "nothing was compiled (a kernel out of a package's cache is not)"
             raise SpecError(f"no kernel was captured: {why}", problems=tuple(self.problems))
         notes = [f"# not captured: {line}" for line in self.problems]
         head = ["# Written by fusekit.capture. Every tensor is \"inout\": say \"input\" or \"output\" where you know.",
@@ -110,8 +111,14 @@ class Capture:
         return "\n\n".join(["\n".join(head) + "\n", *(each.toml() for each in self.kernels)]).replace("\n\n\n", "\n\n")
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes `toml()` to the file `path` and returns it; `fusekit build FILE --allow-extern` builds it."""
+        """Writes `toml()` to the file `path` and returns it; `fusekit build FILE --allow-extern` builds it. Raises
+        UsageError for a file whose name no spec file can have.
+        """
         text, file = self.toml(), Path(path)
+        if file.suffix != ".toml" or not re.fullmatch(NAME_PATTERN, file.stem):
+            raise UsageError(
+                f"{file}: a spec file is NAME.toml, and NAME begins the names of its kernels; {NAME_RULE}; give another"
+            )
         file.write_text(text, encoding="utf-8")
         return file
 
@@ -133,17 +140,17 @@ class Capture:
 
 
 def capture() -> Capture:
-    """Collects what is compiled with `cute.compile` in the `with` block, in this process, by any of its threads.
+    """Collects what the CuTe DSL compiles in the `with` block, in this process, by any of its threads.
 
         with fusekit.capture() as found:
             train_one_step()
         found.write("found.toml")          # fusekit build found.toml --allow-extern
 
-    Found are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, and calls by packages such
-    as QuACK; not kernels that come out of a cache without being compiled, nor host functions that are called without
-    `cute.compile`. The calls do what they always do. A call inside the block is compiled once; one that a spec cannot
-    repeat (a function of `__main__`, a closure, an object of the framework as argument) is a line of `found.problems`,
-    which says what to do. Not captured are the DSL's environment variables, but for the architecture, and what the
+    Found are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, host functions that are
+    called without it, and calls by packages such as QuACK; not kernels that come out of a package's own cache. The
+    calls do what they always do. A call inside the block is compiled once; one that a spec cannot repeat (a
+    function of `__main__`, a closure, an object of the framework as argument) is a line of `found.problems`, which says
+    what to do. Not captured are the DSL's environment variables, but for the architecture, and what the
     program changed in a module after importing it.
 
     Blocks may be nested, and be open in several threads at once: each collects everything. Entering imports the DSL;
@@ -174,7 +181,9 @@ def effective_options(options: Any, compiler: Any = None) -> Any:
 
     if isinstance(options, str) and options:
         return _parse_compile_options_from_str(options)
-    return compiler._compile_options if compiler is not None else CompileOptions()
+    if compiler is None:
+        return CompileOptions()
+    return getattr(compiler, "_compile_options", None) or compiler.compile_options  # of cute.compile, or of the DSL
 
 
 def arch_of(options: Any) -> str:

@@ -1,10 +1,13 @@
-"""Listening to `cute.compile`: the one place that every call of it goes through, however it was imported."""
+"""Listening to the DSL: the one place that every call of `cute.compile` goes through, however it was imported, and the
+one that every call of a host function goes through.
+"""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fusekit.errors import BuildError, ToolchainError
@@ -13,8 +16,8 @@ Traced = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The host function, its positional fake arguments, its keyword ones."""
 
 Listener = Callable[[Any, tuple[Any, ...], dict[str, Any]], Callable[[], None] | None]
-"""Is told of a call before it is compiled (the DSL's compiler object, arguments, keywords); what it returns is called
-after.
+"""Is told of a call before it is compiled (an object of the DSL that has the options, arguments, keywords); what it
+returns is called after.
 """
 
 
@@ -26,20 +29,19 @@ class _Caught(BaseException):
 
 
 class _Ear:
-    """Stands for `CompileCallable.__call__` while anybody listens."""
+    """Stands for the method `name` of the class `owner` while anybody listens."""
 
     guard = threading.Lock()
 
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.original = owner, owner.__call__
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name, self.original = owner, name, getattr(owner, name)
         self.listeners: list[Listener] = []
 
     @classmethod
-    def add(cls, listener: Listener) -> _Ear:
-        owner = _callable_class()
+    def add(cls, owner: Any, name: str, listener: Listener) -> _Ear:
         with cls.guard:
-            found = getattr(owner.__call__, "fusekit_ear", None)
-            ear = found if isinstance(found, cls) else cls(owner)
+            found = getattr(getattr(owner, name), "fusekit_ear", None)
+            ear = found if isinstance(found, cls) else cls(owner, name)
             ear.listeners.append(listener)
             if ear is not found:
                 ear._install()
@@ -49,32 +51,55 @@ class _Ear:
         with self.guard:
             self.listeners.remove(listener)
             # Where somebody else has replaced the function meanwhile, this one stays below and does nothing more.
-            if not self.listeners and getattr(self.owner.__call__, "fusekit_ear", None) is self:
-                self.owner.__call__ = self.original
+            if not self.listeners and getattr(getattr(self.owner, self.name), "fusekit_ear", None) is self:
+                setattr(self.owner, self.name, self.original)
 
     def _install(self) -> None:
         original, listeners = self.original, self.listeners
 
-        def call(compiler: Any, *args: Any, **kwargs: Any) -> Any:
-            told = [listener(compiler, args, kwargs) for listener in list(listeners)]  # before: a trace changes objects
-            made = original(compiler, *args, **kwargs)
+        def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+            told = [listener(own, args, kwargs) for listener in list(listeners)]  # before: a trace changes objects
+            made = original(own, *args, **kwargs)
             for after in told:
                 if after is not None:
                     after()
             return made
 
         call.fusekit_ear = self  # type: ignore[attr-defined]
-        self.owner.__call__ = call
+        setattr(self.owner, self.name, call)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """`listener` is told of every call of `cute.compile` in the `with` block, by any thread. Imports the DSL."""
-    ear = _Ear.add(listener)
-    try:
+def listening(listener: Listener, *, direct: bool = False) -> Iterator[None]:
+    """`listener` is told of every call of `cute.compile` in the `with` block, by any thread. Imports the DSL.
+
+    direct: also of every host function that is called without it, as of the call of `cute.compile` that would compile
+    the same.
+    """
+    compiler, dsl = _classes()
+
+    def hear(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+        return None if kwargs.get("compile_only") or _tracing() else listener(own, _called(*args), kwargs)
+
+    with ExitStack() as heard:
+        for owner, name, each in ((compiler, "__call__", listener), (dsl, "_func", hear))[: 1 + direct]:
+            heard.callback(_Ear.add(owner, name, each).remove, each)
         yield
-    finally:
-        ear.remove(listener)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """What `cute.compile` is given of a call: of a method its object, or the bound method."""
+    name = function.__name__
+    if args and inspect.unwrap(getattr(type(args[0]), name, None) or _called) is function:
+        return (args[0] if name == "__call__" else getattr(args[0], name), *args[1:])
+    return (function, *args)
+
+
+def _tracing() -> bool:
+    """Whether a host function is being traced, whose calls of others are a part of it."""
+    from cutlass._mlir import ir
+
+    return ir.Context.current is not None and ir.InsertionPoint.current is not None
 
 
 def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
@@ -96,9 +121,11 @@ def traced(compile_function: Callable[..., Any], *args: Any, **kwargs: Any) -> T
     raise BuildError(f"{compile_function.__qualname__} compiled nothing: cute.compile was not called")
 
 
-def _callable_class() -> Any:
+def _classes() -> tuple[Any, Any]:
+    """That of `cute.compile`, and that of what traces host functions."""
     try:
         from cutlass.base_dsl.compiler import CompileCallable
+        from cutlass.base_dsl.dsl import BaseDSL
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
-    return CompileCallable
+    return CompileCallable, BaseDSL

@@ -1,4 +1,4 @@
-"""What code compiles with `cute.compile`, written down and built again elsewhere: the same cubins, bit for bit."""
+"""What code compiles with the CuTe DSL, written down and built again elsewhere: the same cubins, bit for bit."""
 
 import enum
 import json
@@ -21,9 +21,12 @@ from fusekit.spec.parse import parse_text
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 import cutlass
+from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.base_dsl.compiler import CompileCallable, FrontendNext, GPUArch, OptLevel
+from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor, make_ptr
+from cutlass.cutlass_dsl import CuTeDSL
 
 from fusekit.compiler import fakes
 from fusekit.compiler.capture import _arguments
@@ -34,7 +37,7 @@ from tests.examples.cute import fusion, rows
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "tests" / "examples" / "cute"
 ARCH = "--gpu-arch=sm_90a"
-ORIGINAL = CompileCallable.__call__
+ORIGINAL, FUNCTION = CompileCallable.__call__, BaseDSL._func
 
 
 def compile_here(function, *args, options=ARCH):
@@ -303,6 +306,48 @@ def test_options_in_brackets_and_other_ways_to_call_are_found_too():
     assert third.params["method"] == "__call__"
 
 
+class Doubled:
+    """A host function that calls another one, as a method."""
+
+    @cute.jit
+    def run(self, x: cute.Tensor, y: cute.Tensor, stream: CUstream):
+        fusion.silu_add(x, x, y, cutlass.Float32(2.0), stream)
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: CUstream):
+        self.run(x, y, stream)
+
+
+def test_host_functions_that_are_called_directly_are_found_as_if_they_were_compiled(monkeypatch):
+    """Once for each call of the program's; what they call themselves is a part of them."""
+    settings = CuTeDSL._get_dsl().envar
+    monkeypatch.setattr(settings, "dryrun", True)  # nothing can be launched here
+    monkeypatch.setattr(settings, "arch", "sm_90a")
+    held = [np.zeros(64, np.float32) for _ in range(3)]
+    x, residual, y = (from_dlpack(each, assumed_align=16).mark_layout_dynamic() for each in held)
+    stream, doubled = CUstream(0), Doubled()
+    calls = [(fusion.silu_add, x, residual, y, cutlass.Float32(1.0), stream), (doubled, x, y, stream),
+             (doubled.run, x, y, stream)]  # fmt: skip
+    with fusekit.capture() as direct:
+        for function, *arguments in (*calls, calls[0]):
+            function(*arguments)
+    assert BaseDSL._func is FUNCTION
+    monkeypatch.setattr(settings, "dryrun", False)
+    with fusekit.capture() as compiled:
+        for function, *arguments in calls:
+            compile_here(function, *arguments)
+    assert direct.toml() == compiled.toml() and len(direct.kernels) == 3 and not direct.problems
+
+
+@pytest.mark.parametrize("name", ["Found.toml", "found", f"{'x' * 65}.toml", "a b.toml"])
+def test_a_name_that_no_spec_file_can_have_is_refused(tmp_path, name):
+    with fusekit.capture() as found:
+        compile_here(*flat(fusion.arguments()))
+    with pytest.raises(UsageError, match=r"a spec file is NAME\.toml.*; a name is lower-case"):
+        found.write(tmp_path / name)
+    assert not list(tmp_path.iterdir()) and found.write(tmp_path / "found.toml").is_file()
+
+
 def test_the_same_thing_is_found_once_and_text_is_a_spec_file():
     with fusekit.capture() as found:
         for cluster in (1, 2, 1):
@@ -335,7 +380,7 @@ def test_what_a_spec_cannot_say_is_a_problem_and_is_compiled_all_the_same():
         found.toml()
     with fusekit.capture() as nothing:
         pass
-    with pytest.raises(SpecError, match="nothing called"):
+    with pytest.raises(SpecError, match="nothing was compiled"):
         nothing.write("nothing.toml")
 
 
