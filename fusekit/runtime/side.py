@@ -79,9 +79,11 @@ class Late:
 
 
 def run(launches: list[Queue] | tuple[Queue, ...], stream: int) -> None:
-    """Queues the launches; `stream` then waits for those aside."""
-    for launch in launches:
-        launch(stream)
-    for launch in launches:
-        if isinstance(launch, Aside):
-            launch.side.join(stream)
+    """Queues the launches; `stream` then waits for those aside, also where one of the others cannot be queued."""
+    try:
+        for launch in launches:
+            launch(stream)
+    finally:
+        for launch in launches:
+            if isinstance(launch, Aside):
+                launch.side.join(stream)
