@@ -16,7 +16,7 @@ PEER = "peer"
 MOST_PEERS = 32
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED = frozenset({
-    "sm_count", "active_clusters", "cluster_margin", "priority", "workspace", "scratch", "stream", "inf", "nan",
+    "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
 })  # fmt: skip
 
 

@@ -178,8 +178,9 @@ def test_what_was_read_is_what_was_planned(built, spec):
     """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
     entry, _ = loaded(built, spec)
     record, plan = LaunchRecord.from_json(dict(entry.launch)), spec.plan
-    # Of schema 2 are a stride in 32 bits, and types of 8.
-    assert record.schema == (1 if spec.gather == "none" and spec.quant == "none" else 2)
+    # Of schema 2 are a stride in 32 bits, and types of 8; of 4 a dz that may lie over z.
+    dz = spec.activation.backward and plan.quant.wide
+    assert record.schema == (4 if dz else 1 if spec.gather == "none" and spec.quant == "none" else 2)
     assert bool(record.constraints) is (spec.gather != "none" or spec.plan.quant.transpose)
     assert record.block == (plan.threads, 1, 1)
     assert record.cluster == (spec.cluster[0] * spec.cluster[1], 1, 1)

@@ -107,7 +107,7 @@ def layer(model, x, logits, w1, w2):
 def launched(request):
     """The model, and every tensor that the page names, after its launches."""
     config = CONFIGS[request.param] | SIZES
-    text = new_spec(read_model(json.dumps(config), "config.json"), Request("layer", tokens=T))
+    text = new_spec(read_model(json.dumps(config), "config.json"), Request("layer", tokens=T, kernels=True))
     kernels = {spec.kernel: Reference(spec) for spec in parse_text(text, "layer")}
     rng = np.random.default_rng(1)
     K = config["num_experts_per_tok"]  # noqa: N806

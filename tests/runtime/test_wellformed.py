@@ -43,7 +43,7 @@ SPECS = [
 LAYER = options().canonical()
 LAYERS = [
     {"hidden": "64"}, {"hidden": -8}, {"tokens": None}, {"experts": True}, {"router": []}, {"activation": {}},
-    {"activation": {"kind": "x"}}, {"activation": {"kind": "swiglu", "limit": {}}}, {"keep": 3}, {"dtype": "f1"},
+    {"activation": {"kind": 5}}, {"activation": {"kind": "swiglu", "limit": {}}}, {"keep": 3}, {"dtype": "f1"},
     {"router": LAYER["router"] | {"bias": 1}}, {"router": LAYER["router"] | {"scaling_factor": "1"}},
     {"router": LAYER["router"] | {"input": []}}, {"router": LAYER["router"] | {"num_groups": -1}},
 ]  # fmt: skip
@@ -116,9 +116,11 @@ def test_every_kind_of_layer_passes(said):
 
 def test_a_layer_of_another_version_keeps_no_kernel_from_a_launch():
     entry, _ = build_entry(0)
-    for other in (LAYER | {"more": 1}, {}, LAYER | {"router": {"input": "x"}}):
+    for other in (
+        LAYER | {"more": 1}, {}, LAYER | {"router": {"input": "x"}}, LAYER | {"activation": {"kind": "x"}},
+    ):  # fmt: skip
         WELLFORMED.name(dataclasses.replace(build_record(entry, NAME), spec=SPEC | {"layer": other}))
-        with pytest.raises(IntegrityError, match="has other keys than this version of fusekit knows"):
+        with pytest.raises(IntegrityError, match="is not one that this version of fusekit knows"):
             stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": {"file": "layers", "name": "moe", **other}}})
 
 
