@@ -8,7 +8,7 @@ codes of the transpose of dz, a fourth. In its dynamic shared memory are
                  that makes room for one more stage; float32 boxes have half as many columns. With a backward
                  activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns. Codes
                  of 16 rows x 128 columns take the place of boxes
-    2304 bytes   the rest: barriers, the ring of tiles, regions of operands such as two rows of bias
+    the rest     barriers, the ring of tiles, regions of operands such as two rows of bias
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on 
 BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = "n", both factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
-RESERVED_BYTES = 2304
 CROWD = 160  # accumulators of a thread
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
@@ -235,8 +234,7 @@ class GemmPlan(Product):
         if self.backward:
             return GATED_UNIT if self.kind.gated else self.box(self.tile[1], BOX_WIDTHS[0])
         # 64 columns, or 32 where that makes room for one more stage.
-        choices = ((min(MAX_STAGES, self._stages(self._warp_bytes(box))), box) for box in (64, 32))
-        return max(choices)[1]
+        return max((self._stages(self._warp_bytes(box)), box) for box in (64, 32))[1]
 
     @property
     def warp_bytes(self) -> int:
@@ -247,9 +245,10 @@ class GemmPlan(Product):
         boxes = OUTPUT_BOXES
         if self.backward:
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
-            if self.turning:  # in the place of boxes lies, later, the transpose of what they had
-                outputs = self.tile[1] // box if self.spec.recompute else 0
-            return (z + outputs) * box * WARP_ROWS * 2 + self.codes_bytes
+            behind = outputs * box * WARP_ROWS * 2 + self.codes_bytes
+            if self.turning:  # codes of rows, and then the transpose of y, in one place
+                behind = max(self.tile[1] * WARP_ROWS * 2 * self.spec.recompute, self.codes_bytes)
+            return z * box * WARP_ROWS * 2 + behind
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
         return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
@@ -258,20 +257,14 @@ class GemmPlan(Product):
     def codes_bytes(self) -> int:
         """Codes of a warp's 16 rows: in the place of its boxes, or behind those of a backward epilogue."""
         columns = self.sides * self.tile[1] if self.backward else self.out_tile_n
-        columns = SIDE if self.turning else columns  # one block after the other
         return columns * WARP_ROWS if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
-        return self.stage_room(warp_bytes) // self.stage_bytes
-
-    def stage_room(self, warp_bytes: int) -> int:
-        """Bytes that stages may take beside staging boxes of `warp_bytes` a warp."""
-        return self.arch.shared_bytes - self.reserved - warp_bytes * CONSUMER_WARPS
-
-    @property
-    def reserved(self) -> int:
-        """Bytes kept for barriers, the ring of tiles and regions of operands."""
-        return RESERVED_BYTES + sum(operand.reserved(self) for operand in self.operands)
+        room = self.arch.shared_bytes - warp_bytes * CONSUMER_WARPS
+        stages = min(MAX_STAGES, room // self.stage_bytes)
+        while stages > 0 and self.layout(stages, warp_bytes).bytes > self.arch.shared_bytes:
+            stages -= 1
+        return stages
 
     @property
     def z_box_bytes(self) -> int:
@@ -291,24 +284,28 @@ class GemmPlan(Product):
     @cached_property
     def stages(self) -> int:
         """Depth of the operand pipeline."""
-        return min(MAX_STAGES, self._stages(self.warp_bytes))
+        return self._stages(self.warp_bytes)
 
     @cached_property
     def shared(self) -> SharedMemory:
         """Where everything is; the launch record's dynamic shared memory is its size."""
+        return self.layout(self.stages, self.warp_bytes)
+
+    def layout(self, stages: int, warp_bytes: int) -> SharedMemory:
+        """Where everything is with a pipeline of `stages`, and staging boxes of `warp_bytes` a warp."""
         tile_m, tile_n = self.tile
-        stage, ring = self.stages * self.arch.swizzle_bytes, self.ring_slots
+        stage, ring = stages * self.arch.swizzle_bytes, self.ring_slots
         own = [count for operand in self.operands for count in operand.barriers(self)]
         return SharedMemory(
             (
                 Region("x", stage * tile_m, 1024),
                 Region("w", stage * tile_n, 1024),
-                Region("staging", self.warp_bytes * CONSUMER_WARPS, 1024),
-                *pipeline("stages", self.stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
+                Region("staging", warp_bytes * CONSUMER_WARPS, 1024),
+                *pipeline("stages", stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
                 Region("tiles", ring * self.slot_bytes),
                 *pipeline("tiles", ring, 1, self.ring_readers),
                 *([barriers("barriers", *own)] if own else []),
-                *(region for operand in self.operands for region in operand.regions(self)),
+                *(region for operand in self.operands for region in operand.regions(self, stages)),
             )
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fusekit.plan.arch import ARCHITECTURES, Architecture
-from fusekit.plan.gemm import BOX, CONSUMER_WARPS, GATED_UNIT, MIN_STAGES, RESERVED_BYTES, GemmPlan
+from fusekit.plan.gemm import BOX, CONSUMER_WARPS, GATED_UNIT, MIN_STAGES, GemmPlan
 
 MAINLOOPS = ("pingpong", "cooperative")
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -116,26 +116,13 @@ def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
 
 
 def _stages(plan: GemmPlan) -> Iterator[Refusal]:
-    stage, room = plan.stage_bytes, plan.stage_room(plan.warp_bytes)
-    if room // stage < MIN_STAGES:
+    if plan.stages < MIN_STAGES:
         tile_m, tile_n = plan.tile
+        stage, epilogue = plan.stage_bytes, plan.warp_bytes * CONSUMER_WARPS
+        rest = plan.layout(MIN_STAGES, plan.warp_bytes).bytes - MIN_STAGES * stage - epilogue
         yield Refusal(
             "tile",
-            f"({tile_m} + {tile_n}) x {plan.tile_k} x {plan.element} = {stage} bytes a stage; "
-            f"{plan.arch.shared_bytes} - {plan.reserved} (bias, barriers) - "
-            f"{plan.warp_bytes * CONSUMER_WARPS} (epilogue) = {room} bytes of shared memory hold {room // stage} "
-            f"stages, at least {MIN_STAGES} are needed; "
-            "take a smaller tile",
+            f"({tile_m} + {tile_n}) x {plan.tile_k} x {plan.element} = {stage} bytes a stage; {MIN_STAGES} of them, at "
+            f"least, {epilogue} (epilogue) and {rest} (operands, barriers) are more than the {plan.arch.shared_bytes} "
+            "bytes of shared memory; take a smaller tile",
         )
-    elif _large_operands(plan) and plan.shared.bytes > plan.arch.shared_bytes:
-        rest = plan.shared.bytes - plan.stages * stage - plan.warp_bytes * CONSUMER_WARPS
-        yield Refusal(
-            "tile",
-            f"barriers and operands take {rest} bytes of shared memory, of which {plan.reserved} are kept for them; "
-            "take a smaller tile",
-        )
-
-
-def _large_operands(plan: GemmPlan) -> bool:
-    """Whether operands' regions can take more than what is kept for them: there are many plans to look at."""
-    return sum(region.bytes for operand in plan.operands for region in operand.regions(plan)) > RESERVED_BYTES // 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusekit.plan import product
 from fusekit.plan.arch.sm_90a import ROW as SM90A
-from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, RESERVED_BYTES, WARP
+from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, WARP
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
 from fusekit.spec import parse_file
@@ -68,15 +68,19 @@ def test_shared_memory_arithmetic_is_told(monkeypatch):
     monkeypatch.setitem(product.ARCHITECTURES, "sm_90a", dataclasses.replace(SM90A, shared_bytes=102400))
     (refusal,) = refusals(gemm_plan(tile=(128, 128)), "pingpong")
     assert refusal.rule == (
-        "(128 + 128) x 64 x 2 = 32768 bytes a stage; 102400 - 2304 (bias, barriers) - 32768 (epilogue) = 67328 "
-        "bytes of shared memory hold 2 stages, at least 3 are needed; take a smaller tile"
+        "(128 + 128) x 64 x 2 = 32768 bytes a stage; 3 of them, at least, 32768 (epilogue) and 176 "
+        "(operands, barriers) are more than the 102400 bytes of shared memory; take a smaller tile"
     )
 
 
-def test_operands_that_take_too_much_are_told(monkeypatch):
-    monkeypatch.setattr("fusekit.plan.operands.bias.Bias.regions", lambda self, plan: (Region("bias", 65536),))
-    (refusal,) = refusals(gemm_plan(tile=(128, 128), bias=True), "pingpong")
-    assert "bytes of shared memory, of which 2304 are kept for them" in refusal.rule
+def test_operands_leave_fewer_stages(monkeypatch):
+    def told(most: int) -> list[int]:
+        regions = (Region("bias", most),)
+        monkeypatch.setattr("fusekit.plan.operands.bias.Bias.regions", lambda self, plan, stages: regions)
+        plan = gemm_plan(tile=(128, 128), bias=True)
+        return [plan.stages, *("(operands, barriers)" in each.rule for each in refusals(plan, "pingpong"))]
+
+    assert [told(most) for most in (1024, 32768, 65536, 131072)] == [[6], [5], [4], [2, True]]
 
 
 def test_cluster_is_told():
@@ -108,11 +112,9 @@ def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layo
     if refusals(plan, mainloop):
         return
     assert MIN_STAGES <= plan.stages <= MAX_STAGES
-    rest = plan.shared.bytes - plan.stages * plan.stage_bytes - plan.warp_bytes * CONSUMER_WARPS
-    assert 0 < rest <= RESERVED_BYTES
+    assert plan.shared.bytes > plan.stages * plan.stage_bytes + plan.warp_bytes * CONSUMER_WARPS
     assert plan.shared.bytes <= SM90A.shared_bytes
-    more = plan.shared.bytes - rest + RESERVED_BYTES + plan.stage_bytes
-    assert plan.stages == MAX_STAGES or more > SM90A.shared_bytes
+    assert plan.stages == MAX_STAGES or plan.layout(plan.stages + 1, plan.warp_bytes).bytes > SM90A.shared_bytes
     assert plan.accumulators <= SM90A.accumulator_registers < SM90A.consumer_registers
     if op == "grouped-wgrad":
         assert tile[0] % 64 == tile[1] % 64 == 0

@@ -76,13 +76,9 @@ class Operand:
         """What its arguments must keep to."""
         return ()
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        """Its shared memory."""
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        """Its shared memory, with a pipeline of `stages`."""
         return ()
-
-    def reserved(self, plan: GemmPlan) -> int:
-        """Bytes of shared memory that are kept for it beside those that every kernel keeps for its operands."""
-        return 0
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         """Its barriers in shared memory, by how many arrivals each waits for."""

@@ -22,7 +22,7 @@ class Bias(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (by_group("bias", "input", plan.dtype, plan, plan.n, DTYPES[plan.dtype].bytes),)
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
         return (Region("bias", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),)
 
 

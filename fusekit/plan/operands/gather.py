@@ -42,8 +42,8 @@ class Gather(Operand):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (vector("index", "input", "i32", "M"),)
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        return (barriers("landed", *(plan.gather_threads,) * plan.stages),) if plan.relays else ()
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        return (barriers("landed", *(plan.gather_threads,) * stages),) if plan.relays else ()
 
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         return (2,) if plan.relays else ()

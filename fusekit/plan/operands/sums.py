@@ -36,7 +36,7 @@ class Sums(Operand):
     def present(self, plan: GemmPlan) -> bool:
         return False
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
         return (Region("sums", CONSUMER_WARPGROUPS * box_bytes(plan)),)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusekit.plan.gemm import MAX_STAGES, WARP, GemmPlan
+from fusekit.plan.gemm import WARP, GemmPlan
 from fusekit.plan.operands.base import WGRAD, Argument, Operand, tensor
 from fusekit.plan.quant import SIDE, quant
 from fusekit.plan.shared import Region
@@ -31,11 +31,8 @@ class TokenScales(Operand):
             for name, columns in (("dy_ts", "N"), ("x_ts", "K"))
         )
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        return (Region("scales", plan.stages * stage_bytes(plan)),)
-
-    def reserved(self, plan: GemmPlan) -> int:
-        return MAX_STAGES * stage_bytes(plan)
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        return (Region("scales", stages * stage_bytes(plan)),)
 
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         return (2,)

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.plan.gemm import CONSUMER_WARPS, WARP, GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Constraint, Dim, Expr, Operand, tensor
 from fusekit.plan.quant import CODES, SIDE, quant
 from fusekit.plan.shared import Region
 
 TURNERS = 4  # warps of the fourth warpgroup
-HALF = SIDE // 2  # tokens of a column whose codes one of them has in shared memory
 
 
 class YTurned(Operand):
@@ -46,13 +45,10 @@ class YTurned(Operand):
     def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
         return () if plan.backward else room("y_t", plan)
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
         if plan.backward:
             return ()
         return Region("turned", plan.out_tile_n * SIDE * 2, 1024), Region("turned_codes", SIDE * SIDE, 1024)
-
-    def reserved(self, plan: GemmPlan) -> int:
-        return sum(region.bytes for region in self.regions(plan))
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return () if plan.backward else (CONSUMER_WARPS, 1)
@@ -95,12 +91,6 @@ class DzTurned(Operand):
 
     def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
         return room("dz_t", plan)
-
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        return (Region("turned_codes", TURNERS * WARP * HALF, 1024),)
-
-    def reserved(self, plan: GemmPlan) -> int:
-        return sum(region.bytes for region in self.regions(plan))
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return CONSUMER_WARPS, TURNERS

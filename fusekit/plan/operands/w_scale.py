@@ -36,11 +36,8 @@ class WScale(Operand):
             return (by_group("w_s", "input", "f32", plan, plan.n),)
         return (vector("w_s", "input", "f32", "E" if plan.grouped else 1),)
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        return (Region("w_scale", self.reserved(plan), 4),) if plan.quant.inputs == ROW else ()
-
-    def reserved(self, plan: GemmPlan) -> int:
-        return CONSUMER_WARPGROUPS * plan.tile[1] * 4 if plan.quant.inputs == ROW else 0
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        return (Region("w_scale", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),) if plan.quant.inputs == ROW else ()
 
 
 OPERANDS = (WScale(),)

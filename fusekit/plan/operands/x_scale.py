@@ -1,6 +1,6 @@
 """Scales of x: one number (fp8-tensor), one for each row (fp8-row), or one for 128 columns of a row (fp8-block).
 
-Those of blocks lie M-major, [ceil(K / 128), M], and come with the stages: behind those of w, four at most, each stage
+Those of blocks lie M-major, [ceil(K / 128), M], and come with the stages: behind those of w, two or four, each stage
 has one for each row of the tile. A warp of the load warpgroup fetches them.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.plan.gemm import MAX_STAGES, SEGMENT, WARP, GemmPlan
+from fusekit.plan.gemm import SEGMENT, WARP, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, tensor, vector
 from fusekit.plan.quant import BLOCK, ROW, SIDE, TENSOR, X_FORMATS, quant
 from fusekit.plan.shared import Region
-
-W_SCALES = 4  # of a stage: places for those of w
 
 
 class XScale(Operand):
@@ -61,11 +59,8 @@ class XScale(Operand):
         extent: Expr = "M" if plan.quant.inputs == ROW else 1
         return (vector("x_s", "input", "f32", extent),)
 
-    def regions(self, plan: GemmPlan) -> tuple[Region, ...]:
-        return (Region("scales", plan.stages * stage_bytes(plan)),) if plan.quant.by_block else ()
-
-    def reserved(self, plan: GemmPlan) -> int:
-        return MAX_STAGES * stage_bytes(plan) if plan.quant.by_block else 0
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        return (Region("scales", stages * stage_bytes(plan)),) if plan.quant.by_block else ()
 
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         return (2,) if plan.quant.by_block else ()
@@ -76,7 +71,12 @@ class XScale(Operand):
 
 def stage_bytes(plan: GemmPlan) -> int:
     """Scales of a stage."""
-    return 4 * (W_SCALES + plan.tile[0])
+    return 4 * (w_scales(plan) + plan.tile[0])
+
+
+def w_scales(plan: GemmPlan) -> int:
+    """Places for those of w in a stage: a thread loads them at once."""
+    return 2 if plan.tile[1] // SEGMENT <= 2 else 4
 
 
 OPERANDS = (XScale(),)

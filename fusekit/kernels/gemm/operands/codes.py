@@ -82,20 +82,16 @@ class DzCodes(Codes):
     def gradients(self, made, rows, work) -> None:
         layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
         words, count = in_order(made[0], layout), self.plan.sides * tile_n // SIDE
-        boxes = work.staging + (self.plan.warp_bytes - self.plan.codes_bytes)
+        begin = self.plan.z_bytes if self.plan.turning else self.plan.warp_bytes - self.plan.codes_bytes
+        boxes = work.staging + begin
         for block in range(count):
             column = rows.n_tile * (self.plan.sides * tile_n) + block * SIDE
             if layout == "concat":  # gates of the tile, then ups
                 side, inside = block // (count // 2), block % (count // 2) * SIDE
                 column = rows.n_tile * tile_n + inside + (n if side else 0)
-            shared = self.plan.turning  # one box for all
-            mine, box = (
-                words[block * WORDS : (block + 1) * WORDS],
-                boxes + (0 if shared else block * (SIDE * WARP_ROWS)),
-            )
-            extent, first = (column, n * self.plan.sides), shared or block == 0
-            four, whole = layout == "interleaved", layout == "concat"
-            self.block(mine, box, extent, rows, work.operands.dz_codes, first, four, whole)
+            mine, box = words[block * WORDS : (block + 1) * WORDS], boxes + block * (SIDE * WARP_ROWS)
+            extent, four, whole = (column, n * self.plan.sides), layout == "interleaved", layout == "concat"
+            self.block(mine, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
 
 
 def coded_rows(codes_, scales) -> CodedRows:

@@ -8,8 +8,8 @@ The idle warp gets the tiles from the ring as the consumers do, one after the ot
 the groups before, so that it knows where the transpose of its tile begins.
 
 Backward (DzTurned) a fourth warpgroup does it, each of its warps 32 columns at a time. A consumer warp's 16 tokens of
-all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column. When a tile has been
-read, the warpgroup sends for z of its next one.
+all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column, in whose place then
+lie the codes of 32 tokens. When those have left, the warpgroup sends for z of its next tile.
 """
 
 from typing import Any, NamedTuple
@@ -26,13 +26,14 @@ from fusekit.kernels.gemm.sm90.scheduler import blocks_between, column_of
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
-from fusekit.plan.operands.turned import HALF, TURNERS
+from fusekit.plan.operands.turned import TURNERS
 from fusekit.plan.quant import SIDE
 
 UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
 SLABS = SIDE // WARP_ROWS
+TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose codes take the place of 16 tokens
 READ = 6  # named barrier of the fourth warpgroup
 
 
@@ -51,10 +52,9 @@ class Place(NamedTuple):
 
 
 class Columns(Operand):
-    """What idle warps make of the columns of a tile. line: bytes of a column's codes in shared memory."""
+    """What idle warps make of the columns of a tile."""
 
     step = 8
-    line = SIDE
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
@@ -127,29 +127,25 @@ class Columns(Operand):
         return codes.scale_of(codes.larger(*codes.numbers(most)), self.plan.quant.scales)
 
     @cute.jit
-    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, first: cutlass.Constexpr, inverse, lane: Int32):
-        """The lane's column from slab `first` on as codes, 16 tokens at a time, as far as its line at `made` goes."""
-        until = cutlass.min(slabs, first + self.line // WARP_ROWS)
-        for slab in cutlass.range(first, until, unroll=1):
+    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, inverse, lane: Int32):
+        """The lane's column as codes, 16 tokens at a time."""
+        for slab in cutlass.range(slabs, unroll=1):
             words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
             numbers = [half for word in words for half in codes.halves(word)]
             packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab - first), packed)
-        for slab in cutlass.range(cutlass.max(until, first), first + self.line // WARP_ROWS, unroll=1):
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab - first), [Uint32(0)] * 4)
-
-    def place_of_codes(self, column, unit):
-        """Where 16 codes of a column are, in bytes: exchanged by the column, as the tensor map has it."""
-        return column * self.line + (unit ^ (column & 7 if self.line == SIDE else column >> 1 & 3)) * 16
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), packed)
+        for slab in cutlass.range(slabs, SLABS, unroll=1):
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
 
     @cute.jit
-    def send_codes(self, target, made, block: Int32, first: cutlass.Constexpr, column: Int32, lane: Int32):
-        """Starts the store of columns of codes from `column` on, from slab `first` of the block on."""
+    def send_codes(self, target, boxes, block: Int32, column: Int32, lane: Int32):
+        """Starts the stores of boxes of codes, one behind the other along the tokens, from `column` on."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            token = block * SIDE + first * WARP_ROWS
-            ptx.tma_store(ptx.descriptor_address(target.codes), made, (token, column))
+            for number, box in enumerate(boxes):
+                token = block * SIDE + number * (SIDE // len(boxes))
+                ptx.tma_store(ptx.descriptor_address(target.codes), box, (token, column))
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -169,7 +165,7 @@ class YTurned(Columns):
     """Forward. Backward it is a parameter of dz_turned, and packs y where it is not stored."""
 
     def parameter(self, given):
-        box = (HALF, WARP) if self.plan.backward else (SIDE, SIDE)
+        box = (TURNED_TOKENS, WARP) if self.plan.backward else (SIDE, SIDE)
         return Turned(turned_map(given.y_t, box), given.y_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
@@ -228,25 +224,27 @@ class YTurned(Columns):
             lines = idle.shared.turned.toint() + offset + own * LINE
             scale, inverse = self.scale_of(lines, where.slabs, lane)
             self.store_scale(target, scale, where.block, column + own + lane, width)
-            self.codes_of(lines, made.toint() + own * SIDE, where.slabs, 0, inverse, lane)
-        self.send_codes(target, made, where.block, 0, column, lane)
+            self.codes_of(lines, made.toint() + own * SIDE, where.slabs, inverse, lane)
+        self.send_codes(target, [made], where.block, column, lane)
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
         """Eight tokens of column `lane`."""
         return [Uint32(word) for word in ptx.load_shared_v4(lines + place(lane, unit))]
 
+    def place_of_codes(self, column, slab):
+        """Where 16 codes of a column are, in bytes: exchanged by the column, as the tensor map has it."""
+        return column * SIDE + (slab ^ (column & 7)) * 16
+
 
 class DzTurned(Columns):
     """The fourth warpgroup of a backward kernel."""
-
-    line = HALF
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
         self.staging = StagingBoxes(plan)
 
     def parameter(self, given):
-        return Turned(turned_map(given.dz_t, (HALF, WARP)), given.dz_ts.iterator)
+        return Turned(turned_map(given.dz_t, (TURNED_TOKENS, WARP)), given.dz_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -257,11 +255,11 @@ class DzTurned(Columns):
         """16 rows of dz and y, as columns, where z and staged boxes were."""
         steps, values = made
         layout = self.plan.glu_layout
-        self.staging.acquire_all()
         dz = work.staging.toint()
         words = without_others(in_order(steps, layout), rows, 2 if layout == "interleaved" else 1)
         store_slab(words, dz, side_by_side=layout == "interleaved")
         if self.plan.has("y_turned"):
+            self.staging.acquire_all()  # the codes of rows have left
             store_slab(without_others(values, rows, 1), dz + self.plan.z_bytes)
 
     def finish_tile(self, state, work) -> None:
@@ -306,24 +304,27 @@ class DzTurned(Columns):
         if self.plan.has("y_turned"):
             lines = self.plan.z_bytes + own * SLAB
             self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n + own, n), where, lane)
+        self.sent(lane)
 
     @cute.jit
     def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32):
         """32 columns; offset: of the first in each warp's slab. extent: (first column, columns of the result)."""
         column, width = extent
-        lines = idle.shared.staging.toint() + offset
-        made = idle.shared.turned_codes + idle.warp * (WARP * HALF)
-        scale, inverse = self.scale_of(lines, where.slabs, lane)
+        slabs = idle.shared.staging + offset
+        scale, inverse = self.scale_of(slabs.toint(), where.slabs, lane)
         self.store_scale(target, scale, where.block, column + lane, width)
-        for first in cutlass.range_constexpr(0, SLABS, HALF // WARP_ROWS):
-            self.sent(lane)
-            self.codes_of(lines, made.toint(), where.slabs, first, inverse, lane)
-            self.send_codes(target, made, where.block, first, column, lane)
+        self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
+        boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
+        self.send_codes(target, boxes, where.block, column, lane)
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
         """Eight tokens of column `lane`."""
         at = lines + (unit >> 1) * self.plan.warp_bytes + slab_place(lane, unit & 1)
         return [Uint32(word) for word in ptx.load_shared_v4(at)]
+
+    def place_of_codes(self, column, slab):
+        """Where 16 codes of a column are, in bytes: where the lane has read two slabs, in the first of them."""
+        return (slab >> 1) * (2 * self.plan.warp_bytes) + slab_place(column, slab & 1)
 
 
 def turned_map(tensor, box):

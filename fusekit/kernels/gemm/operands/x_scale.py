@@ -12,7 +12,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand, row_pair
 from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import SEGMENT, WARP
-from fusekit.plan.operands.x_scale import W_SCALES, stage_bytes
+from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 from fusekit.plan.quant import ROW, SIDE
 
 
@@ -73,7 +73,7 @@ class XScale(Operand):
                 if lane < plan.tile[1] // SEGMENT:
                     copy_async(target + lane * 4, w, Int32(1))
                 for part in cutlass.range_constexpr(plan.tile[0] // WARP):
-                    at = target + (W_SCALES + part * WARP + lane) * 4
+                    at = target + (w_scales(plan) + part * WARP + lane) * 4
                     copy_async(at, x + part * (WARP * 4), ptx.flag(there > part * WARP))
                 arrive_when_copied(idle.shared.stages_full + stage)
                 x += idle.operands.x_scale.stride * 4

@@ -18,7 +18,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.floats import fma
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages, release
 from fusekit.plan.gemm import SEGMENT, WARP_ROWS, GemmPlan
-from fusekit.plan.operands.x_scale import W_SCALES, stage_bytes
+from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 
 
 def main_loop(plan: GemmPlan, halves) -> MainLoop:
@@ -126,12 +126,11 @@ class PromotedLoop(MainLoop):
         """A stage's scales of a lane's two rows from row `row` of the tile on, and of each segment of columns."""
         if not self.plan.quant.by_block:
             return ()
-        segments = self.plan.tile[1] // SEGMENT
-        address = stages.scales.toint() + stage * stage_bytes(self.plan)
-        load = ptx.load_shared_f32x4 if segments > 2 else ptx.load_shared_f32x2
-        columns = load(address)[:segments]
+        address, of_w = stages.scales.toint() + stage * stage_bytes(self.plan), w_scales(self.plan)
+        load = ptx.load_shared_f32x4 if of_w > 2 else ptx.load_shared_f32x2
+        columns = load(address)[: self.plan.tile[1] // SEGMENT]
         warp = cute.arch.warp_idx() & 3
-        at = address + (W_SCALES + row + warp * WARP_ROWS + (lane >> 2)) * 4
+        at = address + (of_w + row + warp * WARP_ROWS + (lane >> 2)) * 4
         return (ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), *columns)
 
     def promote(self, sums, first: int, column: int, accumulator, scales) -> None:
