@@ -12,7 +12,8 @@ from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import WARP
 from fusekit.plan.operands.token_scales import stage_bytes
 
-FOUR = 4  # scales that a lane copies at once
+FOUR = 4  # scales of dy that a lane copies at once
+PAIR = 2  # of x
 
 
 class Scales(NamedTuple):
@@ -39,7 +40,7 @@ class TokenScales(Operand):
             if lane == 0:
                 idle.ring.free(count)
             while group >= 0:
-                columns = (m_tile * plan.tile[0] + lane * FOUR, column_of(n_tile) * plan.tile[1] + lane * FOUR)
+                columns = (m_tile * plan.tile[0] + lane * FOUR, column_of(n_tile) * plan.tile[1] + lane * PAIR)
                 for step in cutlass.range(ptx.divide(end - row + (plan.tile_k - 1), plan.tile_k), unroll=1):
                     cute.arch.mbarrier_wait(idle.shared.stages_empty + stage, phase)
                     self.fetch(idle, first + step, columns, idle.shared.scales.toint() + stage * stage_bytes(plan))
@@ -56,13 +57,26 @@ class TokenScales(Operand):
 
     @cute.jit
     def fetch(self, idle: Idle, block: Int32, columns, target: Int32):
-        """The scales of token block `block`; columns: of dy and of x, the first that this lane copies."""
-        lane = cute.arch.lane_idx()
-        sides = ((idle.operands.token_scales.dy, idle.extents.k, 0), (idle.operands.token_scales.x, idle.extents.n, 1))
-        for pointer, extent, side in sides:
-            source = pointer.toint() + (Int64(block) * Int64(extent) + Int64(columns[side])) * 4
-            base = target + (side * self.plan.tile[0] + lane * FOUR) * 4
-            for part in cutlass.range_constexpr(0, self.plan.tile[side], WARP * FOUR):
-                if part + lane * FOUR < self.plan.tile[side]:
-                    there = ptx.flag(columns[side] + part < extent)
-                    copy_async(base + part * 4, source + part * 4, there, 16)
+        """The scales of token block `block`; columns: of dy and of x, the first that this lane copies.
+
+        Those of x lie in the order in which a lane of the accumulators reads them, four at once: of each 16 columns
+        those of columns 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
+        """
+        plan, lane, extents = self.plan, cute.arch.lane_idx(), idle.extents
+        scales, (tile_m, tile_n) = idle.operands.token_scales, plan.tile
+        dy = row_of(scales.dy, block, extents.k, columns[0])
+        for part in cutlass.range_constexpr(0, tile_m, WARP * FOUR):
+            if part + lane * FOUR < tile_m:
+                there = ptx.flag(columns[0] + part < extents.k)
+                copy_async(target + (part + lane * FOUR) * 4, dy + part * 4, there, FOUR * 4)
+        x = row_of(scales.x, block, extents.n, columns[1])
+        to_x = target + tile_m * 4 + (lane >> 3) * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8
+        for part in cutlass.range_constexpr(0, tile_n, WARP * PAIR):
+            if part + lane * PAIR < tile_n:
+                there = ptx.flag(columns[1] + part < extents.n)
+                copy_async(to_x + part * 4, x + part * 4, there, PAIR * 4)
+
+
+def row_of(scales: cute.Pointer, block: Int32, extent: Int32, column: Int32) -> Int64:
+    """Address of the scale of `column` in token block `block`."""
+    return scales.toint() + (Int64(block) * Int64(extent) + Int64(column)) * 4

@@ -106,7 +106,7 @@ class XScale(Operand):
 
 
 def copy_async(destination: Int32, source: Int64, there: Int32, size: int = 4) -> None:
-    """4 or 16 bytes from global to shared memory; zeros unless they are there."""
+    """4, 8 or 16 bytes from global to shared memory; zeros unless they are there."""
     cute.arch.inline_ptx(
         f"{{ .reg .b32 size_; mul.lo.u32 size_, {{$r2}}, {size};"
         f" cp.async.{'ca' if size < 16 else 'cg'}.shared.global [{{$r0}}], [{{$r1}}], {size}, size_; }}",

@@ -20,6 +20,8 @@ from fusekit.kernels.gemm.sm90.wgrad import GradEpilogue, Wgrad, WgradLoop
 from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 from fusekit.plan.operands.token_scales import stage_bytes
 
+EARLY = 2  # loads of column scales ahead of adding up: more would take registers that there are not
+
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
@@ -64,20 +66,26 @@ class BlockLoop(PromotedLoop, WgradLoop):
             ring.free(count)
 
     def scales(self, stages: Stages, stage: Int32, row: Int32, lane: Int32):
-        """A stage's scales of a lane's two rows from row `row` of the tile on; where those of its columns are."""
+        """A stage's scales of a lane's two rows from row `row` of the tile on; where those of its columns are, and the
+        first of them, which are on their way while wgmma run.
+        """
         address = stages.scales.toint() + stage * stage_bytes(self.plan)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) & 3
         at = address + (row + warp * WARP_ROWS + (lane >> 2)) * 4
-        columns = address + (self.plan.tile[0] + (lane & 3) * 2) * 4
-        return ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), columns
+        columns = address + (self.plan.tile[0] + (lane & 3) * 4) * 4
+        early = [self.columns(columns, chunk) for chunk in range(EARLY)]
+        return ptx.load_shared_f32(at), ptx.load_shared_f32(at + 8 * 4), columns, early
+
+    def columns(self, address: Int32, chunk: int):
+        """A lane's scales of 16 columns, as token_scales.py lays them."""
+        return ptx.load_shared_f32x4(address + chunk * 16 * 4)
 
     def promote(self, sums, first: int, column: int, accumulator, scales) -> None:
         """As the parent's."""
-        *rows, columns = scales
-        for chunk in range(cute.size(accumulator) // 4):
-            pair = ptx.load_shared_f32x2(columns + (column + chunk * 8) * 4)
-            for r in range(2):
-                for c in range(2):
-                    number = chunk * 4 + r * 2 + c
-                    scale = multiply(rows[r], pair[c])
-                    sums[first + number] = fma(accumulator[number], scale, sums[first + number])
+        *rows, columns, early = scales
+        for chunk in range(cute.size(accumulator) // 8):
+            of_columns = early[chunk] if chunk < len(early) else self.columns(columns, chunk)
+            for number in range(8):
+                scale = multiply(rows[number // 2 % 2], of_columns[number // 4 * 2 + number % 2])
+                at = first + chunk * 8 + number
+                sums[at] = fma(accumulator[chunk * 8 + number], scale, sums[at])
