@@ -5,9 +5,9 @@ codes of the transpose of dz, a fourth. In its dynamic shared memory are
 
     stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
     32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
-                 that makes room for one more stage; float32 boxes have half as many columns. With a backward
-                 activation: 8 warps x 3 boxes of z, and 2 of y where it is recomputed, or for sums of columns. Codes
-                 of 16 rows x 128 columns take the place of boxes
+                 that makes room for one more stage; float32 boxes have half as many columns. A weight gradient of
+                 codes has 3 boxes a warp. With a backward activation: 8 warps x 3 boxes of z, and 2 of y where it is
+                 recomputed, or for sums of columns. Codes of 16 rows x 128 columns take the place of boxes
     the rest     barriers, the ring of tiles, regions of operands such as two rows of bias
 """
 
@@ -30,6 +30,7 @@ CONSUMER_WARPGROUPS = 2
 CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
 WARP_ROWS = 16  # of a 64-row block, that one warp finishes
 OUTPUT_BOXES, Z_BOXES = 2, 3  # of a warp: of an output in turn, and of z on its way in or out
+WGRAD_BOXES = 3  # of dw, where factors are codes: their tiles end sooner
 GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
 BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = "n", both factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
@@ -244,7 +245,7 @@ class GemmPlan(Product):
         return self._warp_bytes(self.epilogue_box)
 
     def _warp_bytes(self, box: int) -> int:
-        boxes = OUTPUT_BOXES
+        boxes = self.output_boxes
         if self.backward:
             z, outputs = self.z_boxes * self.sides, OUTPUT_BOXES if self.outputs_staged else 0
             behind = outputs * box * WARP_ROWS * 2 + self.codes_bytes
@@ -254,6 +255,11 @@ class GemmPlan(Product):
         if not self.quant.wide and not self.has("preactivation"):
             boxes = 0
         return max(boxes * box * WARP_ROWS * 2, self.codes_bytes)
+
+    @property
+    def output_boxes(self) -> int:
+        """Staging boxes of a warp that an output takes in turn."""
+        return WGRAD_BOXES if self.wgrad and self.quant else OUTPUT_BOXES
 
     @property
     def codes_bytes(self) -> int:

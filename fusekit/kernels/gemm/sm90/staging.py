@@ -8,7 +8,7 @@ import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.plan.gemm import OUTPUT_BOXES, WARP_ROWS, GemmPlan
+from fusekit.plan.gemm import WARP_ROWS, GemmPlan
 
 
 class StagingBoxes:
@@ -16,6 +16,7 @@ class StagingBoxes:
 
     def __init__(self, plan: GemmPlan) -> None:
         self.bytes = plan.epilogue_box * WARP_ROWS * 2
+        self.count = plan.output_boxes
 
     @cute.jit
     def store(self, number: cutlass.Constexpr, columns: cutlass.Constexpr, registers, descriptor, where, staging):
@@ -24,7 +25,7 @@ class StagingBoxes:
         `registers` holds (chunk, r) in order: two columns of chunk `chunk`, row lane/4 + 8 r, packed. The swizzle is
         the tensor map's: 16-byte units exchanged by address bits 7 and up.
         """
-        box = staging + (number % OUTPUT_BOXES) * self.bytes
+        box = staging + (number % self.count) * self.bytes
         self.acquire()
         self.write(box, columns, registers)
         self.send(box, descriptor, where, False)
@@ -53,7 +54,7 @@ class StagingBoxes:
         """Write a 16-row box of float32 (accumulator registers in order) and start its store, or its addition."""
         lane = cute.arch.lane_idx()
         row = lane >> 2
-        box = staging + (number % OUTPUT_BOXES) * self.bytes
+        box = staging + (number % self.count) * self.bytes
         base = box.toint() + row * (4 * columns)
         swizzle = ((row * (4 * columns)) >> 7) & (columns // 4 - 1)
         place = (lane & 3) * 8
@@ -67,10 +68,10 @@ class StagingBoxes:
 
     @cute.jit
     def acquire(self):
-        """Wait until the store of the box before the last has left shared memory."""
+        """Wait until what the next box has held has left shared memory."""
         lane = cute.arch.lane_idx()
         if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(OUTPUT_BOXES - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(self.count - 1, read=True)
         cute.arch.sync_warp()
 
     @cute.jit
