@@ -311,7 +311,7 @@ class Layer:
         buffers = self.program.buffers
         steps: list[tuple[Step, Kernel, Mapping[str, Buffer]]] = []
         written: dict[str, int] = {}
-        needed = self.program.needed(which, asked)
+        needed = self.program.needed(which, asked, in_place=in_place)
         for step in needed:
             given = {each: buffers[name] for each, name in step.arguments.items()}
             steps.append((step, self._kernel(step.part, dims), given))

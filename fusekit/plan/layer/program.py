@@ -108,8 +108,10 @@ class Program:
             outputs |= {name: self.buffers[name] for name in step.writes.values()}
         return inputs, {name: buffer for name, buffer in outputs.items() if buffer.place == ARGUMENT}
 
-    def needed(self, which: str, given: Collection[str]) -> tuple[Step, ...]:
-        """The steps of a pass that make the outputs `given`, and what of kept memory the pass fills."""
+    def needed(self, which: str, given: Collection[str], *, in_place: bool = False) -> tuple[Step, ...]:
+        """The steps of a pass that make the outputs `given`, and what of kept memory the pass fills. in_place: in the
+        order that saves memory, if the pass is a backward one.
+        """
         wanted = set(given)
         if which == FORWARD:
             wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
@@ -118,7 +120,24 @@ class Program:
             if wanted & set(step.writes.values()):
                 found.append(step)
                 wanted |= set(step.reads.values())
-        return tuple(reversed(found))
+        found.reverse()
+        return tuple(self._soon(found) if in_place and which == BACKWARD else found)
+
+    def _soon(self, steps: list[Step]) -> list[Step]:
+        """Steps in another order: the only reader of what lies in scratch memory stands right behind what it needs, so
+        that others can have that memory. So fc2's weight gradient comes before fc1's data gradient, and dx later. A
+        layer over ranks keeps its order, in which launches run beside those of other ranks.
+        """
+        if any(step.window or step.aside for step in steps):
+            return steps
+        order = list(steps)
+        for step in steps:
+            given = {name for name in step.reads.values() if self.buffers[name].place == SCRATCH}
+            at = max((index for index, each in enumerate(order) if given & set(each.writes.values())), default=-1) + 1
+            if at and given.difference(*(each.arguments.values() for each in order[at:] if each is not step)):
+                order.remove(step)
+                order.insert(at, step)
+        return order
 
     def late(self, steps: Iterable[Step]) -> list[bool]:
         """Of each step, whether it waits for what is queued aside before it: because it reads what that writes, or
@@ -161,7 +180,7 @@ class Program:
         buffers which are done with before they are written; None: all. in_place: so may kept memory, once a backward
         pass has read what is there.
         """
-        steps = self.needed(which, given)
+        steps = self.needed(which, given, in_place=in_place)
         life: dict[str, tuple[int, int]] = {}
         elsewhere = set(given) | self.arguments(which)[0].keys()
         inside = {ARGUMENT, SCRATCH, *([KEPT] if which == INFERENCE else [])}
