@@ -14,7 +14,7 @@ from fusekit.compiler import build, fakes
 from fusekit.compiler.capture import arch_of, captured, effective_options
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.leaves import STREAM, Leaf, flat, host_callable, is_extent, leaves, member, members
+from fusekit.compiler.leaves import STREAM, Leaf, argument_name, flat, host_callable, is_extent, leaves, member, members
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
 from fusekit.spec.parse import parse_text
@@ -103,10 +103,19 @@ class Compiled:
         """(stream, the kernel's arguments by name) of a call, to bind or capture it: `kernel.bind(**arguments)`."""
         kernel = self.kernel
         stream, values = self._parameters.values(args, kwargs)
-        names = [argument.name for argument in kernel.record.arguments]
-        if len(names) != len(values):
-            raise ArgumentError(f"{self.name} takes {', '.join(names)}; {len(values)} values were given")
-        return stream, {name: _plain(value, kernel) for name, value in zip(names, values, strict=True)}
+        names = {argument.name for argument in kernel.record.arguments}
+        arguments = {}
+        for leaf, given in values:
+            name, value = argument_name(leaf.name), _plain(given, kernel)
+            if name in names:
+                arguments[name] = value
+            elif value != (compiled := _plain(leaf.fake, kernel)):
+                raise ArgumentError(
+                    f"{leaf.name} is {value!r}; the launch is configured by it and was compiled for {compiled!r}; call"
+                    f" fusekit.compile with {value!r} too",
+                    argument=leaf.name,
+                )
+        return stream, arguments
 
 
 class _Parameters:
@@ -122,8 +131,8 @@ class _Parameters:
         self._signature = whole.replace(parameters=runtime)
         self._templates = {each.name: bound.arguments[each.name] for each in runtime}
 
-    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """(the stream, the other run-time values in order)."""
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[Leaf, Any]]]:
+        """(the stream, the other run-time arguments with their values, in order)."""
         try:
             given = self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -136,7 +145,7 @@ class _Parameters:
                 if leaf.kind == STREAM:
                     stream = item
                 elif not is_extent(leaf, self._leaves):  # a launch reads those from the tensor
-                    values.append(item)
+                    values.append((leaf, item))
         return stream, values
 
 

@@ -28,4 +28,4 @@ def read_plan(made: Any) -> LaunchRecord:
 
     with tempfile.TemporaryDirectory() as scratch:
         traced = trace(made, Path(scratch))
-    return hostcode.read(traced.module, made, traced.cubin)
+    return hostcode.read(traced.module, made, traced.cubin)[1]

@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
 })  # fmt: skip
+OPTIONS = frozenset({"stream", "cluster_margin", "priority"})
+"""What a launch takes beside the arguments. A new record has no argument of such a name; an old one may."""
 
 
 def check_name(name: str, where: str) -> None:

@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
-from fusekit.abi.arguments import RESERVED
 from fusekit.abi.expr import evaluate, freeze, validate
 from fusekit.compiler import fakes
 from fusekit.compiler.hostfunction import (
@@ -29,7 +28,19 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
-from fusekit.compiler.leaves import BIT, FLOAT, INTEGER, POINTER, STREAM, TENSOR, Leaf, host_callable, is_extent, leaves
+from fusekit.compiler.leaves import (
+    BIT,
+    FLOAT,
+    INTEGER,
+    POINTER,
+    STREAM,
+    TENSOR,
+    Leaf,
+    argument_name,
+    host_callable,
+    is_extent,
+    leaves,
+)
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
@@ -37,6 +48,7 @@ from fusekit.spec import ExternSpec
 LIFT_VALUES = (59, 127)
 """What a lifted argument is compiled with. Primes: what divides them is no property of the kernel."""
 FREE = "free"
+_OF_A_CALLER = frozenset({"default", "minimum", "maximum", "divisor"})  # what says that callers pass an integer
 MEMORY_ALIGNMENT = 256
 
 
@@ -102,11 +114,13 @@ def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
     # By place where that can be: an argument may have the name of one of cute.compile's own.
     bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
     arguments, keywords = bound.args, bound.kwargs
-    hosts, signature = _Reading(spec, found).signature()
+    reading = _Reading(spec, found)
+    hosts, signature = reading.signature()
     options = spec.params.get("options", "") if fakes.FAKES in spec.params else ""
     return TracePlan(
-        function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found), options=options
-    )
+        function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found), options=options,
+        traced=reading.traced,
+    )  # fmt: skip
 
 
 def _lifted_call(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -144,6 +158,7 @@ class _Reading:
         self._strides: dict[int, str] = {}
         self._constraints: list[Constraint] = []
         self._memory: dict[str, Expr] = {"workspace": 0, "scratch": 0}
+        self.traced: dict[str, int] = {}
 
     def signature(self) -> tuple[tuple[HostArgument, ...], Signature]:
         self._check()
@@ -202,10 +217,11 @@ class _Reading:
         return self._spec.arguments.get(leaf.name, {})
 
     def _name(self, leaf: Leaf) -> str:
-        name: str = self._told(leaf).get("rename", leaf.name)
-        if name in RESERVED and "rename" in self._told(leaf):
-            raise BuildError(f"arguments.{leaf.name}.rename: {name!r} is reserved; take another name")
-        return f"{name}_" if name in RESERVED else name
+        renamed: str = self._told(leaf).get("rename", leaf.name)
+        name = argument_name(renamed)
+        if name != renamed and "rename" in self._told(leaf):
+            raise BuildError(f"arguments.{leaf.name}.rename: {renamed!r} is reserved; take another name")
+        return name
 
     def _argument(self, leaf: Leaf) -> tuple[HostArgument, Argument | None]:
         told, name = self._told(leaf), self._name(leaf)
@@ -226,6 +242,11 @@ class _Reading:
         bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
         bounds |= {key: told[key] for key in ("minimum", "maximum", "divisor") if key in told}
         dtype = "f32" if leaf.kind == FLOAT else "i32"
+        value = getattr(leaf.fake, "value", leaf.fake)
+        # An integer of a source that somebody wrote may stand for any; a captured call has those of a launch.
+        meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params
+        if isinstance(value, int) and meant and not told.keys() & _OF_A_CALLER:
+            self.traced[name] = int(value)
         return HostScalar(name), ScalarArgument(name, dtype, told.get("default"), **bounds)
 
     def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:

@@ -11,6 +11,7 @@ import struct
 from typing import Any
 
 from fusekit.abi import TensorArgument
+from fusekit.abi.arguments import OPTIONS
 from fusekit.abi.expr import Expr, evaluate, render
 from fusekit.compiler.hostfunction import (
     HostArgument,
@@ -27,7 +28,14 @@ from fusekit.errors import BuildError, ProofError
 
 
 def check_plan(plan: TracePlan) -> None:
-    """Raises BuildError where the fake arguments and the record's cannot be the same thing: count, dtype, alignment."""
+    """Raises BuildError where the fake arguments and the record's cannot be the same thing: count, dtype, alignment;
+    and for an argument that no launch from Python could name.
+    """
+    for argument in plan.signature.arguments:
+        if argument.name in OPTIONS:
+            raise BuildError(
+                f"trace plan: an argument is called {argument.name!r}, which is an option of launches; rename it"
+            )
     fakes = given(plan)
     if len(fakes) != len(plan.host_arguments):
         raise BuildError(

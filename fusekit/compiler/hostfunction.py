@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, PeersArgument, ScalarArgument, TensorArgument, tensors_of
@@ -93,7 +93,8 @@ class TracePlan:
     fake tensors, numbers, a null stream; None for one that this kernel does without. host_arguments: what each that is
     not None stands for at run time, in order. signature: what the kernel's callers pass. keywords: given to
     `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
-    others than those of `arguments` that are not None. options: of the DSL, that change the cubin.
+    others than those of `arguments` that are not None. options: of the DSL, that change the cubin. traced: what the
+    trace was given for i32 scalars that are fixed at it where a launch record has a constant.
     """
 
     function: Callable[..., Any]
@@ -104,6 +105,19 @@ class TracePlan:
     leaves: tuple[Any, ...] | None = None
     lifted: Lifted | None = None
     options: str = ""
+    traced: Mapping[str, int] = field(default_factory=dict)
+
+    def fixed(self, scalars: Collection[str]) -> TracePlan:
+        """The same with these scalars at what the trace was given: callers do not pass them."""
+        hosts = tuple(
+            HostInteger(self.traced[host.argument])
+            if isinstance(host, HostScalar) and host.argument in scalars
+            else host
+            for host in self.host_arguments
+        )
+        left = tuple(argument for argument in self.signature.arguments if argument.name not in scalars)
+        traced = {name: value for name, value in self.traced.items() if name not in scalars}
+        return replace(self, host_arguments=hosts, signature=replace(self.signature, arguments=left), traced=traced)
 
 
 @dataclass(frozen=True, slots=True)

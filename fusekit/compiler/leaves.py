@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.abi.arguments import OPTIONS, RESERVED
 from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
 from fusekit.errors import BuildError
 
@@ -84,6 +85,13 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
         if "Constexpr" not in str(parameter.annotation):
             found += flat(name, value)
     return found
+
+
+def argument_name(name: str) -> str:
+    """What the record calls an argument of this name: one that records or launches use for something else gets an
+    underscore.
+    """
+    return f"{name}_" if name in RESERVED | OPTIONS else name
 
 
 def is_extent(leaf: Leaf, others: Sequence[Leaf]) -> bool:

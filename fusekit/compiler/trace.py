@@ -55,7 +55,7 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
 def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
     traced = trace(plan, scratch)
     start = time.perf_counter()
-    record = hostcode.read(traced.module, plan, traced.cubin)
+    plan, record = hostcode.read(traced.module, plan, traced.cubin)
     proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
     return traced, record, {**proof, "seconds": round(time.perf_counter() - start, 3)}
 

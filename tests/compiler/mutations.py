@@ -169,7 +169,7 @@ def main(patterns: list[str]) -> None:
         made = plan(spec)
         with tempfile.TemporaryDirectory() as scratch:
             traced = trace(made, Path(scratch))
-        record = hostcode.read(traced.module, made, traced.cubin)
+        _, record = hostcode.read(traced.module, made, traced.cubin)
         found = tally(record, recorded_launches(made, record, traced.host(record), spec.full_name))
         for name in ("noticed", "equivalent", "refused"):
             setattr(total, name, getattr(total, name) + getattr(found, name))

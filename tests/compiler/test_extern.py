@@ -1,13 +1,17 @@
 """op = "extern": what is read of a stranger's kernel, what its spec must say, and what is refused in words."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
+from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.extern import LIFT_VALUES
 from fusekit.compiler.lift import unify
 from fusekit.errors import BuildError
+from fusekit.runtime.checked import CheckedKernel
+from fusekit.runtime.kernel import Kernel
 from fusekit.spec import parse_text
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -127,6 +131,38 @@ def test_a_truth_value_may_be_fixed(tmp_path):
     record, _ = compiled(tmp_path, "flagged", FLAGGED + "arguments.wide = { value = 1 }")
     assert [argument.name for argument in record.arguments] == ["y"]
     assert record.grid[0] == ("ceildiv", "N", 128)
+
+
+CONFIGURED = FLAGGED + "arguments.threads = { value = 64 }\narguments.shared = { value = 1024 }\n"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_truth_value_that_configures_the_launch_is_that_of_the_trace(tmp_path, early):
+    record, made = compiled(tmp_path, "configuring", CONFIGURED + f"params = {{ early = {str(early).lower()} }}")
+    assert [argument.name for argument in record.arguments] == ["y", "priority_"]
+    assert record.attributes == ({"programmatic_stream_serialization": 1} if early else {})
+    assert (record.block, record.dynamic_shared, len(record.launches)) == ((64, 1, 1), 1024, 1 + early)
+    assert made.proof["launches"] >= 64
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [(FLAGGED, "arguments.n.value = 1"), (CONFIGURED + "arguments.early = { default = 1 }", "decides whether")],
+)
+def test_what_configures_the_launch_and_is_the_callers_is_refused(tmp_path, said, words):
+    """An integer in a source that somebody wrote may stand for any."""
+    with pytest.raises(BuildError, match=words):
+        compiled(tmp_path, "configuring", said)
+
+
+def test_no_argument_has_the_name_of_an_option_of_launches():
+    options = set()
+    for function in (Kernel.__call__, Kernel.bind, CheckedKernel.__call__, CheckedKernel.bind):
+        parameters = inspect.signature(function).parameters.values()
+        options |= {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert options == OPTIONS
+    said = refused("configuring", CONFIGURED + 'arguments.priority = { rename = "stream" }')
+    assert said == "arguments.priority.rename: 'stream' is reserved; take another name"
 
 
 def test_a_stream_that_is_given_and_not_launched_on_is_refused(tmp_path):

@@ -23,7 +23,7 @@ def traced(tmp_path_factory):
         if name not in made:
             plan = hostfunctions.plan(getattr(hostfunctions, name))
             each = trace(plan, tmp_path_factory.mktemp("scratch"))
-            record = hostcode.read(each.module, plan, each.cubin)
+            _, record = hostcode.read(each.module, plan, each.cubin)
             made[name] = plan, record, each.host(record)
         return made[name]
 

@@ -20,7 +20,7 @@ def traced(tmp_path_factory):
 
     plan = tilecopy.plan()
     made = trace(plan, tmp_path_factory.mktemp("scratch"))
-    record = hostcode.read(made.module, plan, made.cubin)
+    _, record = hostcode.read(made.module, plan, made.cubin)
     return plan, record, made.host(record)
 
 
@@ -37,8 +37,8 @@ def with_parameter(record, name, **changes):
     return replace(record, parameters=tuple(parameters))
 
 
-def with_argument(plan, name, **changes):
-    arguments = [replace(each, **changes) if each.name == name else each for each in plan.signature.arguments]
+def with_argument(plan, of, **changes):
+    arguments = [replace(each, **changes) if each.name == of else each for each in plan.signature.arguments]
     return replace(plan, signature=replace(plan.signature, arguments=tuple(arguments)))
 
 
@@ -165,6 +165,7 @@ def test_a_record_that_allows_more_columns_than_were_compiled_is_caught(traced):
     ("change", "message"),
     [
         (lambda p: with_argument(p, "x", alignment=8), "16-byte alignment"),
+        (lambda p: with_argument(p, "x", name="priority"), "'priority', which is an option of launches; rename it"),
         (lambda p: with_argument(p, "table", dtype="bf16"), "table is traced as Float32"),
         (lambda p: replace(p, host_arguments=p.host_arguments[1:]), "correspond one for one"),
         (

@@ -153,6 +153,20 @@ def test_a_truth_value_is_given_as_to_the_dsl(launched):
     assert [each.grid[0] for each in fake.launches] == [1, 3]
 
 
+def test_what_configures_the_launch_is_that_of_the_call_that_was_compiled(launched):
+    function, given = foreignkernels.configuring()
+    compiled = fusekit.compile(function, *given, options=ARCH)
+    fake = launched(compiled)
+    compiled(A, True, 64, cutlass.Int32(1024), 7, 5)
+    first, second = fake.launches
+    assert (first.grid, first.block, first.shared, second.block) == ((7, 1, 1), (64, 1, 1), 1024, (32, 1, 1))
+    for other in ((False, 64, 1024), (True, 128, 1024)):
+        with pytest.raises(ArgumentError, match=r"configured by it and was compiled for (1|64); call fusekit.compile"):
+            compiled(A, *other, 7, 5)
+    assert len(fake.launches) == 2
+    compiled.kernel(y=A, priority_=7, priority=-1, stream=5)
+
+
 def test_tensors_may_overlap_as_with_the_dsl(launched):
     compiled = compile_kinds()
     fake = launched(compiled)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from fusekit.abi import Expr, LaunchRecord, TensorArgument
+from fusekit.abi import Expr, LaunchRecord, TensorArgument, variables
 from fusekit.compiler.hostcall import check_plan, given, layout, tensor_of
-from fusekit.compiler.hostcode.bits import Bits
+from fusekit.compiler.hostcode.bits import Bits, words
 from fusekit.compiler.hostcode.layout import Leaf
 from fusekit.compiler.hostcode.machine import Machine, Value
 from fusekit.compiler.hostcode.terms import Range
@@ -42,17 +43,23 @@ class Arguments:
         self._machine = machine
         for index, (fake, host, type_) in enumerate(zip(fakes, plan.host_arguments, types, strict=True)):
             laid_out = machine.layouts.of(type_)
-            words = self._words(plan.signature, fake, host, index)
-            if len(words) != len(laid_out.leaves):
+            told = self._words(plan.signature, fake, host, index)
+            if len(told) != len(laid_out.leaves):
                 raise BuildError(
-                    f"host code: argument {index} has {len(laid_out.leaves)} words, the trace tells of {len(words)};"
+                    f"host code: argument {index} has {len(laid_out.leaves)} words, the trace tells of {len(told)};"
                     " this fusekit does not know how the DSL passes it"
                 )
-            self.values.append(machine.filled(laid_out, self._taker(f"argument {index}", iter(words))))
+            self.values.append(machine.filled(laid_out, self._taker(f"argument {index}", iter(told))))
 
-    def _taker(self, name: str, words: Any) -> Any:
+    def variables(self, nodes: Iterable[Bits]) -> set[str]:
+        """The record's variables that `nodes` are made of."""
+        return {name for word in words(nodes) for name in variables(self.expressions.get(word, 0))}
+
+    def _taker(self, name: str, given: Any) -> Any:
         def take(leaf: Leaf) -> Bits:
-            label, what = next(words)
+            label, what = next(given)
+            if isinstance(what, int):
+                return self._machine.graph.const(what, leaf.width)
             bits = self._machine.graph.argument(f"{name} {label}".strip(), leaf.width)
             if what is None:
                 self.stream = bits
@@ -69,12 +76,12 @@ class Arguments:
         if isinstance(host, HostTensor):
             tensor = tensor_of(signature, host.argument)
             shape, strides = layout(tensor, host)
-            words: list[tuple[str, Expr | None]] = [(tensor.name, f"{tensor.name}.address")]
+            told: list[tuple[str, Expr | None]] = [(tensor.name, f"{tensor.name}.address")]
             for kind, declared, exprs in (("extent", fake.shape, shape), ("stride", fake.stride, strides)):
                 for mode, (symbol, expr) in enumerate(zip(declared, exprs, strict=True)):
                     if not isinstance(symbol, int):
-                        words.append((f"{kind} {mode} of {tensor.name}", expr))
-            return words
+                        told.append((f"{kind} {mode} of {tensor.name}", expr))
+            return told
         if isinstance(host, HostPointer):
             # Traced as a pointer or as a tensor of which only the address is dynamic.
             return [(host.argument, f"{host.argument}.address")]

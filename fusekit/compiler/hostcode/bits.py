@@ -6,8 +6,11 @@ constant. Nothing is simplified beyond that: `lower` turns nodes into expression
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from fusekit.errors import BuildError
 
 PREDICATES = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")
 """Of an icmp, in the order of their numbers."""
@@ -57,6 +60,14 @@ class Symbol:
     """The address of a global, or what was loaded from it."""
 
     name: str
+
+
+class UndecidedError(BuildError):
+    """A launch record has a constant where the host code has `on`, which depends on the arguments."""
+
+    def __init__(self, message: str, on: Iterable[Bits] = ()) -> None:
+        super().__init__(message)
+        self.on = tuple(on)
 
 
 class Graph:
@@ -109,6 +120,17 @@ class Graph:
         if found is None:
             found = self._nodes[key] = Bits(op, width, args)
         return found
+
+
+def words(nodes: Iterable[Bits]) -> set[str]:
+    """The names of the arguments that `nodes` are made of, as far as that is known."""
+    pending, seen = list(nodes), set[Bits]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [item for item in node.args if isinstance(item, Bits)]
+    return {node.args[0] for node in seen if node.op == "argument"}
 
 
 def signed(value: int, width: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.compiler.hostcode import encoded, loops
-from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol
+from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, PREDICATES, Bits, Graph, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.layout import Layout, Layouts, Leaf
 from fusekit.compiler.hostcode.program import EXIT, Function, Instruction, functions
 from fusekit.errors import BuildError
@@ -364,9 +364,11 @@ class Run:
             self._encode(called, memory)
             return self.graph.const(0, 32)
         if machine.conditions:
-            raise BuildError(
+            raise UndecidedError(
                 f"host code: a branch on the arguments decides whether {name} is called: {instruction.place}; a launch"
-                " record launches always the same; let the arguments decide inside the kernel, or build one spec a way"
+                " record launches always the same; let the arguments decide inside the kernel, or build one spec a way,"
+                " with a number that decides fixed, such as arguments.n.value = 1",
+                machine.conditions,
             )
         machine.calls.append(called)
         if _answers(name) and isinstance(at := operands[0], Pointer):

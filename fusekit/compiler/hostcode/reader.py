@@ -10,7 +10,7 @@ from typing import Any
 from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
 from fusekit.compiler import cubin as cubins
 from fusekit.compiler.hostcode.arguments import Arguments
-from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol
+from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.expressions import Writer
 from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
@@ -31,22 +31,32 @@ _PORTABLE_CLUSTER = 8
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
-def read(module: Any, plan: TracePlan, cubin: bytes) -> LaunchRecord:
-    """The launch record of the kernels that the host function of `module` launches.
+def read(module: Any, plan: TracePlan, cubin: bytes) -> tuple[TracePlan, LaunchRecord]:
+    """The launch record of the kernels that the host function of `module` launches, and the plan that it keeps to.
 
-    module: the DSL's, in MLIR's LLVM dialect. plan: what the function was traced with, and what its arguments mean.
-    cubin: the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can say.
+    module: the DSL's, in MLIR's LLVM dialect. plan: what the function was traced with, and what its arguments mean; a
+    number of its `traced` that decides what a record has as a constant is fixed in the plan that is returned. cubin:
+    the kernels' code. Raises BuildError, with the place in the host code, for a launch that no record can say.
     """
     with module.context:  # which operands of vector types need to be looked at
-        return _read(module, plan, cubin)
+        while True:
+            machine = Machine(module)
+            entry = next((name for name in machine.names if name.startswith(_ENTRY)), None)
+            if entry is None:
+                raise BuildError(
+                    f"host code: it has no function {_ENTRY}...; this fusekit does not know the DSL that made it"
+                )
+            arguments = Arguments(plan, machine, machine.function(entry).argument_types)
+            try:
+                return plan, _read(machine, entry, arguments, plan, cubin)
+            except UndecidedError as error:
+                configuring = arguments.variables(error.on) & plan.traced.keys()
+                if not configuring:
+                    raise BuildError(str(error)) from None
+                plan = plan.fixed(configuring)
 
 
-def _read(module: Any, plan: TracePlan, cubin: bytes) -> LaunchRecord:
-    machine = Machine(module)
-    entry = next((name for name in machine.names if name.startswith(_ENTRY)), None)
-    if entry is None:
-        raise BuildError(f"host code: it has no function {_ENTRY}...; this fusekit does not know the DSL that made it")
-    arguments = Arguments(plan, machine, machine.function(entry).argument_types)
+def _read(machine: Machine, entry: str, arguments: Arguments, plan: TracePlan, cubin: bytes) -> LaunchRecord:
     if machine.call(entry, arguments.values, {}) is None:
         raise BuildError("host code: it always traps")
     calls = [call for call in machine.calls if call.name == _LAUNCH]
@@ -183,13 +193,15 @@ class _Record:
         return value
 
     def _constant(self, call: Call, at: Pointer, offset: int, what: str) -> int:
-        term = self._lowering.lower(self._number(call, at, offset))
+        number = self._number(call, at, offset)
+        term = self._lowering.lower(number)
         if not term.is_const:
             written = render(Writer([term]).write(term))
-            raise BuildError(
+            raise UndecidedError(
                 f"host code: {what} of a launch is {written}, a launch record has a constant there: {call.at.place};"
                 " make it a Constexpr of the host function, or give a number that it is made of a fixed value in the"
-                " spec, such as arguments.n.value = 1"
+                " spec, such as arguments.n.value = 1",
+                [number],
             )
         return term.value
 
