@@ -57,11 +57,13 @@ def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) 
     seen: set[tuple[tuple[str, int], ...]] = set()
     chosen = {axis.name for axis in axes}
     for boundary in dict.fromkeys(_boundaries(record)):
+        named = _named(record, boundary.expr)
+        read = {name for expr in (boundary.expr, *named.values()) for name in variables(expr)}
         for axis in axes:
-            if axis.name not in variables(boundary.expr) or axis.count < 1:
+            if axis.name not in read or axis.count < 1:
                 continue
             for base in bases:
-                for index in _indices(boundary, axis, base):
+                for index in _indices(boundary, named, axis, base):
                     fixed = {name: base[name] for name in chosen} | {axis.name: axis.at(index)}
                     key = tuple(sorted(fixed.items()))
                     if key not in seen:
@@ -70,29 +72,24 @@ def directed(record: LaunchRecord, axes: Sequence[Axis], bases: Sequence[Base]) 
 
 
 def _boundaries(record: LaunchRecord) -> Iterator[_Boundary]:
-    for expr in _expressions(record):
-        yield from _inside(expr)
-
-
-def _expressions(record: LaunchRecord) -> Iterator[Expr]:
-    """Everything that a launch evaluates, named values in their places."""
-    whole: dict[str, Expr] = {}
-    for name, expr in record.values.items():
-        whole[name] = _inlined(expr, whole)
-    exprs: list[Expr] = [constraint.expr for constraint in record.constraints]
+    """Those of everything that a launch evaluates."""
+    exprs: list[Expr] = [*record.values.values(), *(constraint.expr for constraint in record.constraints)]
     for step in record.launches:
         exprs += step.grid
         exprs += [expr for _, item in flat(step.parameters) for expr in item.expressions]
     for expr in exprs:
-        yield _inlined(expr, whole)
+        yield from _inside(expr)
 
 
-def _inlined(expr: Expr, whole: Mapping[str, Expr]) -> Expr:
-    if isinstance(expr, str):
-        return whole.get(expr, expr)
-    if isinstance(expr, list | tuple):
-        return (expr[0], *(_inlined(item, whole) for item in expr[1:]))
-    return expr
+def _named(record: LaunchRecord, expr: Expr) -> dict[str, Expr]:
+    """The record's values that `expr` reads, also through others, in the record's order. Written out in its place, one
+    that others read many times would grow without bound.
+    """
+    needed = set(variables(expr))
+    for name, value in reversed(list(record.values.items())):
+        if name in needed:
+            needed |= set(variables(value))
+    return {name: value for name, value in record.values.items() if name in needed}
 
 
 def _inside(expr: Expr) -> Iterator[_Boundary]:
@@ -113,11 +110,14 @@ def _inside(expr: Expr) -> Iterator[_Boundary]:
         yield _Boundary(operands[0])
 
 
-def _indices(boundary: _Boundary, axis: Axis, base: Base) -> Iterator[int]:
-    """Where on `axis` the boundary lies, and its neighbours."""
+def _indices(boundary: _Boundary, named: Mapping[str, Expr], axis: Axis, base: Base) -> Iterator[int]:
+    """Where on `axis` the boundary lies, and its neighbours. named: the values that it reads."""
 
     def value(index: int) -> int:
-        return evaluate(boundary.expr, {**base, axis.name: axis.at(index)})
+        values = {**base, axis.name: axis.at(index)}
+        for name, expr in named.items():
+            values[name] = evaluate(expr, values)
+        return evaluate(boundary.expr, values)
 
     try:
         places = list(_multiples(boundary.divisor, value, axis) if boundary.divisor else _crossings(value, axis))

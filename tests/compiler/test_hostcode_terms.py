@@ -230,3 +230,28 @@ def test_a_guard_under_a_condition_holds_there_only() -> None:
     assert guard.condition is algebra.term(("lt", "M", 4))
     lowering.lower(wide)
     assert any(each.condition.is_const for each in lowering.guards)
+
+
+def test_guards_of_both_ways_are_one_and_none_is_said_twice() -> None:
+    graph, algebra = Graph(), Algebra(RANGES)
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    m, n = graph.argument("M", 32), graph.argument("N", 32)
+    wide = graph.make("sext", 64, graph.make("mul", 32, m, n))
+    small = graph.compare("slt", m, graph.const(4, 32))
+    one = graph.const(1, 64)
+    lowering.lower(graph.make("select", 64, small, graph.make("add", 64, wide, one), wide))
+    (guard,) = lowering.guards
+    assert guard.condition is algebra.const(1)
+
+
+def test_choices_upon_choices_are_lowered_in_time() -> None:
+    """Each step reads the one before three times: 3**60 ways lead to the first."""
+    graph, algebra = Graph(), Algebra(RANGES)
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    m = graph.argument("M", 32)
+    node = graph.make("sext", 64, graph.make("mul", 32, m, graph.argument("N", 32)))
+    for step in range(60):
+        odd = graph.make("xor", 1, graph.compare("slt", node, graph.const(1 << step, 64)), graph.const(1, 1))
+        node = graph.make("select", 64, odd, graph.make("sub", 64, node, graph.const(step, 64)), node)
+    lowering.unsigned(graph.make("add", 64, node, graph.argument("x.address", 64)))
+    assert len(lowering.guards) == 1

@@ -1,5 +1,6 @@
 """Argument sets: deterministic, launchable, at the edges."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,14 @@ def test_boundaries_are_those_of_named_values_and_of_every_launch():
     step = LaunchStep((), (["ceildiv", "wide", 5], 1, 1), (32, 1, 1))
     sets = argument_sets(record(values={"wide": ["mul", 3, "E"]}, then=(step,)), "a", 8)
     assert {each.values["E"] for each in sets if each.label.startswith("multiples of 5")} >= {4, 5, 6}
+
+
+def test_values_that_read_others_many_times_are_sampled_in_time():
+    """Written out, the last would have 2**60 parts."""
+    names = ["M", *(f"v{step}" for step in range(60))]
+    values = {now: ["if", ["lt", before, 9], before, ["sub", before, 1]] for before, now in itertools.pairwise(names)}
+    sets = argument_sets(record(values=values, grid=(["add", 1, ["floordiv", names[-1], 64]], 1, 1)), "a", 8)
+    assert {each.values["M"] for each in sets} >= {8, 9, 10}
 
 
 def test_a_dim_that_may_be_zero_is_tried_at_zero():

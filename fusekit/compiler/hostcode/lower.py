@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
 
 from fusekit.abi.floats import FloatExpr
 from fusekit.compiler.hostcode.bits import FLOAT_OPERATIONS, Bits, Graph
@@ -28,6 +28,35 @@ class Guard:
     condition: Term
 
 
+Path = frozenset[Term]
+"""Conditions that hold together: those of the choices that lead to a value."""
+
+
+class _Needs:
+    """What must lie in which range, and on which paths; of these only those that no other makes superfluous."""
+
+    def __init__(self, algebra: Algebra) -> None:
+        self._algebra = algebra
+        self.paths: dict[tuple[Term, int, int], list[Path]] = {}
+
+    def add(self, what: tuple[Term, int, int], path: Path) -> None:
+        known = self.paths.setdefault(what, [])
+        if any(other <= path for other in known):
+            return
+        for condition in sorted(path, key=_number):
+            rest = path - {condition}
+            if {*rest, self._algebra.negation(condition)} in known:  # both ways
+                self.add(what, rest)
+                return
+        known[:] = [other for other in known if not path <= other] + [path]
+
+    def add_all(self, needs: _Needs, path: Path) -> None:
+        """Those of a value that is met on `path`."""
+        for what, paths in needs.paths.items():
+            for each in paths:
+                self.add(what, path | each)
+
+
 # Operations that are one of terms, by how the operands are read.
 _PLAIN = {
     "add": ("lower", "add"), "sub": ("lower", "sub"), "mul": ("lower", "mul"), "smin": ("signed", "minimum"),
@@ -39,28 +68,27 @@ class Lowering:
     """Lowers nodes of `graph`.
 
     arguments, floats: what each argument of the graph is, by its name there: a term, or an f32 scalar of the record.
-    guards: of everything lowered so far, each once.
     """
 
     def __init__(
         self, graph: Graph, algebra: Algebra, arguments: Mapping[str, Term], floats: Mapping[str, str]
     ) -> None:
         self.graph, self.algebra = graph, algebra
-        self.guards: dict[Guard, None] = {}
         self._arguments, self._floats = arguments, floats
-        self._known: dict[Any, Term] = {}
-        self._path: tuple[Term, ...] = ()
+        self._known: dict[Bits, tuple[Term, _Needs]] = {}
+        self._wrapping: dict[Term, bool] = {}
+        # Of what is being lowered: a node has its own, which count wherever it is met.
+        self._needs, self._path = _Needs(algebra), Path()
 
     def lower(self, bits: Bits) -> Term:
         """A term that equals `bits` modulo 2**width."""
-        key = (bits, self._path)
-        found = self._known.get((bits, ())) or self._known.get(key)
-        if found is None:
-            before = len(self.guards)
-            found = self._lower(bits)
-            # A term that needed a guard needs it again outside of the condition that it was made under.
-            self._known[key if len(self.guards) > before else (bits, ())] = found
-        return found
+        if bits not in self._known:
+            outside, self._needs, self._path = (self._needs, self._path), _Needs(self.algebra), Path()
+            self._known[bits] = self._lower(bits), self._needs
+            self._needs, self._path = outside
+        term, needs = self._known[bits]
+        self._needs.add_all(needs, self._path)
+        return term
 
     def unsigned(self, bits: Bits) -> Term:
         """The value of `bits` without a sign."""
@@ -92,19 +120,29 @@ class Lowering:
 
     def _wraps(self, term: Term) -> bool:
         """Whether it reads an address: those wrap."""
-        if term.op == "variable":
-            return bool(term.args[0].endswith(".address"))
-        return any(self._wraps(part) for part in _operands(term))
+        if term not in self._wrapping:
+            if term.op == "variable":
+                self._wrapping[term] = term.args[0].endswith(".address")
+            else:
+                self._wrapping[term] = any(self._wraps(part) for part in _operands(term))
+        return self._wrapping[term]
 
     def guard(self, term: Term, low: int, high: int) -> Term:
         """`term`, which must lie in [low, high] where the present choices lead."""
         if term.high < low or term.low > high:
             raise BuildError(f"host code: a value always overflows: it is {term.low} to {term.high}")
-        condition = self.algebra.const(1)
-        for each in self._path:
-            condition = self.algebra.both(condition, each)
-        self.guards[Guard(term, low, high, condition)] = None
+        self._needs.add((term, low, high), self._path)
         return term
+
+    @property
+    def guards(self) -> list[Guard]:
+        """Of everything lowered so far."""
+        one = self.algebra.const(1)
+        return [
+            Guard(*what, reduce(self.algebra.both, sorted(path, key=_number), one))
+            for what, paths in self._needs.paths.items()
+            for path in paths
+        ]
 
     def _lower(self, bits: Bits) -> Term:
         algebra, op, args = self.algebra, bits.op, bits.args
@@ -233,9 +271,9 @@ class Lowering:
         if known.is_const:
             return self.lower(a if known.value else b)
         path = self._path
-        self._path = (*path, known)
+        self._path = path | {known}
         first = self.lower(a)
-        self._path = (*path, algebra.negation(known))
+        self._path = path | {algebra.negation(known)}
         second = self.lower(b)
         self._path = path
         return algebra.choose(known, first, second)
@@ -259,6 +297,10 @@ class Lowering:
             term = self.guard(term, min(term.low, 0), 1 << most)
         length = algebra.bit_length(algebra.maximum(algebra.plus(term, -1), algebra.const(0)))
         return algebra.maximum(algebra.plus(length, -exponent), algebra.const(0))
+
+
+def _number(term: Term) -> int:
+    return term.number
 
 
 def _operands(term: Term) -> tuple[Term, ...]:
