@@ -46,7 +46,7 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     caller runs code of their own.
 
     What a tensor is for cannot be told from the call: each is `inout` in the store, and at a launch tensors may
-    overlap, as they may with `cute.compile`. Not supported: 64-bit integers that are no extents; the stream that
+    overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
     `--enable-tvm-ffi` takes from the framework (the call gives it); host functions that do more than launch; and what
     the program changed in a module after importing it, for the compile process imports it anew. Configuration comes
     from the environment (`FUSEKIT_STORE`).

@@ -19,7 +19,7 @@ from typing import Any
 from fusekit.compiler import fakes
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
-from fusekit.compiler.leaves import INTEGER, POINTER, STREAM, TENSOR, is_extent, leaves
+from fusekit.compiler.leaves import POINTER, TENSOR, leaves
 from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
 from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
@@ -215,20 +215,12 @@ def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
     """The spec's `arguments`: each tensor's role and the names of its extents."""
     function, args, kwargs = fakes.read(call.source, call.params)
     told: dict[str, dict[str, Any]] = {}
-    found = leaves(function, args, kwargs)
-    for leaf in found:
+    for leaf in leaves(function, args, kwargs):
         if leaf.kind == TENSOR:
             shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.shape]
             told[leaf.name] = {"role": "inout", "shape": shape}
         elif leaf.kind == POINTER:
             told[leaf.name] = {"role": "inout", "shape": [f"{leaf.name}_elements"]}
-        elif leaf.kind == INTEGER and leaf.dtype == "i64" and not is_extent(leaf, found):
-            raise BuildError(
-                f"{leaf.name} is a 64-bit integer, which a launch cannot take; make it an Int32, or write a spec with"
-                f" arguments.{leaf.name}.value, the expression that it is"
-            )
-        elif leaf.kind == STREAM:
-            continue
     return told
 
 

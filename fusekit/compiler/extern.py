@@ -38,7 +38,6 @@ from fusekit.compiler.leaves import (
     Leaf,
     argument_name,
     host_callable,
-    is_extent,
     leaves,
 )
 from fusekit.dtypes import DTYPES
@@ -203,10 +202,6 @@ class _Reading:
                 lacks = [key for key in needs if key not in told]
                 if lacks:
                     missing.append(f"{leaf} lacks {' and '.join(lacks)}")
-            elif leaf.kind == INTEGER and leaf.dtype == "i64" and "value" not in told:
-                if is_extent(leaf, self._leaves):
-                    continue
-                missing.append(f"{leaf.name} (a 64-bit integer, which no caller passes) lacks value, an expression")
         if missing:
             raise BuildError(
                 f"the host code cannot tell what these arguments are: {'; '.join(missing)}; say it in the spec, such as"
@@ -247,7 +242,8 @@ class _Reading:
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params
         if isinstance(value, int) and meant and not told.keys() & _OF_A_CALLER:
             self.traced[name] = int(value)
-        return HostScalar(name), ScalarArgument(name, dtype, told.get("default"), **bounds)
+        host = HostInteger(name, leaf.dtype) if leaf.dtype == "i64" else HostScalar(name)  # of which 32 bits are used
+        return host, ScalarArgument(name, dtype, told.get("default"), **bounds)
 
     def _workspace(self, leaf: Leaf, told: Mapping[str, Any]) -> HostArgument:
         if leaf.kind not in (TENSOR, POINTER):

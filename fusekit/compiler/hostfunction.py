@@ -40,7 +40,7 @@ class HostScalar:
 
 @dataclass(frozen=True, slots=True)
 class HostInteger:
-    """The host function takes an i32 or i64 computed from dims, strides, sm_count and cluster_margin."""
+    """The host function takes an i32 or i64 computed from dims, strides, i32 scalars, sm_count and cluster_margin."""
 
     value: Expr
     dtype: str = "i32"
@@ -109,15 +109,22 @@ class TracePlan:
 
     def fixed(self, scalars: Collection[str]) -> TracePlan:
         """The same with these scalars at what the trace was given: callers do not pass them."""
-        hosts = tuple(
-            HostInteger(self.traced[host.argument])
-            if isinstance(host, HostScalar) and host.argument in scalars
-            else host
-            for host in self.host_arguments
-        )
+
+        def fix(host: HostArgument) -> HostArgument:
+            if isinstance(host, HostScalar) and host.argument in scalars:
+                return HostInteger(self.traced[host.argument])
+            if isinstance(host, HostInteger) and isinstance(host.value, str) and host.value in scalars:
+                return replace(host, value=self.traced[host.value])
+            return host
+
         left = tuple(argument for argument in self.signature.arguments if argument.name not in scalars)
         traced = {name: value for name, value in self.traced.items() if name not in scalars}
-        return replace(self, host_arguments=hosts, signature=replace(self.signature, arguments=left), traced=traced)
+        return replace(
+            self,
+            host_arguments=tuple(map(fix, self.host_arguments)),
+            signature=replace(self.signature, arguments=left),
+            traced=traced,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,6 @@ def _argument(leaf: Mapping[str, Any]) -> list[str]:
             f'# a pointer to {leaf["dtype"]}: a tensor without gaps, or {{ role = "workspace", bytes = ... }}',
             f'{name} = {{ role = "{_UNKNOWN}", shape = ["{_UNKNOWN}"], doc = "" }}',
         ]
-    if leaf["dtype"] == "i64":
-        return ["# 64 bits, which no caller passes: an expression over dims", f'{name} = {{ value = "{_UNKNOWN}" }}']
     return [
         f"# {leaf['dtype']}, given at launch; value = an expression computes an integer",
         f'{name} = {{ doc = "" }}',

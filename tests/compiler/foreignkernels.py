@@ -209,13 +209,13 @@ def sized():
 
 @cute.jit
 def configured(
-    y: cute.Tensor, early: bool, threads: cutlass.Int32, shared: cutlass.Int32, priority: cutlass.Int32,
+    y: cute.Tensor, early: bool, threads: cutlass.Int64, shared: cutlass.Int32, priority: cutlass.Int32,
     stream: CUstream,
 ):  # fmt: skip
     """One launch or two; all but the grid is a constant of a launch record."""
     cute.printf("%d threads", threads)
     fill_kernel(y, y.iterator, cutlass.Int64(priority)).launch(
-        grid=[priority, 1, 1], block=[threads, 1, 1], smem=shared, stream=stream, use_pdl=early
+        grid=[priority, 1, 1], block=[cutlass.Int32(threads), 1, 1], smem=shared, stream=stream, use_pdl=early
     )
     if early:
         fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
@@ -223,5 +223,5 @@ def configured(
 
 def configuring(early=True):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
-    numbers = (cutlass.Int32(value) for value in (64, 1024, 1))
+    numbers = cutlass.Int64(64), cutlass.Int32(1024), cutlass.Int32(1)
     return configured, (y, early, *numbers, CUstream(0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fusekit
-from fusekit.errors import BuildError, SpecError, UsageError
+from fusekit.errors import SpecError, UsageError
 from fusekit.spec.parse import parse_text
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -44,11 +44,6 @@ class Holder:
 @cute.jit
 def copies(x: cute.Tensor, n: cutlass.Constexpr, scale: cutlass.Float32):
     rows.SquareSum(n)
-
-
-@cute.jit
-def sizes(x: cute.Tensor, size: cutlass.Int64):
-    pass
 
 
 def test_the_call_does_what_it_does_and_nothing_is_left_behind():
@@ -177,14 +172,6 @@ def test_4_bit_codes_of_fixed_extents_are_counted_in_bytes():
     codes = make_fake_tensor(cutlass.Float4E2M1FN, (cute.sym_int(), 64), (64, 1), assumed_align=16)
     call = fakes.write(copies, (codes, 1, cutlass.Float32(1)), {})
     assert _arguments(call)["x"]["shape"] == ["s0", 32]
-
-
-def test_a_symbol_as_an_integer_is_captured_where_it_is_an_extent():
-    n, other = cute.sym_int64(), cute.sym_int64()
-    y = make_fake_tensor(cutlass.Float32, (n,), (1,))
-    assert list(_arguments(fakes.write(sizes, (y, n), {}))) == ["x"]
-    with pytest.raises(BuildError, match="size is a 64-bit integer, which a launch cannot take"):
-        _arguments(fakes.write(sizes, (y, other), {}))
 
 
 def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():

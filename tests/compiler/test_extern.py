@@ -310,14 +310,20 @@ def test_two_values_tell_what_a_record_may_be_of_a_lifted_argument(function, exp
         assert unify(records, values, "active_clusters").grid[0] == ("mul", "M", expr)
 
 
+def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
+    record, made = compiled(tmp_path, "filled", FILLED.replace('value = ["mul", 2, "N"]', "minimum = 0"))
+    count = record.arguments[-1]
+    assert (count.name, count.dtype, count.minimum, count.maximum) == ("count", "i32", 0, 2**31 - 1)
+    (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
+    assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
+
+
 def test_what_the_spec_forgets_is_asked_for():
     assert refused("twice", "") == (
         "the host code cannot tell what these arguments are: x (f32, rank 2: [?, ?]) lacks role and shape; y (f32, rank"
         ' 2: [?, ?]) lacks role and shape; say it in the spec, such as arguments.x = { role = "input", shape ='
         ' ["M", "N"] }'
     )
-    said = refused("filled", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
-    assert "count (a 64-bit integer, which no caller passes) lacks value, an expression" in said
 
 
 def test_what_the_trace_does_not_have():
