@@ -255,3 +255,15 @@ def test_choices_upon_choices_are_lowered_in_time() -> None:
         node = graph.make("select", 64, odd, graph.make("sub", 64, node, graph.const(step, 64)), node)
     lowering.unsigned(graph.make("add", 64, node, graph.argument("x.address", 64)))
     assert len(lowering.guards) == 1
+
+
+def test_a_word_that_was_made_wider_keeps_what_its_guard_says() -> None:
+    """2**64, which no record can hold, is in none of these."""
+    graph, algebra = Graph(), Algebra(RANGES)
+    lowering = Lowering(graph, algebra, {name: algebra.variable(name) for name in RANGES}, {})
+    product = graph.make("mul", 32, graph.argument("i", 32), graph.argument("E", 32))
+    wide, long = graph.make("zext", 64, product), graph.make("sext", 64, product)
+    assert lowering.unsigned(wide) is lowering.signed(wide) is lowering.signed(long) is algebra.term(("mul", "i", "E"))
+    divided = graph.make("udiv", 64, graph.const(2**40, 64), wide)
+    assert lowering.lower(divided) is algebra.term(("floordiv", 2**40, ("mul", "i", "E")))
+    assert (0, 2**32 - 1) in {(guard.low, guard.high) for guard in lowering.guards}

@@ -93,7 +93,9 @@ class Lowering:
     def unsigned(self, bits: Bits) -> Term:
         """The value of `bits` without a sign."""
         term, bound = self.lower(bits), 1 << bits.width
-        if term.low >= 0 and term.high < bound:
+        if (
+            term.low >= 0 and term.high < bound
+        ) or bits.op == "zext":  # which is a value without a sign, guarded or not
             return term
         meant = -bound // 2 <= term.low and term.high < bound // 2
         if meant or self._wraps(term):
@@ -103,7 +105,7 @@ class Lowering:
     def signed(self, bits: Bits) -> Term:
         """The value of `bits` in two's complement."""
         term, bound = self.lower(bits), 1 << bits.width - 1
-        if -bound <= term.low and term.high < bound:
+        if (-bound <= term.low and term.high < bound) or bits.op in ("zext", "sext"):
             return term
         return self.guard(term, -bound, bound - 1)
 
