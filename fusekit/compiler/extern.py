@@ -40,12 +40,11 @@ from fusekit.compiler.leaves import (
     host_callable,
     leaves,
 )
+from fusekit.compiler.lift import LIFT_VALUES
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError, FusekitError
 from fusekit.spec import ExternSpec
 
-LIFT_VALUES = (59, 127)
-"""What a lifted argument is compiled with. Primes: what divides them is no property of the kernel."""
 FREE = "free"
 _OF_A_CALLER = frozenset({"default", "minimum", "maximum", "divisor"})  # what says that callers pass an integer
 MEMORY_ALIGNMENT = 256
@@ -58,7 +57,7 @@ def plan(spec: ExternSpec) -> TracePlan:
     what the trace cannot tell.
     """
     if not spec.lift:
-        return _plan(spec, {})
+        return replace(_plan(spec, {}), again=lambda: _plan(spec, {}))
     first, second = (_plan(spec, dict.fromkeys(spec.lift, value)) for value in LIFT_VALUES)
     exprs = {freeze(expr) for expr in spec.lift.values()}
     if len(exprs) > 1:

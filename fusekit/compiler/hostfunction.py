@@ -94,7 +94,8 @@ class TracePlan:
     not None stands for at run time, in order. signature: what the kernel's callers pass. keywords: given to
     `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
     others than those of `arguments` that are not None. options: of the DSL, that change the cubin. traced: what the
-    trace was given for i32 scalars that are fixed at it where a launch record has a constant.
+    trace was given for i32 scalars that are fixed at it where a launch record has a constant. again: makes this plan
+    anew; with it the function may ask for facts of the device while it is traced.
     """
 
     function: Callable[..., Any]
@@ -106,6 +107,7 @@ class TracePlan:
     lifted: Lifted | None = None
     options: str = ""
     traced: Mapping[str, int] = field(default_factory=dict)
+    again: Callable[[], TracePlan] | None = None
 
     def fixed(self, scalars: Collection[str]) -> TracePlan:
         """The same with these scalars at what the trace was given: callers do not pass them."""

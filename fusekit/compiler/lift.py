@@ -2,7 +2,7 @@
 
 A kernel is compiled with two values, far apart. Its cubin must not depend on them, and its records must differ in
 nothing but integers of expressions, each the value itself, a multiple of it, or it and a constant. The record then says
-the variable in its place. No other power, quotient or limit of the value has that form at both.
+the variable in its place. No other power, quotient, limit or rounding of the value has that form at both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from fusekit.abi import Expr, LaunchRecord, RecordError, render
 from fusekit.abi.expr import thaw
 from fusekit.errors import BuildError
 
+LIFT_VALUES = (59, 106)
+"""What is compiled. No small number divides both, or their difference, which is a prime: rounded to a multiple, the two
+change by different amounts.
+"""
 _NUMBER = re.compile(r"\d+")
 
 

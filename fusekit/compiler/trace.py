@@ -6,17 +6,20 @@ import contextlib
 import ctypes
 import hashlib
 import inspect
+import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusekit.abi import LaunchRecord
+from fusekit.abi import LaunchRecord, render
 from fusekit.compiler import cubin as cubins
-from fusekit.compiler import hostcode, lift
+from fusekit.compiler import hardware, hostcode, lift
 from fusekit.compiler.hostfunction import Lifted, TracePlan
+from fusekit.compiler.lift import LIFT_VALUES
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
@@ -44,7 +47,10 @@ def compile_plan(plan: TracePlan, scratch: Path) -> Compiled:
     thread-safe, as the DSL is not. Raises BuildError when the DSL refuses the kernel or no record can say what its host
     code does, ProofError when the record is wrong, ToolchainError when the DSL is missing.
     """
-    traced, record, proof = _proved(plan, scratch)
+    if plan.again is not None:
+        traced, record, proof = _proved_without_device(plan, plan.again, scratch)
+    else:
+        traced, record, proof = _proved(plan, scratch)
     if plan.lifted is not None:
         record, proof = _lifted(plan.lifted, traced.cubin, record, proof, scratch)
     taken = [cubins.read(traced.cubin, each.symbol).resources(each.dynamic_shared) for each in record.launches]
@@ -58,6 +64,32 @@ def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[
     plan, record = hostcode.read(traced.module, plan, traced.cubin)
     proof = prove(plan, record, traced.host(record), hashlib.sha256(traced.cubin).hexdigest())
     return traced, record, {**proof, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _proved_without_device(
+    plan: TracePlan, again: Callable[[], TracePlan], scratch: Path
+) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
+    """`_proved`; what the function asks of the device becomes a variable of the record."""
+    with hardware.answering(LIFT_VALUES[0]) as asked:
+        traced, record, proof = _proved(plan, scratch)
+    if not asked:
+        return traced, record, proof
+    (expr, cluster), *others = asked.items()
+    if others or cluster != math.prod(record.launches[-1].cluster if expr == hardware.CLUSTERS else (1,)):
+        raise BuildError(
+            "the host function asks the device for several things while it is traced; a launch record can have one of"
+            " them, the count of multiprocessors, or that of the launch's own clusters; give the host function the"
+            " others as arguments"
+        )
+    try:
+        with hardware.answering(LIFT_VALUES[1]):
+            record, proof = _lifted(Lifted(expr, LIFT_VALUES, again()), traced.cubin, record, proof, scratch)
+    except BuildError as error:
+        raise BuildError(
+            f"the host function asks the device for {render(expr)} while it is traced, and makes of it what a launch"
+            f" record cannot say: {error}; give it the number as an argument"
+        ) from error
+    return traced, record, proof
 
 
 def _lifted(

@@ -7,6 +7,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor, make_ptr
 from cutlass.experimental import cuda as driver
+from cutlass.utils import HardwareInfo
 
 DEFAULT = CUstream(0)
 
@@ -225,3 +226,31 @@ def configuring(early=True):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
     numbers = cutlass.Int64(64), cutlass.Int32(1024), cutlass.Int32(1)
     return configured, (y, early, *numbers, CUstream(0))
+
+
+def _blocks(what):
+    device = HardwareInfo()
+    count = device.get_device_multiprocessor_count
+    ways = {
+        "multiprocessors": lambda: count(),
+        "even": lambda: count() // 2 * 2,
+        "clusters": lambda: device.get_max_active_clusters(2),
+        "other clusters": lambda: device.get_max_active_clusters(4),
+        "both": lambda: count() + device.get_max_active_clusters(2),
+    }
+    return ways[what]()
+
+
+@cute.jit
+def for_the_device(y: cute.Tensor, what: cutlass.Constexpr, stream: CUstream):
+    """A persistent kernel that asks for its grid itself."""
+    cluster = 2 if "clusters" in what else 1
+    blocks = cluster * cutlass.min(_blocks(what), cute.ceil_div(y.shape[0], 128))
+    fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(
+        grid=[blocks, 1, 1], block=[128, 1, 1], cluster=[cluster, 1, 1], stream=stream
+    )
+
+
+def asking(what):
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return for_the_device, (y, what, CUstream(0))

@@ -7,8 +7,7 @@ import pytest
 
 from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
-from fusekit.compiler.extern import LIFT_VALUES
-from fusekit.compiler.lift import unify
+from fusekit.compiler.lift import LIFT_VALUES, unify
 from fusekit.errors import BuildError
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
@@ -271,7 +270,7 @@ def test_a_constant_that_no_cubin_depends_on_is_lifted(tmp_path):
 
 
 def test_what_cannot_be_lifted(tmp_path):
-    with pytest.raises(BuildError, match=r"lift: the cubin for 127 is not the one for 59|lift: .*block"):
+    with pytest.raises(BuildError, match=r"lift: the cubin for 106 is not the one for 59|lift: .*block"):
         compiled(tmp_path, "filled", FILLED + 'params.by_size = true\nlift.clusters = "active_clusters"')
     assert "lift.other: neither foreignkernels:filled nor its host function takes an integer" in refused(
         "filled", FILLED + 'lift.other = "active_clusters"'
@@ -294,6 +293,7 @@ def test_what_cannot_be_lifted(tmp_path):
         (lambda value: value * (value + 1) // 2, None),
         (lambda value: value**2 - value, None),
         (lambda value: value & ~7, None),
+        *((lambda value, by=by: value // by * by, None) for by in (2, 3, 4, 6, 8)),
         (lambda value: value.bit_length(), None),
         (lambda value: 2 * value + 1, None),
     ],
@@ -316,6 +316,27 @@ def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
     assert (count.name, count.dtype, count.minimum, count.maximum) == ("count", "i32", 0, 2**31 - 1)
     (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
     assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
+
+
+ASKED = FLAGGED + "params.what = "
+
+
+def test_what_is_asked_of_the_device_in_a_trace_is_a_variable(tmp_path):
+    values = {"N": 128 * 200, "sm_count": 132, "active_clusters": 66, "cluster_margin": 2}
+    for what, grid in (("multiprocessors", 132), ("clusters", 2 * 64)):
+        record, made = compiled(tmp_path, "asking", ASKED + f'"{what}"')
+        assert evaluate(record.grid[0], values) == grid
+        assert evaluate(record.grid[0], values | {"N": 128}) == (1 if grid == 132 else 2)
+        assert made.proof["launches"] >= 128
+
+
+def test_what_is_made_of_the_device_and_cannot_be_said_is_refused(tmp_path):
+    for what, words in (
+        ("both", "asks the device for several things"), ("other clusters", "asks the device for several things"),
+        ("even", "asks the device for sm_count while it is traced, and makes of it what .*lift: record.grid"),
+    ):  # fmt: skip
+        with pytest.raises(BuildError, match=words):
+            compiled(tmp_path, "asking", ASKED + f'"{what}"')
 
 
 def test_what_the_spec_forgets_is_asked_for():
