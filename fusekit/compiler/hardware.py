@@ -1,5 +1,8 @@
-"""What a host function asks of the device while it is traced, as persistent kernels do for their grid. There is none:
-the answer is a number that becomes a variable of the record (see `lift`).
+"""What is asked of the device while a host function is traced. There is none.
+
+Persistent kernels ask for their grid: the answer is a number that becomes a variable of the record (see `lift`).
+Where a kernel says how many of its blocks are to fit into a multiprocessor, the DSL asks for its shared memory: that is
+a fact of the architecture.
 """
 
 from __future__ import annotations
@@ -10,9 +13,29 @@ from typing import Any
 from unittest.mock import patch
 
 from fusekit.abi import Expr
+from fusekit.compiler.cubin import RESERVED_SHARED
 
 MULTIPROCESSORS: Expr = "sm_count"
 CLUSTERS: Expr = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
+
+
+@contextmanager
+def shared_memory(arch: str) -> Iterator[None]:
+    """Meanwhile the DSL takes the shared memory of a multiprocessor from `arch`. Imports the DSL."""
+    from cuda.bindings.driver import CUdevice_attribute
+    from cutlass.base_dsl.runtime import cuda
+    from cutlass.memory import get_smem_capacity_in_bytes
+
+    asked = cuda.get_device_attribute
+
+    def answer(attribute: Any, *rest: Any, **named: Any) -> Any:
+        if attribute == CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
+            # One block may have all of it but for what the driver keeps of every block.
+            return get_smem_capacity_in_bytes(arch.rstrip("af")) + RESERVED_SHARED
+        return asked(attribute, *rest, **named)
+
+    with patch.object(cuda, "get_device_attribute", answer):
+        yield
 
 
 @contextmanager

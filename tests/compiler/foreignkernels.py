@@ -254,3 +254,15 @@ def for_the_device(y: cute.Tensor, what: cutlass.Constexpr, stream: CUstream):
 def asking(what):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
     return for_the_device, (y, what, CUstream(0))
+
+
+@cute.jit
+def four_blocks(y: cute.Tensor, stream: CUstream):
+    fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(
+        grid=[1, 1, 1], block=[128, 1, 1], smem=16 * 1024, min_blocks_per_mp=4, stream=stream
+    )
+
+
+def dense():
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return four_blocks, (y, CUstream(0))

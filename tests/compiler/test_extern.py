@@ -330,6 +330,15 @@ def test_what_is_asked_of_the_device_in_a_trace_is_a_variable(tmp_path):
         assert made.proof["launches"] >= 128
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
+    """They prefer as much shared memory as they need together: 4 x 16 KiB, and what the driver keeps."""
+    record, _ = compiled(tmp_path, "dense", FLAGGED, arch)
+    percent = record.attributes["preferred_shared_memory_carveout"]
+    whole = {"sm_90a": 228, "sm_120a": 100}[arch]
+    assert 4 * 16 <= percent * whole / 100 <= 4 * 18
+
+
 def test_what_is_made_of_the_device_and_cannot_be_said_is_refused(tmp_path):
     for what, words in (
         ("both", "asks the device for several things"), ("other clusters", "asks the device for several things"),
