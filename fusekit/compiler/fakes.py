@@ -327,16 +327,15 @@ def importable(value: Any, where: str) -> str:
             f"{said}, of the script that runs: another process cannot import it; move it to a module of its own and"
             " import it from there"
         )
-    if "<locals>" in name or "<lambda>" in name:
-        raise BuildError(
-            f"{said}, made inside a function: another process cannot import it; write a function of a module that"
-            " makes it from plain values and returns (callable, fakes), and name that as the source"
-        )
     try:
         found = resolve(f"{module}:{name}")
     except BuildError:
-        found = None
-    if found is not value and inspect.unwrap(found or resolve) is not inspect.unwrap(value):
+        raise BuildError(
+            f"{said}, which its module has not under that name, as nothing that is made inside a function: another"
+            " process cannot import it; write a function of a module that makes it from plain values and returns"
+            " (callable, fakes), and name that as the source"
+        ) from None
+    if found is not value and inspect.unwrap(found) is not inspect.unwrap(value):
         raise BuildError(
             f"{said}, but that name gives something else there; give it a name of its own in its module, and use that"
         )

@@ -1,8 +1,9 @@
 """Compile-time integers that become variables of a launch record.
 
 A kernel is compiled with two values, far apart. Its cubin must not depend on them, and its records must differ in
-nothing but integers of expressions, each the value itself, a multiple of it, or it and a constant. The record then says
-the variable in its place. No other power, quotient, limit or rounding of the value has that form at both.
+nothing but integers of expressions, each the value itself, a multiple of it, it and a constant, or it rounded down to a
+multiple of the size of a cluster. The record then says the variable in its place. No other power, quotient or limit of
+the value has that form at both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LIFT_VALUES = (59, 106)
 """What is compiled. No small number divides both, or their difference, which is a prime: rounded to a multiple, the two
 change by different amounts.
 """
+_CLUSTERS = range(2, 17)  # blocks in one
 _NUMBER = re.compile(r"\d+")
 
 
@@ -60,6 +62,10 @@ class _Unifying:
             return self._expr if a == first else ["add", self._expr, a - first]
         if a % first == 0 and a // first * second == b:
             return ["mul", a // first, self._expr]
+        steps = [step for step in _CLUSTERS if (a, b) == (first // step * step, second // step * step)]
+        if len(steps) == 1:
+            return ["mul", steps[0], ["floordiv", self._expr, steps[0]]]
         raise BuildError(
-            f"lift: {where} is {a} and {b} for {first} and {second}, which is no multiple of it, nor it and a constant"
+            f"lift: {where} is {a} and {b} for {first} and {second}, which is no multiple of it, nor it and a constant,"
+            " nor it rounded down to whole clusters"
         )

@@ -234,6 +234,7 @@ def _blocks(what):
     ways = {
         "multiprocessors": lambda: count(),
         "even": lambda: count() // 2 * 2,
+        "half": lambda: count() // 2,
         "clusters": lambda: device.get_max_active_clusters(2),
         "other clusters": lambda: device.get_max_active_clusters(4),
         "both": lambda: count() + device.get_max_active_clusters(2),

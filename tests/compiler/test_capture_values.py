@@ -189,6 +189,7 @@ class Slots(Slotted):
 
 
 REFUSED = {
+    "a class that is made as the program runs": (lambda: type("Made", (), {})(), "made inside a function"),
     "slots": (Slots, "more than attributes"),
     "a closure": (lambda: within(3), "made inside a function"),
     "a lock": (threading.Lock, "more than attributes"),
