@@ -258,12 +258,24 @@ def asking(what):
 
 
 @cute.jit
-def four_blocks(y: cute.Tensor, stream: CUstream):
+def four_blocks(y: cute.Tensor, shared: cutlass.Constexpr, stream: CUstream):
     fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(
-        grid=[1, 1, 1], block=[128, 1, 1], smem=16 * 1024, min_blocks_per_mp=4, stream=stream
+        grid=[1, 1, 1], block=[128, 1, 1], smem=shared, min_blocks_per_mp=4, stream=stream
     )
 
 
-def dense():
+def dense(bytes=16 * 1024):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
-    return four_blocks, (y, CUstream(0))
+    return four_blocks, (y, bytes, CUstream(0))
+
+
+@cute.jit
+def from_a_round_address(y: cute.Tensor, stream: CUstream):
+    fill_kernel(y, y.iterator.align(64) + 128, cutlass.Int64(0)).launch(
+        grid=[1, 1, 1], block=[128, 1, 1], stream=stream
+    )
+
+
+def rounded():
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return from_a_round_address, (y, CUstream(0))

@@ -98,6 +98,12 @@ def test_a_tensor_map_demands_the_alignment_that_the_trace_does_not_promise(tmp_
     assert (record.arguments[0].alignment, record.parameters[0].address) == (16, "x.address")
 
 
+def test_a_pointer_that_host_code_rounds_down_demands_the_alignment(tmp_path):
+    record, _ = compiled(tmp_path, "rounded", FLAGGED)
+    (pointer,) = [each for _, each in flat(record.parameters) if getattr(each, "shift", 0)]
+    assert (record.arguments[0].alignment, pointer.argument, pointer.shift) == (64, "y", 512)
+
+
 def test_a_stride_of_32_bits_in_a_tensor_map(tmp_path):
     record, _ = compiled(tmp_path, "narrow", 'arguments.x = { role = "input", shape = ["N"] }')
     (stride,) = record.parameters[0].strides
@@ -341,6 +347,8 @@ def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
     percent = record.attributes["preferred_shared_memory_carveout"]
     whole = {"sm_90a": 228, "sm_120a": 100}[arch]
     assert 4 * 16 <= percent * whole / 100 <= 4 * 18
+    none, _ = compiled(tmp_path, "dense", FLAGGED + "params.bytes = 0", arch)
+    assert none.attributes == {"preferred_shared_memory_carveout": 0}
 
 
 def test_what_is_made_of_the_device_and_cannot_be_said_is_refused(tmp_path):

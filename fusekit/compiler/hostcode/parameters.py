@@ -106,18 +106,24 @@ class Parameters:
         )
 
     def _aligned(self, address: Term) -> Term:
-        """An address that host code rounds down, whole: the argument must be aligned, or the launch is refused."""
-        constant, parts = self._algebra.linear(address)
-        ((part, factor), *others) = parts.items()
-        if constant or others or part.op != "floordiv" or part.args[1] is not self._algebra.const(factor):
-            return address
-        whole: Term = part.args[0]
-        names = [each for each in self._algebra.linear(whole)[1] if _is_address(each)]
-        if len(names) != 1 or self._algebra.sub(whole, names[0]).divisor % factor:
-            return address
-        argument = names[0].args[0].removesuffix(".address")
-        self.alignments[argument] = math.lcm(self.alignments.get(argument, 1), factor)
-        return whole
+        """An address that host code rounds, with what is rounded apart: the argument must be aligned, or the launch is
+        refused.
+        """
+        algebra = self._algebra
+        for part, times in algebra.linear(address)[1].items():
+            if part.op not in ("floordiv", "mod") or not part.args[1].is_const:
+                continue
+            whole, divisor = part.args
+            names = [each for each, factor in algebra.linear(whole)[1].items() if factor == 1 and _is_address(each)]
+            if len(names) == 1 and (part.op == "mod" or times == divisor.value):
+                argument = names[0].args[0].removesuffix(".address")
+                self.alignments[argument] = math.lcm(self.alignments.get(argument, 1), divisor.value)
+                rest = algebra.sub(whole, names[0])
+                rounded = [(algebra.mod(rest, divisor), times)]
+                if part.op == "floordiv":
+                    rounded = [(names[0], 1), (algebra.floordiv(rest, divisor), times)]
+                return algebra.combine([(address, 1), (part, -times), *rounded])
+        return address
 
     def _scalar(self, call: Call, leaf: Leaf, bits: Any, offset: int) -> Draft:
         if not isinstance(bits, Bits):
@@ -142,7 +148,7 @@ class Parameters:
         return draft
 
     def _pointer(self, call: Call, term: Term, offset: int) -> Draft:
-        argument, shift = self._base(term, call)
+        argument, shift = self._base(self._aligned(term), call)
         self.terms.append(shift)
         return lambda writer, names: PointerParameter(
             _name(f"{argument.replace('.', '_')}_pointer", names), argument, offset, shift=writer.write(shift)

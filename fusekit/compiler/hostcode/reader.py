@@ -223,12 +223,13 @@ class _Record:
                 found["programmatic_stream_serialization"] = value[0]
             elif value[0]:
                 raise BuildError(f"host code: launch attribute {kind} is not known to launch records: {call.at.place}")
+        found = {name: value for name, value in found.items() if value}
         kernel = self._attributes.get(symbol, {})
         if cluster[0] * cluster[1] * cluster[2] > _PORTABLE_CLUSTER and kernel.get(_NON_PORTABLE):
             found["non_portable_cluster_size_allowed"] = 1
         if kernel.get(_CARVEOUT, -1) >= 0:
             found["preferred_shared_memory_carveout"] = kernel[_CARVEOUT]
-        return cluster, {name: value for name, value in found.items() if value}
+        return cluster, found
 
     def _allow(self, term: Term, low: int, high: int) -> None:
         before = self._allowed.get(term, (low, high))
