@@ -36,12 +36,14 @@ class Launch:
     def _bind(self, arguments: dict[str, Any]) -> None:
         arguments = self.kernel.spread(arguments)
         plan, addresses, scalars = self.kernel._resolve(arguments, *self._settings)
-        block = None
-        if not plan.skip:
-            block = plan.take(addresses)
-            plan.fill(block, addresses, scalars)
-        self._plan, self._block, self._arguments = plan, block, arguments
-        self._metas = [self._read(name, arguments[name])[1] for name in plan.names]
+        metas = [self._read(name, arguments[name])[1] for name in plan.names]
+        parts = [] if plan.skip else filled(plan, addresses, scalars)
+        # Nothing fails from here on: a launch that is bound anew is the old one or the new one.
+        self._plan, self._arguments, self._metas = plan, arguments, metas
+        self._keep(parts)
+
+    def _keep(self, parts: Sequence[tuple[Plan, Block]]) -> None:
+        self._block = parts[0][1] if parts else None
 
     def _read(self, name: str, tensor: Any) -> tuple[int, Meta]:
         try:
@@ -83,12 +85,17 @@ class Launch:
             if meta != self._metas[index]:
                 return self._rebind(changed)
             addresses[index] = address
-        if len(changed) == 1:
-            plan.move(block, addresses, plan.index[name])
-        else:
-            plan.fill(block, addresses)
+        self._move(addresses, plan.index[name] if len(changed) == 1 else None)
         self._arguments |= changed
         return self
+
+    def _move(self, addresses: list[int], position: int | None) -> None:
+        """Brings the launch to these addresses; position: of the one tensor that lies elsewhere, where it is one."""
+        assert self._block is not None
+        if position is None:
+            self._plan.fill(self._block, addresses)
+        else:
+            self._plan.move(self._block, addresses, position)
 
     def _rebind(self, changed: dict[str, Any]) -> Launch:
         self._bind(self._arguments | changed)
@@ -104,15 +111,9 @@ class Launches(Launch):
 
     __slots__ = ("_parts",)
 
-    def _bind(self, arguments: dict[str, Any]) -> None:
-        super()._bind(arguments)
-        self._parts: tuple[tuple[Plan, Block], ...] = ()
-        first = self._block
-        if first is not None:
-            rest = [(plan, plan.take(first.addresses)) for plan in self._plan.then]
-            for plan, block in rest:
-                plan.fill(block, first.addresses, first.scalars)
-            self._parts = ((self._plan, first), *rest)
+    def _keep(self, parts: Sequence[tuple[Plan, Block]]) -> None:
+        super()._keep(parts)
+        self._parts = parts
 
     def __call__(self, stream: Any = None) -> None:
         handle = stream if type(stream) is int else stream_handle(stream)
@@ -128,21 +129,31 @@ class Launches(Launch):
             if status:
                 _relaunch(plan, block, status, handle)
 
-    def update(self, **changed: Any) -> Launch:
-        super().update(**changed)
-        for plan, block in self._parts[1:]:
-            plan.fill(block, self._parts[0][1].addresses)
-        return self
+    def _move(self, addresses: list[int], position: int | None) -> None:
+        before = self._parts[0][1].addresses
+        super()._move(addresses, position)
+        try:
+            for plan, block in self._parts[1:]:
+                plan.fill(block, addresses)
+        except BaseException:
+            for plan, block in self._parts:  # of one that could not be filled this is nothing
+                plan.fill(block, before)
+            raise
 
 
 def launch_all(plan: Plan, addresses: list[int], scalars: Sequence[float | int], handle: int) -> None:
     """Queues the launches of `plan` and of those that follow it; nothing is queued where one cannot be filled."""
+    for each, block in filled(plan, addresses, scalars):
+        launch(each, block, handle)
+        each.spare.append(block)
+
+
+def filled(plan: Plan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[Plan, Block]]:
+    """The launches of `plan` and of those that follow it, each with a block of its own."""
     parts = [(each, each.take(addresses)) for each in (plan, *plan.then)]
     for each, block in parts:
         each.fill(block, addresses, scalars)
-    for each, block in parts:
-        launch(each, block, handle)
-        each.spare.append(block)
+    return parts
 
 
 def launch(plan: Plan, block: Block, handle: int) -> None:

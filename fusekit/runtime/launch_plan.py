@@ -232,7 +232,7 @@ class Plan:
             for index in slots:
                 slot = self.maps[index]
                 slot.move(maps[index], slot.address(addresses, self.names))
-        except ArgumentError:
+        except BaseException:
             for index in slots:
                 self.maps[index].move(maps[index], self.maps[index].address(block.addresses, self.names))
             raise

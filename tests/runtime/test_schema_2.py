@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from fusekit.abi import Constraint, FloatParameter, IntegerParameter, TensorMapP
 from fusekit.abi.tensormap import TensorMap, encode_raw
 from fusekit.errors import ArgumentError
 from tests.abi.test_schema_2 import step, whole
-from tests.runtime.fake import FakeDriver
+from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import Torchlike, fake_for, load, tensors
 
 
@@ -46,6 +47,37 @@ def test_a_bound_launch_queues_every_launch_and_follows_its_tensors() -> None:
     assert fake.launches[5].grid == (4, 1, 1)
     launch.update(act_alpha=2.0)(7)
     assert struct.unpack_from("<f", fake.launches[6].parameters[-1], 16) == (3.0,)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("rows", [96, 97])
+def test_an_update_that_the_second_launch_refuses_changes_neither(
+    monkeypatch: pytest.MonkeyPatch, rows: int, several: bool
+) -> None:
+    """rows: as before, so that addresses are replaced, or others, so that it is bound afresh."""
+    y_map = TensorMapParameter("y_map", "y", 0, dims=("I", "M"), strides=(("mul", 2, "y.stride0"),), box=(64, 64))
+    last = replace(step(), parameters=(replace(step().parameters[0], offset=128), y_map))
+    kernel, fake = load(replace(whole(), then=(last,)), fake_for(whole(), others={"second": [(0, 128), (128, 8)]}))
+    launch = kernel.bind(**tensors())
+    launch(7)
+    before = [launched.parameters for launched in fake.launches]
+
+    def refusing(original: Any) -> Any:
+        def called(self: FakeDriver, *given: Any) -> Any:
+            return (CUresult.CUDA_ERROR_INVALID_VALUE, None) if 0x5000_0000 in given else original(self, *given)
+
+        return called
+
+    for name in ("cuTensorMapReplaceAddress", "cuTensorMapEncodeTiled"):
+        monkeypatch.setattr(FakeDriver, name, refusing(getattr(FakeDriver, name)))
+    x = {"x": Torchlike((rows, 128), address=0x7000_0000)}
+    with pytest.raises(ArgumentError, match="y_map"):
+        launch.update(y=Torchlike((rows, 160), address=0x5000_0000), **(x if several or rows != 96 else {}))
+    launch(7)
+    assert [launched.parameters for launched in fake.launches[2:]] == before
+    launch.update(y=Torchlike((rows, 160), address=0x6000_0000), **x)(7)
+    assert fake.launches[-1].parameters[1] == struct.pack("<Q", 0x6000_0000)
+    assert struct.unpack_from("<Q", fake.launches[-2].parameters[0]) == (0x7000_0000,)
 
 
 def test_nothing_is_queued_when_there_is_nothing_to_do() -> None:
