@@ -183,7 +183,7 @@ class Operator:
         ctx.asked = tuple(name for name in self.gradients if needed[name])
         sums = dict(zip(self.summed, inputs[len(self.inputs) : -1], strict=True))
         # Not saved: other calls may have added to them by then, and a copy of them, as hooks make, is of no use.
-        ctx.sums = [sums[name] for name in self.summed if name in ctx.asked]
+        ctx.sums = {name: sums[name] for name in self.summed if name in ctx.asked}
         ctx.save_for_backward(output[-1], *(by_name[name] for name in self._read(ctx.asked)))
         ctx.shape = inputs[0].shape
 
@@ -195,16 +195,27 @@ class Operator:
                     " written over what was kept; leave in_place out, or call the layer once more"
                 )
             ctx.done = True
-        kept, *saved = ctx.saved_tensors
+        asked = self._wanted(ctx)
+        kept, *rest = ctx.saved_tensors
+        held = dict(zip(self._read(ctx.asked), rest, strict=True))
+        saved = [held[name] for name in self._read(asked)]
+        sums = [ctx.sums[name] for name in self.summed if name in asked]
         dy = grads[0]
         if dy is None:  # the loss alone was used
             dy = kept.new_zeros(ctx.shape, dtype=self.dtype)
         dloss = grads[1] if self.loss else None
-        given = (dy, dloss, kept, saved, *([ctx.sums] if self.summed else []), list(ctx.shape), list(ctx.asked))
+        given = (dy, dloss, kept, saved, *([sums] if self.summed else []), list(ctx.shape), list(asked))
         made = self._backward(*given)
         made = dict(zip(self._returned, made if len(self._returned) > 1 else (made,), strict=True))
-        found = [made[name] if name in made and name in ctx.asked else None for name in self.inputs]
+        found = [made[name] if name in made and name in asked else None for name in self.inputs]
         return *found, *(None for _ in self.summed), None
+
+    def _wanted(self, ctx: Any) -> tuple[str, ...]:
+        """Those of `ctx.asked` that this backward pass leads to: torch.autograd.grad(loss, x) wants no gradient of a
+        weight, so none may be added to a main gradient.
+        """
+        nodes = dict(zip(self.inputs, (node for node, _ in ctx.next_functions), strict=False))
+        return tuple(name for name in ctx.asked if _is_wanted(nodes[name]))
 
     def _fresh(self, dy: Any, shape: Sequence[Any], asked: Sequence[str]) -> Any:
         """Memory for what the backward operator returns: empty for what is not asked for."""
@@ -282,6 +293,14 @@ def _dense(tensor: Any) -> Any:
     """The tensor, or a copy where kernels cannot read it as it lies."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether the backward pass that is running goes on to this node of the graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # PyTorch does not say it of a leaf that torch.autograd.grad was asked for, and of that alone
+        return True
 
 
 def _stream(tensor: Any) -> int | None:

@@ -293,6 +293,44 @@ def test_main_gradients_of_several_calls_that_wait_for_their_backward_passes(cop
         close(found, gradients(reference)[name])
 
 
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+def test_what_a_backward_pass_does_not_ask_for_is_not_made(how):
+    """No weight's gradient is added to a main gradient where dx alone is asked for; a later pass adds it once."""
+    moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    (x,) = inputs_of(moe, 6)
+    hidden = x * 1.0
+    loss = total(moe(hidden))
+    if how == "grad":
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(torch.autograd.grad(loss, hidden, retain_graph=True)[0], dx)
+    else:
+        loss.backward(inputs=[x], retain_graph=True)
+        dx, x.grad = x.grad, None
+    assert moe.layer.passes[-1][-1] == {"dx"}
+    assert not any(parameter.main_grad.any() for parameter in moe.parameters())
+    loss.backward()
+    assert torch.equal(x.grad, dx)
+    reference = module(GPT_OSS)
+    total(reference(x.detach())).backward()
+    for name, parameter in moe.named_parameters():
+        found = parameter.grad if parameter.grad is not None else parameter.main_grad
+        close(found, gradients(reference)[name])
+
+
+def test_gradients_of_some_parameters_alone():
+    moe = module(GPT_OSS)
+    (x,) = inputs_of(moe, 6)
+    loss = total(moe(x))
+    wanted = [moe.experts.down_proj, moe.router.weight]
+    found = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert moe.layer.passes[-1][-1] == {"dw2", "drouter"}
+    loss.backward()
+    for grad, parameter in zip(found, wanted, strict=True):
+        assert torch.equal(grad, parameter.grad)
+
+
 def test_a_missing_main_gradient_is_named():
     moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
     with pytest.raises(ArgumentError, match=r"router\.weight has no main_grad.*zeros_like"):
