@@ -88,6 +88,18 @@ def _check(title: str, where: str, field: Field, value: int) -> None:
         )
 
 
+def _check_defaults(title: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> None:
+    """Raises UsageError for a default that its argument cannot be: C would cut it to one that it can."""
+    margin = ScalarArgument("cluster_margin", "i32", minimum=0)
+    for scalar in (margin, *launch.scalars):
+        value = defaults.get(scalar.name, scalar.default)
+        if scalar.dtype == "i32" and value is not None and not (type(value) is int and scalar.allows(value)):
+            raise UsageError(
+                f"{title}: the default {scalar.name} = {value!r} {scalar.rule}, as an integer; say so in its spec, and"
+                " build the kernel again"
+            )
+
+
 def of_arch(arch: str) -> dict[str, Any]:
     """Text, numbers and suffix of an architecture."""
     match = _ARCH.fullmatch(arch)
@@ -102,6 +114,7 @@ def record(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> byte
 
 def record_row(name: str, launch: LaunchRecord, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The same as the one row of its table."""
+    _check_defaults(name, launch, defaults)
     return _Writer(name, launch, defaults).row()
 
 
@@ -141,7 +154,7 @@ class _Writer:
         first = ("first_stride", "first_address", "first_integer", "first_value", "variable_count")
         return {
             **arch, "name": self._name, "exact": int(arch["suffix"] == 2), **dict(zip(first, self._first, strict=True)),
-            "margin": int(self._defaults.get("cluster_margin", 0)), "float_count": len(self._floats),
+            "margin": self._defaults.get("cluster_margin", 0), "float_count": len(self._floats),
             "asks_clusters": int(launch.reads("active_clusters")), "workspace": self._steps(launch.workspace),
             "workspace_zeroed": int(launch.workspace_zeroed),
             "scratch": () if launch.scratch == 0 else self._steps(launch.scratch),

@@ -196,9 +196,8 @@ class Wrapper:
             if scalar.dtype == "f32":
                 lines.append(f"    args.{self._member[scalar.name]} = {_float(value)};")
             elif value is not None:
-                lines.append(f"    args.{self._member[scalar.name]} = {int(value)};")
-        margin = int(self._defaults.get("cluster_margin", 0))
-        if margin:
+                lines.append(f"    args.{self._member[scalar.name]} = {value};")
+        if margin := self._defaults.get("cluster_margin", 0):
             lines.append(f"    args.cluster_margin = {margin};")
         return "\n".join([*lines, "    return args;", "}", ""])
 

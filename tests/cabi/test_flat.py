@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, TensorArgument
+from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument
 from fusekit.cabi import Exported, flat, generate
 from fusekit.cabi.layout import VERSION, declarations, loader_declarations
 from fusekit.errors import UsageError
 from tests.runtime.samples import record
 
+from .bundles import bundle_of
 from .launcher import CUBIN, complete
 
 FORMS = {1: "22e91d19638095b4"}
@@ -46,6 +47,24 @@ def large(**changes: int) -> LaunchRecord:
 def test_a_record_beyond_the_launchers_limits(made, text):
     with pytest.raises(UsageError, match=text):
         generate([Exported("sample/x@1", made, CUBIN)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cluster_margin", value) for value in (2.5, 2.0, True, -1, 2**31, float("inf"))]
+    + [("rows", value) for value in (7.5, True, -1, 7, 2**31)],
+)
+def test_a_default_that_would_be_cut_is_refused(tmp_path, name, value):
+    """Also in a bundle, whose directory says why."""
+    base = record()
+    rows = ScalarArgument("rows", "i32", minimum=0, maximum=2**20, divisor=8)
+    kernel = Exported("sample/x@1", complete(replace(base, arguments=(*base.arguments, rows))), CUBIN, {name: value})
+    with pytest.raises(UsageError, match=rf"sample/x@1: the default {name} = .* must be .*0 to .*as an integer; say"):
+        generate([kernel])
+    if value is not True:  # which no store takes
+        bundle = bundle_of(tmp_path, [kernel]).read_bytes()
+        assert f"the default {name} = {value!r} must be".encode() in bundle
+    assert b"the default" not in bundle_of(tmp_path / "good", [replace(kernel, defaults={name: 8})]).read_bytes()
 
 
 def test_words_are_little_endian_and_texts_end_with_zeros():
