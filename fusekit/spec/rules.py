@@ -5,6 +5,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
@@ -13,8 +14,6 @@ from fusekit.plan.tiles import refusals
 from fusekit.spec.keys import Broken
 from fusekit.spec.model import KernelSpec, names
 from fusekit.spec.values import show
-
-ALIGNED_ELEMENTS = VECTOR_BYTES // 2  # of 16 bits: a TMA dimension's stride is a multiple of 16 bytes
 
 _NAMING = frozenset({"file", "kernel", "summary", "cluster_margin", "problem"})  # which only rules of the problem read
 _values = attrgetter(*(name for name in names(KernelSpec) if name not in _NAMING))
@@ -148,9 +147,13 @@ def _problem(spec: KernelSpec) -> list[Broken]:
             *found,
             ("problem.N", problem.N, f'{rule}; say {_near(problem.N, SIDE)}, or glu_layout = "interleaved"'),
         ]
+    plan = spec.plan
+    columns = next(dim.divisor for dim in plan.dims if dim.name == plan.width)
+    size = 1 if plan.quant.coded else DTYPES[spec.out_dtype].bytes
     if spec.activation.backward or not spec.activation.gated:
-        return found + _aligned("problem.N", problem.N, "a row of da" if spec.activation.backward else "a row of y")
-    kind, half = spec.activation.kind, problem.N // 2
+        what, size = ("a row of da", 2) if spec.activation.backward else ("a row of y", size)
+        return found + _aligned("problem.N", problem.N, what, size, columns)
+    kind = spec.activation.kind
     if problem.N % 2:
         rule = f"{kind} is gated: N = 2 I, and {problem.N} / 2 = {problem.N / 2:g} is no whole I; say an even N"
         found.append(("problem.N", problem.N, rule))
@@ -158,18 +161,23 @@ def _problem(spec: KernelSpec) -> list[Broken]:
         rule = "interleaved-32 alternates 32 gate and 32 up columns, so N is a multiple of 64"
         rest = f"{problem.N} = 64 x {problem.N // 64} + {problem.N % 64}"
         found.append(("problem.N", problem.N, f"{rule}, and {rest}; say {_near(problem.N, 64)}"))
-    elif half % ALIGNED_ELEMENTS:
-        rule = f"a row of y has N / 2 = {half} elements of 2 bytes = {2 * half} bytes, which must be a multiple of 16"
-        found.append(("problem.N", problem.N, f"{rule}; say {_near(problem.N, 2 * ALIGNED_ELEMENTS)}"))
+    else:
+        found += _aligned("problem.N", problem.N, "a row of y", size, columns, share=2)
     return found
 
 
-def _aligned(key: str, value: int, what: str, size: int = 2) -> list[Broken]:
-    if value * size % VECTOR_BYTES == 0:
+def _aligned(key: str, value: int, what: str, size: int, multiple: int = 0, share: int = 1) -> list[Broken]:
+    """That a row has `value` / `share` elements of `size` bytes, and these fill 16 bytes, or are a `multiple`."""
+    count, multiple = value // share, multiple or VECTOR_BYTES // size
+    if count % multiple == 0:
         return []
-    unit = f"{size} byte{'s' if size > 1 else ''}"
-    rule = f"{what} has {value} elements of {unit} = {size * value} bytes, which must be a multiple of {VECTOR_BYTES}"
-    return [(key, value, f"{rule}; say {_near(value, VECTOR_BYTES // size)}")]
+    rule = f"{what} has {f'N / {share} = ' if share > 1 else ''}{count} elements"
+    if multiple * size == VECTOR_BYTES:
+        unit = f"{size} byte{'s' if size > 1 else ''}"
+        rule += f" of {unit} = {size * count} bytes, which must be a multiple of {VECTOR_BYTES}"
+    else:
+        rule += f", and this kernel takes multiples of {multiple}"
+    return [(key, value, f"{rule}; say {_near(value, share * multiple)}")]
 
 
 def _near(value: int, multiple: int) -> str:

@@ -50,6 +50,33 @@ def test_tiles_of_quantised_factors(keys, message):
     assert any(message in line for line in problems(text))
 
 
+SWIGLU = 'activation = { kind = "swiglu" }\nglu_layout = "%s"\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "good", "wrong", "message"),
+    [
+        ('out_dtype = "f32"\n', 8, 12, "12 elements, and this kernel takes multiples of 8; say 8 or 16"),
+        ('quant = { out = "fp8-block" }\n', 16, 24, "24 elements of 1 byte = 24 bytes, which must be a multiple of 16"),
+        (SWIGLU % "concat", 16, 24, "N / 2 = 12 elements of 2 bytes = 24 bytes, which must be a multiple of 16; say"),
+        (
+            SWIGLU % "concat" + 'out_dtype = "f32"\n', 16, 24,
+            "N / 2 = 12 elements, and this kernel takes multiples of 8; say 16 or 32",
+        ),
+        (
+            'activation = { kind = "dswiglu" }\nglu_layout = "interleaved"\nquant = { out = "fp8-block" }\n', 16, 24,
+            "a row of da has 24 elements, and this kernel takes multiples of 16; say 16 or 32",
+        ),
+    ],
+)  # fmt: skip
+def test_a_problem_keeps_to_what_a_launch_does(keys, good, wrong, message):
+    """The multiple is that of the launch record's dim, and the bytes are those of the type that is written."""
+    text = f'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-gemm"\narch = "sm_90a"\ntile = [128, 128]\n{keys}'
+    problem = "problem = {{ E = 1, M = 8, N = {}, K = 128 }}\n"
+    parse_text(text + problem.format(good), "k", "k.toml")
+    assert message in "".join(problems(text + problem.format(wrong)))
+
+
 CODES = 'quant = { out = "fp8-block", transpose = true }\n'
 
 
