@@ -24,7 +24,7 @@ from fusekit.abi import ScalarArgument, evaluate
 from fusekit.dtypes import DTYPES, by
 from fusekit.errors import ArgumentError
 from fusekit.interop import xla
-from fusekit.interop.jax_ranks import TIMEOUT, Placed
+from fusekit.interop.jax_ranks import TIMEOUT, Placed, devices_of
 from fusekit.interop.shapes import dims_of
 from fusekit.layers import Layer
 from fusekit.layers.layer import untrained
@@ -70,6 +70,8 @@ def operator(
         attributes = {key: _attribute(numbers[key], value) for key, value in given.items() if key in numbers}
         arrays = {key: value for key, value in given.items() if key not in numbers}
         _check_names(name, [tensor.name for tensor in inputs], arrays, numbers)
+        for device in devices_of(platform, kernel.device):  # not in the handler: XLA may be capturing then
+            kernel.prepare(device)
         dims = dims_of(record, {key: array.shape for key, array in arrays.items()})
         shapes = [_shape([evaluate(extent, dims) for extent in output.shape], output.dtype) for output in outputs]
         found = jax.ffi.ffi_call(name, shapes)(*(arrays[tensor.name] for tensor in inputs), **attributes)
@@ -114,7 +116,7 @@ def moe(
             " allow; build it with accumulate = false and add in JAX",
             argument="accumulate",
         )
-    placed = Placed(layer, mesh, axis, timeout, gather)
+    placed = Placed(layer, mesh, axis, timeout, gather, platform)
     layer, inputs = placed.layer, _inputs(layer)
     gradients = {f"d{each}" for each in inputs} & layer.outputs("backward").keys()
     own = [*_LEAD, _QUANTISE] if layer.outputs(_QUANTISE) else [*_LEAD]

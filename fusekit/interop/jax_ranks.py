@@ -93,11 +93,22 @@ def layers_of(
     return made
 
 
+def devices_of(platform: str, like: int) -> list[int]:
+    """The ordinals of this process's devices on any of which XLA may run a call: those of the kind of device `like`."""
+    try:
+        kinds = {each.local_hardware_id: each.device_kind for each in jax.local_devices(backend=platform.lower())}
+    except RuntimeError:  # there is none, so nothing will be run
+        return []
+    return [ordinal for ordinal, kind in kinds.items() if kind == kinds.get(like)]
+
+
 class Placed:
     """A layer on the devices that call it: itself on any, or of a layer over ranks the layer of each device's rank."""
 
-    def __init__(self, layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Any) -> None:
-        self.layer, self.axis = layer, axis
+    def __init__(
+        self, layer: Layer, mesh: Any, axis: str | None, timeout: int, gather: Any, platform: str = "CUDA"
+    ) -> None:
+        self.layer, self.axis, self._platform = layer, axis, platform
         self._ranked: dict[int, RankedLayer] = {}
         if layer.options.ranks > 1 or mesh is not None:
             self._ranked = layers_of(layer, mesh, axis, timeout, gather)
@@ -114,9 +125,9 @@ class Placed:
         return device, self._ranked.get(device, self.layer)
 
     def load(self, tokens: int | None = None) -> None:
-        """Loads the kernels on all devices. Raises ArgumentError outside jax.shard_map, and for too many tokens."""
+        """Loads the kernels, on every device that may run them. Raises ArgumentError outside jax.shard_map, and for too many tokens."""
         if not self._ranked:
-            self.layer.load(tokens)
+            self.layer.load(tokens, devices=devices_of(self._platform, self.layer.current_device()))
             return
         ranks, capacity = self.layer.options.ranks, next(iter(self._ranked.values())).capacity
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -153,10 +153,16 @@ class Layer:
         """Queues a backward pass without binding it first; arguments and errors are those of `bind_backward`."""
         self._call(BACKWARD, kept, scratch, arguments, stream, cluster_margin, in_place)
 
-    def load(self, tokens: int | None = None) -> None:
-        """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec."""
+    def load(self, tokens: int | None = None, *, devices: Iterable[int] = ()) -> None:
+        """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec. devices: by
+        their ordinals, further ones to make them ready on; else that happens in the first launch there.
+        """
         for which in self.program.steps:
-            self._plan(which, self.options.tokens if tokens is None else _count(tokens), set(self.outputs(which)))
+            count = self.options.tokens if tokens is None else _count(tokens)
+            plan = self._plan(which, count, set(self.outputs(which)))
+            for device in devices:
+                for _, kernel, _ in plan.steps:
+                    kernel.prepare(device)
 
     def current_device(self) -> int:
         """The ordinal of this thread's current context, or 0 where none is current."""

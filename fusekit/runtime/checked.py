@@ -199,6 +199,11 @@ class CheckedKernel(Kernel):
             self.checks.launch(self.name, plan, addresses, handle)
             super().__call__(stream=handle, cluster_margin=cluster_margin, priority=priority, **arguments)
 
+    def prepare(self, device: int) -> None:
+        """As `Kernel.prepare`."""
+        super().prepare(device)
+        self.checks.prepare(device)
+
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """As `Kernel.bind`."""
         kind = CheckedLaunches if self.record.then else CheckedLaunch

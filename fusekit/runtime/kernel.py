@@ -103,6 +103,12 @@ class Kernel:
         kind = Launches if self.record.then else Launch
         return kind(self, arguments, (cluster_margin, priority))
 
+    def prepare(self, device: int) -> None:
+        """Makes the kernel ready on one more device, by its ordinal, as a first launch there would: before a capture,
+        which can load nothing. Raises ArchMismatchError, DriverError, and ArgumentError where it was unloaded.
+        """
+        self._prepare(self._devices.get(device))
+
     def current_device(self) -> int:
         """The ordinal of this thread's current context, or 0 where none is current."""
         return self._devices.current()

@@ -19,6 +19,7 @@ from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import fake_for, load
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
+jax.config.update("jax_num_cpu_devices", 2)
 jnp = jax.numpy
 STREAM = 0x77
 _NUMBERS = itertools.count()
@@ -46,7 +47,7 @@ def arrays(m: int = 300, k: int = 128, e: int = 4, i: int = 160) -> dict[str, An
 
 
 def whole_driver() -> FakeDriver:
-    return fake_for(whole(), others={"second": [(0, 8)]})
+    return fake_for(whole(), others={"second": [(0, 8)]}, devices=2)
 
 
 def scale_of(launched: Any) -> float:
@@ -64,6 +65,14 @@ def test_a_call_queues_every_launch_on_xlas_buffers(operator):
     (written,) = struct.unpack("<Q", second.parameters[0])
     assert struct.unpack("<Q", first.parameters[3]) == (written,)
     assert written % 16 == 0 and scale_of(first) == 2.25
+
+
+def test_every_device_is_made_ready_before_the_first_execution(operator):
+    """XLA may capture that one, on any device."""
+    fake = whole_driver()
+    jax.jit(operator(whole(), fake, act_alpha=1.5)).lower(**arrays())
+    assert {device for _, device in fake.settings} == {0, 1}
+    assert not fake.launches
 
 
 def test_a_scalar_of_a_call_is_an_attribute(operator):
@@ -108,7 +117,7 @@ def test_codes_of_8_and_4_bits_and_several_results(operator):
         dims=(Dim("M"),), parameters=(PointerParameter("d", "d", 0),), grid=("shift", 1, 1), block=(32, 1, 1),
         symbol="kernel", then=(second,),
     )  # fmt: skip
-    fake = fake_for(made, others={"second": [(0, 8)]})
+    fake = fake_for(made, others={"second": [(0, 8)]}, devices=2)
     call = operator(made, fake)
     given = {
         "a": jnp.float8_e4m3fn, "b": jnp.float8_e5m2, "c": jnp.float8_e8m0fnu, "d": jnp.uint8,

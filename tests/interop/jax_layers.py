@@ -248,6 +248,7 @@ def test_kernels_are_loaded_when_a_call_is_traced(made):
     x, params, _ = inputs_of(layer)
     jax.jit(f).lower(x, params)
     assert layer.loaded == [T] and not layer.launched
+    assert layer.prepared == [device.local_hardware_id for device in jax.local_devices()]
 
 
 def test_a_layer_for_inference_has_no_derivative(made):

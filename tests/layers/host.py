@@ -28,8 +28,9 @@ class HostLayer(Layer):
         self._arch = self._device = None
         self._plans, self.passes, self.launched, self.loaded, self.margins, self.in_place = {}, [], [], [], [], []
 
-    def load(self, tokens=None):
+    def load(self, tokens=None, *, devices=()):
         self.loaded.append(tokens)
+        self.prepared = list(devices)
 
     def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):
         arguments = {name: placed(tensor) for name, tensor in arguments.items()}

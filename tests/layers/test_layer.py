@@ -1,6 +1,7 @@
 """A layer on a fake driver: which kernels are launched on which memory, and what is refused."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,18 @@ def test_kernels_are_loaded_once(tmp_path):
     layer.bind_forward(**tensors(layer, FORWARD), **memory(layer))
     layer.bind_forward(**tensors(layer, FORWARD, 7), **memory(layer))
     assert fake.loaded == loaded
+
+
+def test_kernels_are_made_ready_on_devices_before_a_capture(tmp_path):
+    layer, fake = opened(tmp_path)
+    fake.devices = layer._library.devices.count = 2
+    layer.load(T, devices=[1])
+    assert {device for _, device in fake.settings} == {0, 1} and fake.loaded == len(layer.program.parts)
+    fake.cuCtxPushCurrent(1001)
+    fake.cuStreamBeginCapture(77, "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL")
+    there = {**tensors(layer, FORWARD), **memory(layer)}
+    layer.bind_forward(**{name: replace(tensor, device=1) for name, tensor in there.items()})
+    assert fake.cuStreamEndCapture(77)[1] == "graph"
 
 
 @pytest.mark.parametrize(
