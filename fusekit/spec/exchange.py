@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
 from fusekit.spec.keys import Broken, Key
-from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, broken_rows
+from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
 
@@ -19,14 +19,11 @@ _KEYS = (
     NAME, SUMMARY, ARCH,
     Key("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1, required=True),
     Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
-    Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True),
-    DTYPE,
+    TOPK, DTYPE,
     Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64),
     Key("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
-    Key("problem", "table", "The shape that benchmarks use.", keys=(
-        Key("T", "int", "Tokens of a rank.", required=True),
-        Key("H", "int", "Elements of a row.", minimum=1, required=True),
-    )),
+    Key("problem", "table", "The shape that benchmarks use.",
+        keys=(Key("T", "int", "Tokens of a rank.", required=True), HIDDEN)),
 )  # fmt: skip
 EXCHANGE_KEYS = {
     DISPATCH: (

@@ -21,8 +21,8 @@ MOST_ADDENDS = 2
 MOST_TERMS = 3  # which are all bits of a float32
 
 _HEAD = (NAME, SUMMARY, ARCH)
-_TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
-_HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
+TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
+HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
 _EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
 _WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
 DTYPE = Key("dtype", "choice", "Type of the rows; weights and their gradient are f32.", choices=ROUTER_DTYPES,
@@ -31,8 +31,8 @@ CODED_DTYPE = replace(DTYPE, doc="Type of the rows, e4m3 of codes with scales; w
                       choices=(*ROUTER_DTYPES, "e4m3"))  # fmt: skip
 ADDENDS = Key("addends", "int", f"Tensors added to each sum, {MOST_ADDENDS} at most: addend0[T, H], addend1[T, H].",
               default=0)  # fmt: skip
-_MOVED = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, _HIDDEN))
-_ROWS = (*_HEAD, _TOPK, DTYPE, _WARPS, _MOVED)
+_MOVED = Key("problem", "table", "The shape that run and benchmarks use.", keys=(TOKENS_KEY, HIDDEN))
+_ROWS = (*_HEAD, TOPK, DTYPE, _WARPS, _MOVED)
 _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies by them, permute gives row_scale[M].",
                 default=False)  # fmt: skip
 _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
@@ -40,7 +40,7 @@ _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router we
 _TERMS = Key("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
              default=MOST_TERMS)  # fmt: skip
 _INDEX = (
-    *_HEAD, _TOPK,
+    *_HEAD, TOPK,
     Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
     Key("counts", "bool", "Gives counts[X]: how many choices each expert has.", default=False),
     Key("tokens", "bool", "Gives token[T K], which a GEMM gathers its rows by.", default=False),
@@ -59,8 +59,8 @@ PERMUTATION_KEYS = {
     PERMUTE: (*(CODED_DTYPE if key is DTYPE else key for key in _ROWS), _WEIGHTED, _SCALED),
     UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
     **dict.fromkeys(BACKWARDS, _ROWS),
-    WEIGHTS_BACKWARD: (*_HEAD, _TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
-    PROBS: (*_HEAD, _TOPK, _EXPERTS, _OUT_DTYPE, _WARPS, PROBLEM),
+    WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
+    PROBS: (*_HEAD, TOPK, _EXPERTS, _OUT_DTYPE, _WARPS, PROBLEM),
     SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
     BLANK: _ROWS,

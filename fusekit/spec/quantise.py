@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fusekit.plan.quantise import (
     AMAX,
@@ -18,17 +18,14 @@ from fusekit.plan.quantise import (
     TYPES,
     WARPS,
 )
-from fusekit.spec.keys import Key
-from fusekit.spec.model import ARCHES
-from fusekit.spec.token import TokenSpec
+from fusekit.spec.keys import Broken, Key
+from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenSpec, made
 
 QUANTISE = "quantise"
 VECTOR = 16  # codes in 16 bytes
 
 QUANTISE_KEYS = (
-    Key("name", "string", "The kernel's name in this file.", required=True),
-    Key("summary", "string", "One line about the kernel; default: the file's."),
-    Key("arch", "choice", "Target architecture.", choices=ARCHES, required=True, sweep=True),
+    NAME, SUMMARY, ARCH,
     Key("out", "choice", "What has one scale: a row, a block, or 32 numbers; or no codes, but largest numbers.",
         choices=RECIPES, required=True),
     Key("dtype", "choice", "Type of x or w. fp8-block: float32 is rounded to bf16 on its way.", choices=TYPES,
@@ -54,8 +51,6 @@ QUANTISE_KEYS = (
         Key("T", "int", "Rows of a gathered x; default: M.", default=0),
     )),
 )  # fmt: skip
-
-Broken = tuple[str, Any, str]  # key, its value, the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +89,12 @@ class QuantiseSpec(TokenSpec):
     summary: str
     layer: Any = None
 
-    def defaults(self) -> dict[str, float | int]:
-        """Scalars that a launch may leave out: there are none."""
-        return {}
+    PROBLEM: ClassVar[type] = QuantiseProblem
 
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> QuantiseSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    return QuantiseSpec(
-        file=file,
-        kernel=values["name"],
-        op=values["op"],
-        arch=choice["arch"],
-        out=values["out"],
-        dtype=values["dtype"],
-        blocks=values["blocks"],
-        scales=values["scales"],
-        transpose=values["transpose"],
-        rows=values["rows"],
-        groups=values["groups"],
-        gather=values["gather"],
-        scale_layout=values["scale_layout"],
-        rht_amax=values["rht_amax"],
-        warps=choice["warps"],
-        problem=QuantiseProblem(**values["problem"]) if values["problem"] else None,
-        summary=values["summary"],
-    )
+    return made(QuantiseSpec, file, values, choice)
 
 
 def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:

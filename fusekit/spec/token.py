@@ -8,7 +8,7 @@ from fusekit.plan.tokens import TOKENS
 from fusekit.spec.keys import Key
 from fusekit.spec.model import ARCHES
 
-S = TypeVar("S")
+S = TypeVar("S", bound="TokenSpec")
 
 NAME = Key("name", "string", "The kernel's name in this file.", required=True)
 SUMMARY = Key("summary", "string", "One line about the kernel; default: the file's.")
@@ -30,6 +30,7 @@ class TokenSpec:
 
     __slots__ = ()
     APART: ClassVar[tuple[str, ...]] = ("file", "kernel", "problem", "summary", "layer")  # no cubin depends on them
+    PROBLEM: ClassVar[type] = TokenProblem
 
     @property
     def name(self) -> str:
@@ -75,5 +76,5 @@ def made(kind: type[S], file: str, values: Mapping[str, Any], choice: Mapping[st
     """
     told = {each.name: values[each.name] for each in fields(kind) if each.name in values}  # type: ignore[arg-type]
     if told.get("problem"):
-        told["problem"] = TokenProblem(**told["problem"])
+        told["problem"] = kind.PROBLEM(**told["problem"])
     return kind(**{"file": file, "kernel": values["name"], **told, **choice, **derived})
