@@ -309,3 +309,23 @@ def shape_dims(arguments: tuple[Argument, ...]) -> set[str]:
             for extent in argument.shape:
                 names |= variables(extent)
     return names
+
+
+class WithArguments:
+    """The members `arguments` of a class, by their kinds."""
+
+    __slots__ = ()
+    arguments: tuple[Argument, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        """Those of the arguments, in order; peers are one for each rank."""
+        return tensors_of(self.arguments)
+
+    @property
+    def peers(self) -> tuple[PeersArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
+
+    @property
+    def scalars(self) -> tuple[ScalarArgument, ...]:
+        return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))

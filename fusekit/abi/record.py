@@ -16,8 +16,8 @@ from fusekit.abi.arguments import (
     PeersArgument,
     ScalarArgument,
     TensorArgument,
+    WithArguments,
     argument_from_json,
-    tensors_of,
 )
 from fusekit.abi.checks import check, check_complete, host_variables, triple, unique
 from fusekit.abi.codec import Reader, expression, integer, string
@@ -95,7 +95,7 @@ class LaunchStep:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchRecord:
+class LaunchRecord(WithArguments):
     """How to launch one kernel, or several in a row.
 
     `grid` is in blocks and a multiple of `cluster`; `block` in threads; `dynamic_shared`, `workspace` and `scratch` in
@@ -134,19 +134,6 @@ class LaunchRecord:
         object.__setattr__(self, "scratch", freeze(self.scratch))
         object.__setattr__(self, "attributes", dict(self.attributes))
         check(self)
-
-    @property
-    def tensors(self) -> tuple[TensorArgument, ...]:
-        """Those of the arguments, in order; peers are one for each rank."""
-        return tensors_of(self.arguments)
-
-    @property
-    def peers(self) -> tuple[PeersArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
-
-    @property
-    def scalars(self) -> tuple[ScalarArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))
 
     @property
     def launches(self) -> tuple[LaunchRecord, ...]:

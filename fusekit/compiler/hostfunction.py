@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fusekit.abi import Argument, Constraint, Dim, Expr, PeersArgument, ScalarArgument, TensorArgument, tensors_of
+from fusekit.abi import Argument, Constraint, Dim, Expr, PeersArgument, TensorArgument
+from fusekit.abi.arguments import WithArguments
 from fusekit.dtypes import DTYPES
 
 
@@ -55,7 +56,7 @@ HostArgument = HostTensor | HostPointer | HostScalar | HostInteger | HostStream
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(WithArguments):
     """What the host code cannot tell of a kernel: its arguments' names, roles, shapes and divisors, and its memory.
 
     The fields are those of LaunchRecord. Every dim keeps to its minimum, maximum and divisor, and every stride that is
@@ -70,19 +71,6 @@ class Signature:
     workspace_zeroed: bool = False
     scratch: Expr = 0
     skip_if_zero: tuple[str, ...] = ()
-
-    @property
-    def tensors(self) -> tuple[TensorArgument, ...]:
-        """Those of the arguments, in order; peers are one for each rank."""
-        return tensors_of(self.arguments)
-
-    @property
-    def peers(self) -> tuple[PeersArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, PeersArgument))
-
-    @property
-    def scalars(self) -> tuple[ScalarArgument, ...]:
-        return tuple(argument for argument in self.arguments if isinstance(argument, ScalarArgument))
 
 
 @dataclass(frozen=True, slots=True)
