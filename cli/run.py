@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -114,7 +115,7 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
         "error": None, "problems": [], "ms": None, "tflops": None, "gbs": None, "peak_share": None, "host_us": None,
         "notes": list(trial.notes),
     }  # fmt: skip
-    try:
+    with closing(trial):
         trial.launch(margin)
         if check:
             verdict = trial.check()
@@ -127,8 +128,6 @@ def _run(trial: Trial, check: bool, timed: bool, margin: int | None) -> dict[str
                 document["tflops"] = tflops if trial.work.flops else None
                 peak = None if trial.notes else peak_of(trial.device.name)
                 document["peak_share"] = None if peak is None else trial.work.share(timing.ms, peak)
-    finally:
-        trial.close()
     return document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,8 +54,7 @@ def _launch(
 ) -> None:  # fmt: skip
     from fusekit.bench.layer_trial import LayerTrial
 
-    trial = LayerTrial(library, layer, tokens, seed, device)
-    try:
+    with closing(LayerTrial(library, layer, tokens, seed, device)) as trial:
         document.update(device=trial.device.name, tokens=tokens, memory=_memory(trial))
         trial.launch()
         if check:
@@ -62,34 +62,28 @@ def _launch(
             document.update(
                 ok=verdict.ok, error=verdict.error, errors=errors, problems=verdict.problems, checked_tokens=tokens
             )
-    finally:
-        trial.close()
 
 
 def _time(library: Library, layer: Layer, tokens: int, seed: int, device: int | None, document: dict[str, Any]) -> None:
     from fusekit.bench.layer_trial import BOTH, LayerTrial, flops
     from fusekit.bench.roofline import Work, peak_of
 
-    trial = LayerTrial(library, layer, tokens, seed, device)
-    try:
+    with closing(LayerTrial(library, layer, tokens, seed, device)) as trial:
         document.update(device=trial.device.name, tokens=tokens, memory=_memory(trial))
         peak = peak_of(trial.device.name)
         for which, timing in trial.time().items():
             work = Work(flops(layer, which, tokens), 0)
-            rates = {"tflops": work.rates(timing.ms)[0] if work.flops else None}
+            tflops = work.rates(timing.ms)[0] if work.flops else None
             share = None if peak is None or not work.flops else work.share(timing.ms, peak)
             document["passes"][which] = {
-                "ms": timing.ms, **rates, "peak_share": share, "host_us": timing.host_us,
+                "ms": timing.ms, "tflops": tflops, "peak_share": share, "host_us": timing.host_us,
             }  # fmt: skip
         document.update(document["passes"][BOTH])
-    finally:
-        trial.close()
 
 
 def _memory(trial: Any) -> dict[str, int]:
-    sizes = trial.sizes
-    return {"kept": sizes.kept, "scratch": sizes.scratch, "forward": sizes.forward, "inference": sizes.inference,
-            "backward": sizes.backward, "codes": sizes.codes}  # fmt: skip
+    told = ("kept", "scratch", "forward", "inference", "backward", "codes")
+    return {name: getattr(trial.sizes, name) for name in told}
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -34,26 +35,23 @@ def measure(name: str, rows: int | None, make: Callable[[Trial], dict[str, Any]]
         rows = ROWS
     trial = open_trial(library, kernel, rows, 0, guarded=False)
     devices = trial.devices
-    try:
-        with devices.active(trial.device), own_stream(devices, trial.device) as stream:
-            arguments = make(trial)
-            output = next(tensor.name for tensor in kernel.record.tensors if tensor.written)
-            fresh = Rotation(arguments[output], trial, output)
-            bound = kernel.bind(**arguments)
-            driver_calls = bare(bound, stream)
-            wait = partial(devices.synchronize, trial.device)
-            ways: dict[str, Callable[[], Any]] = {
-                "bare cuLaunchKernelEx": driver_calls,
-                "bound": lambda: bound(stream),
-                "bound, legacy default stream": lambda: bound(0),
-                "update of one output, two in turn": lambda: bound.update(**{output: fresh.two()})(stream),
-                "update of one output, never seen before": lambda: bound.update(**{output: fresh.new()})(stream),
-                "call": lambda: kernel(**arguments, stream=stream),
-            }
-            costs = {way: host_us(work, wait, ROUNDS, WARM_UP) for way, work in ways.items()}
-            wait()
-    finally:
-        trial.close()
+    with closing(trial), devices.active(trial.device), own_stream(devices, trial.device) as stream:
+        arguments = make(trial)
+        output = next(tensor.name for tensor in kernel.record.tensors if tensor.written)
+        fresh = Rotation(arguments[output], trial, output)
+        bound = kernel.bind(**arguments)
+        driver_calls = bare(bound, stream)
+        wait = partial(devices.synchronize, trial.device)
+        ways: dict[str, Callable[[], Any]] = {
+            "bare cuLaunchKernelEx": driver_calls,
+            "bound": lambda: bound(stream),
+            "bound, legacy default stream": lambda: bound(0),
+            "update of one output, two in turn": lambda: bound.update(**{output: fresh.two()})(stream),
+            "update of one output, never seen before": lambda: bound.update(**{output: fresh.new()})(stream),
+            "call": lambda: kernel(**arguments, stream=stream),
+        }
+        costs = {way: host_us(work, wait, ROUNDS, WARM_UP) for way, work in ways.items()}
+        wait()
     least = costs["bare cuLaunchKernelEx"]
     return {
         "name": kernel.name, "device": trial.device.name, "tensors": make.__name__, "count": len(kernel.record.tensors),

@@ -6,6 +6,7 @@ times the variants of each GEMM, on rows that are gathered where the layer gathe
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from fusekit.bench.gemms import Bench, GemmBench, Line, Options, first_line
@@ -32,16 +33,13 @@ class LayerBench(Bench):
         layer = self.library.layer(name, self.arch, self.device.ordinal)
         count = layer.options.tokens if tokens is None else tokens
         trial = LayerTrial(self.library, layer, count, self.options.seed, self.device.ordinal)
-        try:
-            with trial.runs(stream) as runs:
-                lines = [
-                    Line("fusekit", run, which, Work(flops(layer, which, count), 0))
-                    for which, run in runs.items()
-                    if which != QUANTISE  # which multiplies nothing
-                ]
-                self.time(lines, stream)
-        finally:
-            trial.close()
+        with closing(trial), trial.runs(stream) as runs:
+            lines = [
+                Line("fusekit", run, which, Work(flops(layer, which, count), 0))
+                for which, run in runs.items()
+                if which != QUANTISE  # which multiplies nothing
+            ]
+            self.time(lines, stream)
         shapes = {which: gemms(layer, which, count) for which in trial.passes}
         dense = self._dense({shape for each in shapes.values() for shape in each}, layer.options.dtype, stream)
         sums = {which: sum(dense[shape] for shape in each) for which, each in shapes.items()} if dense else {}

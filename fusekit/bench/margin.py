@@ -12,14 +12,13 @@ both are done (`step`), until the GEMM is, and until the copy is.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
 from fusekit.bench.arrays import Tensors, sizes_of
-from fusekit.bench.timing import own_stream
+from fusekit.bench.timing import median, own_stream
 from fusekit.errors import UsageError
 from fusekit.runtime import DeviceArray, Kernel, Library, open_library
 
@@ -140,7 +139,7 @@ class Race:
         for _ in range(2):
             self.once(launch, order)
         runs = [self.once(launch, order) for _ in range(ROUNDS)]
-        return {key: round(statistics.median(run[key] for run in runs), 4) for key in runs[0]}
+        return {key: round(median([run[key] for run in runs]), 4) for key in runs[0]}
 
     def close(self) -> None:
         for stream in self.streams:

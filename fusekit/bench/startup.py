@@ -9,7 +9,6 @@ but the driver calls. Prints one JSON document with the median seconds of both, 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from fusekit.abi import (
     TensorMapParameter,
     evaluate,
 )
+from fusekit.bench.timing import median
 from fusekit.dtypes import DTYPES
 from fusekit.errors import UsageError
 from fusekit.runtime import Kernel, open_library
@@ -180,7 +180,7 @@ def measure(name: str, rows: int, rounds: int) -> dict[str, Any]:
                 took = seconds(program)
                 if index:
                     times[who].append(took)
-    medians = {who: round(statistics.median(values), 4) for who, values in times.items()}
+    medians = {who: round(median(values), 4) for who, values in times.items()}
     return {
         "name": kernel.name, "device": device.name, "rows": rows, "seconds": medians,
         "quotient": round(medians["fusekit"] / medians["bare"], 3),
