@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 from fusekit.errors import UsageError
 from fusekit.store.files import exists
 from fusekit.store.keys import canonical_json, sha256
-from fusekit.store.layer import Layer
+from fusekit.store.layer import SHELL
 from fusekit.store.publishing import replace_file
 from fusekit.store.selection import Selection, Step
 from fusekit.store.signature import SIGNATURE_BYTES
@@ -47,7 +47,6 @@ LOADER = "loader.bin"
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 _MODE = 0o644
-_SHELL = Layer(Path())  # a store's layout, relative to its root
 _LABELS = {"blob": "blobs", "signature": "signatures", "entry": "entries", "name": "names", "loader": "loader"}
 
 
@@ -164,20 +163,20 @@ def _members(selection: Selection) -> Iterator[Member]:
 
 
 def blob_of(digest: str, size: int) -> Member:
-    return Member("blob", _SHELL.blob_path(digest).as_posix(), size, digest, digest, (digest, size))
+    return Member("blob", SHELL.blob_path(digest).as_posix(), size, digest, digest, (digest, size))
 
 
 def signature_of(of: str, key_id: str, digest: str) -> Member:
-    path = _SHELL.signature_path(of, key_id).as_posix()
+    path = SHELL.signature_path(of, key_id).as_posix()
     return Member("signature", path, SIGNATURE_BYTES, digest, (of, key_id), (of, key_id, digest))
 
 
 def entry_of(key: str, size: int, digest: str) -> Member:
-    return Member("entry", _SHELL.entry_path(key).as_posix(), size, digest, key, (key, size, digest))
+    return Member("entry", SHELL.entry_path(key).as_posix(), size, digest, key, (key, size, digest))
 
 
 def name_of(name: str, arch: str, size: int, digest: str) -> Member:
-    path = _SHELL.name_path(name, arch).as_posix()
+    path = SHELL.name_path(name, arch).as_posix()
     return Member("name", path, size, digest, (name, arch), (name, arch, size, digest))
 
 

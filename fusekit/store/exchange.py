@@ -10,12 +10,13 @@ from fusekit.store import names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
+from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
 from fusekit.store.selection import Selection, Signed
 from fusekit.store.signature import Trust
 from fusekit.store.store import Store
-from fusekit.store.transfer import SHELL, Exchange, Notify, Progress, Report, check_form, raised, twice
+from fusekit.store.transfer import Exchange, Notify, Progress, Report, check_form, raised, twice
 from fusekit.store.verify import Inspect
 
 __all__ = ["Notify", "Progress", "Report", "Survey", "pull", "push", "survey"]

@@ -241,3 +241,6 @@ class Layer:
                 return []
             raise store_error(self.root.joinpath(*parts), "list", error) from error
         return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
+
+
+SHELL = Layer(Path())  # the layout of a store, relative to its root

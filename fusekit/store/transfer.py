@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from fusekit.errors import FusekitError, IntegrityError, SignatureError
 from fusekit.store.documents import LIMIT
 from fusekit.store.keys import sha256
-from fusekit.store.layer import Layer
+from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
 from fusekit.store.selection import Step
@@ -19,8 +18,6 @@ from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-SHELL = Layer(Path())  # a store's layout, relative to its root
 
 
 @dataclass(frozen=True, slots=True)
