@@ -8,9 +8,11 @@ into buffers and judges what came back.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from fusekit.spec import KernelSpec
 
@@ -74,6 +76,12 @@ def cases_of(spec: KernelSpec) -> list[Case]:
         "grouped-wgrad": _wgrad_cases,
     }
     return made[spec.op](spec)
+
+
+def each_case(specs: Iterable[KernelSpec]) -> pytest.MarkDecorator:
+    """Gives a test every `case` of each `spec`."""
+    trials = [pytest.param(spec, case, id=f"{spec.full_name}-{case.name}") for spec in specs for case in cases_of(spec)]
+    return pytest.mark.parametrize(("spec", "case"), trials)
 
 
 def _grouped_cases(spec: KernelSpec) -> list[Case]:

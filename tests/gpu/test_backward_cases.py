@@ -1,18 +1,12 @@
 """Every kernel with a backward activation in every case that breaks grouped GEMMs; see ``cases`` and ``harness``."""
 
-import pytest
-
 from fusekit.spec import parse_file
 
-from .cases import cases_of
+from .cases import each_case
 from .conftest import BACKWARD
 
-TRIALS = [(spec, case) for spec in parse_file(BACKWARD) if spec.activation.backward for case in cases_of(spec)]
 
-
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(*trial, id=f"{trial[0].full_name}-{trial[1].name}") for trial in TRIALS]
-)
+@each_case(spec for spec in parse_file(BACKWARD) if spec.activation.backward)
 def test_case(gpu, spec, case):
     found = gpu.trial(spec, case)
     assert not found, "\n".join(found)

@@ -1,26 +1,22 @@
 """Every kernel that stores its result as codes, in every case that breaks GEMMs; see ``cases`` and ``harness``."""
 
 import numpy as np
-import pytest
 
 from fusekit import reference
 from fusekit.spec import parse_file
 
-from .cases import Case, cases_of
+from .cases import Case, each_case
 from .conftest import CODED
 from .harness import prepare
 
 SPECS = {spec.kernel: spec for spec in parse_file(CODED)}
-TRIALS = [(spec, case) for spec in SPECS.values() for case in cases_of(spec)]
 SIZES = (0, 1, 31, 32, 127, 128, 129, 0, 300)
 # bf16: zeros, subnormals, 448 2^e and the next number above, the smallest normal and the largest number, 1.
 NUMBERS = (0x0000, 0x8000, 0x0001, 0x8003, 0x43E0, 0x43E1, 0x3BE0, 0xBBE1, 0x0080, 0x7F60, 0xFF61, 0x3F80)
 ODD = (0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F)  # infinities, NaN
 
 
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(*trial, id=f"{trial[0].full_name}-{trial[1].name}") for trial in TRIALS]
-)
+@each_case(SPECS.values())
 def test_case(gpu, spec, case):
     found = gpu.trial(spec, case)
     assert not found, "\n".join(found)

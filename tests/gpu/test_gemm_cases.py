@@ -4,19 +4,13 @@ Outputs are poisoned and lie between guards, everything around the inputs is NaN
 for what is run and ``harness`` for how it is judged.
 """
 
-import pytest
-
 from fusekit.spec import parse_file
 
-from .cases import cases_of
+from .cases import each_case
 from .conftest import MATRIX
 
-TRIALS = [(spec, case) for spec in parse_file(MATRIX) for case in cases_of(spec)]
 
-
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(*trial, id=f"{trial[0].full_name}-{trial[1].name}") for trial in TRIALS]
-)
+@each_case(parse_file(MATRIX))
 def test_case(gpu, spec, case):
     found = gpu.trial(spec, case)
     assert not found, "\n".join(found)

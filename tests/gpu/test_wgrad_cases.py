@@ -6,17 +6,14 @@ import pytest
 from fusekit.reference import formats
 from fusekit.spec import parse_file
 
-from .cases import Case, cases_of
+from .cases import Case, each_case
 from .conftest import BACKWARD
 from .harness import faults, prepare
 
 WGRAD = [spec for spec in parse_file(BACKWARD) if spec.epilogue == "wgrad"]
-TRIALS = [(spec, case) for spec in WGRAD for case in cases_of(spec)]
 
 
-@pytest.mark.parametrize(
-    ("spec", "case"), [pytest.param(*trial, id=f"{trial[0].full_name}-{trial[1].name}") for trial in TRIALS]
-)
+@each_case(WGRAD)
 def test_case(gpu, spec, case):
     found = gpu.trial(spec, case)
     assert not found, "\n".join(found)
