@@ -11,12 +11,7 @@ from fusekit.spec import parse_text
 from fusekit.store import NameRecord, Store
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES
-from tests.store.samples import build_entry
-
-
-def damage(path):
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes()[:-9])
+from tests.store.samples import build_entry, cut
 
 
 def test_ls(store, fusekit):
@@ -70,8 +65,8 @@ def test_ls_of_no_store(fusekit):
 
 def test_ls_says_what_it_leaves_out(store, fusekit):
     own = store.layers[0]
-    damage(own.entry_path(build_entry(0)[0].key))
-    damage(own.name_path(NAMES[1], "sm_90a"))
+    cut(own.entry_path(build_entry(0)[0].key))
+    cut(own.name_path(NAMES[1], "sm_90a"))
     result = fusekit("ls", "--json")
     assert [row["name"] for row in result.json] == [NAMES[2]]
     assert result.err.count("left out:") == 2
@@ -145,7 +140,7 @@ def test_show_of_what_is_not_there(store, fusekit, name, target):
 
 
 def test_show_of_what_is_damaged(store, fusekit):
-    damage(store.layers[0].entry_path(build_entry()[0].key))
+    cut(store.layers[0].entry_path(build_entry()[0].key))
     result = fusekit("show", NAMES[0], code=1)
     assert result.out == ""
     assert "remove it and build it again" in result.err
@@ -369,7 +364,7 @@ def test_doctor_says_who_is_trusted(fusekit, tmp_path):
 
 
 def test_doctor_says_how_the_stores_are(store, fusekit, tmp_path):
-    damage(store.layers[0].entry_path(build_entry()[0].key))
+    cut(store.layers[0].entry_path(build_entry()[0].key))
     document = fusekit("doctor", "--json", FUSEKIT_STORES=str(tmp_path / "gone")).json
     own, gone = document["stores"]
     assert (own["entries"], own["bad"]) == (3, 1)

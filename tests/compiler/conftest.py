@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from fusekit.store import Store
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
 
 
 @pytest.fixture

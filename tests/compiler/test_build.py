@@ -23,11 +23,6 @@ def named(kernel, **changes):
 
 
 @pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
-
-
-@pytest.fixture
 def build(tilecopy, store):
     def run(*specs, **options):
         return execute(plan_build(specs, store), store, planner=tilecopy.plan, **options)

@@ -32,11 +32,6 @@ def kernels(count):
     return [dataclasses.replace(LINEAR, kernel=f"k{width}", tile=(tall, width)) for tall, width in sizes]
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
-
-
 def build(store, specs, planner, executor, **options):
     return execute(plan_build(specs, store), store, planner=planner, executor=executor, **options)
 

@@ -12,6 +12,7 @@ import pytest
 
 from fusekit.store import Entry, NameRecord, Store, process
 from fusekit.store.signature import generate
+from tests.store import attacks
 from tests.store.bundles import bundled, fill
 from tests.store.samples import build_entry, build_record
 
@@ -77,3 +78,11 @@ def keys(tmp_path):
     for name in ("ours", "stranger"):
         generate(tmp_path / name, f"{name} of the tests")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def aside(tmp_path_factory):
+    """A bundle, a remote and another store, to take kernels from."""
+    folder = tmp_path_factory.mktemp("aside")
+    attacks.bundle(folder)
+    return folder

@@ -1,9 +1,11 @@
 """Made-up entries and names: the store does not know what a kernel is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from fusekit.store import Entry, NameRecord, key_fields, key_of
+from fusekit.store.documents import seal
 from fusekit.store.keys import sha256
 from fusekit.store.layout import MARKER
 
@@ -51,3 +53,18 @@ def files(root):
         for path in Path(root).rglob("*")
         if path.is_file() and path.relative_to(root).parts[0] not in ("locks", "used", MARKER)
     }
+
+
+def replant(path, change):
+    """Change a document and seal it again, as somebody would who knows the format."""
+    document = json.loads(path.read_bytes())
+    del document["digest"]
+    change(document)
+    path.chmod(0o644)
+    path.write_bytes(seal(document, "test"))
+
+
+def cut(path):
+    """Damage a file: its last bytes are gone."""
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-3])

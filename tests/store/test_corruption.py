@@ -1,6 +1,5 @@
 """Nothing wrong is ever loaded: every kind of damage to every kind of file is refused, and verify finds it."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from fusekit.store.documents import seal, unseal
 from fusekit.store.keys import canonical_json
 from fusekit.store.selection import select, sign_selection
 from fusekit.store.signature import Trust, generate
-from tests.store.samples import build_entry, build_record
+from tests.store.samples import build_entry, build_record, replant
 
 NAME = "quickstart/fc1@128x160-c2x1"
 
@@ -194,15 +193,6 @@ def test_an_entry_under_another_key(store):
     own.entry_path(entry.key).with_suffix(".new").replace(own.entry_path(entry.key))
     with pytest.raises(IntegrityError, match=f"is the entry of key {other.key}"):
         store.find_entry(entry.key)
-
-
-def replant(path, change):
-    """Change a document and seal it again, as somebody would who knows the format."""
-    document = json.loads(path.read_bytes())
-    del document["digest"]
-    change(document)
-    path.chmod(0o644)
-    path.write_bytes(seal(document, "test"))
 
 
 @pytest.mark.parametrize(

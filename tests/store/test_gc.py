@@ -1,6 +1,5 @@
 """Collection: what goes, and what stays."""
 
-import json
 import os
 import time
 
@@ -8,11 +7,10 @@ import pytest
 
 from fusekit.errors import StoreError
 from fusekit.store import Store, process
-from fusekit.store.documents import seal
 from fusekit.store.keys import sha256
 from fusekit.store.marks import LEASE_SECONDS, mark_path
 from tests.store.collecting import DAY, age, everything, fill, held, use
-from tests.store.samples import build_entry, build_record
+from tests.store.samples import build_entry, build_record, replant
 
 RANDOM = "0123456789ab"
 
@@ -271,14 +269,6 @@ def test_size_holds_though_every_stamp_is_in_the_future(tmp_path):
     for entry in entries:
         use(store, entry, -365 * DAY)
     assert store.collect(max_bytes=0).kept == 0
-
-
-def replant(path, change):
-    document = json.loads(path.read_bytes())
-    del document["digest"]
-    change(document)
-    path.chmod(0o644)
-    path.write_bytes(seal(document, "test"))
 
 
 def test_what_a_later_version_wrote_keeps_its_cubin(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from fusekit.config import Config
 from fusekit.errors import IntegrityError
 from fusekit.store import Store
+from tests.store.samples import cut
 
 
 @pytest.fixture
@@ -18,11 +19,6 @@ def layers(tmp_path, make_entry, make_record):
     store.publish(*make_entry(5))
     store.publish_name(make_record(make_entry(5)[0], "other/fc2@64x64-c1x1"))
     return Store(roots[0], roots[1:])
-
-
-def hurt(path):
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes()[:-3])
 
 
 def test_opened_from_a_configuration(tmp_path):
@@ -54,12 +50,12 @@ def test_a_bad_file_does_not_hide_a_good_one_below(layers, make_entry, make_reco
         }[kind]
 
     for layer in layers.layers[:2]:
-        hurt(path(layer))
+        cut(path(layer))
     assert layers.find_name(record.name, record.arch) == record
     assert layers.load(entry.key) == (entry, cubin)
     assert layers.read_cubin(entry) == cubin
     assert [listed.layer.name for listed in layers.names("quickstart")] == ["system" if kind == "name" else "own"]
-    hurt(path(layers.layers[2]))
+    cut(path(layers.layers[2]))
     with pytest.raises(IntegrityError, match="own"):
         layers.find_name(record.name, record.arch) if kind == "name" else layers.load(entry.key)
 
@@ -90,7 +86,7 @@ def test_a_layer_that_is_not_there_is_empty(tmp_path, make_entry):
 
 
 def test_verify_says_which_layer(layers, make_entry):
-    hurt(layers.layers[1].entry_path(make_entry()[0].key))
+    cut(layers.layers[1].entry_path(make_entry()[0].key))
     (problem,) = layers.verify().bad
     assert problem.layer == layers.layers[1].root
     assert problem.key == make_entry()[0].key
@@ -120,7 +116,7 @@ def test_a_kernel_is_copied_up_when_asked(layers, make_entry, make_record):
 def test_only_what_is_whole_is_copied_up(layers, make_entry):
     entry, _ = make_entry(5)
     record = layers.find_name("other/fc2@64x64-c1x1", "sm_90a")
-    hurt(layers.layers[2].blob_path(entry.cubin_sha256))
+    cut(layers.layers[2].blob_path(entry.cubin_sha256))
     with pytest.raises(IntegrityError):
         layers.adopt(record)
     assert Store(layers.root).find_entry(entry.key) is None

@@ -18,7 +18,7 @@ from fusekit.store.publishing import Publisher
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
 from fusekit.store.signature import generate
-from tests.store.attacks import VERBS, attempt, bundle, folders_of, state, victim_of, whole_store
+from tests.store.attacks import VERBS, attempt, folders_of, state, victim_of, whole_store
 from tests.store.collecting import DAY, age, everything, held
 from tests.store.samples import build_entry, build_record
 
@@ -34,14 +34,6 @@ FOLDERS = (
 def fast(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(time, "sleep", lambda _: None)  # of those who miss something, and look again
-
-
-@pytest.fixture(scope="module")
-def aside(tmp_path_factory):
-    """A bundle, a remote and another store, to take kernels from."""
-    folder = tmp_path_factory.mktemp("aside")
-    bundle(folder)
-    return folder
 
 
 def plant(root, folder, victim):

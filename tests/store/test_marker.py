@@ -12,7 +12,7 @@ from fusekit.store.layout import MARKER
 from fusekit.store.marker import DATA, FORMAT, absence
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
-from tests.store.attacks import RANDOM, VERBS, WRITERS, attempt, bundle, gone_owner, state, whole_store
+from tests.store.attacks import RANDOM, VERBS, WRITERS, attempt, gone_owner, state, whole_store
 from tests.store.collecting import DAY, age, everything
 from tests.store.samples import build_entry
 
@@ -22,13 +22,6 @@ HEX = "0123456789abcdef" * 4
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture(scope="module")
-def aside(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("aside")
-    bundle(folder)
-    return folder
 
 
 def make(root, paths):
