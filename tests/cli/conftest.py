@@ -86,3 +86,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ca
 def machine(install: Callable[..., Callable[..., FakeDriver]]) -> Callable[..., FakeDriver]:
     """As `standin.machine_of` says."""
     return standin.machine_of(install)
+
+
+@pytest.fixture(params=["whole", "sampled"])
+def compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel gave is compared whole, or a sample of it."""
+    if request.param == "sampled":
+        for name, value in (("WHOLE", 0), ("WHOLE_ELEMENTS", 0), ("SAMPLED_ROWS", 24)):
+            monkeypatch.setattr(f"fusekit.bench.compare.{name}", value)

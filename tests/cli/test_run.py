@@ -20,11 +20,8 @@ from tests.cli.standin import NAME, Harm, past_the_end, pointers, run
 from tests.runtime.samples import CUBIN
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_right_result_is_ok(machine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
+@pytest.mark.usefixtures("compared")
+def test_a_right_result_is_ok(machine: Any, capsys: Any) -> None:
     machine()
     code, document = run(capsys, "made/fc1", "--check", "--time", "--cluster-margin", "2")
     assert code == 0

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fusekit.abi import Dim, LaunchRecord, PointerParameter, TensorArgument
-from fusekit.bench import compare
 from tests.cli.standin import past_the_end, pointers, run
 
 WGRAD = """
@@ -38,15 +37,9 @@ def weight_gradients(accumulate: bool) -> LaunchRecord:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.usefixtures("compared")
 @pytest.mark.parametrize("harm", [None, "last group", "one element", "after the end", "dbias"])
-def test_weight_gradients(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
+def test_weight_gradients(install: Any, capsys: Any, accumulate: bool, harm: str | None) -> None:
     def hurt(outputs: dict[str, Any]) -> None:
         if harm == "last group":
             outputs["dw"][4] = outputs["dw"][3]
@@ -91,15 +84,9 @@ def dense_weight_gradients(accumulate: bool) -> LaunchRecord:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.usefixtures("compared")
 @pytest.mark.parametrize("harm", [None, "last row", "after the end", "dbias"])
-def test_weight_gradients_of_a_dense_layer(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, accumulate: bool, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE_ELEMENTS", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
+def test_weight_gradients_of_a_dense_layer(install: Any, capsys: Any, accumulate: bool, harm: str | None) -> None:
     def hurt(outputs: dict[str, Any]) -> None:
         if harm == "last row":
             outputs["dw"][135] = outputs["dw"][134]
@@ -151,15 +138,9 @@ def backward_record() -> LaunchRecord:
     return pointers(tensors, Dim("M"), Dim("E", 1, 1), Dim("N", 8, 8), Dim("K", 8, 8))
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.usefixtures("compared")
 @pytest.mark.parametrize("harm", [None, "dz", "y", "dprob", "dbias", "spare row of dprob"])
-def test_a_backward_kernel(
-    install: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool, harm: str | None
-) -> None:
-    if not whole:
-        monkeypatch.setattr(compare, "WHOLE", 0)
-        monkeypatch.setattr(compare, "SAMPLED_ROWS", 24)
-
+def test_a_backward_kernel(install: Any, capsys: Any, harm: str | None) -> None:
     def hurt(outputs: dict[str, Any]) -> None:
         if harm == "spare row of dprob":
             outputs["dprob"][149] = 0
