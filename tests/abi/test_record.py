@@ -27,11 +27,7 @@ from fusekit.abi import (
 from fusekit.abi.checks import ATTRIBUTES
 from fusekit.abi.expr import OPERATORS
 from fusekit.dtypes import ARGUMENTS
-from tests.runtime.samples import record
-
-
-def again(made: LaunchRecord) -> LaunchRecord:
-    return LaunchRecord.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
+from tests.runtime.samples import again, record
 
 
 def test_the_sample_comes_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import replace
@@ -29,7 +28,7 @@ from fusekit.abi import (
 from fusekit.abi.expr import thaw
 from fusekit.abi.floats import evaluate_float, rounded
 from fusekit.abi.tensormap import TensorMap, encode, encode_raw
-from tests.runtime.samples import record
+from tests.runtime.samples import again, record
 
 DIVIDER = StructParameter(
     "divider",
@@ -62,10 +61,6 @@ def whole() -> LaunchRecord:
         constraints=(*made.constraints, Constraint(("max", 0, ("sub", "twice", 99)), "too many tiles")),
         then=(step(),),
     )
-
-
-def again(made: LaunchRecord) -> LaunchRecord:
-    return LaunchRecord.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
 
 
 def test_a_record_with_all_of_it_comes_back() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, PointerParameter, evaluate
 from fusekit.compiler.families import family
@@ -21,6 +22,7 @@ from fusekit.reference import gemm as reference_gemm
 from fusekit.reference.permutation import index, unpermute
 from fusekit.spec import KernelSpec, parse_text
 from fusekit.store import Entry, NameRecord, Store, key_of
+from fusekit_cli.main import main
 from tests.layers.host import wide
 from tests.plan import layer_meaning
 from tests.runtime.fake import OK, FakeDriver, Launched
@@ -45,6 +47,14 @@ def record_of(spec: Any) -> LaunchRecord:
         symbol="kernel", arch=real.arch, arguments=real.arguments, dims=real.dims, parameters=tuple(parameters),
         grid=(1, 1, 1), block=(128, 1, 1), skip_if_zero=real.skip_if_zero,
     )  # fmt: skip
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str, seconds: str = "0.01") -> tuple[int, Any]:
+    """Exit code and document of `fusekit bench`."""
+    code = main(["bench", *arguments, "--seconds", seconds, "--json"])
+    out, err = capsys.readouterr()
+    assert out, err
+    return code, json.loads(out)
 
 
 class Rig(FakeDriver):

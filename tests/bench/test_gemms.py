@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from fusekit.choice.tuning import Tuning
 from fusekit.runtime import open_library
 from fusekit_cli.main import main
-from tests.bench.rig import PEER_MS, Rig
+from tests.bench.rig import PEER_MS, Rig, bench
 from tests.runtime.fake import CUresult
 
 MODEL = """
@@ -63,13 +62,6 @@ KERNELS = ["fc1-fwd", "fc2-fwd", "fc2-dgrad", "fc1-dgrad", "fc1-wgrad", "fc2-wgr
 def model(rig: Rig, tmp_path: Path) -> Rig:
     rig.publish(tmp_path, MODEL, "small")
     return rig
-
-
-def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    code = main(["bench", *arguments, "--seconds", "0.01", "--json"])
-    out, err = capsys.readouterr()
-    assert out, err
-    return code, json.loads(out)
 
 
 def lines(document: Any, kernel: str, what: str = "fusekit") -> list[Any]:

@@ -21,7 +21,10 @@ from fusekit.runtime import Devices, Driver, open_library
 from fusekit.spec import parse_text
 from fusekit_cli.main import main
 from tests.bench.rig import COPY_MS, PEER_MS, Rig
+from tests.bench.rig import bench as of_seconds
 from tests.runtime.fake import CUresult
+
+bench = partial(of_seconds, seconds="0.04")
 
 ROUTER = """
 schema = 1
@@ -78,13 +81,6 @@ def stored(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     rig.publish(tmp_path, PERMUTATION, "permutation")
     rig.cost = lambda name: 0.002
     return rig
-
-
-def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    code = main(["bench", *arguments, "--seconds", "0.04", "--json"])
-    out, err = capsys.readouterr()
-    assert out, err
-    return code, json.loads(out)
 
 
 def line(document: Any, name: str, what: str = "fusekit") -> Any:

@@ -338,13 +338,18 @@ def send_rows(rank: Rank, launch: int) -> Block:
 
 def read_choices(rank: Rank, launch: int) -> Block:
     """moe-index."""
-    setting, routes = rank.machine.setting, rank.machine.routes
-    for source in range(setting.ranks):
-        for token in range(setting.chunks):
-            sent = rank.number in routes[launch, source, token]
-            found = yield ("read", ("rows", "indices", source, token))
-            if found != (launch, sent):
-                raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+    for source in range(rank.machine.setting.ranks):
+        for token in range(rank.machine.setting.chunks):
+            yield from read_choice(rank, launch, source, token)
+
+
+def read_choice(rank: Rank, launch: int, source: int, token: int) -> Block:
+    """Whether the token has an expert of this rank."""
+    sent = rank.number in rank.machine.routes[launch, source, token]
+    found = yield ("read", ("rows", "indices", source, token))
+    if found != (launch, sent):
+        raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+    return sent
 
 
 def gather(rank: Rank, launch: int) -> Block:
@@ -364,13 +369,9 @@ def gather(rank: Rank, launch: int) -> Block:
 
 def consume(rank: Rank, launch: int) -> Block:
     """The launches between: they read what has come, bit by bit."""
-    setting, routes = rank.machine.setting, rank.machine.routes
-    for source in range(setting.ranks):
-        for token in range(setting.chunks):
-            sent = rank.number in routes[launch, source, token]
-            found = yield ("read", ("rows", "indices", source, token))
-            if found != (launch, sent):
-                raise BrokenError(f"rank {rank.number} has indices {found} of {source}, {token} in launch {launch}")
+    for source in range(rank.machine.setting.ranks):
+        for token in range(rank.machine.setting.chunks):
+            sent = yield from read_choice(rank, launch, source, token)
             row = yield ("read", ("rows", "row", source, token))
             if sent and row != (launch, source, token):
                 raise BrokenError(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ SPEC = {
     "cluster": [2, 1],
     "problem": {"E": 4, "M": 1024, "N": 320, "K": 128},
 }
+
+
+def again(made: LaunchRecord) -> LaunchRecord:
+    """`made`, written down and read."""
+    return LaunchRecord.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
 
 
 def over_x() -> LaunchRecord:

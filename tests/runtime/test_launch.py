@@ -235,17 +235,6 @@ def test_more_streams_than_the_stock_allocate_more() -> None:
     assert not fake.memory
 
 
-def test_threads_on_the_per_thread_default_stream_do_not_share_a_workspace() -> None:
-    kernel, fake = load(with_workspace())
-    bound = kernel.bind(**tensors())
-    bound(2)
-    thread = threading.Thread(target=lambda: bound(2))
-    thread.start()
-    thread.join()
-    first, second = (launched.parameters[8] for launched in fake.launches)
-    assert first != second
-
-
 def with_scratch() -> Any:
     base = record()
     parameters = (*base.parameters, PointerParameter("parts", "scratch", 296))
@@ -280,8 +269,9 @@ def test_scratch_is_a_streams_own_and_grows_with_its_launches() -> None:
     assert not fake.memory
 
 
-def test_threads_on_the_per_thread_default_stream_do_not_share_scratch() -> None:
-    kernel, fake = load(with_scratch())
+@pytest.mark.parametrize("made", [with_workspace, with_scratch])
+def test_threads_on_the_per_thread_default_stream_share_no_memory(made: Any) -> None:
+    kernel, fake = load(made())
     bound = kernel.bind(**tensors())
     bound(2)
     thread = threading.Thread(target=lambda: bound(2))

@@ -111,14 +111,16 @@ def test_results_as_codes_that_cannot_be(keys, message):
     assert any(message in line for line in problems(text + keys)), problems(text + keys)
 
 
-def test_a_weight_gradient_of_codes_is_refused():
+@pytest.mark.parametrize(
+    ("quant", "message"),
+    [
+        ('out = "fp8-block"', "dw is added up in its own dtype"),
+        ('in = "fp8-row"', "scales of rows are inside the sum"),
+    ],
+)
+def test_weight_gradients_that_are_refused(quant, message):
     text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
-    assert any("dw is added up in its own dtype" in line for line in problems(text + 'quant = { out = "fp8-block" }\n'))
-
-
-def test_a_weight_gradient_of_quantised_rows_is_refused():
-    text = 'schema = 1\n[[kernel]]\nname = "k"\nop = "grouped-wgrad"\narch = "sm_90a"\ntile = [128, 128]\n'
-    assert any("scales of rows are inside the sum" in line for line in problems(text + 'quant = { in = "fp8-row" }\n'))
+    assert any(message in line for line in problems(f"{text}quant = {{ {quant} }}\n"))
 
 
 @pytest.mark.parametrize(
