@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from fusekit.abi import PointerParameter
 from fusekit.cabi import Exported
+from tests.threads import at_once
 
 from .launcher import CUBIN, CUDA_ERROR, OK, Launcher, compile_shared, complete
 from .recorder import STOCK_STEP, WORKSPACE, Recorder
@@ -153,26 +153,15 @@ def test_a_bound_launch_keeps_its_need_of_scratch(made):
 def test_threads_have_default_streams_of_their_own(made):
     """And many threads that meet in one stream find one workspace."""
     launcher = load(made, 1)
-    args, barrier = usual(launcher), threading.Barrier(12)
-    found: list[dict[int, int]] = []
+    args = usual(launcher)
 
     def work(number: int) -> None:
-        mine = {}
-        barrier.wait()
         for stream in (2, 500, 600 + number, 2):
             status, bound = launcher.bind(args)
             assert status == OK and launcher.run(bound, stream) == OK
-            # The launches of other threads come in between; the address tells them apart.
-            mine[stream] = number
             launcher.free(bound)
-        found.append(mine)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 12
+    at_once(12, work)
     by_stream: dict[int, set[int]] = {}
     for launch in launcher.recorder.launches:
         by_stream.setdefault(launch.stream, set()).add(workspace(launcher, launch))

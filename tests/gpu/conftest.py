@@ -83,3 +83,11 @@ def specs():
 def alone(request):
     """Whether no other worker uses the device's memory meanwhile."""
     return not hasattr(request.config, "workerinput")
+
+
+@pytest.fixture(scope="session")
+def torch():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return torch

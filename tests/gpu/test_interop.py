@@ -61,14 +61,6 @@ class OnlyInterface:
         }
 
 
-@pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU")
-    return torch
-
-
 def torch_tensors(torch, spec, inputs):
     """Inputs and NaN outputs as torch tensors on the GPU."""
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,14 +17,6 @@ from .quack_calls import CALLS, empty, rows
 ROWS = (1, 5, 257, 3001)
 
 
-@pytest.fixture(scope="module")
-def torch():
-    torch = pytest.importorskip("torch", reason="PyTorch is the reference")
-    if not torch.cuda.is_available():
-        pytest.skip("this PyTorch sees no GPU")
-    return torch
-
-
 @pytest.fixture
 def load(opened, torch):
     """load(name) -> a kernel of quack/ that launches on PyTorch's stream."""

@@ -47,6 +47,12 @@ def over_x() -> LaunchRecord:
     return record(arguments=(*made.arguments, dx), parameters=(*made.parameters, pointer))
 
 
+def with_workspace(**changes: Any) -> LaunchRecord:
+    """`record`, and a workspace of 64 zeros for each multiprocessor."""
+    parameters = (*record().parameters, PointerParameter("scratch", "workspace", 296))
+    return record(parameters=parameters, workspace=("mul", "sm_count", 64), workspace_zeroed=True, **changes)
+
+
 def record(**changes: Any) -> LaunchRecord:
     """A grouped GEMM with a gated activation: x [M, K], w [E, 2I, K], offsets [E], y [M, I] and two scalars."""
     parts: dict[str, Any] = {

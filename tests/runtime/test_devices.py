@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import struct
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
-from fusekit.abi import PointerParameter
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError
 from fusekit.runtime import Devices, Driver, Kernel
+from tests.runtime import samples
 from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, record, tensors
+from tests.threads import at_once
 
 STREAM = 77  # of device 1
 OTHER = 50  # of device 0
@@ -24,14 +25,7 @@ def two(**changes: Any) -> FakeDriver:
     return fake_for(with_workspace(), **given)
 
 
-def with_workspace() -> Any:
-    base = record()
-    return record(
-        parameters=(*base.parameters, PointerParameter("scratch", "workspace", 296)),
-        workspace=("mul", "sm_count", 64),
-        workspace_zeroed=True,
-        attributes={"preferred_shared_memory_carveout": 50},
-    )
+with_workspace = partial(samples.with_workspace, attributes={"preferred_shared_memory_carveout": 50})
 
 
 def on(device: int) -> dict[str, Any]:
@@ -176,23 +170,12 @@ def test_devices_are_loaded_once_from_many_threads() -> None:
     """Twelve threads on two devices at once: nothing is left over, and no two streams share a workspace."""
     fake = two(stream_contexts={100 + number: 1000 + number % 2 for number in range(12)})
     kernel, _ = load(with_workspace(), fake)
-    barrier = threading.Barrier(12)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            barrier.wait()
-            for _ in range(5):
-                kernel(**on(number % 2), stream=100 + number)
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(5):
+            kernel(**on(number % 2), stream=100 + number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(12, work)
     assert len(fake.launches) == 60
     places = {(launched.stream, workspace(launched)) for launched in fake.launches}
     assert len(places) == len({address for _, address in places}) == 12

@@ -12,7 +12,8 @@ import pytest
 
 from fusekit.abi import PointerParameter, evaluate
 from fusekit.errors import ArgumentError
-from tests.runtime.samples import Torchlike, fake_for, load, record, tensors
+from tests.runtime.samples import Torchlike, fake_for, load, record, tensors, with_workspace
+from tests.threads import at_once
 
 
 def test_a_call_hands_the_driver_what_the_record_says() -> None:
@@ -186,23 +187,10 @@ def test_many_threads_share_a_kernel() -> None:
         for _ in range(50):
             kernel(**given, stream=100 + number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(4, work)
     assert len(fake.launches) == 200
     for launched in fake.launches:
         assert struct.unpack("<Q", launched.parameters[3])[0] == 0x4000_0000 + (launched.stream - 100) * 0x10_0000
-
-
-def with_workspace() -> Any:
-    base = record()
-    return record(
-        parameters=(*base.parameters, PointerParameter("scratch", "workspace", 296)),
-        workspace=("mul", "sm_count", 64),
-        workspace_zeroed=True,
-    )
 
 
 def test_every_stream_has_a_workspace_of_its_own() -> None:

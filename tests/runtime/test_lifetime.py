@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
-from fusekit.abi import PointerParameter
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime import Devices, Driver, Kernel
 from tests.runtime.fake import CUresult
-from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, record, tensors
-
-
-def with_workspace() -> Any:
-    base = record()
-    return record(parameters=(*base.parameters, PointerParameter("scratch", "workspace", 296)), workspace=4096)
+from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, record, tensors, with_workspace
+from tests.threads import at_once
 
 
 def test_loading_and_unloading_leaves_nothing(soak: bool) -> None:
@@ -84,7 +79,6 @@ def test_threads_that_load_at_once_keep_one_workspace_and_one_context() -> None:
         return original(handle)
 
     fake.cuKernelGetFunction = slow  # type: ignore[method-assign]
-    failures: list[Exception] = []
 
     def work(number: int) -> None:
         there = {
@@ -94,17 +88,9 @@ def test_threads_that_load_at_once_keep_one_workspace_and_one_context() -> None:
             for name, value in tensors().items()
         }
         fake.stream_contexts[20 + number] = 1001
-        try:
-            kernel(**there, stream=20 + number)
-        except Exception as error:
-            failures.append(error)
+        kernel(**there, stream=20 + number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(4, work)
     assert len(fake.memory) == 2  # one a device
     scratch = {launched.parameters[8] for launched in fake.launches}
     assert len(scratch) == 4  # one a stream

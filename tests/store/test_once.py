@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from fusekit.store import Store
 from tests.store.samples import build_entry
+from tests.threads import at_once
 
 ONCER = Path(__file__).with_name("oncer.py")
 PROCESSES = 16
@@ -66,10 +66,9 @@ def test_without_locks_there_is_more_work_and_one_truth(tmp_path, soak, figure, 
 
 
 def test_threads_of_one_process(tmp_path):
-    store, made, barrier = Store(tmp_path), Counter(), threading.Barrier(8)
+    store, made = Store(tmp_path), Counter()
 
-    def build():
-        barrier.wait()
+    def build(_):
         for number in range(8):
             entry, cubin = build_entry(number)
 
@@ -79,11 +78,7 @@ def test_threads_of_one_process(tmp_path):
 
             assert store.ensure(entry.key, make)[0] == entry
 
-    threads = [threading.Thread(target=build) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(8, build)
     assert made == {build_entry(number)[0].key: 1 for number in range(8)}
     assert not store.verify(full=True).bad
 

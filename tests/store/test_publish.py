@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import NameRecord, Store
+from tests.threads import at_once
 
 RACER = Path(__file__).with_name("racer.py")
 
@@ -133,20 +133,8 @@ def test_processes_that_race_agree(tmp_path):
 
 def test_threads_that_race_agree(tmp_path, make_entry):
     store = Store(tmp_path)
-    stood = []
-    barrier = threading.Barrier(8)
-
-    def publish(number):
-        entry, cubin = make_entry(seconds=float(number))
-        barrier.wait()
-        stood.append(store.publish(entry, cubin).seconds)
-
-    threads = [threading.Thread(target=publish, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(stood) == 8
+    made = [make_entry(seconds=float(number)) for number in range(8)]
+    stood = at_once(8, lambda number: store.publish(*made[number]).seconds)
     assert len(set(stood)) == 1
 
 
