@@ -13,6 +13,7 @@ import click
 
 from fusekit.errors import DriverError, StoreError, UsageError
 from fusekit_cli import complete, output
+from fusekit_cli.lookup import stored
 from fusekit_cli.options import Session, common
 from fusekit_cli.progress import progress
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fusekit.bench.shape import Shape
     from fusekit.choice.tuning import Row
     from fusekit.runtime import Device, Library
-    from fusekit.store import NameListing, NameRecord
+    from fusekit.store import NameRecord
 
 GROUPS = ("uneven", "even", "one")
 PEERS = ("torch", "loop", "compile", "te")
@@ -116,7 +117,7 @@ def command(
     _check_files(html, csv)
     library = open_library(session.config)
     beside = () if alone or (sweep and not peers) else peers or DEFAULT_PEERS
-    found = [listed.record for target in targets for listed in _stored(library, target)]
+    found = [listed.record for target in targets for listed in stored(library.store, target, None)]
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(found[0].name, device=target.ordinal).arch
     layers, single = _layers(targets, [record for record in found if record.arch == arch])
@@ -231,12 +232,6 @@ def _measure(
                 timed(f"{name}{'' if each is None else f' at {each} tokens'}")
             _add_notes(document, layer_bench.notes)
     return measured + token_bench.rows
-
-
-def _stored(library: Library, target: str) -> list[NameListing]:
-    from fusekit_cli.lookup import stored
-
-    return stored(library.store, target, None)
 
 
 def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[NameRecord]]:

@@ -48,9 +48,7 @@ class PeerDriver(FakeDriver):
         self.reach.add((self.stack[-1] - 1000, context - 1000))
         return (self.enabled,)
 
-    def cuMemcpyDtoHAsync(self, target: int, source: int, count: int, stream: int) -> Any:  # noqa: N802
-        ctypes.memmove(target, source, count)
-        return (OK,)
+    cuMemcpyDtoHAsync = FakeDriver.cuMemcpyDtoDAsync  # noqa: N815
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:  # noqa: N802
         _, stream = self.cuStreamCreate(flags)

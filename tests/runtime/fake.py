@@ -386,9 +386,7 @@ class FakeDriver:
         ctypes.memmove(target, source, count)
         return (OK,)
 
-    def cuMemcpyDtoH(self, target: int, source: int, count: int) -> Any:  # noqa: N802
-        ctypes.memmove(target, source, count)
-        return (OK,)
+    cuMemcpyDtoH = cuMemcpyDtoD  # noqa: N815
 
     def cuPointerGetAttribute(self, kind: str, address: int) -> Any:  # noqa: N802
         if address not in self.owner:
