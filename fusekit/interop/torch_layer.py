@@ -84,8 +84,14 @@ class Operator:
         return (made[0], made[1].reshape(())) if self.loss else made[0]
 
     def cast(self, tensors: Mapping[str, Any], everything: bool = False) -> dict[str, Any]:
-        """The tensors in the types that the layer reads; those of the layer's own dtype only where `everything` is."""
+        """The tensors in the types that the layer reads; those of the layer's own dtype only where `everything` is.
+
+        Raises ArgumentError for what would be cut to integers.
+        """
         buffers, own = self.layer.program.buffers, self.layer.options.dtype
+        for name, tensor in tensors.items():
+            if buffers[name].dtype == "i32" and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+                raise ArgumentError(f"{name} is {tensor.dtype}; it must be of integers, such as int32", argument=name)
         return {
             name: tensor.to(DTYPES[buffers[name].dtype]) if everything or buffers[name].dtype != own else tensor
             for name, tensor in tensors.items()

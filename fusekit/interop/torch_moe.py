@@ -15,6 +15,8 @@ from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
 
+_MORE_NAMES = {name for names in _MORE.values() for name in names}
+
 
 class MoE(nn.Module):  # type: ignore[misc]
     """A layer of a store with its parameters.
@@ -94,18 +96,22 @@ class MoE(nn.Module):  # type: ignore[misc]
     def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:
         """y, or (y, loss).
 
-        total_tokens: int32 [1] on the device, the tokens that the load-balancing loss counts; default: those of x.
+        total_tokens: the tokens that the load-balancing loss counts, an int or int32 [1] on the device; default: those
+        of x. Raises ArgumentError.
         """
         operator = self.operator
         tensors = {"x": x, **self._given(more)}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(f"{name} is of type {type(tensor)}; it must be a tensor of PyTorch", argument=name)
         for name, path in self.names.items():
             tensors[name] = _at(self, path)
         if operator.loss:
             device = x.device
-            if total_tokens is None:
-                total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
-            tensors["total_tokens"] = total_tokens
+            tensors["total_tokens"] = _count(prod(x.shape[:-1]) if total_tokens is None else total_tokens, device)
             tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
+        for name in _MORE_NAMES & tensors.keys():
+            tensors[name] = tensors[name].reshape(-1, *tensors[name].shape[-1:])
         return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
@@ -150,7 +156,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             raise ArgumentError(
                 f"{self.layer.name} takes x{''.join(f', {name}' for name in wanted)}; {1 + len(more)} were given"
             )
-        return {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in zip(wanted, more, strict=True)}
+        return dict(zip(wanted, more, strict=True))
 
     def _sums(self) -> list[Any]:
         return [main_grad(_at(self, self.names[name]), self.names[name]) for name in self.operator.summed]
@@ -200,6 +206,18 @@ def default_names(layer: Layer) -> dict[str, str]:
     known |= {"shared_w1": f"shared_experts.{first}.weight", "shared_w2": "shared_experts.down_proj.weight"}
     there = {*operator.parameters, *({"expert_bias"} & set(operator.inputs))}
     return {name: path for name, path in known.items() if name in there}
+
+
+def _count(total: Any, device: Any) -> Any:
+    """The tokens that a loss counts as int32 [1]. Raises ArgumentError."""
+    if isinstance(total, torch.Tensor):
+        return total
+    if isinstance(total, bool | float) or not hasattr(total, "__index__") or not 0 <= total < 2**31:
+        raise ArgumentError(
+            f"total_tokens is {total!r}; it must be a whole number from 0 to {2**31 - 1}, or an int32 tensor [1]",
+            argument="total_tokens",
+        )
+    return torch.full((1,), total, dtype=torch.int32, device=device)
 
 
 def _versions(tensors: Iterable[Any]) -> list[tuple[int, int]]:

@@ -1,0 +1,135 @@
+"""The operators of modules: torch.compile, PyTorch's own checks, passes in place."""
+
+import pytest
+
+from fusekit.errors import ArgumentError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+interop = pytest.importorskip("fusekit.interop.torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from fusekit.interop.torch_layer import Operator, operator_of  # noqa: E402
+from tests.interop.torch_layers import GPT_OSS, gradients, inputs_of, module, total  # noqa: E402
+from tests.layers.host import host  # noqa: E402
+from tests.plan.test_layer_program import CASES, H  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "logits", "mlp", "recompute"])
+@torch._dynamo.config.patch(recompile_limit=3)  # graphs for any count of tokens, for none, and for one
+def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
+    torch._dynamo.reset()
+    moe = module(CASES[name])
+
+    def step(*given):
+        return total(moe(*given))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (7, 5, 12, 0, 1):
+        given = inputs_of(moe, tokens)
+        moe.zero_grad()
+        step(*given).backward()
+        want = [*gradients(moe).values(), *(tensor.grad for tensor in given)]
+        again = inputs_of(moe, tokens)
+        moe.zero_grad()
+        compiled(*again).backward()
+        found = [*gradients(moe).values(), *(tensor.grad for tensor in again)]
+        for left, right in zip(found, want, strict=True):
+            assert (left is None and right is None) or torch.equal(left, right)
+    with torch.no_grad():
+        given = inputs_of(moe, 5)
+        made, want = torch.compile(moe, fullgraph=True, backend="aot_eager")(*given), moe(*given)
+        assert torch.equal(made[0], want[0])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "mlp"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_operator_is_as_registered(name, keep):
+    """PyTorch's own checks: schema, fake against real results, autograd, dynamic shapes."""
+    moe = module(CASES[name])
+    given = inputs_of(moe, 6)
+    seen = []
+    operator = moe.operator
+    stand_in = Operator.__new__(Operator)
+    stand_in.__dict__.update(operator.__dict__)
+    stand_in.op = lambda *arguments: seen.append(arguments) or operator.op(*arguments)
+    moe.operator = stand_in
+    moe(*given)
+    arguments = (*seen[0][:-1], keep)
+    if not keep:
+        arguments = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
+    torch.library.opcheck(operator.op, arguments)
+
+
+def test_one_layer_is_one_operator():
+    layer = host(**GPT_OSS)
+    assert operator_of(layer) is operator_of(layer)
+    assert operator_of(host(**GPT_OSS)) is not operator_of(layer)  # another library, maybe with other kernels
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_pass_has_the_margin(compiled):
+    """A module with another margin, or none, has an operator of its own over the same layer."""
+    wide, without = module({}, cluster_margin=8), module({})
+    given = inputs_of(wide, 5)
+    total((torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide)(*given)).backward()
+    with torch.no_grad():
+        wide(*given)
+    assert wide.layer.margins == [("forward", 8), ("backward", 8), ("inference", 8)]
+    total(without(*given)).backward()
+    assert without.layer.margins == [("forward", None), ("backward", None)]
+    other = operator_of(wide.layer)
+    assert other is not wide.operator and other.cluster_margin is None
+    assert operator_of(wide.layer, 8) is wide.operator
+
+
+def test_a_call_on_the_meta_device_gives_shapes():
+    moe = interop.MoE(host(**GPT_OSS), device="meta")
+    x = torch.randn(6, H, device="meta", requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (6, H) and y.is_meta
+    assert all(parameter.grad.shape == parameter.shape for parameter in moe.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "recompute", "mlp"])
+def test_backward_passes_in_place(name, compiled):
+    """The same bits. A second pass through the same call would read what the first has written, and is refused."""
+    torch._dynamo.reset()
+    moe, apart = module(CASES[name], in_place=True), module(CASES[name])
+    call = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else moe
+    for tokens in (6, 9):
+        given, again = inputs_of(moe, tokens), inputs_of(moe, tokens)
+        loss = total(call(*given))
+        loss.backward(retain_graph=not compiled)
+        total(apart(*again)).backward()
+        for left, right in zip(given, again, strict=True):
+            assert left.grad is None or torch.equal(left.grad, right.grad)
+        if not compiled:  # a compiled graph writes to a copy
+            with pytest.raises(ArgumentError, match="a second backward pass through one call; with in_place"):
+                loss.backward()
+    assert moe.layer.in_place == [True, True] and apart.layer.in_place == [False, False]
+    wanted = gradients(apart)
+    assert all(torch.equal(grad, wanted[name]) for name, grad in gradients(moe).items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_in_place(reentrant):
+    moe, apart = module(GPT_OSS, in_place=True), module(GPT_OSS)
+    given, again = inputs_of(moe, 7), inputs_of(moe, 7)
+    total(checkpoint(moe, *given, use_reentrant=reentrant)).backward()
+    total(apart(*again)).backward()
+    assert torch.equal(given[0].grad, again[0].grad) and moe.layer.in_place == [True]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mlp"])
+def test_the_operator_of_passes_in_place_is_as_registered(name):
+    moe = module(CASES[name], in_place=True)
+    given = inputs_of(moe, 6)
+    tensors = {"x": given[0], **{each: moe.get_parameter(path) for each, path in moe.names.items()}}
+    arguments = (*(tensors[each] for each in moe.operator.inputs), True)
+    # Not the fourth, whose graph returns what is kept: autograd then could not take it back.
+    torch.library.opcheck(
+        moe.operator.op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
