@@ -176,7 +176,7 @@ def _calls(
         placed.load(given["x"].shape[0])  # not in a handler: XLA may be capturing then
         given |= held or coded(given)
         made = run(_varying(given, _axes(given)))  # so that what is the same everywhere has the sum of its gradients
-        y = made["y"].reshape(x.shape)
+        y = made["y"].reshape(jnp.shape(x))
         return (y, made["loss"][0]) if "loss" in made else y
 
     call.quantise = quantise  # type: ignore[attr-defined]
@@ -249,16 +249,21 @@ class _Pass:
 def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays) -> Arrays:
     """Every one of `inputs` by name, each with a token's values in a row. Raises ArgumentError."""
     if "total_tokens" in inputs and given.get("total_tokens") is None:
-        given["total_tokens"] = math.prod(jnp.shape(given["x"])[:-1])
+        given["total_tokens"] = math.prod(_array(name, "x", given["x"]).shape[:-1])
     _check_names(name, list(inputs), given)
     found = {}
     for each, buffer in inputs.items():
+        array = _array(name, each, given[each])
         if each in _CONSTANTS:
-            found[each] = jnp.asarray(given[each], DTYPES[buffer.dtype].array).reshape(1)
-        elif buffer.shape[0] == "T":
-            found[each] = jnp.reshape(given[each], (-1, *jnp.shape(given[each])[-1:]))
+            kind = DTYPES[buffer.dtype].array
+            if array.size != 1 or not jnp.can_cast(array.dtype, kind, "same_kind") or array.dtype == bool:
+                is_ = f"{given[each]!r}, {array.dtype} {list(array.shape)}"
+                raise ArgumentError(f"{name}: {each} is {is_}; it must be one {kind} number", argument=each)
+            found[each] = array.astype(kind).reshape(1)
+        elif buffer.shape[0] == "T" and array.shape[-1:] != (0,):
+            found[each] = array.reshape(-1, *array.shape[-1:])
         else:
-            found[each] = jnp.asarray(given[each])
+            found[each] = array
     tokens = found["x"].shape[0]
     for each, buffer in inputs.items():
         wanted = _shape(buffer.extents(layer.program.dims(tokens)), buffer.dtype)
@@ -269,6 +274,16 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
                 argument=each,
             )
     return found
+
+
+def _array(name: str, each: str, value: Any) -> Any:
+    """`value` as an array of JAX's, or a tracer of one. Raises ArgumentError."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"{name}: {each} is a {type(value).__name__}, of which JAX makes no array: {error}", argument=each
+        ) from error
 
 
 def _check_names(name: str, wanted: Sequence[str], given: Collection[str], more: Collection[str] = ()) -> None:

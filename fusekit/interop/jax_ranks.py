@@ -125,9 +125,12 @@ class Placed:
         return device, self._ranked.get(device, self.layer)
 
     def load(self, tokens: int | None = None) -> None:
-        """Loads the kernels, on every device that may run them. Raises ArgumentError outside jax.shard_map, and for too many tokens."""
+        """Loads the kernels, on every device that may run them. Raises ArgumentError outside jax.shard_map, and for too
+        many tokens.
+        """
         if not self._ranked:
-            self.layer.load(tokens, devices=devices_of(self._platform, self.layer.current_device()))
+            devices = devices_of(self._platform, self.layer.current_device())
+            self.layer.load(tokens, devices=devices)
             return
         ranks, capacity = self.layer.options.ranks, next(iter(self._ranked.values())).capacity
         try:

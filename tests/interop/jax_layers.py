@@ -243,6 +243,28 @@ def test_types_of_gradients_are_those_of_the_parameters(made):
         assert error < 2e-2, (name, error)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"total_tokens": 7.5}, r"total_tokens is 7.5, float32 \[\]; it must be one int32 number"),
+        ({"total_tokens": True}, "total_tokens is True, bool"),
+        ({"total_tokens": [7, 8]}, r"total_tokens is \[7, 8\], int32 \[2\]; it must be one int32 number"),
+        ({"total_tokens": 2**40}, "total_tokens is a int, of which JAX makes no array"),
+        ({"aux_coefficient": "x"}, "aux_coefficient is a str, of which JAX makes no array"),
+        ({"x": None}, "x is a NoneType, of which JAX makes no array"),
+        ({"x": 1.0}, r"x is float32 \[\]; for"),
+        ({"x": np.zeros((3, 0), np.float32)}, r"x is float32 \[3, 0\]; for 3 tokens it must be float32 \[3, 24\]"),
+    ],
+)
+def test_wrong_arguments_are_named(made, change, text):
+    layer, f = made(layer_of("deepseek"))
+    x, params, more = inputs_of(layer)
+    given = {"x": x, **more, **change}
+    with pytest.raises(ArgumentError, match=text):
+        f(given.pop("x"), params, **given)
+    assert not layer.passes
+
+
 def test_kernels_are_loaded_when_a_call_is_traced(made):
     layer, f = made(layer_of("plain"))
     x, params, _ = inputs_of(layer)
