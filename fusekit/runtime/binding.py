@@ -24,6 +24,9 @@ from fusekit.abi import (
 from fusekit.errors import ArgumentError
 from fusekit.runtime.tensors import View, compact_strides
 
+_ADDRESSES = 2**64
+_F32 = 2.0**128 - 2.0**103  # the least that is rounded to infinity
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -40,7 +43,8 @@ class Bound:
 
 def check_names(record: LaunchRecord, given: Iterable[str], defaults: Mapping[str, Any], kernel: str) -> None:
     """Raises ArgumentError for an argument that `record` does not have, or one that is missing and has no default."""
-    names = {name.partition(".")[0] for name in given}  # one of peers is called `window.0`
+    peers = {f"{each.name}.{rank}": each.name for each in record.peers for rank in range(each.count)}
+    names = {peers.get(name, name) for name in given}
     known = [argument.name for argument in record.arguments]
     for name in sorted(names - set(known)):
         import difflib
@@ -82,6 +86,8 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
         if isinstance(value, str | bytes):
             raise TypeError
         number = value.__index__() if argument.dtype == "i32" else float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.copysign(2.0**1000, 1 if value > 0 else -1)
     except (TypeError, ValueError, AttributeError):
         raise ArgumentError(
             f"{argument.name} is {value!r}, a {type(value).__name__}; it must be an {argument.dtype} {kind}",
@@ -89,10 +95,12 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
         ) from None
     if argument.bounded and not argument.allows(int(number)):
         raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
-    limit = 2.0**128 if argument.dtype == "f32" else 2.0**31
-    if math.isfinite(number) and not -limit <= number < limit:
+    low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-_F32, _F32)
+    if math.isfinite(number) and (not low <= number < high or number == -_F32):
         raise ArgumentError(
-            f"{argument.name} is {value!r}; it does not fit into {argument.dtype}", argument=argument.name
+            f"{argument.name} is {float(number):g}; it does not fit into {argument.dtype}, which ends at"
+            f" {2**31 - 1 if argument.dtype == 'i32' else 3.4028235e38}",
+            argument=argument.name,
         )
     return number
 
@@ -120,6 +128,12 @@ def bind(record: LaunchRecord, views: Sequence[View]) -> Bound:
         env.update((tensor.stride_variable(index), step) for index, step in enumerate(steps))
         last = sum((extent - 1) * step for extent, step in zip(view.shape, steps, strict=True))
         spans.append(0 if 0 in view.shape else (last + 1) * tensor.itemsize)
+        if spans[-1] >= _ADDRESSES // 2:
+            raise ArgumentError(
+                f"{tensor.name} has strides {list(view.strides)} for shape {list(view.shape)}, so that it reaches over"
+                f" {spans[-1]} bytes; no memory is so large",
+                argument=tensor.name,
+            )
     for constraint in record.constraints:
         if variables(constraint.expr) <= env.keys() and evaluate(constraint.expr, env) != 0:
             shown = ", ".join(f"{name} = {value}" for name, value in dims.items())
@@ -296,6 +310,7 @@ def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], a
     """Raises ArgumentError for an address that is null or misaligned, or an output that overlaps another argument."""
     tensors = record.tensors
     for tensor, address, span in zip(tensors, addresses, bound.spans, strict=True):
+        check_address(tensor.name, address)
         if span and not address:
             raise ArgumentError(f"{tensor.name} has a null address; it must be allocated", argument=tensor.name)
         if span and address % tensor.alignment:
@@ -312,3 +327,11 @@ def check_placement(record: LaunchRecord, bound: Bound, found: Sequence[Pair], a
             if _in_place(one, other):
                 rule = "it must be the same memory, of the same strides, or share none"
             raise ArgumentError(f"{output.name} overlaps {partner.name} in memory; {rule}", argument=output.name)
+
+
+def check_address(name: str, address: Any) -> None:
+    """Raises ArgumentError for what no address can be."""
+    if not hasattr(address, "__index__") or not 0 <= address < _ADDRESSES:
+        raise ArgumentError(
+            f"{name} has the address {address!r}; it must be an integer from 0 to 2**64 - 1", argument=name
+        )

@@ -20,7 +20,7 @@ from fusekit.runtime.launch import Launch, Launches, launch, launch_all
 from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import Meta, describe, read
+from fusekit.runtime.tensors import Meta, describe, read, unhashable
 from fusekit.runtime.workspace import Scratch, Workspaces
 
 # Signatures kept. Token counts differ from step to step, so this bounds memory, not correctness.
@@ -51,6 +51,7 @@ class Kernel:
         self._devices = devices
         self._driver = devices.driver
         self._tensors = tuple(tensor.name for tensor in record.tensors)
+        self._written = {tensor.name for tensor in record.tensors if tensor.written}
         self._scalars = record.scalars
         self._peers = bool(record.peers)
         self._integers = tuple(index for index, scalar in enumerate(record.scalars) if scalar.dtype == "i32")
@@ -152,7 +153,12 @@ class Kernel:
         if self._integers:
             key += [scalars[index] for index in self._integers]
         signature = tuple(key)
-        plan = self._plans.get(signature)
+        try:
+            plan = self._plans.get(signature)
+        except TypeError:
+            check_margin(0 if cluster_margin is None else cluster_margin)
+            check_priority(priority)
+            raise unhashable(key[2:], self._tensors) from None
         if plan is None:
             plan = self._plan(key[2 : 2 + len(self._tensors)], cluster_margin, priority, scalars)
             if len(self._plans) >= _PLANS_KEPT:
@@ -170,10 +176,14 @@ class Kernel:
         for name in self._tensors:
             if name not in arguments:
                 check_names(self.record, arguments, self.defaults, self.name)
-            address, meta = read(arguments[name], name, self._driver)
+            address, meta = self.read(name, arguments[name])
             addresses.append(address)
             metas.append(meta)
         return addresses, metas
+
+    def read(self, name: str, tensor: Any) -> tuple[int, Meta]:
+        """Address and meta of what is given for the tensor `name`. Raises ArgumentError."""
+        return read(tensor, name, self._driver, name in self._written)
 
     def _read_scalars(self, arguments: dict[str, Any]) -> _Scalars:
         """The scalars in the record's order; also where a count of arguments that is not right is explained."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fusekit.errors import ArgumentError, DriverError
 from fusekit.runtime.launch_plan import Block, Plan
 from fusekit.runtime.streams import PER_THREAD, stream_handle
-from fusekit.runtime.tensors import Meta, read
+from fusekit.runtime.tensors import Meta
 
 if TYPE_CHECKING:
     from fusekit.runtime.kernel import Kernel
@@ -49,7 +49,7 @@ class Launch:
         try:
             return tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         except AttributeError:
-            return read(tensor, name, self._driver)
+            return self.kernel.read(name, tensor)
 
     def __call__(self, stream: Any = None) -> None:
         """Queues the launch on `stream` (as a kernel's); nothing at all where a dim of the skip rule is 0."""

@@ -24,11 +24,11 @@ from fusekit.abi import (
     variables,
 )
 from fusekit.errors import ArgumentError
-from fusekit.runtime.binding import Bound, Pair, check_placement
+from fusekit.runtime.binding import Bound, Pair, check_address, check_placement
 from fusekit.runtime.devices import Device
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.maps import MapSlot, map_slot
-from fusekit.runtime.streams import PER_THREAD
+from fusekit.runtime.streams import PER_THREAD, check_handle
 from fusekit.runtime.workspace import Scratch, Workspaces
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -213,10 +213,11 @@ class Plan:
         """`fill` for a filled block of which tensor `position` alone lies elsewhere than before."""
         pointers, slots, mask, near = self.users[position]
         address = addresses[position]
-        suspect = address & mask or not address
-        for other, low, high in near:
-            if low < addresses[other] - address < high:
-                suspect = True
+        suspect = type(address) is not int or not 0 < address <= _WRAP or address & mask
+        if not suspect:
+            for other, low, high in near:
+                if low < addresses[other] - address < high:
+                    suspect = True
         if suspect:
             check_placement(self.record, self.bound, self.overlaps, addresses)
         if slots:
@@ -239,6 +240,7 @@ class Plan:
 
     def aim(self, block: Block, handle: int) -> None:
         """Turns a block to another stream, whose workspace and scratch it then uses."""
+        check_handle(handle)
         if self.workspace_at:
             assert self.loaded.workspaces is not None
             address = self.loaded.workspaces.of(handle)
@@ -251,13 +253,15 @@ class Plan:
                 _POINTER.pack_into(block.memory, offset, address + shift & _WRAP)
         block.config.hStream = handle
         # Every thread has a per-thread default stream of its own behind the one handle.
-        block.stream = -1 if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
+        block.stream = None if handle == PER_THREAD and (self.workspace_at or self.scratch_at) else handle
 
     def place(self, addresses: list[int]) -> None:
         """Checks alignment and overlap, once for each combination of addresses."""
         key = tuple(addresses)
         if key in self._placed:
             return
+        for name, address in zip(self.names, addresses, strict=True):
+            check_address(name, address)
         if self._suspect(addresses):
             check_placement(self.record, self.bound, self.overlaps, addresses)
         if len(self._placed) >= _PLACEMENTS_KEPT:
@@ -307,7 +311,7 @@ class Block:
             _POINTER.pack_into(self.memory, offset, addresses[index] + shift & _WRAP)
         self.addresses = addresses  # those that `maps` and `memory` hold
         self.scalars: Sequence[float | int] | None = None  # those that `memory` holds
-        self.stream = -1  # the one that `config` and the workspace are for
+        self.stream: int | None = None  # the one that `config` and the workspace are for
 
 
 def launch_config(

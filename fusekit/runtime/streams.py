@@ -19,22 +19,33 @@ def stream_handle(stream: Any) -> int:
     """
     if stream is None:
         return 0
-    if type(stream) is int:
-        handle = stream
-    elif (protocol := getattr(stream, "__cuda_stream__", None)) is not None:
-        _, handle = protocol() if callable(protocol) else protocol
-    elif isinstance(found := getattr(stream, "cuda_stream", getattr(stream, "ptr", None)), int):
-        handle = found
-    else:
+    handle: Any = stream
+    if type(stream) is not int:
+        if (protocol := getattr(stream, "__cuda_stream__", None)) is not None:
+            found = protocol() if callable(protocol) else protocol
+            handle = found[1] if isinstance(found, tuple | list) and len(found) == 2 else None
+        else:
+            handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
         try:
-            handle = int(stream)
+            handle = handle.__index__() if hasattr(handle, "__index__") else _of_class(handle)
         except (TypeError, ValueError):
             raise ArgumentError(
                 f"stream is a {type(stream).__name__}; it must be None, an integer handle or an object with"
-                " __cuda_stream__",
+                " __cuda_stream__, which gives (version, handle)",
                 argument="stream",
             ) from None
-    handle = int(handle)
-    if handle < 0:
-        raise ArgumentError(f"stream is {handle}; a stream handle is not negative", argument="stream")
-    return handle
+    check_handle(handle)
+    return int(handle)
+
+
+def check_handle(handle: int) -> None:
+    """Raises ArgumentError for an integer that is no handle."""
+    if not 0 <= handle < 2**64:
+        raise ArgumentError(f"stream is {handle}; a stream handle is an integer from 0 to 2**64 - 1", argument="stream")
+
+
+def _of_class(handle: Any) -> int:
+    """The handle in an object such as cuda.bindings' CUstream. Raises TypeError for what int() would cut or parse."""
+    if isinstance(handle, str | bytes) or hasattr(handle, "__float__"):
+        raise TypeError
+    return int(handle)

@@ -8,7 +8,9 @@ synchronisation: that the data are ready in the stream of the launch is the call
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from fusekit.dtypes import ARGUMENTS, DTYPES, by
@@ -56,8 +58,10 @@ class Slice:
         return self._strides
 
 
-def read(tensor: Any, name: str, driver: Driver) -> tuple[int, Meta]:
-    """The address and meta of `tensor`, passed as argument `name`. Raises ArgumentError when it is no device tensor."""
+def read(tensor: Any, name: str, driver: Driver, written: bool = False) -> tuple[int, Meta]:
+    """The address and meta of `tensor`, passed as argument `name`. Raises ArgumentError when it is no device tensor, or
+    one that is `written` says that it is read-only.
+    """
     try:
         return tensor.data_ptr(), (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
     except AttributeError:
@@ -66,7 +70,7 @@ def read(tensor: Any, name: str, driver: Driver) -> tuple[int, Meta]:
         return _read_dlpack(tensor, name)
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if interface is not None:
-        return _read_interface(interface, name, driver)
+        return _read_interface(interface, name, driver, written)
     raise ArgumentError(
         f"{name} is a {type(tensor).__name__}; it must be a CUDA tensor with data_ptr()/stride(), __dlpack__ or"
         " __cuda_array_interface__",
@@ -81,11 +85,38 @@ def describe(meta: Meta, name: str) -> View:
     known = text if text in ARGUMENTS else _NAMES.get(text)
     if known is None:
         raise ArgumentError(f"{name} has dtype {dtype}; known are {', '.join(sorted(ARGUMENTS))}", argument=name)
-    return View(known, tuple(map(int, shape)), tuple(map(int, strides)), _ordinal(device, name))
+    extents, steps = _integers(shape), _integers(strides)
+    if extents is None or steps is None or len(extents) != len(steps):
+        raise ArgumentError(
+            f"{name} has shape {shape!r} and strides {strides!r}; both must be integers, as many of the one as of the"
+            " other",
+            argument=name,
+        )
+    return View(known, extents, steps, _ordinal(device, name))
+
+
+def _integers(values: Any) -> tuple[int, ...] | None:
+    """They, or None where one is something else."""
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        return None
+
+
+def unhashable(metas: Sequence[Any], names: Sequence[str]) -> ArgumentError:
+    """The error for a tensor whose shape, strides, dtype or device no launch can be looked up by."""
+    for name, meta in zip(names, metas, strict=False):
+        for value, what in zip(meta, ("dtype", "shape", "strides", "device"), strict=True):
+            try:
+                hash(value)
+            except TypeError:
+                text = f"{name} has {what} {value!r}, a {type(value).__name__}; it must be hashable, such as a tuple"
+                return ArgumentError(text, argument=name)
+    return ArgumentError(f"the arguments are not hashable: {metas!r}; give tensors of a framework")
 
 
 def _ordinal(device: Any, name: str) -> int:
-    if isinstance(device, int):
+    if isinstance(device, int) and not isinstance(device, bool) and device >= -1:  # -1: of any, by our own account
         return device
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
     if kind == "cuda" and isinstance(index, int):
@@ -109,15 +140,18 @@ class _DLTensor(ctypes.Structure):
 
 
 def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
-    kind, ordinal = tensor.__dlpack_device__()
-    if int(kind) not in (_DL_CUDA, _DL_CUDA_MANAGED):
-        where = _DLPACK_DEVICES.get(int(kind), f"DLPack device type {int(kind)}")
+    try:
+        kind, ordinal = map(index, tensor.__dlpack_device__())
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise ArgumentError(f"{name} does not say its device through DLPack: {error}", argument=name) from error
+    if kind not in (_DL_CUDA, _DL_CUDA_MANAGED):
+        where = _DLPACK_DEVICES.get(kind, f"DLPack device type {kind}")
         raise ArgumentError(f"{name} is on {where}; it must be in the memory of a CUDA device", argument=name)
     try:
         capsule = tensor.__dlpack__(stream=-1)  # -1: do not synchronise
+        pointer = _capsule_pointer()(capsule, b"dltensor")
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{name} refuses to be viewed through DLPack: {error}", argument=name) from error
-    pointer = _capsule_pointer()(capsule, b"dltensor")
     dl = _DLTensor.from_address(pointer)
     dtype = _DLPACK_DTYPES.get((dl.code, dl.bits, dl.lanes))
     if dtype is None:
@@ -130,7 +164,7 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
     strides = tuple(dl.strides[: dl.ndim]) if dl.ndim and dl.strides else compact_strides(shape)
     address = (dl.data or 0) + dl.byte_offset
     # The capsule was not consumed: dropping it calls the producer's deleter. The caller's tensor keeps the memory.
-    return address, (dtype, shape, strides, int(ordinal))
+    return address, (dtype, shape, strides, ordinal)
 
 
 def _capsule_pointer() -> Any:
@@ -139,15 +173,28 @@ def _capsule_pointer() -> Any:
     return prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
-def _read_interface(interface: dict[str, Any], name: str, driver: Driver) -> tuple[int, Meta]:
-    typestr, shape = interface["typestr"], tuple(map(int, interface["shape"]))
+def _read_interface(interface: Any, name: str, driver: Driver, written: bool) -> tuple[int, Meta]:
+    try:
+        typestr, shape = str(interface["typestr"]), tuple(map(index, interface["shape"]))
+        address, read_only = index(interface["data"][0] or 0), interface["data"][1]
+        strides = interface.get("strides")
+        strides = None if strides is None else tuple(map(index, strides))
+        masked = interface.get("mask") is not None
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ArgumentError(
+            f"{name} has the __cuda_array_interface__ {interface!r}; it must be a dict with typestr, shape and data, as"
+            f" Numba describes it ({type(error).__name__}: {error})",
+            argument=name,
+        ) from error
+    if masked:
+        raise ArgumentError(f"{name} has a mask, which kernels do not read; give an array without", argument=name)
+    if written and read_only:
+        raise ArgumentError(f"{name} is read-only, and the kernel writes to it; give a writable array", argument=name)
     dtype = _TYPESTRS.get(typestr[1:]) if typestr[:1] in "<|=" else None
     if dtype is None:
         known = ", ".join(f"<{key}" for key in _TYPESTRS)
         raise ArgumentError(f"{name} has typestr {typestr}; known are {known} (V2 is bf16)", argument=name)
-    address = int(interface["data"][0] or 0)
     size = DTYPES[dtype].bytes
-    strides = interface.get("strides")
     if strides is None:
         elements = compact_strides(shape)
     elif any(stride % size for stride in strides):
