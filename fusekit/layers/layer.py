@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
@@ -184,7 +183,8 @@ class Layer:
     ) -> None:  # fmt: skip
         handle = stream if type(stream) is int else stream_handle(stream)
         plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
-        run(self._in_order(plan, [partial(_launch, kernel, given) for kernel, given in calls]), handle)
+        # Every one is checked before the first is queued: half a pass would leave half of the sums added to.
+        run(self._in_order(plan, [kernel.packed(**given) for kernel, given in calls]), handle)
 
     def _in_order(self, plan: _Plan, launches: Sequence[Queue]) -> list[Queue]:
         """The launches of a plan, with those that are queued aside or wait for them."""
@@ -270,7 +270,7 @@ class Layer:
             raise ArgumentError(f"{self.name}: no codes to write are given, such as {', '.join(list(outputs)[:4])}")
         if lead not in given:
             raise ArgumentError(f"{self.name}: {lead} is missing, whose rows are the tokens", argument=lead)
-        found = {name: read(tensor, name, driver) for name, tensor in given.items()}
+        found = {name: read(tensor, name, driver, name in outputs) for name, tensor in given.items()}
         seen = {name: describe(meta, name) for name, (_, meta) in found.items()}
         tokens = seen[lead].shape[0] if seen[lead].shape and which != QUANTISE else 0
         dims, known = self.program.dims(tokens), inputs | outputs
@@ -387,11 +387,7 @@ def options_of(library: Library, name: str) -> Options:
     return options
 
 
-def _launch(kernel: Kernel, given: Mapping[str, Any], stream: int) -> None:
-    kernel(stream=stream, **given)
-
-
 def _count(tokens: int) -> int:
-    if not isinstance(tokens, int) or tokens < 0:
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
         raise ArgumentError(f"tokens = {tokens!r}; it must be a whole number, 0 or more", argument="tokens")
     return tokens

@@ -8,7 +8,8 @@ question: which context is current).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
@@ -16,7 +17,7 @@ from fusekit.errors import ArgumentError, DriverError, IntegrityError
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.launch import Launch, Launches, launch, launch_all
+from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
 from fusekit.runtime.streams import stream_handle
@@ -92,12 +93,23 @@ class Kernel:
         if plan.skip:
             return
         if plan.then:
-            launch_all(plan, addresses, scalars, handle)
+            launch_parts(filled(plan, addresses, scalars), handle)
             return
         block = plan.take(addresses)
         plan.fill(block, addresses, scalars)
         launch(plan, block, handle)
         plan.spare.append(block)
+
+    def packed(
+        self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any
+    ) -> Callable[[int], None]:
+        """A call but for its launch: what is given back queues that on the stream of a handle, once.
+
+        So nothing is queued of several calls of which one is refused. Arguments and errors are those of a call.
+        """
+        plan, addresses, scalars = self._resolve(arguments, cluster_margin, priority)
+        parts = [] if plan.skip else filled(plan, addresses, scalars)
+        return partial(launch_parts, parts)
 
     def bind(self, *, cluster_margin: int | None = None, priority: int | None = None, **arguments: Any) -> Launch:
         """Checks and packs once, for many launches on the same memory. Arguments and errors are those of a call."""

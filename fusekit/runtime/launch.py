@@ -141,15 +141,15 @@ class Launches(Launch):
             raise
 
 
-def launch_all(plan: Plan, addresses: list[int], scalars: Sequence[float | int], handle: int) -> None:
-    """Queues the launches of `plan` and of those that follow it; nothing is queued where one cannot be filled."""
-    for each, block in filled(plan, addresses, scalars):
+def launch_parts(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
+    """Queues launches that are `filled`, in order, and gives their blocks back."""
+    for each, block in parts:
         launch(each, block, handle)
         each.spare.append(block)
 
 
 def filled(plan: Plan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[Plan, Block]]:
-    """The launches of `plan` and of those that follow it, each with a block of its own."""
+    """The launches of `plan` and of those that follow it, each with a block of its own; nothing is queued."""
     parts = [(each, each.take(addresses)) for each in (plan, *plan.then)]
     for each, block in parts:
         each.fill(block, addresses, scalars)

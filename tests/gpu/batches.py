@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Loose(Layer):
         kernel = super()._kernel(part, dims)
         if OPERATIONS[self.program.parts[part]["op"]].family != GEMM:
             return kernel
-        return partial(kernel, cluster_margin=int(self._rng.choice(MARGINS)))
+        return SimpleNamespace(packed=partial(kernel.packed, cluster_margin=int(self._rng.choice(MARGINS))))
 
 
 class Batches:

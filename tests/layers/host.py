@@ -55,7 +55,7 @@ class HostLayer(Layer):
             compute(keys, tensors, dims)
             self.launched.append((part, stream))
 
-        return run
+        return SimpleNamespace(packed=lambda **given: lambda stream: run(stream=stream, **given))
 
 
 def host(**said):

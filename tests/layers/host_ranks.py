@@ -76,7 +76,7 @@ class HostRanked(RankedLayer):
 
 
 class Kernel:
-    """A part of a layer; a launch is made by `bind` and a call, or by a call."""
+    """A part of a layer; a launch is made by `bind` or `packed` and a call, or by a call."""
 
     def __init__(self, layer, part, dims, given=None):
         self.layer, self.part, self.dims, self.given = layer, part, dims, given
@@ -86,6 +86,8 @@ class Kernel:
 
     def bind(self, **given):
         return Kernel(self.layer, self.part, self.dims, given)
+
+    packed = bind
 
     def __call__(self, stream=None, **given):
         launch = self.bind(**given) if given else self

@@ -181,6 +181,26 @@ def test_kernels_are_made_ready_on_devices_before_a_capture(tmp_path):
     assert fake.cuStreamEndCapture(77)[1] == "graph"
 
 
+@pytest.mark.parametrize("name", ["w2", "b2", "y"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda it: replace(it, address=it.address + 2), "must begin at a multiple of"),
+        (lambda it: replace(it, address=0), "null address"),
+        (lambda it: replace(it, device=1), "is on device"),
+        (lambda it: replace(it, strides=(*it.stride()[:-1], 2)), "has stride 2 at dim"),
+    ],
+)
+def test_nothing_of_a_pass_is_queued_where_a_later_kernel_refuses(tmp_path, name, change, text):
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, FORWARD) | memory(layer)
+    with pytest.raises(ArgumentError, match=text):
+        layer.forward(**given | {name: change(given[name])}, stream=7)
+    assert not fake.launches
+    layer.forward(**given, stream=7)
+    assert len(fake.launches) == len(layer.program.steps[FORWARD])
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
