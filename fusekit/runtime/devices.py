@@ -97,6 +97,8 @@ class Devices:
 
     def get(self, ordinal: int) -> Device:
         """The device of that ordinal; DriverError when there is none."""
+        if isinstance(ordinal, bool) or not hasattr(ordinal, "__index__"):
+            raise self._none(ordinal)
         device = self._devices.get(ordinal)
         if device is None:
             opened = self._open(ordinal)
@@ -139,11 +141,14 @@ class Devices:
 
     def _open(self, ordinal: int) -> Device:
         if not 0 <= ordinal < self.count:
-            raise DriverError(f"device {ordinal}; this process sees devices 0 to {self.count - 1}; choose one of them")
+            raise self._none(ordinal)
         api, check = self.driver.api, self.driver.check
         handle, name, capability, sm_count = look_at(self.driver, ordinal)
         context = check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
         return Device(ordinal, name, capability, sm_count, handle, context)
+
+    def _none(self, ordinal: Any) -> DriverError:
+        return DriverError(f"device {ordinal!r}; this process sees devices 0 to {self.count - 1}; choose one of them")
 
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:

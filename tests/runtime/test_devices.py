@@ -193,3 +193,12 @@ def test_contexts_are_retained_once_and_given_back() -> None:
     kernel.unload()
     devices.close()
     assert fake.retained == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("ordinal", [-1, 2, 2**70, True, 1.0, "0", None, []])
+def test_an_ordinal_of_no_device(ordinal: Any) -> None:
+    kernel, fake = load(fake=fake_for(record(), devices=2))
+    with pytest.raises(DriverError, match=r"device .*; this process sees devices 0 to 1; choose one of them"):
+        kernel.prepare(ordinal)
+    kernel.prepare(1)
+    assert {device for _, device in fake.settings} == {0, 1}
