@@ -203,7 +203,7 @@ def edited(copy, name, before, after):
          lambda spec: spec.epilogue == "backward" and spec.dbias),
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
         ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
-        ("plan/gemm.py", "RESERVED_BYTES = 2304", "RESERVED_BYTES = 2305", lambda spec: True),
+        ("plan/gemm.py", "SCHEDULE_BYTES = 8", "SCHEDULE_BYTES = 16", lambda spec: True),
         ("plan/arch/sm_90a.py", "registers=65536", "registers=65537", lambda spec: spec.arch == "sm_90a"),
     ],
 )  # fmt: skip

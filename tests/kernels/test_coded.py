@@ -1,5 +1,7 @@
 """Where codes and numbers lie in shared memory, on plain integers in the place of registers."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -150,7 +152,9 @@ def test_units_of_a_slab_lie_in_different_banks():
         for first in range(0, 32, 8):
             assert len({turned.slab_place(first + each, half) // 16 % 8 for each in range(8)}) == 8
     made = object.__new__(turned.DzTurned)
-    for unit in range(4):  # codes of 16 tokens, in lines of 64 bytes whose units a tensor map exchanges by two rows
-        places = [made.place_of_codes(column, unit) for column in range(32)]
-        assert places == [(at := column * 64 + unit * 16) ^ (at >> 7 & 3) << 4 for column in range(32)]
+    made.plan = SimpleNamespace(warp_bytes=14336)
+    for slab in range(turned.SLABS):  # lines of 32 bytes; a tensor map exchanges their halves by four rows
+        places = [made.place_of_codes(column, slab) for column in range(32)]
+        lines = [(at := column * 32 + slab % 2 * 16) ^ (at >> 7 & 1) << 4 for column in range(32)]
+        assert places == [slab // 2 * 2 * 14336 + at for at in lines]
         assert all(len({at // 16 % 8 for at in places[first : first + 8]}) == 8 for first in range(0, 32, 8))
