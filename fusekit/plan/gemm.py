@@ -353,19 +353,23 @@ class GemmPlan(Product):
         return tuple(argument for operand in self.operands for argument in operand.arguments(self))
 
     @property
+    def columns(self) -> dict[str, int]:
+        """The extents of columns, and what each is a multiple of."""
+        width = 32 if self.glu_layout == "interleaved-32" else 2 * VECTOR if self.quant.coded else VECTOR
+        if self.kind.gated and self.glu_layout == "concat":
+            if self.backward and self.quant.coded:
+                width = SIDE  # a block has gates alone, or ups
+            elif self.halved and self.quant.by_block:
+                width = SEGMENT
+        return {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, str(self.width): width}
+
+    @property
     def dims(self) -> tuple[Dim, ...]:
         """Extents that a launch's tensors have."""
         from fusekit.abi import Dim
 
         groups = [Dim("E", minimum=1, maximum=MOST_GROUPS)] if self.grouped else []
-        width = {self.width: 32 if self.glu_layout == "interleaved-32" else 2 * VECTOR if self.quant.coded else VECTOR}
-        if self.kind.gated and self.glu_layout == "concat":
-            if self.backward and self.quant.coded:
-                width[self.width] = SIDE  # a block has gates alone, or ups
-            elif self.halved and self.quant.by_block:
-                width[self.width] = SEGMENT
-        across = {"N": self.vector, "K": self.vector} if self.wgrad else {"K": self.vector, **width}
-        columns = (Dim(str(name), divisor, divisor, BIG // 2) for name, divisor in across.items())
+        columns = (Dim(name, divisor, divisor, BIG // 2) for name, divisor in self.columns.items())
         tokens = Dim("P", SIDE, SIDE, BIG) if self.wgrad and self.quant else Dim("M", maximum=BIG)
         own = (dim for operand in self.operands for dim in operand.dims(self))
         return tokens, *groups, *columns, *own

@@ -148,7 +148,7 @@ def _problem(spec: KernelSpec) -> list[Broken]:
             ("problem.N", problem.N, f'{rule}; say {_near(problem.N, SIDE)}, or glu_layout = "interleaved"'),
         ]
     plan = spec.plan
-    columns = next(dim.divisor for dim in plan.dims if dim.name == plan.width)
+    columns = plan.columns[str(plan.width)]
     size = 1 if plan.quant.coded else DTYPES[spec.out_dtype].bytes
     if spec.activation.backward or not spec.activation.gated:
         what, size = ("a row of da", 2) if spec.activation.backward else ("a row of y", size)
