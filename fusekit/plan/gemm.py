@@ -389,10 +389,10 @@ class GemmPlan(Product):
     def scratch(self) -> Expr:
         """Bytes of any content."""
         words = [word for operand in self.operands for word in operand.scratch(self)]
-        return ["mul", 4, ["add", *words]] if words else 0
+        return ["mul", 4, words[0] if len(words) == 1 else ["add", *words]] if words else 0
 
     @property
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
-        by_group = self.has("dbias") or (self.wgrad and not self.has("accumulate"))
+        by_group = not self.has("accumulate") if self.wgrad else self.backward and self.spec.dbias
         return () if by_group else ("P" if self.wgrad and self.quant else "M",)

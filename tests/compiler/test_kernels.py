@@ -157,7 +157,7 @@ def test_the_record_says_what_the_cubin_takes(built, spec):
     assert entry.resources["max_threads"] == spec.plan.threads
     last = max(record.parameters, key=lambda parameter: parameter.offset)
     assert last.offset + last.size == entry.resources["parameter_bytes"]
-    assert entry.proof["parameters"] == [parameter.name for parameter in record.parameters]
+    assert entry.proof["parameters"] == [each.name for launch in record.launches for each in launch.parameters]
 
 
 def variables(record):
@@ -224,6 +224,26 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
         counts = {evaluate(each.value, env) for each in second.parameters if each.name == "integer"}
         assert counts == {parts}
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
+
+
+@pytest.mark.parametrize("name", [name for name in CODED if "-sums" in name])
+def test_sums_of_blocks_are_added_up_by_a_second_launch(built, name):
+    entry, cubin = loaded(built, MATRIX[name])
+    record = LaunchRecord.from_json(dict(entry.launch))
+    _, second = record.launches
+    try:
+        code = sass.instructions(cubin, second.symbol)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    assert not any(each.base in ("STL", "LDL") or each.base.startswith(("ATOM", "RED.")) for each in code)
+    env = variables(record)
+    groups, sides = (1, 1) if MATRIX[name].op == "dense-gemm" else (5, 2)
+    for i in (384, 16, 2880):
+        env |= {"N": i, "I": i}
+        columns = i * sides
+        assert evaluate(second.grid[0], env) == groups * -(-columns // 512)
+        assert evaluate(record.scratch, env) >= 4 * env["P"] // 128 * columns
+    assert record.skip_if_zero == ()
 
 
 @pytest.mark.parametrize("name", CODED)

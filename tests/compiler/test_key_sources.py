@@ -200,7 +200,7 @@ def edited(copy, name, before, after):
         ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
          lambda spec: spec.activation.function == "swiglu"),
         ("kernels/gemm/operands/dbias.py", "PARTS_AT_ONCE = 4", "PARTS_AT_ONCE = 8",
-         lambda spec: spec.epilogue == "backward" and spec.dbias),
+         lambda spec: spec.epilogue == "backward" and spec.plan.has("dbias")),
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
         ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
         ("plan/gemm.py", "SCHEDULE_BYTES = 8", "SCHEDULE_BYTES = 16", lambda spec: True),

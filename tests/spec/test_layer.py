@@ -166,7 +166,7 @@ def test_a_layer_with_a_recipe_for_inference_quantises_no_more_than_it_reads():
     ("change", "turns"),
     [
         ({"glu_layout": "interleaved", "b_major": "n"}, True),
-        ({"glu_layout": "interleaved", "bias": True}, False),
+        ({"glu_layout": "interleaved", "bias": True}, True),
         ({"intermediate": 128}, True),
         ({"intermediate": 192}, False),
         ({"intermediate": 192, "activation": {"kind": "gelu"}, "keep": "x"}, True),

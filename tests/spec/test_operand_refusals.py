@@ -90,7 +90,6 @@ CODES = 'quant = { out = "fp8-block", transpose = true }\n'
         ("tile = [128, 160]\n" + CODES, "128 columns have one scale, so tile N is a multiple of 128; say 128"),
         ("tile = [256, 128]\n" + CODES, "a tile is one block of 128 tokens of the transpose; say 128 rows"),
         ('tile = [128, 128]\nmainloop = "pingpong"\n' + CODES, "both warpgroups share a block of 128 tokens"),
-        ('tile = [128, 128]\ndbias = true\nactivation = { kind = "dswiglu" }\n' + CODES, "its sums would lie where"),
         (
             'tile = [128, 256]\nactivation = { kind = "dsrelu" }\n' + CODES,
             "shared memory has room for 128 columns of da",

@@ -159,11 +159,11 @@ class Blocks:
     def turns(self, dz: Rows) -> bool:
         """Whether the product that makes dz makes all codes of it.
 
-        It has no room for the sums of dz that are the gradient of a bias. A block of its columns has no gates beside
-        ups. And without rows it writes nothing, where a dense weight gradient reads a block of zeros.
+        A block of its columns has no gates beside ups. Without rows it writes nothing, where a dense weight gradient
+        reads a block of zeros.
         """
         whole = self.options.glu_layout != "concat" or dz.columns % (2 * SIDE) == 0
-        return dz.extent == "M" and whole and not self.options.bias
+        return dz.extent == "M" and whole
 
     def codes(self, which: Which, rows: Rows, *, by_row: bool = True, turned: bool = False) -> None:
         """Makes those that nothing has made yet, of rows and along the tokens."""

@@ -27,14 +27,22 @@ class Dbias(Summed):
     words = {"dbias": "The gradient of the first projection's bias: dz summed over the rows of a group."}
     refused = {FORWARD: ONLY_BACKWARD}
 
+    def present(self, plan: GemmPlan) -> bool:
+        return not plan.turning and self.asked(plan.spec)  # else it is block_sums
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return (by_group("dbias", "output", "f32", plan, plan.z_width),)
+        return dbias(plan)
 
     def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
         each, many = pieces(plan), groups(plan)
         blocks: Expr = ["floordiv", ["add", each, many], BLOCK]
         counters: Expr = ["mul", tiles(plan), ["add", blocks, many, 1, many]]
         return counters, ["mul", ["add", each, many, 1], plan.z_width]
+
+
+def dbias(plan: GemmPlan) -> tuple[Argument, ...]:
+    """What a launch passes for it."""
+    return (by_group("dbias", "output", "f32", plan, plan.z_width),)
 
 
 OPERANDS = (Dbias(),)

@@ -74,12 +74,6 @@ class DzTurned(Operand):
         return plan.turning
 
     def rules(self, spec: Any) -> Iterable[Broken]:
-        if spec.epilogue == BACKWARD and spec.dbias:
-            yield (
-                "dbias",
-                True,
-                "its sums would lie where the transpose of y does; leave it out, or leave transpose out",
-            )
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
             yield "tile", spec.tile, f"shared memory has room for {SIDE} columns of da; say {SIDE}"
 

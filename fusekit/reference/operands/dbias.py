@@ -1,4 +1,6 @@
-"""dbias[e]: the sum of a group's rows of dz, before dz is rounded. That of a weight gradient is summed beside dw."""
+"""dbias[e]: the sum of a group's rows of dz, before rounding; where codes of its transpose are made, behind it. That of
+a weight gradient is summed beside dw.
+"""
 
 import numpy as np
 
@@ -7,12 +9,16 @@ from fusekit.reference.meaning import Meaning
 from fusekit.reference.measure import Expected
 
 step = 8
+ROUNDED = 2.0**-8  # of a number, at most, that is rounded to bf16
 
 
 def gradient(means: Meaning, made: Gradients) -> dict[str, Expected]:
     if made.rows is not None:
         return {}
     groups = [slice(start, end) for start, end in zip([0, *made.ends[:-1]], made.ends, strict=True)]
-    value, error, limit = made.sums(made.dz, groups)
+    stored = ROUNDED * means.recipe.transpose
+    dz, slack = made.dz
+    value, error, limit = made.sums((dz, slack + stored * np.abs(dz)), groups)
     shape = (len(groups), made.shape[1]) if means.grouped else made.shape[1:]
+    limit = max(limit, stored)
     return {"dbias": Expected("f32", np.arange(len(groups)), value, error, made.z_columns, shape=shape, limit=limit)}

@@ -1,7 +1,7 @@
 """The parts of a dense weight gradient: where the first launch leaves them, and the launch that adds them up.
 
 A part is dw [N, K] and dbias [N] behind it, in float32, or room for it. A thread of the second launch has four columns
-of a row, or of dbias. It adds the parts up in order, with a few on their way at a time.
+of a row, or of dbias.
 """
 
 import cutlass
@@ -9,11 +9,10 @@ from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.kernels.gemm.parts import VECTOR, memory, sum_of_parts
 from fusekit.plan.operands.split import ROWS, TILE, WAVE
 
 THREADS = 128
-VECTOR = 4  # columns of a thread
-AHEAD = 8  # parts that are loaded before the first is added
 
 
 class Split(Operand):
@@ -59,35 +58,16 @@ class Split(Operand):
         column = (block - row * blocks) * (THREADS * VECTOR) + thread * VECTOR
         step = Int64(n) * (k + 1) * 4
         if column < k:  # of which there is a multiple of VECTOR, as of n
-            total = self.total(memory.toint() + (Int64(row) * k + column) * 4, step, parts)
+            total = sum_of_parts(memory.toint() + (Int64(row) * k + column) * 4, step, parts)
             self.store(dw.toint() + (Int64(row) * stride + column) * (self.out_dtype.width // 8), total)
         if cutlass.const_expr(dbias is not None):  # noqa: SIM102
             if column == 0 and row & (VECTOR - 1) == 0:
-                total = self.total(memory.toint() + (Int64(n) * k + row) * 4, step, parts)
+                total = sum_of_parts(memory.toint() + (Int64(n) * k + row) * 4, step, parts)
                 for index in cutlass.range_constexpr(VECTOR):
                     to = dbias + (row + index)
                     if cutlass.const_expr(self.plan.has("accumulate")):
                         total[index] = cute.arch.load(to, Float32) + total[index]
                     cute.arch.store(to, total[index])
-
-    @cute.jit
-    def total(self, first: Int64, step: Int64, parts: Int32):
-        """The sums of four neighbours over all parts; first: their address in the first part."""
-        sums = cute.make_rmem_tensor((VECTOR,), Float32)
-        sums.fill(0.0)
-        for part in cutlass.range(0, parts, AHEAD, unroll=1):
-            self.add(sums, first, step, part, parts)
-        return sums
-
-    def add(self, sums, first: Int64, step: Int64, part: Int32, parts: Int32) -> None:
-        """AHEAD parts, of which those from `parts` on are zeros."""
-        loaded = [
-            ptx.load_parts_x4(first + Int64(part + ahead) * step, ptx.flag(part + ahead < parts))
-            for ahead in range(AHEAD)
-        ]
-        for values in loaded:
-            for index, value in enumerate(values):
-                sums[index] = sums[index] + value
 
     def store(self, to: Int64, total) -> None:
         """Four neighbours of a row of dw."""
@@ -100,8 +80,3 @@ class Split(Operand):
         else:
             pairs = [ptx.pack_pair(*values[first : first + 2], self.out_dtype) for first in (0, 2)]
             lanes.store(to, pairs, 8)
-
-
-def memory(given):
-    """The launch's scratch memory, as float32."""
-    return cute.recast_ptr(given.scratch.iterator, dtype=Float32)

@@ -15,7 +15,7 @@ lie the codes of 32 tokens. When those have left, the warpgroup sends for z of i
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
@@ -119,11 +119,16 @@ class Columns(Operand):
         """Behind a tile that this warp has read."""
 
     @cute.jit
-    def scale_of(self, lines: Int32, slabs: Int32, lane: Int32):
-        """Of the lane's column among those from `lines` on; and the scale's reciprocal."""
+    def scale_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
+        """Of the lane's column among those from `lines` on; and the scale's reciprocal. sums: one of the column."""
         most = Uint32(0)
         for unit in cutlass.range(slabs * 2, unroll=2):
-            most = codes.larger_pairs(most, codes.largest(self.load(lines, unit, lane)))
+            words = self.load(lines, unit, lane)
+            most = codes.larger_pairs(most, codes.largest(words))
+            if cutlass.const_expr(sums is not None):
+                for word in words:
+                    low, high = codes.halves(word)
+                    sums[0] = sums[0] + (low + high)
         return codes.scale_of(codes.larger(*codes.numbers(most)), self.plan.quant.scales)
 
     @cute.jit
@@ -155,10 +160,10 @@ class Columns(Operand):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
 
-    def store_scale(self, target, scale, block: Int32, column: Int32, width: Int32) -> None:
-        """Of column `column`."""
-        at = target.scales.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
-        lanes.store(at, [lanes.bits_of(scale)], 4, column < width)
+    def store_number(self, to, number, block: Int32, column: Int32, width: Int32) -> None:
+        """The scale or the sum of column `column` in `block`, to [blocks, width]."""
+        at = to.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
+        lanes.store(at, [lanes.bits_of(number)], 4, column < width)
 
 
 class YTurned(Columns):
@@ -223,7 +228,7 @@ class YTurned(Columns):
             own = turn * WARP
             lines = idle.shared.turned.toint() + offset + own * LINE
             scale, inverse = self.scale_of(lines, where.slabs, lane)
-            self.store_scale(target, scale, where.block, column + own + lane, width)
+            self.store_number(target.scales, scale, where.block, column + own + lane, width)
             self.codes_of(lines, made.toint() + own * SIDE, where.slabs, inverse, lane)
         self.send_codes(target, [made], where.block, column, lane)
 
@@ -300,19 +305,28 @@ class DzTurned(Columns):
             if self.plan.glu_layout == "concat":
                 column = n_tile * tile_n + side * n
             lines = (side * SIDE + own) * SLAB
-            self.columns(idle, idle.operands.dz_turned, lines, (column + own, n * sides), where, lane)
+            sums = idle.operands.block_sums if self.plan.has("block_sums") else None
+            self.columns(idle, idle.operands.dz_turned, lines, (column + own, n * sides), where, lane, sums)
         if self.plan.has("y_turned"):
             lines = self.plan.z_bytes + own * SLAB
             self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n + own, n), where, lane)
         self.sent(lane)
 
     @cute.jit
-    def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32):
-        """32 columns; offset: of the first in each warp's slab. extent: (first column, columns of the result)."""
+    def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32, sums=None):
+        """32 columns; offset: of the first in each warp's slab. extent: (first column, columns of the result). sums:
+        [blocks, columns], which gets theirs.
+        """
         column, width = extent
         slabs = idle.shared.staging + offset
-        scale, inverse = self.scale_of(slabs.toint(), where.slabs, lane)
-        self.store_scale(target, scale, where.block, column + lane, width)
+        found = None
+        if cutlass.const_expr(sums is not None):
+            found = cute.make_rmem_tensor((1,), Float32)
+            found.fill(0.0)
+        scale, inverse = self.scale_of(slabs.toint(), where.slabs, lane, found)
+        self.store_number(target.scales, scale, where.block, column + lane, width)
+        if cutlass.const_expr(sums is not None):
+            self.store_number(sums, found[0], where.block, column + lane, width)
         self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
         self.send_codes(target, boxes, where.block, column, lane)

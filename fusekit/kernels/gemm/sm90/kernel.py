@@ -84,6 +84,8 @@ class Gemm:
         )
         found = [(name, self.halves[name].parameter(given)) for name in order]
         found += [(name, getattr(given, name).iterator) for name in MEMORY if hasattr(given, name)]
+        taken = [words for half in self.halves.values() if (words := half.front(given)) is not None]
+        found = [(name, sum(taken, start=value) if name == "scratch" else value) for name, value in found]
         return struct("Parameters", [(name, value) for name, value in found if value is not None])
 
     # -- device -------------------------------------------------------------------------------------------------------
