@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_running_foreign_python_is_asked_for(fusekit, spec):
     assert shown["spec"]["status"] == "compiled and proved, not run"
     assert [row["what"] for row in shown["arguments"][:2]] == ["What is scaled.", ""]
     assert fusekit("ls", "own", "--json").json[0]["name"] == "own/twice@base"
+
+
+def test_a_package_that_is_missing_is_named(fusekit):
+    if find_spec("flash_attn"):
+        pytest.skip("flash-attn-4 is installed")
+    example = Path(__file__).parents[1] / "examples" / "attention.toml"
+    refused = fusekit("build", str(example), "--allow-extern", "--json", code=1)
+    wanted = {f"attention/{name}@base" for name in ("forward", "forward-sink", "forward-paged", "backward-prepare")}
+    wanted |= {f"attention/{name}@base" for name in ("backward", "round-queries", "round-keys")}
+    assert {each["name"] for each in refused.json["failed"]} == wanted
+    assert all("pip install 'flash-attn-4'" in each["error"] for each in refused.json["failed"])
 
 
 def test_a_changed_module_is_a_miss_that_says_so(fusekit, spec):
