@@ -32,7 +32,16 @@ def plan(spec: QuantiseSpec) -> TracePlan:
     names = OPERANDS
     if spec.blocks == SQUARE:
         names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
-    keys = (spec.dtype, spec.blocks, spec.scales, spec.transpose, spec.rows, spec.groups, spec.gather)
+    keys = (
+        spec.dtype,
+        spec.blocks,
+        spec.scales,
+        spec.transpose,
+        spec.transpose_blocks,
+        spec.rows,
+        spec.groups,
+        spec.gather,
+    )
     return token_wise(QuantiseTiles(*keys), names, made)
 
 
@@ -75,7 +84,9 @@ def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
         token_blocks: Expr = ["floordiv", "P", SIDE] if spec.groups else ["max", 1, ["ceildiv", "M", SIDE]]
         padded: Expr = "P" if spec.groups else ["mul", SIDE, token_blocks]
         found.append(_matrix("x_t", "output", "e4m3", ("K", padded), VECTOR))
-        found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, "K"), ("K", 1)))
+        scaled: Expr = blocks if spec.transpose_blocks == SQUARE else "K"
+        alignment = 4 if spec.transpose_blocks == SQUARE else 16
+        found.append(TensorArgument("x_ts", "output", "f32", (token_blocks, scaled), (scaled, 1), alignment=alignment))
     return found
 
 

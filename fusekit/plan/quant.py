@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusekit.plan.quantise import SCALES
+from fusekit.plan.quantise import BLOCKS, SCALES, SQUARE
 from fusekit.plan.quantise import SIDE as SIDE
 
 NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
@@ -27,7 +27,7 @@ class Quant:
     float32 registers take over behind every 128 of K, "fast" where one wgmma accumulator has them all.
 
     out: what y or dz is stored as, "none" for its dtype; keep: in its dtype too. scales: the rule of their scales.
-    transpose: the codes of the transpose, too.
+    transpose: the codes of the transpose, too. x_blocks: of a weight gradient, what has one scale of x.
     """
 
     inputs: str = NONE
@@ -37,6 +37,7 @@ class Quant:
     scales: str = SCALES[0]
     transpose: bool = False
     keep: bool = False
+    x_blocks: str = BLOCKS[0]
 
     @property
     def promoted(self) -> bool:
@@ -47,6 +48,11 @@ class Quant:
     def by_block(self) -> bool:
         """Whether the scales change along K."""
         return self.inputs == BLOCK
+
+    @property
+    def square(self) -> bool:
+        """Whether the factor x of a weight gradient has a scale for 128 tokens of 128 columns."""
+        return self.x_blocks == SQUARE
 
     @property
     def coded(self) -> bool:
@@ -63,7 +69,8 @@ class Quant:
         return self.inputs != NONE
 
 
-_NAMES = {"in": "inputs"} | {name: name for name in ("x_format", "accumulation", "out", "scales", "transpose", "keep")}
+_SAME = ("x_format", "accumulation", "out", "scales", "transpose", "keep", "x_blocks")  # as keys and as attributes
+_NAMES = {"in": "inputs"} | {name: name for name in _SAME}
 _WORDS = {"true": True, "false": False}
 
 

@@ -128,7 +128,8 @@ def _turned(means: Meaning, shape: tuple[int, int, int], rows: int, seed: int, s
         columns = shape[number]
         codes = bits((columns, room), dtype, seed + number)
         codes[:, ~owned] = 0
-        scales = rng.uniform(0.5, 1.5, (room // SIDE, columns)) * (spread if name == "dy" else 1)
+        scaled = -(-columns // SIDE) if name == "x" and means.recipe.square else columns
+        scales = rng.uniform(0.5, 1.5, (room // SIDE, scaled)) * (spread if name == "dy" else 1)
         inputs |= {f"{name}_t": codes, f"{name}_ts": scales.astype(np.float32)}
     return inputs
 

@@ -18,6 +18,7 @@ from fusekit.plan.quantise import (
     MX_SIDE,
     MXFP8,
     ROW,
+    ROWS,
     SIDE,
     SIGNS,
     SQUARE,
@@ -33,7 +34,13 @@ from fusekit.reference.inputs import group_sizes, offsets_of
 if TYPE_CHECKING:
     from fusekit.spec.quantise import QuantiseSpec
 
-USUAL = {"dtype": BF16, "rows": True, "groups": True, "gather": False}  # what a spec may leave out
+USUAL = {
+    "dtype": BF16,
+    "transpose_blocks": ROWS,
+    "rows": True,
+    "groups": True,
+    "gather": False,
+}  # what a spec may leave out
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -105,7 +112,7 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
             start, stop = starts[group], max(starts[group + 1], starts[group] + SIDE)
             turned = np.zeros((columns, stop - start), np.float32)
             turned[:, : end - begin] = x[begin:end].T
-            codes, scale = blocks(turned, 1, SIDE, rule)
+            codes, scale = blocks(turned, SIDE if keys["transpose_blocks"] == SQUARE else 1, SIDE, rule)
             found["x_t"][:, start:stop] = codes
             found["x_ts"][start // SIDE : stop // SIDE] = scale.T
     return found
@@ -259,7 +266,10 @@ def quantise_output_shapes(
     shapes = {"x_q": ((M, K), "e4m3"), "x_s": ((wide, M), "f32")} if keys["rows"] else {}
     if keys["transpose"]:
         room = -(-(M + (SIDE - 1) * E) // SIDE) * SIDE if keys["groups"] else max(-(-M // SIDE), 1) * SIDE
-        shapes |= {"x_t": ((K, room), "e4m3"), "x_ts": ((room // SIDE, K), "f32")}
+        shapes |= {
+            "x_t": ((K, room), "e4m3"),
+            "x_ts": ((room // SIDE, wide if keys["transpose_blocks"] == SQUARE else K), "f32"),
+        }
     return shapes
 
 

@@ -104,8 +104,11 @@ def _factors(means: Meaning, inputs: Mapping[str, Any]) -> tuple[Array, Array]:
     found = []
     for name, dtype in zip(("dy", "x"), means.factors, strict=True):
         scale = np.repeat(need(inputs, f"{name}_ts", 2).astype(np.float64), SIDE, axis=0)
+        codes = decode(need(inputs, f"{name}_t", 2), dtype).T
+        if name == "x" and means.recipe.square:
+            scale = np.repeat(scale, SIDE, axis=1)[:, : codes.shape[1]]
         with np.errstate(invalid="ignore"):
-            found.append(decode(need(inputs, f"{name}_t", 2), dtype).T * scale)
+            found.append(codes * scale)
     return found[0], found[1]
 
 

@@ -7,7 +7,7 @@ from fusekit.plan.activations import kinds
 from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
-from fusekit.plan.quantise import SCALES
+from fusekit.plan.quantise import BLOCKS, SCALES
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 
@@ -48,6 +48,8 @@ QUANT_KEYS = (
         default=SCALES[0]),
     Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens.", default=False),
     Key("keep", "bool", "out: also y, in bf16.", default=False),
+    Key("x_blocks", "choice", "Weight gradients: what has one scale of x, columns by tokens.", choices=BLOCKS,
+        default=BLOCKS[0]),
 )  # fmt: skip
 
 PROBLEM_KEYS = (

@@ -35,6 +35,8 @@ QUANTISE_KEYS = (
     Key("scales", "choice", "Rule of the scales: powers of two, or largest / 448.", choices=SCALES, default=SCALES[0]),
     Key("transpose", "bool", "fp8-block: also the transposed codes; those of tokens have blocks of their own. mxfp8: "
         "also codes in blocks along the tokens, which lie as x does.", default=False),
+    Key("transpose_blocks", "choice", "fp8-block, 1x128: what has one scale of transposed codes, columns by tokens.",
+        choices=BLOCKS, default=BLOCKS[0]),
     Key("rows", "bool", "fp8-block, 1x128: codes of the rows; false: the transposed codes alone.", default=True),
     Key("groups", "bool", "fp8-block: transposed codes of tokens are of groups, and w is [E, N, K]; false: all rows "
         "are one, without offsets, and w is [N, K].", default=True),
@@ -79,6 +81,7 @@ class QuantiseSpec(TokenSpec):
     blocks: str
     scales: str
     transpose: bool
+    transpose_blocks: str
     rows: bool
     groups: bool
     gather: bool
@@ -101,8 +104,8 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
     mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
-            "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,), "scale_layout": (MXFP8,),
-            "rht_amax": (AMAX,)}  # fmt: skip
+            "transpose_blocks": (BLOCK,), "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,),
+            "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
     usual = {key.name: key.default for key in QUANTISE_KEYS}
     for name, recipes in mine.items():
         value = getattr(spec, name)
@@ -112,10 +115,10 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
             has = "takes bf16 alone" if name == "dtype" else "has none"
             found.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
-        elif spec.blocks == SQUARE and name in ("rows", "gather"):
+        elif spec.blocks == SQUARE and name in ("transpose_blocks", "rows", "gather"):
             rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
             found.append((name, value, rule))
-        elif spec.blocks != SQUARE and name in ("rows", "groups") and not spec.transpose:
+        elif spec.blocks != SQUARE and name in ("transpose_blocks", "rows", "groups") and not spec.transpose:
             found.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))

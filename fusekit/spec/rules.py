@@ -115,7 +115,7 @@ def _quant(spec: KernelSpec) -> list[Broken]:
     """Keys of the recipe that nothing is there for."""
     told, usual = quant(spec.quant), Quant()
     sides = (
-        ("in", bool(told), RECIPES[-1], ("x_format", "accumulation")),
+        ("in", bool(told), RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
         ("out", told.coded, OUTPUTS[-1], ("scales", "transpose", "keep")),
     )
     return [

@@ -20,7 +20,7 @@ class MxTiles(QuantiseTiles):
     """The kernel; calling it traces host function and device code. Groups begin at multiples of 128, if at all."""
 
     def __init__(self, transpose: bool, layout: str) -> None:
-        super().__init__(BF16, ROWS, "", transpose, rows=True, groups=True, gather=False)
+        super().__init__(BF16, ROWS, "", transpose, ROWS, rows=True, groups=True, gather=False)
         self.grouped, self.swizzled = False, layout == SWIZZLED
 
     @cute.jit

@@ -55,13 +55,15 @@ class QuantiseTiles:
     """The kernel; calling it traces host function and device code."""
 
     def __init__(
-        self, dtype: str, blocks: str, scales: str, transpose: bool, rows: bool, groups: bool, gather: bool
-    ) -> None:
+        self, dtype: str, blocks: str, scales: str, transpose: bool, transpose_blocks: str, rows: bool, groups: bool,
+        gather: bool,
+    ) -> None:  # fmt: skip
         self.wide = dtype == WIDE
         self.tiles = 1 if self.wide else 2  # in shared memory
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
         self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
         self.by_row, self.gather = rows, gather
+        self.turned_square = transpose_blocks == SQUARE
         # Without rows, one group still has a block of zeros, for a weight gradient to read.
         self.never_empty = transpose and not groups and not self.square
 
@@ -233,7 +235,14 @@ class QuantiseTiles:
                 self.rows(target, place, extents, step, tile, None, thread)
             if cutlass.const_expr(self.transpose):
                 words = self.columns_of(tile, thread)
-                inverse = self.of_columns(words, turned, place, extents, step, parts, thread)
+                if cutlass.const_expr(self.turned_square):
+                    scale, inverse = self.of_square(words, parts, thread)
+                    across = divide(extents[1] + (SIDE - 1), SIDE)
+                    at = turned[2] + (Int64(place.number) * Int64(across) + Int64(step)) * 4
+                    lanes.store(at, [lanes.bits_of(scale)], 4, thread == 0)
+                    inverse = (inverse, inverse)
+                else:
+                    inverse = self.of_columns(words, turned, place, extents, step, parts, thread)
                 self.store_columns(words, inverse, turned, place, extents, step, tile, thread)
 
     # -- rows ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusekit.plan.gemm import WARP, GemmPlan
-from fusekit.plan.operands.base import WGRAD, Argument, Operand, tensor
+from fusekit.plan.operands import x_scale
+from fusekit.plan.operands.base import WGRAD, Argument, Expr, Operand, tensor
 from fusekit.plan.quant import SIDE, quant
 from fusekit.plan.shared import Region
 
@@ -26,9 +27,10 @@ class TokenScales(Operand):
         return bool(plan.quant)
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        of_x: Expr = ["ceildiv", "K", SIDE] if plan.quant.square else "K"
         return tuple(
-            tensor(name, "input", "f32", (["floordiv", "P", SIDE], columns), (columns, 1))
-            for name, columns in (("dy_ts", "N"), ("x_ts", "K"))
+            tensor(name, "input", "f32", (["floordiv", "P", SIDE], columns), (columns, 1), alignment=alignment)
+            for name, columns, alignment in (("dy_ts", "N", 16), ("x_ts", of_x, 4 if plan.quant.square else 16))
         )
 
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
@@ -43,7 +45,7 @@ class TokenScales(Operand):
 
 def stage_bytes(plan: GemmPlan) -> int:
     """Scales of a stage."""
-    return 4 * sum(plan.tile)
+    return x_scale.stage_bytes(plan) if plan.quant.square else 4 * sum(plan.tile)
 
 
 OPERANDS = (TokenScales(),)

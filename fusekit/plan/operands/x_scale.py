@@ -35,7 +35,13 @@ class XScale(Operand):
                 yield "quant.in", told.inputs, rule
             if spec.dbias:
                 yield "dbias", True, "codes of dy are scaled by blocks, and their sum is none of dy; leave it out"
-        elif spec.b_major != "k":
+        elif told.square:
+            yield (
+                "quant.x_blocks",
+                told.x_blocks,
+                "of a weight gradient's x; blocks of other factors are fixed; leave it out",
+            )
+        if spec.epilogue != WGRAD and spec.b_major != "k":
             yield "b_major", spec.b_major, 'FP8 factors are contiguous along K: w is [E, N, K]; say b_major = "k"'
         if spec.gather != "none":
             yield "gather", spec.gather, "codes come by TMA alone, with their scales row by row; leave it out"
@@ -76,7 +82,7 @@ def stage_bytes(plan: GemmPlan) -> int:
 
 def w_scales(plan: GemmPlan) -> int:
     """Places for those of w in a stage: a thread loads them at once."""
-    return 2 if plan.tile[1] // SEGMENT <= 2 else 4
+    return 2 if plan.tile[1] // SEGMENT <= 2 and not plan.wgrad else 4
 
 
 OPERANDS = (XScale(),)

@@ -9,8 +9,10 @@ from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
 from fusekit.kernels.gemm.operands.x_scale import arrive_when_copied, copy_async
 from fusekit.kernels.gemm.sm90.scheduler import column_of
-from fusekit.plan.gemm import WARP
+from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.token_scales import stage_bytes
+from fusekit.plan.operands.x_scale import w_scales
+from fusekit.plan.quant import SIDE
 
 FOUR = 4  # scales of dy that a lane copies at once
 PAIR = 2  # of x
@@ -57,24 +59,43 @@ class TokenScales(Operand):
 
     @cute.jit
     def fetch(self, idle: Idle, block: Int32, columns, target: Int32):
-        """The scales of token block `block`; columns: of dy and of x, the first that this lane copies.
-
-        Those of x lie in the order in which a lane of the accumulators reads them, four at once: of each 16 columns
-        those of columns 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
-        """
+        """The scales of token block `block`; columns: of dy and of x, the first that this lane copies."""
         plan, lane, extents = self.plan, cute.arch.lane_idx(), idle.extents
-        scales, (tile_m, tile_n) = idle.operands.token_scales, plan.tile
-        dy = row_of(scales.dy, block, extents.k, columns[0])
+        tile_m = plan.tile[0]
+        to_dy = target + w_scales(plan) * 4 if cutlass.const_expr(plan.quant.square) else target
+        dy = row_of(idle.operands.token_scales.dy, block, extents.k, columns[0])
         for part in cutlass.range_constexpr(0, tile_m, WARP * FOUR):
             if part + lane * FOUR < tile_m:
                 there = ptx.flag(columns[0] + part < extents.k)
-                copy_async(target + (part + lane * FOUR) * 4, dy + part * 4, there, FOUR * 4)
-        x = row_of(scales.x, block, extents.n, columns[1])
-        to_x = target + tile_m * 4 + (lane >> 3) * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8
+                copy_async(to_dy + (part + lane * FOUR) * 4, dy + part * 4, there, FOUR * 4)
+        if cutlass.const_expr(plan.quant.square):
+            self.fetch_blocks(idle, block, columns[1] - lane * PAIR, target)
+        else:
+            self.fetch_columns(idle, block, columns[1], target + tile_m * 4)
+
+    @cute.jit
+    def fetch_columns(self, idle: Idle, block: Int32, column: Int32, target: Int32):
+        """Those of x lie in the order in which a lane of the accumulators reads them, four at once: of each 16 columns
+        those of columns 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
+        """
+        plan, lane, extents = self.plan, cute.arch.lane_idx(), idle.extents
+        tile_n = plan.tile[1]
+        x = row_of(idle.operands.token_scales.x, block, extents.n, column)
+        to_x = target + (lane >> 3) * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8
         for part in cutlass.range_constexpr(0, tile_n, WARP * PAIR):
             if part + lane * PAIR < tile_n:
-                there = ptx.flag(columns[1] + part < extents.n)
+                there = ptx.flag(column + part < extents.n)
                 copy_async(to_x + part * 4, x + part * 4, there, PAIR * 4)
+
+    @cute.jit
+    def fetch_blocks(self, idle: Idle, block: Int32, column: Int32, target: Int32):
+        """That of x for each segment of the tile's columns, from `column` on."""
+        lane, extents = cute.arch.lane_idx(), idle.extents
+        if lane < self.plan.tile[1] // SEGMENT:
+            own = column + lane * SEGMENT
+            blocks = ptx.divide(extents.n + (SIDE - 1), SIDE)
+            x = row_of(idle.operands.token_scales.x, block, blocks, ptx.divide(own, SIDE))
+            copy_async(target + lane * 4, x, ptx.flag(own < extents.n))
 
 
 def row_of(scales: cute.Pointer, block: Int32, extent: Int32, column: Int32) -> Int64:

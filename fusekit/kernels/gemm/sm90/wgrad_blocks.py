@@ -25,13 +25,12 @@ EARLY = 2  # loads of column scales ahead of adding up: more would take register
 
 def kernel(plan: GemmPlan, halves) -> Gemm:
     """The kernel of `plan`; halves: the device halves of its operands, by name."""
-    return Wgrad(plan, halves, BlockLoop(plan, halves), GradEpilogue(plan, halves), GroupScheduler(plan))
+    loop = SquareLoop if plan.quant.square else BlockLoop
+    return Wgrad(plan, halves, loop(plan, halves), GradEpilogue(plan, halves), GroupScheduler(plan))
 
 
-class BlockLoop(PromotedLoop, WgradLoop):
-    """Load role, and scales of both factors."""
-
-    reads_scales_late = True
+class SquareLoop(PromotedLoop, WgradLoop):
+    """Load role. x has one scale for 128 columns, as the w of a product has."""
 
     def extents(self, given):
         """Tokens, columns and rows of dw."""
@@ -64,6 +63,12 @@ class BlockLoop(PromotedLoop, WgradLoop):
             count += 1
             row, end, n_tile, group, m_tile, _, first, _ = ring.get(count)
             ring.free(count)
+
+
+class BlockLoop(SquareLoop):
+    """Scales of each column of both factors."""
+
+    reads_scales_late = True
 
     def scales(self, stages: Stages, stage: Int32, row: Int32, lane: Int32):
         """A stage's scales of a lane's two rows from row `row` of the tile on; where those of its columns are, and the
