@@ -56,8 +56,8 @@ class Factors:
         """Of one expert's weights [N, K]."""
         return w
 
-    def tokens(self, v: Array, owners: list[slice]) -> Array:
-        """Of rows [M, N] that a weight gradient sums over, those of `owners` each on its own."""
+    def tokens(self, v: Array, owners: list[slice], squares: bool = False) -> Array:
+        """Of rows [M, N] that a weight gradient sums over, those of `owners` each on its own; maybe in squares."""
         return v
 
 
@@ -70,10 +70,10 @@ class Blocks(Factors):
     def weights(self, w: Array) -> Array:
         return worth(w, SIDE, SIDE)
 
-    def tokens(self, v: Array, owners: list[slice]) -> Array:
+    def tokens(self, v: Array, owners: list[slice], squares: bool = False) -> Array:
         made = np.zeros(v.shape)
         for own in owners:
-            made[own] = worth(v[own], SIDE, 1)
+            made[own] = worth(v[own], SIDE, SIDE if squares else 1)
         return made
 
 
@@ -90,7 +90,8 @@ class Layer:
     """The options of a layer; biases and the shared expert are there where the parameters have them.
 
     router: keys of a compact router-topk in canonical form. scale: what the weights multiply. aux: the coefficient of
-    the load-balancing loss, or None. recipe: "none" or "fp8-block".
+    the load-balancing loss, or None. recipe: "none" or "fp8-block". squares: "x", "dy" or "", what has one scale for
+    128 tokens of 128 columns where the experts' weight gradients read it; a shared expert's x has, unless "".
     """
 
     router: Mapping[str, Any]
@@ -99,6 +100,7 @@ class Layer:
     scale: str = "output"
     aux: float | None = None
     recipe: str = NONE
+    squares: str = ""
 
     @property
     def factors(self) -> Factors:
@@ -169,8 +171,8 @@ def backward(
     grad_z = _by_slopes(layer, out_of * grad_a, slopes)
     grad_in = _products(f, grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
     found: dict[str, Any] = {
-        "w1": (sums or _sums)(f.tokens(grad_z, owners), f.tokens(into * rows, owners), kept),
-        "w2": (sums or _sums)(f.tokens(grad_rows, owners), f.tokens(out_of * a, owners), kept),
+        "w1": (sums or _sums)(f.tokens(grad_z, owners), f.tokens(into * rows, owners, layer.squares == "x"), kept),
+        "w2": (sums or _sums)(f.tokens(grad_rows, owners, layer.squares == "dy"), f.tokens(out_of * a, owners), kept),
         "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
         "b2": _sums(out_of * grad_rows, np.ones((len(rows), 1)), kept)[..., 0],
     }
@@ -249,7 +251,7 @@ def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, fo
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, f.rows(x) @ w1.T)
     grad_z = _by_slopes(layer, f.rows(grad_y) @ w2, slopes)
     found |= {
-        "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every),
+        "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every, bool(layer.squares)),
         "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every),
     }
     made: Array = f.rows(grad_z) @ w1

@@ -29,7 +29,7 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
         "x_q": "Codes of x, along its rows.",
         "x_s": "Scales of those codes: of a row; of 128 columns of a row, the rows side by side; or of 32 columns.",
         "x_t": "Codes along the tokens: of the transpose, each group from a multiple of 128 on; mxfp8: as x lies.",
-        "x_ts": "Scales of those codes: of 128 tokens of a column; mxfp8: of 32.",
+        "x_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns; mxfp8: of 32.",
         "x_amax": "The largest abs(x) of each group; NaN does not count.",
         "x_rht_amax": "The same of x behind the rotation of 16 tokens, rounded to bf16.",
         "w_q": "Codes of w.",

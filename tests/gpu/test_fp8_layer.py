@@ -19,7 +19,18 @@ from fusekit.reference import layer as definition
 from fusekit.spec import Activation
 from tests.layers import blocks_of_te
 
-NAMES = ("qwen3", "gpt-oss", "interleaved", "deepseek", "llama4", "choices", "mlp", "masters")
+NAMES = (
+    "qwen3",
+    "gpt-oss",
+    "interleaved",
+    "deepseek",
+    "llama4",
+    "choices",
+    "mlp",
+    "masters",
+    "squares",
+    "squares-of-dy",
+)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def ours(options, given):
     return {name: decode(v, "bf16").astype(np.float64) if v.dtype == np.uint16 else v for name, v in found.items()}
 
 
-def errors(name, outliers=False):
+def errors(name, outliers=False, **more):
     """(ours, Transformer Engine's, those of bf16), each by tensor, against float64 of the same bf16 numbers."""
     rng, said = np.random.default_rng(7), LAYERS[name] | {"router": {"input": "choices"}, "dtype": "bf16"}
     said |= {"grad_dtype": "bf16"}
@@ -86,11 +86,18 @@ def errors(name, outliers=False):
     back = definition.backward(meant, theirs, kept, given["dy"])
     exact = {"y": y, "dx": back["x"] - back["logits"] @ theirs["router"], "dw1": back["w1"], "dw2": back["w2"]}
     made = (
-        ours(said | {"recipe": "fp8-block"}, given),
+        ours(said | {"recipe": "fp8-block"} | more, given),
         blocks_of_te.layer(meant.activation, meant.glu_layout, theirs, kept, given["dy"]),
         ours(said, given),
     )
     return tuple({each: blocks_of_te.error(one[each], exact[each]) for each in TENSORS} for one in made)
+
+
+def test_squares_of_x_cost_nothing_that_shows():
+    """Scales are powers of two, so the codes are others only where numbers are tiny beside the largest."""
+    own, yardstick, _ = errors("qwen3", outliers=True, x_blocks="128x128")
+    for each in TENSORS:
+        assert own[each] <= FACTOR * yardstick[each], (each, own, yardstick)
 
 
 @pytest.mark.parametrize("outliers", [False, True])

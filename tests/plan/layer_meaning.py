@@ -80,7 +80,7 @@ def coded_factors(keys):
 
 def wgrad(keys, given, dims):
     if coded_factors(keys):
-        dy, x = (given[f"{name}_t"].T * spread(given[f"{name}_ts"], 0) for name in ("dy", "x"))
+        dy, x = (given[f"{name}_t"].T * token_scales(keys, given, name) for name in ("dy", "x"))
         if keys["op"] == "dense-wgrad":
             return {"dw": dy.T @ x}
         sizes, starts = np.diff(given["offsets"], prepend=0), codes.padded_starts(given["offsets"])
@@ -90,6 +90,14 @@ def wgrad(keys, given, dims):
     if keys["op"] == "dense-wgrad":
         return {"dw": dy.T @ x, "dbias": dy.sum(axis=0)}
     return {"dw": np.stack([dy[own].T @ x[own] for own in slices(given["offsets"])])}
+
+
+def token_scales(keys, given, name):
+    """Of each token and column of a factor."""
+    found = spread(given[f"{name}_ts"], 0)
+    if name == "x" and keys["quant"].get("x_blocks") == "128x128":
+        found = spread(found, 1)[:, : len(given["x_t"])]
+    return found
 
 
 def quantise(keys, given, dims):
@@ -102,7 +110,8 @@ def quantise(keys, given, dims):
     rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
     found = rows_of_codes("x", rows) if keys["rows"] else {}
     if keys["transpose"]:
-        found |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None)
+        columns = 128 if keys.get("transpose_blocks") == "128x128" else 1
+        found |= turned_codes("x", rows, dims, given["offsets"] if keys["groups"] else None, columns)
     return found
 
 
@@ -111,17 +120,18 @@ def rows_of_codes(name, rows):
     return {f"{name}_q": q, f"{name}_s": s.T}
 
 
-def turned_codes(name, rows, dims, offsets):
-    """Along the tokens. offsets: of groups, or None."""
+def turned_codes(name, rows, dims, offsets, columns=1):
+    """Along the tokens, `columns` with one scale. offsets: of groups, or None."""
     grouped = offsets is not None
     ends = offsets if grouped else [len(rows)]
     starts, room = codes.padded_starts(ends), dims["M_padded" if grouped else "T_padded"]
     unwritten = np.nan if grouped else 0.0  # without rows, one group has a block of zeros
-    t, ts = np.full((rows.shape[1], room), unwritten), np.full((room // 128, rows.shape[1]), unwritten)
+    t = np.full((rows.shape[1], room), unwritten)
+    ts = np.full((room // 128, -(-rows.shape[1] // columns)), unwritten)
     for start, next_, own in zip(starts, starts[1:], slices(ends), strict=False):
         turned = np.zeros((rows.shape[1], next_ - start))
         turned[:, : own.stop - own.start] = rows[own].T
-        t[:, start:next_], scale = coded(turned, 1, 128)
+        t[:, start:next_], scale = coded(turned, columns, 128)
         ts[start // 128 : next_ // 128] = scale.T
     return {f"{name}_t": t, f"{name}_ts": ts}
 

@@ -39,6 +39,12 @@ CASES = {
     "fp8-llama4": {"recipe": "fp8-block", **WIDE, "shared": 64, "keep": "x", "router": {"scale": "input"},
                    "activation": {"kind": "silu"}},
     "fp8-choices": {"recipe": "fp8-block", **WIDE, "intermediate": 256, "keep": "x", "router": {"input": "choices"}},
+    "fp8-squares": {"recipe": "fp8-block", **WIDE, "x_blocks": "128x128", "shared": 64},
+    "fp8-gpt-oss-squares": {"recipe": "fp8-block", **WIDE, "x_blocks": "128x128", "bias": True, "b_major": "n",
+                            "glu_layout": "interleaved", "router": {"bias": True}, "shared": 64},
+    "fp8-llama4-squares": {"recipe": "fp8-block", **WIDE, "x_blocks": "128x128", "keep": "x",
+                           "router": {"scale": "input"}},
+    "fp8-mlp-squares": {"recipe": "fp8-block", **WIDE, "kind": "mlp", "x_blocks": "128x128"},
     "fp8-masters": {"recipe": "fp8-block", **WIDE, "shared": 64, "weight_dtype": "f32"},
     "fp8-interleaved": {"recipe": "fp8-block", **WIDE, "glu_layout": "interleaved"},
     "fp8-mlp": {"recipe": "fp8-block", **WIDE, "kind": "mlp"},
@@ -94,7 +100,7 @@ def defined(o, tensors):
     keys |= {name: o.router[name] for name in keys if name in o.router}
     aux = 0.25 if o.router.get("aux_loss") else None
     scale = o.router.get("scale", "output")
-    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, scale, aux, o.recipe)
+    made = definition.Layer(keys, Activation(**o.activation), o.glu_layout, scale, aux, o.recipe, o.squared(o.b_major))
     return made, tensors
 
 

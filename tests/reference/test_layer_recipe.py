@@ -97,7 +97,7 @@ class Bf16(Factors):
     def weights(self, w):
         return self.rows(w)
 
-    def tokens(self, v, owners):
+    def tokens(self, v, owners, squares=False):
         return self.rows(v)
 
 

@@ -100,6 +100,11 @@ def problems(*tables, **defaults):
             ['dtype = "fp16": the kernels that move rows and choose experts take bf16; say dtype = "bf16"'],
         ),
         (
+            {"x_blocks": "128x128"},
+            ['x_blocks = "128x128": is about codes that a backward pass reads, and there are none; say recipe = '
+             '"fp8-block" and keep something, or leave it out'],
+        ),
+        (
             {"weight_dtype": "f32"},
             ['weight_dtype = "f32": products read weights of dtype = "bf16"; "f32" weights need codes: say '
              'recipe = "fp8-block", or leave it out'],

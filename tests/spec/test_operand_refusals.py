@@ -134,6 +134,14 @@ def test_weight_gradients_that_are_refused(quant, message):
         ('out = "fp8-block"\nblocks = "128x128"\ngather = true', 'rows of tokens; say blocks = "1x128"'),
         ('out = "fp8-block"\nrows = false', "rows = false: is for kernels that transpose; say transpose = true"),
         ('out = "fp8-block"\ngroups = false', "groups = false: is for kernels that transpose"),
+        (
+            'out = "fp8-block"\ntranspose_blocks = "128x128"',
+            "is for kernels that transpose",
+        ),
+        (
+            'out = "mxfp8"\ntranspose = true\ntranspose_blocks = "128x128"',
+            "mxfp8 has none",
+        ),
     ],
 )
 def test_what_quantise_refuses(keys, message):

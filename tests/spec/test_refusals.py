@@ -41,6 +41,8 @@ AT = "[[kernel]] 1 (fc1): "
         ('quant = { in = "fp8-row", x_format = "e5m2", accumulation = "fast" }', 'only in = "fp8-tensor" has it'),
         ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),
         ('quant = { in = "fp8-row" }\nb_major = "n"', "FP8 factors are contiguous along K"),
+        ('quant = { in = "fp8-block", x_blocks = "128x128" }', "of a weight gradient's x; blocks of other factors are"),
+        ('quant = { x_blocks = "128x128" }', 'it is about in, which is "none"; say in = "fp8-block"'),
         (
             'quant = { in = "fp8-row" }\nmainloop = "pingpong"',
             "one warpgroup adds up while the other multiplies",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fusekit.plan.layer.program import ARGUMENT, QUANTISE, WEIGHTS
 from fusekit.plan.quant import BLOCK, NONE, SIDE
+from fusekit.plan.quantise import SQUARE
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
@@ -44,7 +45,7 @@ class Rows:
     """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
     neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. codes: begins
     the names of its codes; default: its own name. arrivals: where a window says which rows have come, while products
-    run that read them by index; "": all have.
+    run that read them by index; "": all have. squares: 128 tokens of 128 columns have one scale, not 128 of a column.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Rows:
     index: str = ""
     codes: str = ""
     arrivals: str = ""
+    squares: bool = False
 
     @property
     def base(self) -> str:
@@ -143,7 +145,7 @@ class Blocks:
     def tokens(self, argument: str, rows: Rows) -> Given:
         self.codes(WEIGHTS, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
-        return Given({"quant": {"in": BLOCK}}, reads)
+        return Given({"quant": {"in": BLOCK} | ({"x_blocks": SQUARE} if rows.squares else {})}, reads)
 
     def activation(self, rows: Rows) -> Given:
         """As in `Factors`: codes of rows alone."""
@@ -178,7 +180,13 @@ class Blocks:
         reads = {"x": rows.name}
         reads |= {"index": rows.index} if rows.index else {}
         reads |= {"offsets": "offsets"} if turned and grouped else {}
-        keys = {"rows": by_row, "transpose": turned, "gather": bool(rows.index), "groups": grouped or not turned}
+        keys: dict[str, Any] = {
+            "rows": by_row,
+            "transpose": turned,
+            "gather": bool(rows.index),
+            "groups": grouped or not turned,
+        }
+        keys |= {"transpose_blocks": SQUARE} if turned and rows.squares else {}
         problem = {"E": o.local if grouped else 1, "M": o.tokens * (o.topk if grouped else 1), "K": columns}
         problem |= {"T": o.tokens} if rows.index else {}
         self._step(which, base if by_row else f"{base}-turned", {**keys, "problem": problem}, reads, made)
@@ -191,7 +199,8 @@ class Blocks:
     def _turned(self, argument: str, rows: Rows) -> dict[str, str]:
         """Codes along the tokens, likewise."""
         padded, blocks = f"{rows.extent}_padded", f"{rows.extent}_blocks"
-        return self._buffers(argument, rows.base, "t", (rows.columns, padded), (blocks, rows.columns))
+        scaled = -(-rows.columns // SIDE) if rows.squares else rows.columns
+        return self._buffers(argument, rows.base, "t", (rows.columns, padded), (blocks, scaled))
 
     def _buffers(
         self,

@@ -13,6 +13,7 @@ from fusekit.plan.exchange import MOST_RANKS
 from fusekit.plan.gemm import SEGMENT
 from fusekit.plan.keys import Key
 from fusekit.plan.quant import BLOCK, NONE
+from fusekit.plan.quantise import BLOCKS, ROWS
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS
 
 MOE, MLP = "moe", "mlp"
@@ -66,6 +67,7 @@ class Options:
     tokens: int
     ranks: int = 1
     recipe: str = NONE
+    x_blocks: str = ROWS
     weight_dtype: str = ""
     overlap: bool = False
 
@@ -93,6 +95,12 @@ class Options:
     def sides(self) -> int:
         """Columns of z for each of the activation's."""
         return 2 if self.gated else 1
+
+    def squared(self, major: str) -> str:
+        """What has squares along the tokens, "x", "dy" or "" for nothing, with weights that lie by `major`."""
+        if self.x_blocks == ROWS:
+            return ""
+        return "x" if major == "k" else "dy"
 
     def canonical(self) -> dict[str, Any]:
         """In JSON types."""
@@ -129,6 +137,9 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "recipe, which reads their codes alone.", choices=(*dtypes, F32)),
         Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
             "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
+        Key("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns, of x as the '
+            'gradient of w1 reads it (b_major = "n": of dy as that of w2 does), which then takes less time.',
+            choices=BLOCKS, default=ROWS),
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
@@ -148,7 +159,7 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
     plain = ("name", "kind", "dtype", "hidden", "intermediate", "experts", "topk", "bias", "b_major", "shared", "keep",
-             "accumulate", "ranks", "recipe", "overlap")  # fmt: skip
+             "accumulate", "ranks", "recipe", "x_blocks", "overlap")  # fmt: skip
     return Options(
         file=file,
         **{key: values[key] for key in plain},
@@ -229,6 +240,9 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         yield "weight_dtype", options.weight_dtype, f'{rule}: say recipe = "{BLOCK}", or leave it out'
     if options.recipe != NONE:
         yield from _broken_recipe(options)
+    if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
+        rule = "is about codes that a backward pass reads, and there are none"
+        yield "x_blocks", options.x_blocks, f'{rule}; say recipe = "{BLOCK}" and keep something, or leave it out'
     if options.accumulate and options.grad_dtype != "f32":
         yield "accumulate", True, 'sums of many steps want float32; say grad_dtype = "f32"'
 

@@ -7,6 +7,7 @@ output needs is not launched (`Program.needed`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fusekit.plan.layer.factors import Plain, Rows, factors
@@ -157,8 +158,10 @@ class Experts:
         self.given = self.router["input"] == CHOICES
         self.n = self.o.sides * self.o.intermediate
         h = self.o.hidden
-        self.rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token")
-        self.rows_dy = Rows(self.dy, h, "M", "token")
+        squared = self.o.squared(self.o.b_major)
+        rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token")
+        self.rows_x = replace(rows_x, squares=squared == "x")
+        self.rows_dy = Rows(self.dy, h, "M", "token", squares=squared == "dy")
         self.rows_a, self.rows_dz = Rows("a", self.o.intermediate, "M"), Rows("dz", self.n, "M")
 
     def write(self) -> None:

@@ -18,7 +18,10 @@ class TokenScales(Operand):
     """What codes of dy and x are multiplied by."""
 
     name, order, epilogues = "token_scales", 20, (WGRAD,)
-    words = {"dy_ts": "Scales of dy_t: of 128 tokens of a column.", "x_ts": "Scales of x_t: of 128 tokens of a column."}
+    words = {
+        "dy_ts": "Scales of dy_t: of 128 tokens of a column.",
+        "x_ts": "Scales of x_t: of 128 tokens of a column, or of 128 columns.",
+    }
 
     def asked(self, spec: Any) -> bool:
         return bool(quant(spec.quant))
