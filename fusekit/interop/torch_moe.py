@@ -15,8 +15,6 @@ from fusekit.layers import Layer
 
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
 
-_MORE_NAMES = {name for names in _MORE.values() for name in names}
-
 
 class MoE(nn.Module):  # type: ignore[misc]
     """A layer of a store with its parameters.
@@ -104,14 +102,16 @@ class MoE(nn.Module):  # type: ignore[misc]
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"{name} is of type {type(tensor)}; it must be a tensor of PyTorch", argument=name)
+            if name != "x":
+                tensors[name] = tensor.reshape(-1, *tensor.shape[-1:])
         for name, path in self.names.items():
             tensors[name] = _at(self, path)
         if operator.loss:
             device = x.device
-            tensors["total_tokens"] = _count(prod(x.shape[:-1]) if total_tokens is None else total_tokens, device)
+            if total_tokens is None:
+                total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
+            tensors["total_tokens"] = _count(total_tokens, device)
             tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
-        for name in _MORE_NAMES & tensors.keys():
-            tensors[name] = tensors[name].reshape(-1, *tensors[name].shape[-1:])
         return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
@@ -212,7 +212,8 @@ def _count(total: Any, device: Any) -> Any:
     """The tokens that a loss counts as int32 [1]. Raises ArgumentError."""
     if isinstance(total, torch.Tensor):
         return total
-    if isinstance(total, bool | float) or not hasattr(total, "__index__") or not 0 <= total < 2**31:
+    whole = isinstance(total, int) or hasattr(total, "__index__")  # PyTorch 2.11 cannot trace hasattr of a number
+    if isinstance(total, bool | float) or not whole or not 0 <= total < 2**31:
         raise ArgumentError(
             f"total_tokens is {total!r}; it must be a whole number from 0 to {2**31 - 1}, or an int32 tensor [1]",
             argument="total_tokens",
