@@ -20,6 +20,7 @@ from fusekit.runtime.tensors import compact_strides, describe, read
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Library
 
+PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
@@ -75,12 +76,19 @@ class Layer:
         return id(self._library), self.name, self._arch, self._device
 
     def inputs(self, which: str) -> dict[str, Buffer]:
-        """The inputs of "forward", "inference", "backward" or "quantise" by name."""
-        return self.program.arguments(which)[0]
+        """The inputs of "forward", "inference", "backward" or "quantise" by name; none where the layer lacks that pass.
+        Raises ArgumentError.
+        """
+        return self._arguments(which)[0]
 
     def outputs(self, which: str) -> dict[str, Buffer]:
-        """The outputs by name."""
-        return self.program.arguments(which)[1]
+        """The outputs by name, likewise."""
+        return self._arguments(which)[1]
+
+    def _arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+        if which not in PASSES:
+            raise ArgumentError(f"there is no pass {which!r}; the passes are {', '.join(PASSES)}")
+        return self.program.arguments(which)
 
     def sizes(self, tokens: int, gradients: Collection[str] | None = None, *, in_place: bool = False) -> Sizes:
         """The memory for so many tokens, whatever outputs are asked for.

@@ -266,6 +266,15 @@ def test_a_layer_without_a_recipe_quantises_nothing(tmp_path):
         layer.bind_quantise(w1=Torchlike((8, 16, 24)))
 
 
+def test_a_pass_that_is_none_is_named(tmp_path):
+    layer, _ = opened(tmp_path)
+    for ask in (layer.inputs, layer.outputs):
+        with pytest.raises(
+            ArgumentError, match="no pass 'forwards'; the passes are forward, inference, backward, quantise"
+        ):
+            ask("forwards")
+
+
 def test_a_layer_that_is_not_there(tmp_path):
     made, _ = library(tmp_path / "store", options())
     with pytest.raises(NotBuiltError, match="layers/other"):
