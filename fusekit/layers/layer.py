@@ -11,11 +11,11 @@ from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
 from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
-from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import compact_strides, describe, read
+from fusekit.runtime.tensors import describe, read, strides_of
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Library
@@ -79,13 +79,13 @@ class Layer:
         """The inputs of "forward", "inference", "backward" or "quantise" by name; none where the layer lacks that pass.
         Raises ArgumentError.
         """
-        return self._arguments(which)[0]
+        return dict(self._arguments(which)[0])
 
     def outputs(self, which: str) -> dict[str, Buffer]:
         """The outputs by name, likewise."""
-        return self._arguments(which)[1]
+        return dict(self._arguments(which)[1])
 
-    def _arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    def _arguments(self, which: str) -> Arguments:
         if which not in PASSES:
             raise ArgumentError(f"there is no pass {which!r}; the passes are {', '.join(PASSES)}")
         return self.program.arguments(which)
@@ -220,11 +220,12 @@ class Layer:
             "scratch": whole(scratch, "scratch", plan.scratch_bytes, device, driver),
         }
         made: dict[str, Any] = {}
+        inputs = self.program.arguments(which)[0]
         margin = {} if cluster_margin is None else {"cluster_margin": cluster_margin}
 
         def tensor(buffer: Buffer) -> Any:
             name = buffer.name
-            if name in given and (name in asked or name in self.inputs(which)):
+            if name in given and (name in asked or name in inputs):
                 return given[name]
             if buffer.place not in (ARGUMENT, KEPT, SCRATCH):
                 return self._in_window(buffer)
@@ -281,7 +282,7 @@ class Layer:
         found = {name: read(tensor, name, driver, name in outputs) for name, tensor in given.items()}
         seen = {name: describe(meta, name) for name, (_, meta) in found.items()}
         tokens = seen[lead].shape[0] if seen[lead].shape and which != QUANTISE else 0
-        dims, known = self.program.dims(tokens), inputs | outputs
+        dims, known = self.program.dims(tokens), {**inputs, **outputs}
         for name, view in seen.items():
             buffer = known[name]
             if view.shape != buffer.extents(dims) or view.dtype != buffer.dtype:
@@ -302,7 +303,7 @@ class Layer:
                 f" {', '.join(f'{name} {list(known[name].extents(dims))}' for name in missing)}",
                 argument=missing[0],
             )
-        compact = {name for name, view in seen.items() if view.strides == compact_strides(view.shape)}
+        compact = {name for name, view in seen.items() if view.strides == strides_of(view.shape)}
         return tokens, seen[lead].device, {name: found[name][0] for name in compact}
 
     # -- kernels ------------------------------------------------------------------------------------------------------

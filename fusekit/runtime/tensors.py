@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -47,7 +48,7 @@ class Slice:
         self, address: int, shape: tuple[int, ...], dtype: Any, device: Any, strides: tuple[int, ...] | None = None
     ) -> None:
         self._address, self.shape, self.dtype, self.device = address, shape, dtype, device
-        self._strides = compact_strides(shape) if strides is None else strides
+        self._strides = strides_of(shape) if strides is None else strides
 
     def data_ptr(self) -> int:
         """The device address of the first element."""
@@ -230,3 +231,6 @@ def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+strides_of = lru_cache(maxsize=4096)(compact_strides)  # for shapes of integers, which come again and again

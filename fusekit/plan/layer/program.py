@@ -66,6 +66,9 @@ class Step:
         }
 
 
+Arguments = tuple[Mapping[str, Buffer], Mapping[str, Buffer]]
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A layer. parts: the keys of each kernel's table. steps: of each pass, in order. topk: rows of a token. experts:
@@ -80,6 +83,7 @@ class Program:
     topk: int
     experts: int = 0
     room: Mapping[str, int] = field(default_factory=dict)
+    _arguments: dict[str, Arguments] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dims(self, tokens: int) -> dict[str, int]:
         """The dims of shapes for so many tokens: T, M, C; and of a layer that reads codes the room that those along T
@@ -97,8 +101,13 @@ class Program:
         """The same with the dims `room` fixed."""
         return replace(self, room=dict(room))
 
-    def arguments(self, which: str) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
+    def arguments(self, which: str) -> Arguments:
         """What the caller gives to a pass: (inputs, outputs)."""
+        if which not in self._arguments:  # each call of a layer asks
+            self._arguments[which] = self._found(which)
+        return self._arguments[which]
+
+    def _found(self, which: str) -> Arguments:
         inputs: dict[str, Buffer] = {}
         outputs: dict[str, Buffer] = {}
         for step in self.steps.get(which, ()):
