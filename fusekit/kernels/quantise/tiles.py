@@ -1,4 +1,5 @@
-"""quantise by blocks of 128: rows, and in the same pass columns; or squares, in both orientations.
+"""quantise by blocks of 128: rows, and in the same pass columns, or squares of tokens; or squares of a weight, in both
+orientations.
 
 A thread block takes STRIP tiles of 128 x 128 numbers side by side, one after the other, while the next one is on its
 way to the other half of shared memory. Rows: eight threads have one, as two pieces of 16 bytes each. Columns: a thread

@@ -1,6 +1,7 @@
 """Scales of the factors of a weight gradient by blocks of 128 tokens of a column; they come with the stages.
 
-Of each stage, those of the tile's columns of dy, then those of x. A warp of the load warpgroup fetches them.
+Of each stage, those of the tile's columns of dy, then those of x; where x has squares, its few scales come first. A
+warp of the load warpgroup fetches them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 What differs from wgrad.py: both factors have a column for each token, [N, P] and [K, P], as FP8's wgmma wants them; a
 stage is a block of tokens, in which each group begins, so nothing is clipped; sums are promoted (promoted.py), and both
-factors have a scale for each of their columns in each block.
+factors have a scale for each of their columns in each block. Or x has one for 128 columns, as w has in a product, and
+the sums are those of promoted.py.
 """
 
 import cutlass
