@@ -27,7 +27,8 @@ class Quant:
     float32 registers take over behind every 128 of K, "fast" where one wgmma accumulator has them all.
 
     out: what y or dz is stored as, "none" for its dtype; keep: in its dtype too. scales: the rule of their scales.
-    transpose: the codes of the transpose, too. x_blocks: of a weight gradient, what has one scale of x.
+    transpose: the codes of the transpose, too. x_blocks: of a weight gradient, what has one scale of x. y_blocks,
+    dz_blocks: what has one of those transposed codes.
     """
 
     inputs: str = NONE
@@ -38,6 +39,8 @@ class Quant:
     transpose: bool = False
     keep: bool = False
     x_blocks: str = BLOCKS[0]
+    y_blocks: str = BLOCKS[0]
+    dz_blocks: str = BLOCKS[0]
 
     @property
     def promoted(self) -> bool:
@@ -54,6 +57,10 @@ class Quant:
         """Whether the factor x of a weight gradient has a scale for 128 tokens of 128 columns."""
         return self.x_blocks == SQUARE
 
+    def turned_square(self, name: str) -> bool:
+        """Whether the transposed codes of `name`, "y" or "dz", have one scale for 128 tokens of 128 columns."""
+        return str(getattr(self, f"{name}_blocks")) == SQUARE
+
     @property
     def coded(self) -> bool:
         """Whether y or dz is stored as codes."""
@@ -69,7 +76,8 @@ class Quant:
         return self.inputs != NONE
 
 
-_SAME = ("x_format", "accumulation", "out", "scales", "transpose", "keep", "x_blocks")  # as keys and as attributes
+# As keys and as attributes.
+_SAME = ("x_format", "accumulation", "out", "scales", "transpose", "keep", "x_blocks", "y_blocks", "dz_blocks")
 _NAMES = {"in": "inputs"} | {name: name for name in _SAME}
 _WORDS = {"true": True, "false": False}
 

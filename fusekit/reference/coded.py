@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
 from fusekit.plan.quant import CODES, SIDE
-from fusekit.plan.quantise import BLOCK, ROWS
+from fusekit.plan.quantise import BLOCK, ROWS, SQUARE
 from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.formats import Array, encode, values
 from fusekit.reference.meaning import Meaning
@@ -38,7 +38,8 @@ def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np
     found: dict[str, Array] = {}
     for each in coded(means):
         result = results[each.name]
-        made = quantise(keys, {"x": result, "offsets": ends})
+        squares = {"transpose_blocks": SQUARE if each.columns == SIDE else ROWS}
+        made = quantise(keys | squares, {"x": result, "offsets": ends})
         for name, (shape, _) in coded_shapes(means, each.name, result.shape, ends.size).items():
             found[name] = made[f"x_{name.rpartition('_')[2]}"][tuple(map(slice, shape))]
     return found
@@ -115,9 +116,9 @@ def _compared(
     if each.turned:
         padded = _turned(v)
         t, ts = outputs[f"{each.name}_t"][:, tokens], outputs[f"{each.name}_ts"][block.number][:, None]
-        codes, scales = blocks(padded, 1, SIDE, rule)
+        codes, scales = blocks(padded, each.columns, SIDE, rule)
         near = padded, None if room is None else _turned(room)
-        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales), near)
+        found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales), near, each.columns)
     return found
 
 
@@ -128,8 +129,15 @@ def _turned(rows: Array) -> Array:
     return padded
 
 
-def _pairs(name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any) -> list[Any]:
-    wide = [np.repeat(np.asarray(scales), SIDE, axis=1)[:, : got[0].shape[1]] for scales in (got[1], want[1])]
+def _pairs(
+    name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any, rows: int = 1
+) -> list[Any]:
+    """rows: of codes, along which a block has one scale."""
+    down, across = got[0].shape
+    wide = [
+        np.repeat(np.repeat(np.asarray(scales), rows, axis=0)[:down], SIDE, axis=1)[:, :across]
+        for scales in (got[1], want[1])
+    ]
     return [
         (f"{name}_{s}", (np.asarray(got[1]), None), (want[1], None, None)),
         (f"{name}_{q}", (np.asarray(got[0]).view(np.uint8), wide[0]), (want[0], wide[1], near)),

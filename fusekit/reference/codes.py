@@ -62,11 +62,12 @@ def padded_starts(ends: Array) -> NDArray[np.int64]:
 
 
 class Coded(NamedTuple):
-    """A result that is stored as codes: of its rows, of its transpose."""
+    """A result that is stored as codes: of its rows, of its transpose, of which `columns` have one scale."""
 
     name: str
     rows: bool
     turned: bool
+    columns: int
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -78,9 +79,11 @@ class Coded(NamedTuple):
 def coded(means: Meaning) -> list[Coded]:
     """The results that are stored as codes."""
     recipe, backward = means.recipe, means.activation.backward
-    found = [Coded("dz" if backward else "y", True, recipe.transpose)] if recipe.coded else []
+    columns = {name: SIDE if recipe.turned_square(name) else 1 for name in ("y", "dz")}
+    name = "dz" if backward else "y"
+    found = [Coded(name, True, recipe.transpose, columns[name])] if recipe.coded else []
     if backward and recipe.transpose and means.recompute:
-        found.append(Coded("y", False, True))
+        found.append(Coded("y", False, True, columns["y"]))
     return found
 
 
@@ -93,6 +96,10 @@ def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int)
         f"{name}_q": (shape, CODES),
         f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
         f"{name}_t": ((columns, room), CODES),
-        f"{name}_ts": ((room // SIDE, columns), "f32"),
     }
-    return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}
+    found: dict[str, tuple[Any, str]] = {}
+    for one in coded(means):
+        if one.name == name:
+            every[f"{name}_ts"] = ((room // SIDE, -(-columns // one.columns)), "f32")
+            found = {each: every[each] for each in one.outputs}
+    return found

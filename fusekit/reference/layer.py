@@ -90,8 +90,9 @@ class Layer:
     """The options of a layer; biases and the shared expert are there where the parameters have them.
 
     router: keys of a compact router-topk in canonical form. scale: what the weights multiply. aux: the coefficient of
-    the load-balancing loss, or None. recipe: "none" or "fp8-block". squares: "x", "dy" or "", what has one scale for
-    128 tokens of 128 columns where the experts' weight gradients read it; a shared expert's x has, unless "".
+    the load-balancing loss, or None. recipe: "none" or "fp8-block". squares: "rows", their "gradients" or "",
+    what has one scale for 128 tokens of 128 columns where the experts' weight gradients read it; unless "", those of a
+    shared expert have it of rows.
     """
 
     router: Mapping[str, Any]
@@ -164,6 +165,7 @@ def backward(
     """
     into, out_of = _scales(layer, kept)
     f, owners = layer.factors, groups(kept)
+    of_rows, of_gradients = (layer.squares == each for each in ("rows", "gradients"))
     a, slopes = activations.derivative(layer.activation, layer.glu_layout, kept.z)
     rows = kept.x[kept.token]
     grad_rows = grad_y[kept.token]  # of r o
@@ -171,8 +173,8 @@ def backward(
     grad_z = _by_slopes(layer, out_of * grad_a, slopes)
     grad_in = _products(f, grad_z, tensors["w1"].transpose(0, 2, 1), None, kept)  # of s x
     found: dict[str, Any] = {
-        "w1": (sums or _sums)(f.tokens(grad_z, owners), f.tokens(into * rows, owners, layer.squares == "x"), kept),
-        "w2": (sums or _sums)(f.tokens(grad_rows, owners, layer.squares == "dy"), f.tokens(out_of * a, owners), kept),
+        "w1": (sums or _sums)(f.tokens(grad_z, owners, of_gradients), f.tokens(into * rows, owners, of_rows), kept),
+        "w2": (sums or _sums)(f.tokens(grad_rows, owners, of_gradients), f.tokens(out_of * a, owners, of_rows), kept),
         "b1": _sums(grad_z, np.ones((len(rows), 1)), kept)[..., 0],
         "b2": _sums(out_of * grad_rows, np.ones((len(rows), 1)), kept)[..., 0],
     }
@@ -252,7 +254,7 @@ def _shared_gradient(layer: Layer, tensors: Tensors, x: Array, grad_y: Array, fo
     grad_z = _by_slopes(layer, f.rows(grad_y) @ w2, slopes)
     found |= {
         "shared_w1": f.tokens(grad_z, every).T @ f.tokens(x, every, bool(layer.squares)),
-        "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every),
+        "shared_w2": f.tokens(grad_y, every).T @ f.tokens(a, every, bool(layer.squares)),
     }
     made: Array = f.rows(grad_z) @ w1
     return made

@@ -50,6 +50,9 @@ QUANT_KEYS = (
     Key("keep", "bool", "out: also y, in bf16.", default=False),
     Key("x_blocks", "choice", "Weight gradients: what has one scale of x, columns by tokens.", choices=BLOCKS,
         default=BLOCKS[0]),
+    Key("y_blocks", "choice", "transpose: what has one scale of the transposed codes of y, columns by tokens.",
+        choices=BLOCKS, default=BLOCKS[0]),
+    Key("dz_blocks", "choice", "Likewise of dz.", choices=BLOCKS, default=BLOCKS[0]),
 )  # fmt: skip
 
 PROBLEM_KEYS = (

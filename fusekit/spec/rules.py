@@ -9,7 +9,7 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import OUTPUTS, RECIPES, SIDE, Quant, quant
+from fusekit.plan.quant import NONE, OUTPUTS, RECIPES, SIDE, Quant, quant
 from fusekit.plan.tiles import refusals
 from fusekit.spec.keys import Broken
 from fusekit.spec.model import KernelSpec, names
@@ -115,12 +115,13 @@ def _quant(spec: KernelSpec) -> list[Broken]:
     """Keys of the recipe that nothing is there for."""
     told, usual = quant(spec.quant), Quant()
     sides = (
-        ("in", bool(told), RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
-        ("out", told.coded, OUTPUTS[-1], ("scales", "transpose", "keep")),
+        ("in", bool(told), NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
+        ("out", told.coded, NONE, OUTPUTS[-1], ("scales", "transpose", "keep")),
+        ("transpose", told.transpose, False, True, ("y_blocks", "dz_blocks")),
     )
     return [
-        (f"quant.{name}", getattr(told, name), f'it is about {key}, which is "none"; say {key} = "{one}"')
-        for key, there, one, names_ in sides
+        (f"quant.{name}", getattr(told, name), f"it is about {key}, which is {show(none)}; say {key} = {show(one)}")
+        for key, there, none, one, names_ in sides
         for name in names_
         if not there and getattr(told, name) != getattr(usual, name)
     ]

@@ -36,7 +36,8 @@ def gemm(keys, given, dims):
         for name in made.keys() & {"y", "dz"}:
             made |= rows_of_codes(name, made[name])
             if asked.get("transpose"):
-                made |= turned_codes(name, made[name], dims, given.get("offsets"))
+                columns = 128 if asked.get(f"{name}_blocks") == "128x128" else 1
+                made |= turned_codes(name, made[name], dims, given.get("offsets"), columns)
     return made
 
 

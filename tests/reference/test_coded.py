@@ -60,7 +60,19 @@ def test_codes_are_those_of_ml_dtypes():
                 assert outputs["y_ts"][at // 128, column] == scale
 
 
-@pytest.mark.parametrize("name", ["turned-kept", "turned", "rows", "turned-kept-interleaved"])
+def test_squares_have_one_scale():
+    _, inputs, y, outputs = made("turned-squares-kept")
+    v, starts = reference.decode(y, "bf16"), padded_starts(inputs["offsets"])
+    assert outputs["y_ts"].shape == (len(outputs["y_t"][0]) // 128, 2)
+    for token, group, stop in ((1, 2, 129), (129, 3, 257), (257, 3, 258)):
+        at = int(starts[group]) + token - int(inputs["offsets"][group - 1])
+        for square, first in enumerate(range(0, 208, 128)):
+            codes, scale = by_hand(v[token:stop, first : first + 128])
+            assert np.array_equal(outputs["y_t"][first : first + 128, at : at + stop - token], codes.T)
+            assert outputs["y_ts"][at // 128, square] == scale
+
+
+@pytest.mark.parametrize("name", ["turned-kept", "turned", "rows", "turned-kept-interleaved", "turned-squares-kept"])
 def test_what_is_right_passes(name):
     spec, inputs, _, outputs = made(name)
     assert reference.coded_check(spec, inputs, outputs) == []

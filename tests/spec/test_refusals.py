@@ -42,6 +42,14 @@ AT = "[[kernel]] 1 (fc1): "
         ('quant = { in = "fp8-block", accumulation = "fast" }', "scales change along K, so float32 takes over"),
         ('quant = { in = "fp8-row" }\nb_major = "n"', "FP8 factors are contiguous along K"),
         ('quant = { in = "fp8-block", x_blocks = "128x128" }', "of a weight gradient's x; blocks of other factors are"),
+        (
+            'quant = { out = "fp8-block", y_blocks = "128x128" }',
+            'quant.y_blocks = "128x128": it is about transpose, which is false; say transpose = true',
+        ),
+        (
+            'quant = { out = "fp8-block", transpose = true, dz_blocks = "128x128" }',
+            'quant.dz_blocks = "128x128": only backward activations make dz, not identity; leave it out',
+        ),
         ('quant = { x_blocks = "128x128" }', 'it is about in, which is "none"; say in = "fp8-block"'),
         (
             'quant = { in = "fp8-row" }\nmainloop = "pingpong"',

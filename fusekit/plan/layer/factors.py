@@ -156,7 +156,8 @@ class Blocks:
         if not self.turns(dz):
             return self.plain.gradient(dz, rows)
         made = self.of_rows("dz", dz) | self._turned("dz", dz) | self._turned("y", rows)
-        return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True}}, {}, made)
+        squares = {f"{name}_blocks": SQUARE for name, each in (("dz", dz), ("y", rows)) if each.squares}
+        return Given({"quant": {"in": BLOCK, "out": BLOCK, "transpose": True, **squares}}, {}, made)
 
     def turns(self, dz: Rows) -> bool:
         """Whether the product that makes dz makes all codes of it.

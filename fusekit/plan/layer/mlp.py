@@ -25,8 +25,9 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     z = p.buffer(f"{name}z", "T", n, place=KEPT if o.keep == "z" else SCRATCH)
     p.buffer(y, "T", h, place=place)
     p.buffer(dx, "T", h, place=place)
-    x, dy = (Rows(each, h, "T", codes=name + each, squares=o.squared(major) == each) for each in ("x", "dy"))
-    between, back = Rows(f"{name}a", width, "T"), Rows(f"d{name}z", n, "T")
+    rows, gradients = (o.squared(major) == each for each in ("rows", "gradients"))
+    x, dy = Rows("x", h, "T", codes=f"{name}x", squares=rows), Rows("dy", h, "T", codes=f"{name}dy", squares=gradients)
+    between, back = Rows(f"{name}a", width, "T", squares=rows), Rows(f"d{name}z", n, "T", squares=gradients)
     given = p.factors.product(p.firsts, x, w1, major)
     first = {**p.gemm("dense-gemm", n, h, bias=bias), **given.keys}
     p.first(f"{part}fc1", first, {**given.reads, **b1}, between, z)

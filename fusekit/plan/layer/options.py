@@ -97,10 +97,12 @@ class Options:
         return 2 if self.gated else 1
 
     def squared(self, major: str) -> str:
-        """What has squares along the tokens, "x", "dy" or "" for nothing, with weights that lie by `major`."""
+        """What has squares along the tokens, as x of a weight gradient: "rows", their "gradients" or "" for nothing,
+        with weights that lie by `major`.
+        """
         if self.x_blocks == ROWS:
             return ""
-        return "x" if major == "k" else "dy"
+        return "rows" if major == "k" else "gradients"
 
     def canonical(self) -> dict[str, Any]:
         """In JSON types."""
@@ -137,8 +139,9 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
             "recipe, which reads their codes alone.", choices=(*dtypes, F32)),
         Key("recipe", "choice", 'What the products of the projections read: "none", tensors of dtype; or "fp8-block", '
             "e4m3 codes with a scale for 128 elements, of weights for 128 x 128.", choices=(NONE, BLOCK), default=NONE),
-        Key("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns, of x as the '
-            'gradient of w1 reads it (b_major = "n": of dy as that of w2 does), which then takes less time.',
+        Key("x_blocks", "choice", 'With a recipe: "128x128", one scale for 128 tokens of 128 columns of what the '
+            'gradients of w1 and w2 read as x, which then take less time: x and the activation (b_major = "n": dz and '
+            "dy).",
             choices=BLOCKS, default=ROWS),
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),

@@ -158,11 +158,12 @@ class Experts:
         self.given = self.router["input"] == CHOICES
         self.n = self.o.sides * self.o.intermediate
         h = self.o.hidden
-        squared = self.o.squared(self.o.b_major)
+        rows, gradients = (self.o.squared(self.o.b_major) == each for each in ("rows", "gradients"))
         rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token")
-        self.rows_x = replace(rows_x, squares=squared == "x")
-        self.rows_dy = Rows(self.dy, h, "M", "token", squares=squared == "dy")
-        self.rows_a, self.rows_dz = Rows("a", self.o.intermediate, "M"), Rows("dz", self.n, "M")
+        self.rows_x = replace(rows_x, squares=rows)
+        self.rows_dy = Rows(self.dy, h, "M", "token", squares=gradients)
+        self.rows_a = Rows("a", self.o.intermediate, "M", squares=rows)
+        self.rows_dz = Rows("dz", self.n, "M", squares=gradients)
 
     def write(self) -> None:
         """Everything, forward before backward."""

@@ -5,6 +5,8 @@ the next multiple of 128 behind group e - 1. Consumer warps leave the result in 
 transposed; idle warps make the codes from it, while the next tile is multiplied. Tokens behind a group's last row have
 code 0. Forward, one warp of the load warpgroup does it. Backward there are three times as many columns, and a fourth
 warpgroup does it: in the boxes of z, which it then fills with the next tile's.
+
+In a block a column has one scale, or 128 columns have, which `x_blocks` of a weight gradient asks for.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class YTurned(Operand):
     needs_registers = True
     words = {
         "y_t": "Codes of the transpose of y, along the tokens; each group begins at a multiple of 128.",
-        "y_ts": "Scales of those codes: of 128 tokens of a column.",
+        "y_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns.",
     }
 
     def asked(self, spec: Any) -> bool:
@@ -36,8 +38,13 @@ class YTurned(Operand):
     def present(self, plan: GemmPlan) -> bool:
         return plan.quant.coded and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
 
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        told = quant(spec.quant)
+        if told.turned_square("y") and spec.epilogue == BACKWARD and not spec.recompute:
+            yield "quant.y_blocks", told.y_blocks, "y is stored where it is computed again; say recompute = true"
+
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return turned("y", plan.width)
+        return turned("y", plan.width, plan)
 
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         return () if plan.backward else tokens()
@@ -64,7 +71,7 @@ class DzTurned(Operand):
     name, order, epilogues = "dz_turned", 56, (BACKWARD,)
     words = {
         "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128.",
-        "dz_ts": "Scales of those codes: of 128 tokens of a column.",
+        "dz_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns.",
     }
 
     def asked(self, spec: Any) -> bool:
@@ -76,15 +83,23 @@ class DzTurned(Operand):
     def rules(self, spec: Any) -> Iterable[Broken]:
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:
             yield "tile", spec.tile, f"shared memory has room for {SIDE} columns of da; say {SIDE}"
+        told = quant(spec.quant)
+        if told.turned_square("dz") and spec.epilogue != BACKWARD:
+            rule = f"only backward activations make dz, not {spec.activation.kind}; leave it out"
+            yield "quant.dz_blocks", told.dz_blocks, rule
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return turned("dz", plan.z_width)
+        return turned("dz", plan.z_width, plan)
 
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         return tokens()
 
     def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
         return room("dz_t", plan)
+
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        squares = any(map(plan.quant.turned_square, ("dz", "y")))
+        return (Region("largest", 4 * TURNERS * (plan.sides + 1)),) if squares else ()
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
         return CONSUMER_WARPS, TURNERS
@@ -93,12 +108,13 @@ class DzTurned(Operand):
         return TURNERS
 
 
-def turned(name: str, columns: Expr) -> tuple[Argument, ...]:
-    """Codes [columns, P] and scales [P / 128, columns] of the transpose of a result."""
-    scales: tuple[Expr, ...] = ["floordiv", "P", SIDE], columns
+def turned(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
+    """Codes [columns, P] and scales [P / 128, columns], or those of squares, of the transpose of a result."""
+    scaled: Expr = ["ceildiv", columns, SIDE] if plan.quant.turned_square(name) else columns
+    scales: tuple[Expr, ...] = ["floordiv", "P", SIDE], scaled
     return (
         tensor(f"{name}_t", "output", CODES, (columns, "P"), (f"{name}_t.stride0", 1), 16),
-        tensor(f"{name}_ts", "output", "f32", scales, (columns, 1)),
+        tensor(f"{name}_ts", "output", "f32", scales, (scaled, 1)),
     )
 
 

@@ -9,7 +9,8 @@ the groups before, so that it knows where the transpose of its tile begins.
 
 Backward (DzTurned) a fourth warpgroup does it, each of its warps 32 columns at a time. A consumer warp's 16 tokens of
 all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column, in whose place then
-lie the codes of 32 tokens. When those have left, the warpgroup sends for z of its next tile.
+lie the codes of 32 tokens. When those have left, the warpgroup sends for z of its next tile. Where 128 columns have one
+scale, its warps tell each other the largest of their numbers.
 """
 
 from typing import Any, NamedTuple
@@ -34,11 +35,11 @@ LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
 SLABS = SIDE // WARP_ROWS
 TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose codes take the place of 16 tokens
-READ = 6  # named barrier of the fourth warpgroup
+FOURTH = 6  # named barrier of the fourth warpgroup
 
 
 class Turned(NamedTuple):
-    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N]."""
+    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
 
     codes: Any
     scales: cute.Pointer
@@ -119,8 +120,8 @@ class Columns(Operand):
         """Behind a tile that this warp has read."""
 
     @cute.jit
-    def scale_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
-        """Of the lane's column among those from `lines` on; and the scale's reciprocal. sums: one of the column."""
+    def largest_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
+        """Of the lane's column among those from `lines` on. sums: one of the column."""
         most = Uint32(0)
         for unit in cutlass.range(slabs * 2, unroll=2):
             words = self.load(lines, unit, lane)
@@ -129,7 +130,17 @@ class Columns(Operand):
                 for word in words:
                     low, high = codes.halves(word)
                     sums[0] = sums[0] + (low + high)
-        return codes.scale_of(codes.larger(*codes.numbers(most)), self.plan.quant.scales)
+        return codes.larger(*codes.numbers(most))
+
+    def largest_of_lanes(self, a: Float32):
+        """Of the columns of all lanes."""
+        for distance in range(5):
+            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+        return a
+
+    def scale_of(self, a: Float32):
+        """Of numbers whose largest is `a`; and the scale's reciprocal."""
+        return codes.scale_of(a, self.plan.quant.scales)
 
     @cute.jit
     def codes_of(self, lines: Int32, made: Int32, slabs: Int32, inverse, lane: Int32):
@@ -164,6 +175,12 @@ class Columns(Operand):
         """The scale or the sum of column `column` in `block`, to [blocks, width]."""
         at = to.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
         lanes.store(at, [lanes.bits_of(number)], 4, column < width)
+
+    def store_square(self, target, scale, block: Int32, column: Int32, width: Int32, lane) -> None:
+        """The scale of the square that begins with `column`, by lane 0. width: columns of the result."""
+        squares, own = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
+        at = target.scales.toint() + (Int64(block) * Int64(squares) + Int64(own)) * 4
+        lanes.store(at, [lanes.bits_of(scale)], 4, (lane == 0) & (column < width))
 
 
 class YTurned(Columns):
@@ -223,12 +240,22 @@ class YTurned(Columns):
         """128 columns from `column` on."""
         target, made = idle.operands.y_turned, idle.shared.turned_codes
         width = idle.extents.half_n if cutlass.const_expr(self.plan.halved) else idle.extents.n
+        square = self.plan.quant.turned_square("y")
+        scale, inverse = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(square):
+            a = Float32(0.0)
+            for turn in cutlass.range(SIDE // WARP, unroll=1):
+                lines = idle.shared.turned.toint() + offset + turn * (WARP * LINE)
+                a = codes.larger(a, self.largest_of(lines, where.slabs, lane))
+            scale, inverse = self.scale_of(self.largest_of_lanes(a))
+            self.store_square(target, scale, where.block, column, width, lane)
         self.sent(lane)
         for turn in cutlass.range(SIDE // WARP, unroll=1):
             own = turn * WARP
             lines = idle.shared.turned.toint() + offset + own * LINE
-            scale, inverse = self.scale_of(lines, where.slabs, lane)
-            self.store_number(target.scales, scale, where.block, column + own + lane, width)
+            if cutlass.const_expr(not square):
+                scale, inverse = self.scale_of(self.largest_of(lines, where.slabs, lane))
+                self.store_number(target.scales, scale, where.block, column + own + lane, width)
             self.codes_of(lines, made.toint() + own * SIDE, where.slabs, inverse, lane)
         self.send_codes(target, [made], where.block, column, lane)
 
@@ -294,7 +321,7 @@ class DzTurned(Columns):
     def behind(self, idle: Idle) -> None:
         """Until the others have read the tile, too: z of the next one takes its place."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=READ, number_of_threads=TURNERS * WARP)
+        together()
 
     def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
         """This warp's columns of a tile."""
@@ -306,30 +333,49 @@ class DzTurned(Columns):
                 column = n_tile * tile_n + side * n
             lines = (side * SIDE + own) * SLAB
             sums = idle.operands.block_sums if self.plan.has("block_sums") else None
-            self.columns(idle, idle.operands.dz_turned, lines, (column + own, n * sides), where, lane, sums)
+            square = side if self.plan.quant.turned_square("dz") else None
+            self.columns(idle, idle.operands.dz_turned, lines, (column, n * sides), where, lane, square, sums)
         if self.plan.has("y_turned"):
             lines = self.plan.z_bytes + own * SLAB
-            self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n + own, n), where, lane)
+            square = sides if self.plan.quant.turned_square("y") else None
+            self.columns(idle, idle.operands.y_turned, lines, (n_tile * tile_n, n), where, lane, square)
         self.sent(lane)
 
     @cute.jit
-    def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32, sums=None):
-        """32 columns; offset: of the first in each warp's slab. extent: (first column, columns of the result). sums:
-        [blocks, columns], which gets theirs.
+    def columns(self, idle: Idle, target, offset: Int32, extent, where: Place, lane: Int32, square=None, sums=None):
+        """This warp's 32 of 128 columns; offset: of its first in each warp's slab. extent: (first of the 128, columns
+        of the result). square: their number in the tile, where they have one scale. sums: [blocks, columns], which
+        gets theirs.
         """
-        column, width = extent
+        first, width = extent
+        column = first + idle.warp * WARP
         slabs = idle.shared.staging + offset
         found = None
         if cutlass.const_expr(sums is not None):
             found = cute.make_rmem_tensor((1,), Float32)
             found.fill(0.0)
-        scale, inverse = self.scale_of(slabs.toint(), where.slabs, lane, found)
-        self.store_number(target.scales, scale, where.block, column + lane, width)
+        a = self.largest_of(slabs.toint(), where.slabs, lane, found)
+        if cutlass.const_expr(square is not None):
+            a = self.largest_of_warps(idle, self.largest_of_lanes(a), square, lane)
+        scale, inverse = self.scale_of(a)
+        if cutlass.const_expr(square is not None):
+            self.store_square(target, scale, where.block, first, width, idle.warp * WARP + lane)
+        else:
+            self.store_number(target.scales, scale, where.block, column + lane, width)
         if cutlass.const_expr(sums is not None):
             self.store_number(sums, found[0], where.block, column + lane, width)
         self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
         self.send_codes(target, boxes, where.block, column, lane)
+
+    def largest_of_warps(self, idle: Idle, a: Float32, square: int, lane: Int32):
+        """Of the columns of all warps. Each of the tile's squares has a place, which the next tile takes again."""
+        at = idle.shared.largest.toint() + square * (4 * TURNERS)
+        lanes.shared_store_u32_if(at + idle.warp * 4, lanes.bits_of(a), lane == 0)
+        together()
+        for word in ptx.load_shared_v4(at):
+            a = codes.larger(a, lanes.float_of(Uint32(word)))
+        return a
 
     def load(self, lines: Int32, unit: Int32, lane: Int32) -> list:
         """Eight tokens of column `lane`."""
@@ -339,6 +385,11 @@ class DzTurned(Columns):
     def place_of_codes(self, column, slab):
         """Where 16 codes of a column are, in bytes: where the lane has read two slabs, in the first of them."""
         return (slab >> 1) * (2 * self.plan.warp_bytes) + slab_place(column, slab & 1)
+
+
+def together() -> None:
+    """The fourth warpgroup's warps wait for each other."""
+    cute.arch.barrier(barrier_id=FOURTH, number_of_threads=TURNERS * WARP)
 
 
 def turned_map(tensor, box):
