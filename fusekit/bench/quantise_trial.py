@@ -25,7 +25,10 @@ class QuantiseTrial(Trial):
         if rows is not None:
             self.problem["M"] = rows
         groups, count, columns = (int(self.problem[name]) for name in ("E", "M", "K"))
-        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, T=int(self.problem.get("T", 0)), seed=seed)
+        tokens = int(self.problem.get("T", 0))
+        if topk := int(spec.get("topk", 0)):
+            count, tokens = max(count // topk, 1) * topk, 0
+        self.inputs = quantise_inputs(spec, M=count, K=columns, E=groups, T=tokens, seed=seed)
         self.outputs = quantise_output_shapes(spec, M=count, K=columns, E=groups)
         elements = (groups if spec["blocks"] == SQUARE else 1) * count * columns
         read = sum(value.nbytes for value in self.inputs.values())

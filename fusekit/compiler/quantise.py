@@ -32,6 +32,8 @@ def plan(spec: QuantiseSpec) -> TracePlan:
     names = OPERANDS
     if spec.blocks == SQUARE:
         names = ("w", "index", "offsets", "w_q", "w_s", "w_t", "w_ts")
+    if spec.topk:
+        names = ("x", "inverse", *OPERANDS[2:])
     keys = (
         spec.dtype,
         spec.blocks,
@@ -41,6 +43,7 @@ def plan(spec: QuantiseSpec) -> TracePlan:
         spec.rows,
         spec.groups,
         spec.gather,
+        spec.topk,
     )
     return token_wise(QuantiseTiles(*keys), names, made)
 
@@ -56,22 +59,24 @@ def signature(spec: QuantiseSpec) -> Signature:
         return Signature(spec.arch, tuple(_largest(spec)), (rows, columns, Dim("E", minimum=1, maximum=MOST_GROUPS)))
     grouped = spec.transpose and spec.groups
     groups = [Dim("E", minimum=1, maximum=MOST_GROUPS), Dim("P", SIDE, SIDE)] if grouped else []
-    tokens = [Dim("T", maximum=MOST_ROWS)] if spec.gather else []
+    tokens = [Dim("T", maximum=MOST_ROWS)] if spec.gather or spec.topk else []
     room = Constraint(["max", 0, ["sub", PADDED, "P"]], f"x_t must have room for M + {SIDE - 1} E tokens")
     return Signature(
         spec.arch,
         tuple(_rows(spec)),
         (rows, columns, *groups, *tokens),
         constraints=(room,) if grouped else (),
-        skip_if_zero=("M",) if spec.groups else (),
+        skip_if_zero=(("T",) if spec.topk else ("M",)) if spec.groups else (),
     )
 
 
 def _rows(spec: QuantiseSpec) -> list[TensorArgument]:
     blocks: Expr = ["ceildiv", "K", SIDE]
-    found = [_matrix("x", "input", spec.dtype, ("T" if spec.gather else "M", "K"), _divisor(spec))]
+    found = [_matrix("x", "input", spec.dtype, ("T" if spec.gather or spec.topk else "M", "K"), _divisor(spec))]
     if spec.gather:
         found.append(TensorArgument("index", "input", "i32", ("M",), (1,), alignment=4))
+    if spec.topk:
+        found.append(TensorArgument("inverse", "input", "i32", ("T", spec.topk), (spec.topk, 1), alignment=4))
     if spec.transpose and spec.groups:
         found.append(TensorArgument("offsets", "input", "i32", ("E",), (1,), alignment=4))
     if spec.rows:

@@ -40,6 +40,7 @@ USUAL = {
     "rows": True,
     "groups": True,
     "gather": False,
+    "topk": 0,
 }  # what a spec may leave out
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
@@ -96,6 +97,8 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
         return _mx(keys, x)
     if keys["out"] == AMAX:
         return _largest(keys, x, np.asarray(inputs["offsets"]))
+    if keys["topk"]:
+        return _copies(keys, x, np.asarray(inputs["inverse"]))
     rows, columns = x.shape
     ends = np.asarray(inputs["offsets"] if keys["transpose"] and keys["groups"] else [rows])
     starts, last = padded_starts(ends), int(ends[-1])
@@ -115,6 +118,17 @@ def quantise(spec: QuantiseSpec | Mapping[str, Any], inputs: Mapping[str, Any]) 
             codes, scale = blocks(turned, SIDE if keys["transpose_blocks"] == SQUARE else 1, SIDE, rule)
             found["x_t"][:, start:stop] = codes
             found["x_ts"][start // SIDE : stop // SIDE] = scale.T
+    return found
+
+
+def _copies(keys: Mapping[str, Any], x: NDArray[np.float32], inverse: Array) -> dict[str, Array]:
+    """Codes of the rows of x, each at the rows of x_q that ``inverse`` [T, topk] names; x_q has as many as that."""
+    shapes = quantise_output_shapes(keys, M=inverse.size, K=x.shape[1])
+    found = {name: _ones(shape, dtype) for name, (shape, dtype) in shapes.items()}
+    codes, scale = blocks(x, 1, SIDE, keys["scales"])
+    token, choice = np.nonzero((inverse >= 0) & (inverse < inverse.size))
+    rows = inverse[token, choice]
+    found["x_q"][rows], found["x_s"][:, rows] = codes[token], scale[token].T
     return found
 
 
@@ -221,15 +235,21 @@ def quantise_inputs(
     seed: int = 0,
     sizes: Array | list[int] | tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of a gathered x; 0 for M."""
+    """Every input by its argument name: numbers of many sizes, uneven groups. T: the rows of an x that is gathered, or
+    has topk; 0 for M, or M / topk.
+    """
     keys = _canonical(spec)
     kind = held(keys["dtype"])
     if keys["blocks"] == SQUARE:
         return {"w": bits((E, M, K) if keys["groups"] else (M, K), keys["dtype"], seed + 1).view(kind)}
-    tokens = (T or M) if keys["gather"] else M
+    tokens = (T or M // max(keys["topk"], 1)) if keys["gather"] or keys["topk"] else M
     inputs: dict[str, Any] = {"x": bits((tokens, K), keys["dtype"], seed + 1).view(kind)}
     if keys["gather"]:
         inputs["index"] = np.random.default_rng(seed).integers(-1, tokens, M, dtype=np.int32)
+    if keys["topk"]:
+        inverse = np.random.default_rng(seed).permutation(tokens * keys["topk"]).astype(np.int32)
+        inverse[::11], inverse[5::13] = -1, inverse.size
+        inputs["inverse"] = inverse.reshape(tokens, keys["topk"])
     if keys["out"] == AMAX or (keys["transpose"] and keys["groups"] and keys["out"] != MXFP8):
         inputs["offsets"] = offsets_of(group_sizes(M, E, seed) if sizes is None else sizes)
     return inputs

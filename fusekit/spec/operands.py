@@ -25,6 +25,7 @@ OPERANDS: Mapping[str, Mapping[str, str]] = {
         "x": "The rows to quantise.",
         "w": "The weights to quantise.",
         "index": "Which row of x each row is; outside [0, T): a row of zeros.",
+        "inverse": "Which rows of x_q each row of x becomes; outside [0, M): none.",
         "offsets": words(FORWARD)["offsets"],
         "x_q": "Codes of x, along its rows.",
         "x_s": "Scales of those codes: of a row; of 128 columns of a row, the rows side by side; or of 32 columns.",

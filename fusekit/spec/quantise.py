@@ -9,6 +9,7 @@ from fusekit.plan.quantise import (
     BLOCK,
     BLOCKS,
     LAYOUTS,
+    MOST_TOPK,
     MXFP8,
     RECIPES,
     ROW,
@@ -42,6 +43,8 @@ QUANTISE_KEYS = (
         "are one, without offsets, and w is [N, K].", default=True),
     Key("gather", "bool", "fp8-block, 1x128: the argument index[M] chooses the rows of an x [T, K]; -1: zeros.",
         default=False),
+    Key("topk", "int", "fp8-block, 1x128: rows of x_q that each row of an x [T, K] becomes; the argument "
+        "inverse[T, topk] has their numbers, -1: none. 0: its own row alone.", default=0),
     Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
     Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
@@ -50,7 +53,7 @@ QUANTISE_KEYS = (
         Key("E", "int", "Groups.", minimum=1, default=1),
         Key("M", "int", "Rows of each matrix.", required=True),
         Key("K", "int", "Columns.", minimum=1, required=True),
-        Key("T", "int", "Rows of a gathered x; default: M.", default=0),
+        Key("T", "int", "Rows of an x that is gathered, or has topk; default: M, or M / topk.", default=0),
     )),
 )  # fmt: skip
 
@@ -59,7 +62,7 @@ QUANTISE_KEYS = (
 class QuantiseProblem:
     """The shape that `run` and the benchmarks use: M rows (of each of E squares' matrices) of K columns; E groups.
 
-    T: the rows of a gathered x, 0 for M.
+    T: the rows of an x that is gathered, or has topk; 0 for M, or M / topk.
     """
 
     M: int
@@ -85,6 +88,7 @@ class QuantiseSpec(TokenSpec):
     rows: bool
     groups: bool
     gather: bool
+    topk: int
     scale_layout: str
     rht_amax: bool
     warps: int
@@ -105,7 +109,7 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
     found: list[Broken] = []
     mine = {"dtype": (BLOCK,), "blocks": (BLOCK,), "scales": (ROW, BLOCK), "transpose": (BLOCK, MXFP8),
             "transpose_blocks": (BLOCK,), "rows": (BLOCK,), "groups": (BLOCK,), "gather": (BLOCK,),
-            "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
+            "topk": (BLOCK,), "scale_layout": (MXFP8,), "rht_amax": (AMAX,)}  # fmt: skip
     usual = {key.name: key.default for key in QUANTISE_KEYS}
     for name, recipes in mine.items():
         value = getattr(spec, name)
@@ -115,11 +119,16 @@ def broken_quantise_rules(spec: QuantiseSpec) -> list[Broken]:
             one = " or ".join(f'"{recipe}"' for recipe in recipes)
             has = "takes bf16 alone" if name == "dtype" else "has none"
             found.append((name, value, f"{spec.out} {has}; say out = {one}, or leave {name} out"))
-        elif spec.blocks == SQUARE and name in ("transpose_blocks", "rows", "gather"):
+        elif spec.blocks == SQUARE and name in ("transpose_blocks", "rows", "gather", "topk"):
             rule = f'is said of rows of tokens; say blocks = "{ROWS}", or leave {name} out'
             found.append((name, value, rule))
         elif spec.blocks != SQUARE and name in ("transpose_blocks", "rows", "groups") and not spec.transpose:
             found.append((name, value, f"is for kernels that transpose; say transpose = true, or leave {name} out"))
+        elif name == "topk" and not 1 <= value <= MOST_TOPK:
+            found.append((name, value, f"must be from 1 to {MOST_TOPK}, or 0 for none"))
+        elif name == "topk" and (spec.gather or spec.transpose):
+            other = "gather" if spec.gather else "transpose"
+            found.append((name, value, f"rows that become several lie in their own order; leave it or {other} out"))
     if spec.warps != WARPS:
         found.append(("warps", spec.warps, f"must be {WARPS}"))
     if spec.problem:

@@ -68,7 +68,7 @@ def trial(opened, name, inputs, shapes):
 @pytest.mark.parametrize("columns", [16, 128, 528, 2880])
 def test_rows(opened, name, sizes, columns):
     spec, groups = SPECS[name], SIZES[sizes]
-    rows = sum(groups) + 5
+    rows = (sum(groups) + 5) * max(spec.topk, 1)
     inputs = reference.quantise_inputs(spec, M=rows, K=columns, E=len(groups), seed=1, sizes=groups)
     hard(inputs["x"])
     outputs = trial(opened, name, inputs, shapes_of(spec, rows, columns, len(groups)))

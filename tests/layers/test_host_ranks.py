@@ -23,7 +23,11 @@ def opened(name, ranks=2, tokens=40, **said):
 SIZES = ((30, 11), (0, 17), (40, 0, 25))
 NAMES = ("gpt-oss", "gpt-oss-as-stored", "deepseek", "llama4", "choices", "recompute", "gpt-oss-overlap",
          "recompute-overlap")  # fmt: skip
-CODED = zip(("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices", "fp8-gpt-oss-squares"), (*SIZES, *SIZES), strict=False)
+CODED = zip(
+    ("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices", "fp8-gpt-oss-squares"),
+    (*SIZES, *SIZES),
+    strict=False,
+)
 
 
 @pytest.mark.parametrize(("name", "tokens"), [*product(NAMES, SIZES), *CODED])

@@ -109,6 +109,10 @@ def quantise(keys, given, dims):
         found |= {name: found[of].transpose(0, 2, 1) for name, of in (("w_t", "w_q"), ("w_ts", "w_s"))}
         return found if keys["groups"] else {name: each[0] for name, each in found.items()}
     rows = chosen({"gather": "x" if keys["gather"] else "none"}, given, "x")
+    if keys["topk"]:
+        token, choice = np.nonzero(given["inverse"] >= 0)
+        x, rows = rows, np.full((dims["M"], rows.shape[1]), np.nan)
+        rows[given["inverse"][token, choice]] = x[token]
     found = rows_of_codes("x", rows) if keys["rows"] else {}
     if keys["transpose"]:
         columns = 128 if keys.get("transpose_blocks") == "128x128" else 1

@@ -197,7 +197,8 @@ def test_a_layer_with_a_recipe_makes_the_kernels_of_its_program(change, turns):
     quantised |= {f"shared-{name}" for name in ("w1", "w2", "x", "dy", "a-turned", "x-turned")} | {"dshared-z"}
     assert {name for name in parts if "quantise" in name} == {f"quantise-{name}" for name in quantised}
     gathering = {name for name in quantised if getattr(parts[f"quantise-{name}"], "gather", False)}
-    assert gathering == {"x", "dy", "x-turned"}
+    assert gathering == {"dy", "x-turned"}
+    assert {name for name in quantised if getattr(parts[f"quantise-{name}"], "topk", 0)} == {"x"}
 
 
 def test_a_layer_with_float32_weights_makes_codes_of_them_and_float32_gradients():

@@ -20,7 +20,7 @@ class MxTiles(QuantiseTiles):
     """The kernel; calling it traces host function and device code. Groups begin at multiples of 128, if at all."""
 
     def __init__(self, transpose: bool, layout: str) -> None:
-        super().__init__(BF16, ROWS, "", transpose, ROWS, rows=True, groups=True, gather=False)
+        super().__init__(BF16, ROWS, "", transpose, ROWS, rows=True, groups=True, gather=False, topk=0)
         self.grouped, self.swizzled = False, layout == SWIZZLED
 
     @cute.jit
@@ -35,7 +35,7 @@ class MxTiles(QuantiseTiles):
     @cute.jit
     def row(self, target, place: Place, extents, step: Int32, line: Int32, own: Int32, inverse, part: Int32):
         """One row, of which this thread has pieces `part` and `part` + 8; four threads share a block."""
-        x_q, strides, x_s, _ = target
+        x_q, strides, x_s, _, _ = target
         _, columns = extents
         row = place.row + own
         x_q = x_q + Int64(row) * strides[-1]

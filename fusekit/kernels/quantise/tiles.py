@@ -10,7 +10,8 @@ two accesses of a warp meet in a bank; those of transposed codes by half the col
 Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
 
-Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows.
+Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. Where each row of x becomes
+several of x_q, it holds theirs, `topk` for each; so x is read once.
 
 Float32 goes through registers, which round it to bf16 on its way to shared memory: AHEAD loads of a thread are under
 way at a time. There is one tile in shared memory then, and the other thread blocks compute meanwhile.
@@ -57,20 +58,22 @@ class QuantiseTiles:
 
     def __init__(
         self, dtype: str, blocks: str, scales: str, transpose: bool, transpose_blocks: str, rows: bool, groups: bool,
-        gather: bool,
+        gather: bool, topk: int,
     ) -> None:  # fmt: skip
         self.wide = dtype == WIDE
         self.tiles = 1 if self.wide else 2  # in shared memory
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
         self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
-        self.by_row, self.gather = rows, gather
+        self.by_row, self.gather, self.topk = rows, gather, topk
         self.turned_square = transpose_blocks == SQUARE
         # Without rows, one group still has a block of zeros, for a weight gradient to read.
         self.never_empty = transpose and not groups and not self.square
 
     @cute.jit
     def __call__(self, x: cute.Tensor, index, offsets, x_q, x_s, x_t, x_ts, stream: CUstream):
-        """Launch. x [M, K] (gathered: [T, K]); for squares [E, N, K] or [N, K]. What it does without is None."""
+        """Launch. x [M, K] (gathered, or with topk: [T, K]); for squares [E, N, K] or [N, K]. index: with topk, inverse
+        [T, topk]. What it does without is None.
+        """
         first = 1 if self.matrices else 0
         columns = x.shape[first + 1]
         rows = index.shape[0] if cutlass.const_expr(self.gather) else x.shape[first]
@@ -86,7 +89,7 @@ class QuantiseTiles:
         strips = (columns + (STRIP * SIDE - 1)) // (STRIP * SIDE)
         self.kernel(
             x.iterator,
-            index.iterator if cutlass.const_expr(self.gather) else None,
+            index.iterator if cutlass.const_expr(self.gather or self.topk) else None,
             offsets.iterator if cutlass.const_expr(self.grouped) else None,
             x_q.iterator if cutlass.const_expr(self.by_row) else None,
             x_s.iterator if cutlass.const_expr(self.by_row) else None,
@@ -95,7 +98,7 @@ class QuantiseTiles:
             groups,
             rows,
             columns,
-            x.shape[0] if cutlass.const_expr(self.gather) else None,
+            (x_q if cutlass.const_expr(self.topk) else x).shape[0] if cutlass.const_expr(self.indexed) else None,
             [Int64(stride) for stride in x.stride[:-1]],
             [Int64(stride) for stride in x_q.stride[:-1]] if cutlass.const_expr(self.by_row) else [],
             [Int64(stride) for stride in x_s.stride[:-1]] if cutlass.const_expr(self.by_row) else [],
@@ -116,7 +119,7 @@ class QuantiseTiles:
         """See the module's docstring."""
         allocator = cutlass.memory.SmemAllocator()
         parts = self.tiles * TILE
-        shared = allocator.allocate(parts + PARTS * PAIRS * 4 + (SIDE * 4 if self.gather else 0), 128).toint()
+        shared = allocator.allocate(parts + PARTS * PAIRS * 4 + SIDE * 4 * self.indexed, 128).toint()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
@@ -127,12 +130,12 @@ class QuantiseTiles:
         chosen = shared + parts + PARTS * PAIRS * 4
         source, target, turned = (x.toint(), x_strides, chosen), None, None
         if cutlass.const_expr(self.by_row):
-            target = (x_q.toint(), q_strides, x_s.toint(), s_strides)
+            target = (x_q.toint(), q_strides, x_s.toint(), s_strides, chosen)
         if cutlass.const_expr(self.transpose):
             turned = (x_t.toint(), t_strides, x_ts.toint())
         extents = (rows, columns)
         if (place.row < place.end) | self.never_empty:
-            if cutlass.const_expr(self.gather):
+            if cutlass.const_expr(self.indexed):
                 self.choose(index, tokens, place, chosen, thread)
             if cutlass.const_expr(not self.wide):
                 self.fetch(source, place, columns, first, shared, thread)
@@ -150,6 +153,11 @@ class QuantiseTiles:
                 cute.arch.sync_threads()
                 self.tile(target, turned, place, extents, step, tile, shared + parts, thread)
                 cute.arch.sync_threads()
+
+    @property
+    def indexed(self) -> int:
+        """Numbers of rows that shared memory holds for each of a tile's."""
+        return self.topk or int(self.gather)
 
     def place(self, offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32) -> Place:
         """Tile `number`; one without rows where there are fewer."""
@@ -213,11 +221,15 @@ class QuantiseTiles:
 
     @cute.jit
     def choose(self, index, tokens: Int32, place: Place, chosen: Int32, thread: Int32):
-        """Which rows of x the tile has, to shared memory; -1 for zeros."""
-        row = place.row + thread
-        (word,) = lanes.load(index.toint() + Int64(row) * 4, 4, (thread < SIDE) & (row < place.end), fill=-1)
-        there = Int32(word) < tokens
-        lanes.shared_store_u32_if(chosen + thread * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), thread < SIDE)
+        """Which rows of x the tile has, or of x_q its rows become, to shared memory; -1: none. tokens: their number."""
+        each = self.indexed
+        for first in cutlass.range_constexpr(0, SIDE * each, THREADS):
+            own = first + thread
+            mine = own < SIDE * each
+            at = index.toint() + (Int64(place.row) * each + own) * 4
+            (word,) = lanes.load(at, 4, mine & (own < (place.end - place.row) * each), fill=-1)
+            there = Int32(word) < tokens
+            lanes.shared_store_u32_if(chosen + own * 4, cutlass.select_(there, word, Uint32(0xFFFFFFFF)), mine)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -258,25 +270,31 @@ class QuantiseTiles:
     @cute.jit
     def row(self, target, place: Place, extents, step: Int32, line: Int32, own: Int32, inverse, part: Int32):
         """One row, of which this thread has pieces `part` and `part` + 8."""
-        x_q, strides, x_s, s_strides = target
+        x_q, strides, x_s, s_strides, chosen = target
         _, columns = extents
-        row = place.row + own
         words = [load_words(line + ((part + half * 8) ^ (own & 7)) * 16) for half in range(2)]
+        scale = None
         if cutlass.const_expr(inverse is None):
             a = codes.larger(*codes.numbers(codes.largest([word for four in words for word in four])))
             for distance in cutlass.range_constexpr(3):
                 a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
             scale, inverse = codes.scale_of(a, self.scales)
-            at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
-            lanes.store(at, [lanes.bits_of(scale)], 4, (part == 0) & (row < place.end))
+        packed = [eight_codes(four, inverse) for four in words]
         if cutlass.const_expr(self.matrices):
             x_q = x_q + Int64(place.group) * strides[0]
-        x_q = x_q + Int64(row) * strides[-1]
-        for half in cutlass.range_constexpr(2):
-            column = step * SIDE + (part + half * 8) * 8
-            numbers = [number for word in words[half] for number in codes.halves(word)]
-            packed = [codes.four_codes(numbers[:4], inverse), codes.four_codes(numbers[4:], inverse)]
-            lanes.store(x_q + Int64(column), packed, 8, (row < place.end) & (column < columns))
+        for copy in cutlass.range_constexpr(max(self.topk, 1)):
+            row = place.row + own
+            there = row < place.end
+            if cutlass.const_expr(self.topk):
+                row = Int32(lanes.shared_load_u32(chosen + (own * self.topk + copy) * 4))
+                there = row >= 0
+            if cutlass.const_expr(scale is not None):
+                at = x_s + (Int64(step) * s_strides[0] + Int64(row)) * 4
+                lanes.store(at, [lanes.bits_of(scale)], 4, (part == 0) & there)
+            for half in cutlass.range_constexpr(2):
+                column = step * SIDE + (part + half * 8) * 8
+                at = x_q + (Int64(row) * strides[-1] + Int64(column))
+                lanes.store(at, packed[half], 8, there & (column < columns))
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
@@ -386,6 +404,12 @@ def copy_async(destination: Int32, source: Int64, there) -> None:
         " cp.async.cg.shared.global [{$r0}], [{$r1}], 16, size_; }",
         read_only_args=[destination, source, Int32(there)],
     )
+
+
+def eight_codes(words: list, inverse) -> list:
+    """Eight numbers times the reciprocal of their scale."""
+    numbers = [number for word in words for number in codes.halves(word)]
+    return [codes.four_codes(numbers[:4], inverse), codes.four_codes(numbers[4:], inverse)]
 
 
 def load_words(address: Int32) -> list:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fusekit.plan.layer.program import ARGUMENT, QUANTISE, WEIGHTS
 from fusekit.plan.quant import BLOCK, NONE, SIDE
-from fusekit.plan.quantise import SQUARE
+from fusekit.plan.quantise import MOST_TOPK, SQUARE
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
@@ -43,15 +43,17 @@ class Given:
 @dataclass(frozen=True, slots=True)
 class Rows:
     """A tensor whose rows products read or make. extent: "M", rows of experts, or "T", tokens, where its rows are of
-    neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. codes: begins
-    the names of its codes; default: its own name. arrivals: where a window says which rows have come, while products
-    run that read them by index; "": all have. squares: 128 tokens of 128 columns have one scale, not 128 of a column.
+    neither expert. index: what chooses M rows of a tensor of tokens, "" for those of the tensor itself. inverse: what
+    says which of them each token's are, "" if nothing does. codes: begins the names of its codes; default: its own
+    name. arrivals: where a window says which rows have come, while products run that read them by index; "": all have.
+    squares: 128 tokens of 128 columns have one scale, not 128 of a column.
     """
 
     name: str
     columns: int
     extent: str
     index: str = ""
+    inverse: str = ""
     codes: str = ""
     arrivals: str = ""
     squares: bool = False
@@ -176,15 +178,16 @@ class Blocks:
         )
         if not by_row and not turned:
             return
-        grouped = rows.extent == "M"
+        grouped, copies = rows.extent == "M", rows.inverse and not turned and o.topk <= MOST_TOPK
         made = (self.of_rows("x", rows) if by_row else {}) | (self._turned("x", rows) if turned else {})
         reads = {"x": rows.name}
-        reads |= {"index": rows.index} if rows.index else {}
+        reads |= {"inverse": rows.inverse} if copies else {"index": rows.index} if rows.index else {}
         reads |= {"offsets": "offsets"} if turned and grouped else {}
         keys: dict[str, Any] = {
             "rows": by_row,
             "transpose": turned,
-            "gather": bool(rows.index),
+            "gather": bool(rows.index and not copies),
+            "topk": o.topk if copies else 0,
             "groups": grouped or not turned,
         }
         keys |= {"transpose_blocks": SQUARE} if turned and rows.squares else {}

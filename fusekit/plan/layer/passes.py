@@ -159,7 +159,7 @@ class Experts:
         self.n = self.o.sides * self.o.intermediate
         h = self.o.hidden
         rows, gradients = (self.o.squared(self.o.b_major) == each for each in ("rows", "gradients"))
-        rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token")
+        rows_x = Rows("rows", h, "M") if self.by_input else Rows(self.x, h, "M", "token", "inverse")
         self.rows_x = replace(rows_x, squares=rows)
         self.rows_dy = Rows(self.dy, h, "M", "token", squares=gradients)
         self.rows_a = Rows("a", self.o.intermediate, "M", squares=rows)
