@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fusekit.abi import ScalarArgument, evaluate
 from fusekit.dtypes import DTYPES, by
@@ -283,7 +282,9 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
 
 def _check_count(name: str, each: str, value: Any) -> None:
     """Raises ArgumentError for a number of the host's that is no count. Asking a device for its own would wait."""
-    if not isinstance(value, jax.Array) and not 0 <= np.asarray(value).item() <= _MOST:
+    (number,) = jax.tree.leaves(value)
+    known = not isinstance(number, jax.Array)
+    if known and not 0 <= (number.item() if hasattr(number, "item") else number) <= _MOST:
         raise ArgumentError(f"{name}: {each} is {value!r}; it must be a number from 0 to {_MOST}", argument=each)
 
 

@@ -167,7 +167,9 @@ def test_tokens_of_the_whole_step_and_a_traced_coefficient(made):
     assert run(0.5, T).shape == ()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, T - 1, np.int64(T), np.uint8(9), [T], 2**31 - 1])
+@pytest.mark.parametrize(
+    "tokens", [0, 1, T - 1, np.int64(T), np.uint8(9), [T], np.array([T]), [jnp.int32(T)], 2**31 - 1]
+)
 def test_any_count_of_tokens_for_the_loss(made, tokens):
     """0 counts as 1. Fewer than the tokens of x are right where some rows of x are padding."""
     layer, f = made(layer_of("logits"))
