@@ -14,10 +14,13 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from fusekit.bench.replay import Replay
 from fusekit.bench.timing import median
 from fusekit.exchange import Layout, Ranks
 from fusekit.plan.quantise import SIDE
@@ -104,37 +107,39 @@ def measure(ranks: Sequence[Rank], launches: Sequence[Sequence[Launch]]) -> floa
     """Microseconds of the launches of each rank, one after the other."""
     library = ranks[0].library
     devices, api, check = library.devices, library.devices.driver.api, library.devices.driver.check
-    graphs = []
     for rank, own in zip(ranks, launches, strict=True):  # what a first launch makes ready, no capture can
         with devices.active(devices.get(rank.ranks.device)):
             run(list(own), rank.stream)
     for rank in ranks:
         with devices.active(devices.get(rank.ranks.device)):
             check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
-    for rank, own in zip(ranks, launches, strict=True):
-        with devices.active(devices.get(rank.ranks.device)):
-            mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            check(api.cuStreamBeginCapture(rank.stream, mode), "cuStreamBeginCapture")
-            for _ in range(COUNT):
-                run(list(own), rank.stream)
-            captured = check(api.cuStreamEndCapture(rank.stream), "cuStreamEndCapture")
-            graphs.append(check(api.cuGraphInstantiate(captured, 0), "cuGraphInstantiate"))
-    found = []
-    for _ in range(ROUNDS + 1):
-        for rank, graph in zip(ranks, graphs, strict=True):
+    with ExitStack() as graphs:
+        made = []
+        for rank, own in zip(ranks, launches, strict=True):
             with devices.active(devices.get(rank.ranks.device)):
-                check(api.cuEventRecord(rank.events[0], rank.stream), "cuEventRecord")
-                check(api.cuGraphLaunch(graph, rank.stream), "cuGraphLaunch")
-                check(api.cuEventRecord(rank.events[1], rank.stream), "cuEventRecord")
-        times = []
-        for rank in ranks:
-            with devices.active(devices.get(rank.ranks.device)):
-                check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
-                times.append(check(api.cuEventElapsedTime(*rank.events), "cuEventElapsedTime"))
-        found.append(max(times))
+                made.append(Replay(devices, [partial(run, list(own))], COUNT, rank.stream, ready=True))
+            graphs.callback(made[-1].close)
+        times = [_round(ranks, made) for _ in range(ROUNDS + 1)]
     for rank in ranks:
         rank.ranks.check()
-    return float(median(found[1:])) * 1e3 / COUNT
+    return float(median(times[1:])) * 1e3 / COUNT
+
+
+def _round(ranks: Sequence[Rank], graphs: Sequence[Replay]) -> float:
+    """Milliseconds of the slower rank's graph."""
+    devices = ranks[0].library.devices
+    api, check = devices.driver.api, devices.driver.check
+    for rank, graph in zip(ranks, graphs, strict=True):
+        with devices.active(devices.get(rank.ranks.device)):
+            check(api.cuEventRecord(rank.events[0], rank.stream), "cuEventRecord")
+            graph(rank.stream)
+            check(api.cuEventRecord(rank.events[1], rank.stream), "cuEventRecord")
+    times = []
+    for rank in ranks:
+        with devices.active(devices.get(rank.ranks.device)):
+            check(api.cuStreamSynchronize(rank.stream), "cuStreamSynchronize")
+            times.append(float(check(api.cuEventElapsedTime(*rank.events), "cuEventElapsedTime")))
+    return max(times)
 
 
 def copies(ranks: Sequence[Rank]) -> list[list[Launch]]:

@@ -27,14 +27,20 @@ def launches_for(sets: int) -> int:
 
 
 class Replay:
-    """A graph of `count` launches: of `runs` in turn. Calling it launches the graph in the stream of a handle."""
+    """A graph of `count` launches: of `runs` in turn. Calling it launches the graph in the stream of a handle.
 
-    def __init__(self, devices: Devices, runs: Sequence[Run], count: int, stream: int) -> None:
+    ready: the caller has launched each of `runs`, such as those that wait for another device. Else this does.
+    """
+
+    def __init__(
+        self, devices: Devices, runs: Sequence[Run], count: int, stream: int, *, ready: bool = False
+    ) -> None:  # fmt: skip
         self._api, self._check = devices.driver.api, devices.driver.check
         self.count = count
-        for run in runs:  # what a first launch makes ready must not be made ready during a capture
-            run(stream)
-        self._check(self._api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        if not ready:  # what a first launch makes ready must not be made ready during a capture
+            for run in runs:
+                run(stream)
+            self._check(self._api.cuStreamSynchronize(stream), "cuStreamSynchronize")
         mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._check(self._api.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")
         try:

@@ -10,11 +10,12 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice.model import rank
-from fusekit.errors import IntegrityError, UsageError
-from fusekit.plan.operations import EXTERN, GEMM, OPERATIONS, Operation
+from fusekit.errors import ArgumentError, IntegrityError, UsageError
+from fusekit.plan.operations import EXTERN, GEMM, OPERATIONS, QUANTISE, Operation
 
 if TYPE_CHECKING:
     from fusekit.choice.tuning import Tuning
@@ -26,6 +27,9 @@ _TEXTS = frozenset(
 )  # fmt: skip
 _COUNTS = frozenset({"warps", "experts", "topk", "cluster_margin"})
 _PAIRS = frozenset({"tile", "cluster"})
+_DIMS = {GEMM: ("E", "M", "N", "K"), QUANTISE: ("E", "M", "K", "T"), EXTERN: ()}  # of a problem, by family
+_MOST = 2**63  # of an extent
+_OF_TOKENS = ("T", "H", "M")  # M is another name of T
 
 
 def check_alike(variants: Sequence[NameRecord]) -> None:
@@ -144,16 +148,19 @@ def choose(
     variants: Sequence[NameRecord], problem: Mapping[str, int] | None = None, tuning: Tuning | None = None,
     device: str | None = None,
 ) -> NameRecord:  # fmt: skip
-    """The variant to load; `variants` are those of one kernel, at least one. Raises UsageError as `check_alike` does.
+    """The variant to load; `variants` are those of one kernel, at least one. Raises UsageError as `check_alike` does,
+    and ArgumentError for a problem that no kernel of that operation can have.
 
     Every way from a name without a variant to a kernel goes through here: load, show, export, run, bench.
 
     problem: overrides what the spec's own says of E, M, N, K (tokens T and width H). tuning: measured times; asked
     first. device: the name that the driver gives the device, whose own measurements count before others'.
     """
-    if len(variants) == 1:
-        return variants[0]
     first = variants[0]
+    if problem is not None:
+        problem = _checked(first, problem)
+    if len(variants) == 1:
+        return first
     check_name(first)
     operation = _operation(first)
     if operation.family == EXTERN:
@@ -170,6 +177,38 @@ def choose(
         long = 0 < operation.long_row <= first.spec.get("experts", 0)
         return min(variants, key=lambda record: (abs(record.spec["warps"] - (4 if long else 8)), record.name))
     return min(variants, key=lambda record: (*rank(record.spec, _whole(record.spec, operation, problem)), record.name))
+
+
+def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
+    """The problem that a caller gives, in integers. Raises ArgumentError."""
+    check_name(record)
+    kernel = record.name.partition("@")[0]
+    if not isinstance(problem, Mapping):
+        raise ArgumentError(
+            f"problem is {repr(problem)[:80]}; it must be a dict of extents by name, such as {{'M': 4096}}, or left"
+            " out",
+            argument="problem",
+        )
+    operation = OPERATIONS.get(record.spec.get("op", ""))
+    known = () if operation is None else _OF_TOKENS if operation.token_wise else _DIMS[operation.family]
+    for name, value in problem.items():
+        if name not in known:
+            rule = f"the extents of {kernel} are {', '.join(known)}; leave it out"
+            none = f"nothing of {kernel} is chosen by one; leave problem out"
+            raise ArgumentError(f"problem has {repr(name)[:80]}; {rule if known else none}", argument="problem")
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= index(value) < _MOST:
+            raise ArgumentError(
+                f"problem has {name} = {repr(value)[:80]}; it must be a whole number from 0 to {_MOST - 1}; give that,"
+                f" or leave {name} out for the spec's own",
+                argument="problem",
+            )
+    if known == _OF_TOKENS and {"T", "M"} <= problem.keys():
+        raise ArgumentError(
+            f"problem has T = {problem['T']!r} and M = {problem['M']!r}; both are the tokens of {kernel}; give one of"
+            " them",
+            argument="problem",
+        )
+    return {name: index(value) for name, value in problem.items()}
 
 
 def _whole(spec: Mapping[str, Any], operation: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:

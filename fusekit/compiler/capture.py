@@ -149,9 +149,9 @@ def capture() -> Capture:
     Found are calls of `cute.compile`, however it was imported, also `cute.compile[options]`, host functions that are
     called without it, and calls by packages such as QuACK; not kernels that come out of a package's own cache. The
     calls do what they always do. A call inside the block is compiled once; one that a spec cannot repeat (a
-    function of `__main__`, a closure, an object of the framework as argument) is a line of `found.problems`, which says
-    what to do. Not captured are the DSL's environment variables, but for the architecture, and what the
-    program changed in a module after importing it.
+    function of `__main__`, a class made as it runs, an object of the framework as argument) is a line of
+    `found.problems`, which says what to do. Not captured are the DSL's environment variables, but for the
+    architecture, and what the program changed in a module after importing it.
 
     Blocks may be nested, and be open in several threads at once: each collects everything. Entering imports the DSL;
     raises ToolchainError where it is not installed.

@@ -13,6 +13,8 @@ An argument is a number, a string or a truth value as it is, or a table: a tenso
 `{ pointer = "Float32", align = 4 }`, `{ float = "-inf" }`, `{ stream = true }`, `{ none = true }`,
 `{ name = "module:name" }` for a class, a function or the member of an enumeration,
 `{ lambda = "lambda x: x + 1", module = "module" }` with the names of that module,
+`{ closure = "module:outer", place = "inner", free = { .. } }` for a function made inside the function `outer` (`jit`:
+with `cute.jit` around it, `state`: its attributes),
 `{ object = "module:class", state = { .. } }`, and `tuple`, `list`, `dict` of such.
 """
 
@@ -29,7 +31,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from fusekit.compiler import lambdas
+from fusekit.compiler import closures, lambdas
 from fusekit.compiler.intercept import Traced
 from fusekit.errors import BuildError
 
@@ -69,7 +71,8 @@ class Writer:
         if isinstance(value, dict):
             return {"dict": [[self.value(key, where), self.value(value[key], f"{where}[{key!r}]")] for key in value]}
         if isinstance(value, type) or inspect.isfunction(value) or isinstance(_owner(value), ModuleType):
-            return self._lambda(value, where) or {"name": self._importable(value, where)}
+            found = self._lambda(value, where) or self._closure(value, where)
+            return found or {"name": self._importable(value, where)}
         return self._of_the_dsl(value, where) or self.object(value, where)
 
     def object(self, value: Any, where: str) -> dict[str, Any]:
@@ -101,6 +104,31 @@ class Writer:
             return None
         self.modules.add(value.__module__)
         return {"lambda": text, "module": value.__module__}
+
+    def _closure(self, value: Any, where: str) -> dict[str, Any] | None:
+        """A function made inside a function of a module: its code is that module's, its free variables are data."""
+        inner = closures.inner_of(value) if inspect.isfunction(value) and value.__module__ != "__main__" else None
+        if inner is None or inner.__globals__ is not vars(_module(inner.__module__)):
+            return None
+        name = f"{inner.__module__}:{inner.__qualname__.partition('.<locals>')[0]}"
+        try:
+            place = closures.place_of(inner, resolve(name))
+        except BuildError:  # made by a function that is itself under another name
+            return None
+        free = closures.free_of(inner)
+        if place is None or free is None:
+            return None
+        if any(inner is outer for outer in self._inside):
+            raise BuildError(f"{where} is inside itself, which a file cannot hold; make it a function of a module")
+        self.modules.add(inner.__module__)
+        self._inside.append(inner)
+        made: dict[str, Any] = {"closure": name, "place": place}
+        tables = {"free": free, "state": closures.attributes_of(value)}
+        for key, table in tables.items():
+            if table or key == "free":
+                made[key] = {at: self.value(item, f"{where}.{at}") for at, item in table.items()}
+        self._inside.pop()
+        return made if inner is value else {**made, "jit": True}
 
     def _of_the_dsl(self, value: Any, where: str) -> dict[str, Any] | None:
         import cutlass
@@ -227,6 +255,15 @@ class Reader:
     def function(self, data: Mapping[str, Any]) -> Any:
         return lambdas.made(data["lambda"], vars(_module(data["module"])))
 
+    def closure(self, data: Mapping[str, Any]) -> Any:
+        module = data["closure"].partition(":")[0]
+        free = {name: self.value(item) for name, item in data["free"].items()}
+        names = vars(_module(module))
+        made = closures.made(resolve(data["closure"]), data["place"], free, names, data.get("jit", False))
+        for name, item in data.get("state", {}).items():
+            setattr(made, name, self.value(item))
+        return made
+
     def stream(self, data: Mapping[str, Any]) -> Any:
         from cuda.bindings.driver import CUstream
 
@@ -251,6 +288,7 @@ _MAKERS: dict[str, Callable[[Reader, Mapping[str, Any]], Any]] = {
     "none": lambda reader, data: None,
     "name": lambda reader, data: resolve(data["name"]),
     "lambda": Reader.function,
+    "closure": Reader.closure,
     "tuple": lambda reader, data: tuple(reader.values(data["tuple"])),
     "list": lambda reader, data: reader.values(data["list"]),
     "dict": lambda reader, data: {reader.value(key): reader.value(item) for key, item in data["dict"]},

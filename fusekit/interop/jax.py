@@ -36,6 +36,7 @@ _XLA = by("xla")
 _LEAD = {"forward": "x", "inference": "x", "backward": "dy"}  # whose rows are the tokens
 _QUANTISE, _USED = "quantise", "used"  # the latter: what was kept, behind a backward pass that wrote to it
 _CONSTANTS = ("aux_coefficient", "total_tokens")
+_MOST = 2**31 - 1  # of an int32
 Arrays = dict[str, Any]
 
 
@@ -90,7 +91,8 @@ def moe(
 
     x [..., H]. params and more: the layer's other inputs by their names (`layer.inputs("forward")`); logits, indices
     and weights have x's leading dims. Returns y like x; with `router.aux_loss` (y, loss), the loss a float32 scalar,
-    for which f takes aux_coefficient and total_tokens (default: the tokens of x), both constants to a derivative.
+    for which f takes aux_coefficient and total_tokens (default: the tokens of x), both constants to a derivative; what
+    an array of JAX's says in total_tokens is not looked at.
 
     A layer with a recipe takes its weights, and makes codes of them in each call; `f.quantise(params)` gives these as a
     dict, for several calls: `f(x, {**params, **codes})`.
@@ -259,6 +261,8 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
             if array.size != 1 or not jnp.can_cast(array.dtype, kind, "same_kind") or array.dtype == bool:
                 is_ = f"{given[each]!r}, {array.dtype} {list(array.shape)}"
                 raise ArgumentError(f"{name}: {each} is {is_}; it must be one {kind} number", argument=each)
+            if each == "total_tokens":
+                _check_count(name, each, given[each])
             found[each] = array.astype(kind).reshape(1)
         elif buffer.shape[0] == "T" and array.shape[-1:] != (0,):
             found[each] = array.reshape(-1, *array.shape[-1:])
@@ -274,6 +278,14 @@ def _arguments(layer: Layer, name: str, inputs: Mapping[str, Any], given: Arrays
                 argument=each,
             )
     return found
+
+
+def _check_count(name: str, each: str, value: Any) -> None:
+    """Raises ArgumentError for a number of the host's that is no count. Asking a device for its own would wait."""
+    (number,) = jax.tree.leaves(value)
+    known = not isinstance(number, jax.Array)
+    if known and not 0 <= (number.item() if hasattr(number, "item") else number) <= _MOST:
+        raise ArgumentError(f"{name}: {each} is {value!r}; it must be a number from 0 to {_MOST}", argument=each)
 
 
 def _array(name: str, each: str, value: Any) -> Any:

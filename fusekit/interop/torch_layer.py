@@ -305,7 +305,11 @@ def _is_wanted(node: Any) -> bool:
     """Whether the backward pass that is running goes on to this node of the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # PyTorch does not say it of a leaf that torch.autograd.grad was asked for, and of that alone
+    except RuntimeError as error:
+        # PyTorch refuses to say it of a leaf that torch.autograd.grad was asked for. Any other error leaves it open,
+        # and a gradient must not be added to where that is so.
+        if "leaf node" not in str(error):
+            raise
         return True
 
 

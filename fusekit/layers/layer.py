@@ -13,6 +13,7 @@ from fusekit.layers.passes import Pass, Sizes
 from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
 from fusekit.plan.operations import GEMM, OPERATIONS
+from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
 from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import describe, read, strides_of
@@ -53,7 +54,8 @@ class Layer:
         self, library: Library, name: str, arch: str | None = None, device: int | None = None,
         options: Options | None = None,
     ) -> None:  # fmt: skip
-        self.name, self._library, self._arch, self._device = name, library, arch, device
+        self.name, self._library, self._arch = name, library, arch
+        self._device = None if device is None else ordinal_of(device)
         self.options = options or options_of(library, name)
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
@@ -95,14 +97,14 @@ class Layer:
 
         gradients: the outputs that every backward pass will be asked for, all contiguous. Less scratch memory is needed
         then: until they are written, outputs serve as such. in_place: as `bind_backward` will be told. Loads nothing,
-        and needs no GPU.
+        and needs no GPU. Raises ArgumentError.
         """
         dims = self.program.dims(_count(tokens))
         passes = (FORWARD, INFERENCE, BACKWARD)
         lent: dict[str, Collection[str] | None] = dict.fromkeys(passes, ())
         given = {which: set(self.outputs(which)) for which in passes}
         if gradients is not None:
-            given[BACKWARD], lent[BACKWARD] = self._known(BACKWARD, gradients), None
+            given[BACKWARD], lent[BACKWARD] = self._named(gradients), None
         found = {
             which: self.program.scratch(which, given[which], dims, lent[which], in_place=in_place)[1]
             for which in passes
@@ -123,7 +125,7 @@ class Layer:
         return self._bind(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, cluster_margin)
 
     def bind_backward(
-        self, *, kept: Any, scratch: Any = None, cluster_margin: int | None = None, in_place: bool = False,
+        self, *, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None, in_place: bool = False,
         **arguments: Any,
     ) -> Pass:  # fmt: skip
         """The backward pass, after a forward pass with the same `kept`, on the caller's memory, as `bind_forward`.
@@ -154,7 +156,7 @@ class Layer:
         self._call(FORWARD if kept is not None else INFERENCE, kept, scratch, arguments, stream, cluster_margin)
 
     def backward(
-        self, *, stream: Any = None, kept: Any, scratch: Any = None, cluster_margin: int | None = None,
+        self, *, stream: Any = None, kept: Any = None, scratch: Any = None, cluster_margin: int | None = None,
         in_place: bool = False, **arguments: Any,
     ) -> None:  # fmt: skip
         """Queues a backward pass without binding it first; arguments and errors are those of `bind_backward`."""
@@ -162,12 +164,16 @@ class Layer:
 
     def load(self, tokens: int | None = None, *, devices: Iterable[int] = ()) -> None:
         """Loads every kernel now, for so many tokens; a capture can load none. None: those of the spec. devices: by
-        their ordinals, further ones to make them ready on; else that happens in the first launch there.
+        their ordinals, further ones to make them ready on; else that happens in the first launch there. Raises
+        ArgumentError, and what loading a kernel raises.
         """
+        if isinstance(devices, str) or not isinstance(devices, Iterable):
+            raise ArgumentError(f"devices = {devices!r}; it must be ordinals, such as [0, 1]", argument="devices")
+        ordinals = [ordinal_of(device) for device in devices]
         for which in self.program.steps:
             count = self.options.tokens if tokens is None else _count(tokens)
             plan = self._plan(which, count, set(self.outputs(which)))
-            for device in devices:
+            for device in ordinals:
                 for _, kernel, _ in plan.steps:
                     kernel.prepare(device)
 
@@ -251,6 +257,21 @@ class Layer:
     def _together(self, window: str) -> dict[str, Any]:
         """What a launch that stores into `window` is given beside its buffers; "": into none."""
         return {}
+
+    def _named(self, gradients: Any) -> set[str]:
+        """Outputs of the backward pass, as a caller names them. Raises ArgumentError."""
+        self._known(BACKWARD, ())
+        known = list(self.outputs(BACKWARD))
+        several = isinstance(gradients, Iterable) and not isinstance(gradients, str)
+        names = list(gradients) if several else [gradients]
+        wrong = [name for name in names if not several or name not in known]
+        if wrong:
+            raise ArgumentError(
+                f"{self.name}: gradients = {gradients!r}, with {wrong[0]!r}; it must be a list of outputs of the"
+                f" backward pass, such as ['{known[0]}']; they are {', '.join(known)}",
+                argument="gradients",
+            )
+        return set(names)
 
     def _known(self, which: str, given: Collection[str]) -> set[str]:
         """The outputs among `given`, of which every one must be an argument. Raises ArgumentError."""
@@ -337,11 +358,13 @@ class Layer:
 
     def kernel_name(self, part: str, tokens: int) -> str:
         """The full name of the variant of a part for so many tokens. Of a part whose bits depend on its tile it is
-        always that for the tokens of the spec.
+        always that for the tokens of the spec. Raises ArgumentError.
         """
+        if part not in self.program.parts:
+            raise ArgumentError(f"{self.name} has no part {part!r}; its parts are {', '.join(self.program.parts)}")
         keys = self.program.parts[part]
         operation = OPERATIONS[keys["op"]]
-        dims = self.program.dims(self.options.tokens if pinned(keys) else tokens)
+        dims = self.program.dims(self.options.tokens if pinned(keys) else _count(tokens))
         problem = {"T": dims["T"]}
         if operation.family == GEMM:
             problem = {**keys["problem"], "M": dims["M"] if operation.ragged else dims["T"]}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
-from fusekit.errors import ArchMismatchError, DriverError, how_to_build
+from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.streams import LEGACY
 
@@ -30,6 +31,17 @@ class Device:
 
     def __str__(self) -> str:
         return f"device {self.ordinal} ({self.name}, {self.arch})"
+
+
+def ordinal_of(device: Any) -> int:
+    """The ordinal `device` as an int. Raises ArgumentError for what is no integer: 0.0 and False are equal to 0, and
+    would be found where 0 is kept.
+    """
+    if isinstance(device, bool) or not hasattr(device, "__index__"):
+        raise ArgumentError(
+            f"device is {device!r}; it must be the ordinal of a GPU, a whole number such as 0", argument="device"
+        )
+    return index(device)
 
 
 def look_at(driver: Driver, ordinal: int) -> tuple[Any, str, tuple[int, int], int]:
@@ -96,9 +108,8 @@ class Devices:
         return int(self.driver.check(api.cuCtxGetDevice(), "cuCtxGetDevice"))
 
     def get(self, ordinal: int) -> Device:
-        """The device of that ordinal; DriverError when there is none."""
-        if isinstance(ordinal, bool) or not hasattr(ordinal, "__index__"):
-            raise self._none(ordinal)
+        """The device of that ordinal. Raises DriverError where there is none, and ArgumentError as `ordinal_of`."""
+        ordinal = ordinal_of(ordinal)
         device = self._devices.get(ordinal)
         if device is None:
             opened = self._open(ordinal)
@@ -141,14 +152,11 @@ class Devices:
 
     def _open(self, ordinal: int) -> Device:
         if not 0 <= ordinal < self.count:
-            raise self._none(ordinal)
+            raise DriverError(f"device {ordinal}; this process sees devices 0 to {self.count - 1}; choose one of them")
         api, check = self.driver.api, self.driver.check
         handle, name, capability, sm_count = look_at(self.driver, ordinal)
         context = check(api.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
         return Device(ordinal, name, capability, sm_count, handle, context)
-
-    def _none(self, ordinal: Any) -> DriverError:
-        return DriverError(f"device {ordinal!r}; this process sees devices 0 to {self.count - 1}; choose one of them")
 
     @contextmanager
     def active(self, device: Device) -> Iterator[None]:

@@ -9,7 +9,7 @@ from fusekit.choice import tuning
 from fusekit.choice.variants import choose
 from fusekit.config import Config
 from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError, how_to_build
-from fusekit.runtime.devices import Devices, archs_of
+from fusekit.runtime.devices import Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.wake import Waking
 
@@ -62,12 +62,14 @@ class Library:
         """The kernel `name`, loaded on `device` now and on other devices when their tensors come. Never compiles.
 
         name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.variants picks the
-        variant for `problem` (E, M, N, K; default: the spec's). arch: the cubin's; default: the device's. device: an
-        ordinal; default: that of the current context, else 0.
+        variant for `problem` (E, M, N, K of a GEMM, T and H of a kernel that works token by token; default: the
+        spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that of the current context,
+        else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
-        ArchMismatchError, IntegrityError or DriverError.
+        ArgumentError for a problem or a device that cannot be one, ArchMismatchError, IntegrityError or DriverError.
         """
+        device = None if device is None else ordinal_of(device)
         waking = Waking(device) if self._devices is None and self._driver is None else None
         try:
             # Everything that needs no driver comes before the first question to it.
@@ -202,12 +204,10 @@ class Library:
         )
 
     def _choose(self, variants: list[NameRecord], problem: Mapping[str, int] | None, device: str | None) -> NameRecord:
-        if len(variants) == 1:
-            return variants[0]
         arch = variants[0].arch
-        if arch not in self._tuning:
+        if len(variants) > 1 and arch not in self._tuning:
             self._tuning[arch] = tuning.load(self.store, arch)
-        return choose(variants, problem, self._tuning[arch], device)
+        return choose(variants, problem, self._tuning.get(arch), device)
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """The records of `name` for `arch`: every variant of a kernel, or the one of a full name; empty when none."""

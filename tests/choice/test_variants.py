@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fusekit.choice import tuning
 from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
 from fusekit.choice.variants import choose
+from fusekit.errors import ArgumentError
 from fusekit.plan.tiles import CLUSTERS, default_mainloop, refusals
 from fusekit.spec import find
 from fusekit.store import NameRecord
@@ -379,3 +380,20 @@ def test_warps(op: str, experts: int, warps: int) -> None:
         NameRecord(f"f/k@w{n}", "sm_90a", "0" * 64, {"op": op, "experts": experts, "warps": n}, {}) for n in (1, 4, 8)
     ]
     assert choose(records).spec["warps"] == warps
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem", "text"),
+    [
+        ({"op": "extern"}, {"M": 5}, "problem has 'M'; nothing of f/k is chosen by one; leave problem out"),
+        ({"op": "of-another-package"}, {"M": 5}, "nothing of f/k is chosen by one"),
+        ({"op": "router-topk"}, {"K": 5}, "problem has 'K'; the extents of f/k are T, H, M; leave it out"),
+        ({"op": "router-topk"}, {"T": 5, "M": 6}, "T = 5 and M = 6; both are the tokens of f/k; give one of them"),
+        ({"op": "quantise"}, {"N": 5}, "the extents of f/k are E, M, K, T"),
+    ],
+)
+def test_a_problem_of_another_operation(spec: dict[str, Any], problem: dict[str, int], text: str) -> None:
+    record = NameRecord("f/k@v", "sm_90a", "0" * 64, spec, {})
+    with pytest.raises(ArgumentError, match=text):
+        choose([record], problem)
+    assert choose([record], {}) is choose([record]) is record

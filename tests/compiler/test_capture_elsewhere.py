@@ -46,6 +46,42 @@ OWN = """
     dynamic = from_dlpack(x, assumed_align=16).mark_compact_shape_dynamic(0, (0, 1), 8)
     yield rows.SquareSum(2), (dynamic, from_dlpack(y).mark_layout_dynamic(), CUstream(0)), ""
 """
+SCORES = """
+import cutlass
+from cutlass import cute
+
+def softcap(cap):
+    inverse = 1.0 / cap
+    @cute.jit
+    def score(x):
+        return x * inverse
+    score.__vector__ = 2
+    return score
+
+def added(by, then):
+    return lambda x: then(x) + by
+
+class Scores:
+    def __init__(self, score):
+        self.score = score
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, then: cutlass.Constexpr):
+        thread, _, _ = cute.arch.thread_idx()
+        x[thread] = then(self.score(x[thread]))
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, then: cutlass.Constexpr):
+        self.kernel(x, then).launch(grid=[1, 1, 1], block=[16 * self.score.__vector__, 1, 1])
+"""
+INSIDE = """
+    import scores
+    x = from_dlpack(np.zeros(32, np.float32))
+    for cap in (4.0, 8.0):
+        capped, plain = scores.softcap(cap), scores.added(0.5, scores.added(1.5, abs))
+        yield scores.Scores(capped), (x, plain), ""
+        yield scores.Scores(capped), (x, scores.added(0.5, capped)), ""  # after it was traced once
+"""
 QUACK = """
     import cutlass
     from quack.rmsnorm import _compile_rmsnorm_fwd
@@ -74,6 +110,7 @@ def captured_elsewhere(tmp_path, kernels):
         folder.mkdir()
     for path in EXAMPLES.glob("*.py"):
         shutil.copy(path, modules)
+    (modules / "scores.py").write_text(SCORES)
     (script / "program.py").write_text(PROGRAM.format(kernels=kernels.strip()))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FUSEKIT_", "CUTE_DSL_"))}
     environment |= {
@@ -101,6 +138,13 @@ def run(command, folder, environment):
 def test_the_cubins_are_the_same_in_another_process_and_folder(tmp_path):
     compiled, built = captured_elsewhere(tmp_path, OWN)
     assert len(compiled) == 6
+    assert built == compiled
+
+
+def test_functions_made_inside_functions_are_made_again(tmp_path):
+    """What they hold decides the cubin."""
+    compiled, built = captured_elsewhere(tmp_path, INSIDE)
+    assert len(set(compiled)) == 4
     assert built == compiled
 
 

@@ -167,6 +167,17 @@ def test_tokens_of_the_whole_step_and_a_traced_coefficient(made):
     assert run(0.5, T).shape == ()
 
 
+@pytest.mark.parametrize(
+    "tokens", [0, 1, T - 1, np.int64(T), np.uint8(9), [T], np.array([T]), [jnp.int32(T)], 2**31 - 1]
+)
+def test_any_count_of_tokens_for_the_loss(made, tokens):
+    """0 counts as 1. Fewer than the tokens of x are right where some rows of x are padding."""
+    layer, f = made(layer_of("logits"))
+    x, params, more = inputs_of(layer)
+    count = max(int(np.asarray(tokens).item()), 1)
+    close(f(x, params, **more, total_tokens=tokens)[1], (T / count) ** 2 * f(x, params, **more)[1])
+
+
 def test_layers_in_a_scan_with_recomputation(made):
     """What is kept is stacked by XLA: every layer's own comes back."""
     layer, f = made(layer_of("gpt-oss"))
@@ -250,6 +261,11 @@ def test_types_of_gradients_are_those_of_the_parameters(made):
         ({"total_tokens": True}, "total_tokens is True, bool"),
         ({"total_tokens": [7, 8]}, r"total_tokens is \[7, 8\], int32 \[2\]; it must be one int32 number"),
         ({"total_tokens": 2**40}, "total_tokens is a int, of which JAX makes no array"),
+        ({"total_tokens": -1}, "total_tokens is -1; it must be a number from 0 to 2147483647"),
+        ({"total_tokens": np.int32(-1)}, r"total_tokens is np.int32\(-1\); it must be a number from 0"),
+        ({"total_tokens": [-7]}, r"total_tokens is \[-7\]; it must be a number from 0"),
+        ({"total_tokens": np.uint32(2**31)}, r"total_tokens is np.uint32\(2147483648\); it must be a number from 0"),
+        ({"total_tokens": np.int64(2**40)}, "total_tokens is .*1099511627776"),
         ({"aux_coefficient": "x"}, "aux_coefficient is a str, of which JAX makes no array"),
         ({"x": None}, "x is a NoneType, of which JAX makes no array"),
         ({"x": 1.0}, r"x is float32 \[\]; for"),

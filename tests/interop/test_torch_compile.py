@@ -42,6 +42,25 @@ def test_compile_of_a_whole_graph_with_any_count_of_tokens(name):
         assert torch.equal(made[0], want[0])
 
 
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_a_compiled_call_with_a_number_of_tokens_for_the_loss(dynamic):
+    """A second number is traced as a symbol, unless every number has a graph of its own."""
+    torch._dynamo.reset()
+    moe = module(CASES["deepseek"])
+    compiled = torch.compile(moe, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (7, 14, 0, 1, 2**31 - 1):
+        given, again = inputs_of(moe, 5), inputs_of(moe, 5)
+        made, want = compiled(*given, total_tokens=tokens), moe(*again, total_tokens=tokens)
+        assert torch.equal(made[1], want[1])
+        total(made).backward()
+        total(want).backward()
+        assert torch.equal(given[0].grad, again[0].grad)
+    assert compiled(*given, total_tokens=7)[1] != compiled(*given, total_tokens=14)[1]
+    for wrong in (-1, 2**31, 7.5, True):
+        with pytest.raises(ArgumentError, match=f"total_tokens is {wrong}; it must be a whole number"):
+            torch.compile(moe, dynamic=dynamic, backend="aot_eager")(*given, total_tokens=wrong)
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek", "choices", "mlp"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_operator_is_as_registered(name, keep):

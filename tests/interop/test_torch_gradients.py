@@ -118,6 +118,23 @@ def test_gradients_of_some_parameters_alone():
         assert torch.equal(grad, parameter.grad)
 
 
+def test_an_answer_that_pytorch_does_not_give_is_no_yes(monkeypatch):
+    """Nothing is added to a main gradient where PyTorch fails to say whether it is wanted."""
+
+    def fails(node):
+        raise RuntimeError("should only be called during the backward pass")
+
+    moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
+    for parameter in moe.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    (x,) = inputs_of(moe, 6)
+    loss = total(moe(x))
+    monkeypatch.setattr(torch._C, "_will_engine_execute_node", fails)
+    with pytest.raises(RuntimeError, match="should only be called during the backward pass"):
+        loss.backward()
+    assert not any(parameter.main_grad.any() for parameter in moe.parameters())
+
+
 def test_a_missing_main_gradient_is_named():
     moe = module({**GPT_OSS, "accumulate": True, "grad_dtype": "f32"})
     with pytest.raises(ArgumentError, match=r"router\.weight has no main_grad.*zeros_like"):

@@ -275,6 +275,41 @@ def test_a_pass_that_is_none_is_named(tmp_path):
             ask("forwards")
 
 
+@pytest.mark.parametrize("gradients", [5, "dx", [5], ["dx", 5], ["x"], ["w1"], ["y"], [[]]])
+def test_gradients_that_are_none_are_named(tmp_path, gradients):
+    """An input is no gradient: a pass without outputs needs no memory, and sizes of it would be too small."""
+    layer, _ = opened(tmp_path)
+    with pytest.raises(ArgumentError, match=r"gradients = .*; it must be a list of outputs .*, such as \['.*'\]; they"):
+        layer.sizes(T, gradients)
+    assert layer.sizes(T, {"dx"}) == layer.sizes(T, ["dx"]) == layer.sizes(T, iter(["dx"]))
+
+
+def test_kept_memory_that_is_left_out_is_named(tmp_path):
+    """As any other argument of a pass."""
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, BACKWARD) | memory(layer)
+    del given["kept"]
+    for call in (layer.backward, layer.bind_backward):
+        with pytest.raises(ArgumentError, match=r"kept is missing; give [0-9]+ bytes on device 0"):
+            call(**given)
+    assert not fake.launches
+
+
+def test_parts_and_devices_that_are_none_are_named(tmp_path):
+    layer, fake = opened(tmp_path)
+    with pytest.raises(ArgumentError, match=r"layers/moe has no part 'fc3'; its parts are .*fc1"):
+        layer.kernel_name("fc3", T)
+    with pytest.raises(ArgumentError, match=r"tokens = 4\.0"):
+        layer.kernel_name("fc2", 4.0)
+    for devices, text in ((1, r"devices = 1; it must be ordinals, such as \[0, 1\]"), ([0.0], r"device is 0\.0; it")):
+        with pytest.raises(ArgumentError, match=text):
+            layer.load(T, devices=devices)
+    for device in (0.0, False, "0"):  # 0.0 and False are equal to 0, and so would the layers be
+        with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU"):
+            layer._library.layer("layers/moe", device=device)
+    assert not fake.loaded
+
+
 def test_a_layer_that_is_not_there(tmp_path):
     made, _ = library(tmp_path / "store", options())
     with pytest.raises(NotBuiltError, match="layers/other"):

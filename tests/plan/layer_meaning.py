@@ -266,8 +266,8 @@ def aux_loss_bwd(keys, given, dims):
 
 
 def loss_factor(keys, given):
-    tokens = float(given["total_tokens"][0])
-    return given["coefficient"][0] * keys["experts"] / (keys["topk"] * tokens * tokens) if tokens else 0.0
+    tokens = max(float(given["total_tokens"][0]), 1.0)  # as on the device
+    return given["coefficient"][0] * keys["experts"] / (keys["topk"] * tokens * tokens)
 
 
 OPERATIONS = {

@@ -195,10 +195,19 @@ def test_contexts_are_retained_once_and_given_back() -> None:
     assert fake.retained == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("ordinal", [-1, 2, 2**70, True, 1.0, "0", None, []])
-def test_an_ordinal_of_no_device(ordinal: Any) -> None:
+@pytest.mark.parametrize("ordinal", [-1, 2, 2**70])
+def test_an_ordinal_of_no_device(ordinal: int) -> None:
     kernel, fake = load(fake=fake_for(record(), devices=2))
     with pytest.raises(DriverError, match=r"device .*; this process sees devices 0 to 1; choose one of them"):
+        kernel.prepare(ordinal)
+    assert {device for _, device in fake.settings} == {0}
+
+
+@pytest.mark.parametrize("ordinal", [True, False, 0.0, 1.0, "0", None, []])
+def test_what_is_no_ordinal(ordinal: Any) -> None:
+    """Also where 0.0 and False would be found in place of 0."""
+    kernel, fake = load(fake=fake_for(record(), devices=2))
+    with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU, a whole number such as 0"):
         kernel.prepare(ordinal)
     kernel.prepare(1)
     assert {device for _, device in fake.settings} == {0, 1}

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusekit.abi import IntegerParameter
-from fusekit.errors import ArchMismatchError, DriverError, IntegrityError, NotBuiltError, UsageError
+from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, IntegrityError, NotBuiltError, UsageError
 from fusekit.runtime import Devices, Driver, Kernel, Library
 from fusekit.runtime.devices import archs_of
 from tests.runtime.fake import CUresult, FakeDriver
@@ -35,6 +36,54 @@ def test_a_name_without_variant_takes_the_cheapest(tmp_path: Path) -> None:
     opened, _ = library(store)
     assert opened.load("sample/fc1").name == "sample/fc1@128x160-c2x1"
     assert opened.find("sample/fc1", problem={"E": 1, "M": 65536, "N": 512, "K": 64}).name == "sample/fc1@128x256-c2x1"
+
+
+WRONG_PROBLEMS = [
+    *((value, r"problem is .*; it must be a dict of extents by name, such as \{'M': 4096\}, or left out")
+      for value in (5, 4096.0, "M", [("M", 5)], [], {"M"}, True)),
+    *(({name: 5}, rf"problem has {name!r}; the extents of sample/fc1 are E, M, N, K; leave it out")
+      for name in ("T", "H", "m", "rows", "", 5, None)),
+    *(({"M": value}, r"problem has M = .*; it must be a whole number from 0 to [0-9]+; give that, or leave M out for")
+      for value in (-1, 2**63, 10**400, 1.0, float("nan"), "5", None, True, [5])),
+    ({"E": 1, "M": 5, "N": 5, "K": 5, "I": 5}, "problem has 'I'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "text"), WRONG_PROBLEMS, ids=range(len(WRONG_PROBLEMS)))
+def test_a_problem_that_is_none(tmp_path: Path, problem: Any, text: str) -> None:
+    """Also where there is nothing to choose from, and before anything is loaded."""
+    publish(tmp_path, "sample/fc1@128x160-c2x1", record(dynamic_shared=1000))
+    store = publish(tmp_path, "sample/fc1@128x256-c2x1", record(dynamic_shared=2000), tile=[128, 256])
+    opened, fake = library(store)
+    for name in ("sample/fc1", "sample/fc1@128x256-c2x1"):
+        for ask in (opened.load, opened.find):
+            with pytest.raises(ArgumentError, match=text) as caught:
+                ask(name, problem=problem)
+            assert caught.value.argument == "problem"
+    assert not fake.loaded
+
+
+@pytest.mark.parametrize("name", ["E", "M", "N", "K"])
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**63 - 1, np.int64(7)])
+def test_a_problem_may_say_some_extents_alone(tmp_path: Path, name: str, value: int) -> None:
+    publish(tmp_path, "sample/fc1@128x160-c2x1", record(dynamic_shared=1000))
+    store = publish(tmp_path, "sample/fc1@128x256-c2x1", record(dynamic_shared=2000), tile=[128, 256])
+    opened, _ = library(store)
+    assert opened.find("sample/fc1", problem={name: value}) == opened.find("sample/fc1", problem={name: int(value)})
+    assert opened.find("sample/fc1", problem={}) == opened.find("sample/fc1")
+
+
+def test_a_device_that_is_none_is_refused_before_the_driver_is_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[Any] = []
+    monkeypatch.setattr("fusekit.runtime.library.Waking", lambda ordinal: woken.append(ordinal))
+    for device in (0.0, False, "0", [0]):
+        with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU, a whole number"):
+            Library(publish(tmp_path)).load("sample/fc1", device=device)  # type: ignore[arg-type]
+    assert not woken
+    opened, _ = library(publish(tmp_path))
+    assert type(opened.load("sample/fc1", device=np.int64(0)).device) is int  # type: ignore[arg-type]
 
 
 def test_a_variant_left_from_another_spec_is_not_taken(tmp_path: Path) -> None:
