@@ -121,12 +121,15 @@ def command(
     target = library.devices.get(library.devices.current() if device is None else device)
     arch = library.find(found[0].name, device=target.ordinal).arch
     layers, single = _layers(targets, [record for record in found if record.arch == arch])
-    gemms, tokens = _kernels(targets, single)
+    gemms, tokens, others = _kernels(targets, single)
+    if others and not (gemms or tokens or layers):
+        raise UsageError(f"{others[0]} has no benchmark: {_TIMED}; fusekit run {others[0]} --time times it")
     before = None if not sweep else _table(library, arch, table)
     document: dict[str, Any] = {
         "device": target.name, "arch": arch, "sms": target.sm_count, "groups": groups, "steady": steady or sweep,
         "models": [], "tokens": [], "layers": [], "ok": True, "notes": [], "tuning": None,
     }  # fmt: skip
+    _add_notes(document, [f"{name} is left out: {_TIMED}; fusekit run {name} --time times it" for name in others])
     try:
         measured = _measure(
             session, library, target, document, (gemms, tokens, layers), Shape(experts, hidden, intermediate), rows,
@@ -252,18 +255,20 @@ def _layers(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list
     return list(layers), single
 
 
-def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str]]:
-    """Names of GEMMs and of token kernels: "file/kernel", with "@variant" where a target has it."""
-    from fusekit.plan.operations import OPERATIONS
+def _kernels(targets: Sequence[str], records: Sequence[NameRecord]) -> tuple[list[str], list[str], list[str]]:
+    """Names of GEMMs, of token kernels, and of others: "file/kernel", with "@variant" where a target has it."""
+    from fusekit.plan.operations import GEMM, OPERATIONS
     from fusekit.store import matches
 
     gemms: dict[str, None] = {}
     tokens: dict[str, None] = {}
+    others: dict[str, None] = {}
     for record in records:
         whole = any("@" in target and matches(target, record.name) for target in targets)
         name = record.name if whole else record.name.partition("@")[0]
-        (tokens if OPERATIONS[record.spec["op"]].token_wise else gemms)[name] = None
-    return list(gemms), list(tokens)
+        operation = OPERATIONS[record.spec["op"]]
+        (tokens if operation.token_wise else gemms if operation.family == GEMM else others)[name] = None
+    return list(gemms), list(tokens), list(others)
 
 
 def _by_file(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -307,6 +312,7 @@ def _print(session: Session, document: dict[str, Any], device: Device) -> None:
 
 
 # Of a line: heading -> its figure, and how that is shown.
+_TIMED = "bench times GEMMs, router and permutation kernels, and layers"
 _OF_GEMM = {"ms": ("ms", ".4g"), "TFLOP/s": ("tflops", ".0f"), "of peak": ("peak_share", ".1%"),
             "of dense": ("dense_share", ".3f"), "speed-up": ("speedup", ".2f")}  # fmt: skip
 _OF_TOKENS = {"us": ("us", ".2f"), "GB/s": ("gbs", ".0f"), "of peak": ("peak_share", ".1%"),

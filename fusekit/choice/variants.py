@@ -27,7 +27,7 @@ _TEXTS = frozenset(
 )  # fmt: skip
 _COUNTS = frozenset({"warps", "experts", "topk", "cluster_margin"})
 _PAIRS = frozenset({"tile", "cluster"})
-_DIMS = {GEMM: ("E", "M", "N", "K"), QUANTISE: ("E", "M", "K", "T"), EXTERN: ()}  # of a problem, by family
+_DIMS = {GEMM: ("E", "M", "N", "K"), QUANTISE: ("E", "M", "K", "T")}  # of a problem, by family; others have their own
 _MOST = 2**63  # of an extent
 _OF_TOKENS = ("T", "H", "M")  # M is another name of T
 
@@ -190,12 +190,13 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
             argument="problem",
         )
     operation = OPERATIONS.get(record.spec.get("op", ""))
-    known = () if operation is None else _OF_TOKENS if operation.token_wise else _DIMS[operation.family]
+    known = None if operation is None else _OF_TOKENS if operation.token_wise else _DIMS.get(operation.family)
     for name, value in problem.items():
-        if name not in known:
-            rule = f"the extents of {kernel} are {', '.join(known)}; leave it out"
-            none = f"nothing of {kernel} is chosen by one; leave problem out"
-            raise ArgumentError(f"problem has {repr(name)[:80]}; {rule if known else none}", argument="problem")
+        if known is not None and name not in known:
+            raise ArgumentError(
+                f"problem has {repr(name)[:80]}; the extents of {kernel} are {', '.join(known)}; leave it out",
+                argument="problem",
+            )
         if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= index(value) < _MOST:
             raise ArgumentError(
                 f"problem has {name} = {repr(value)[:80]}; it must be a whole number from 0 to {_MOST - 1}; give that,"

@@ -244,6 +244,26 @@ def test_sizes_that_mean_nothing(rig: Rig, tmp_path: Path, capsys: Any) -> None:
     assert main(["bench", "other"]) == 4
 
 
+def test_kernels_that_have_no_benchmark(rig: Rig, no_torch: None, tmp_path: Path, capsys: Any) -> None:
+    quantise = 'schema = 1\n[[kernel]]\nname = "codes"\nop = "quantise"\narch = "sm_90a"\nout = "fp8-block"\n'
+    rig.publish(tmp_path, quantise, "other")
+    assert main(["bench", "other/codes"]) == 2
+    assert "other/codes has no benchmark: bench times GEMMs, router and perm" in capsys.readouterr().err
+    gemm = """
+    [[kernel]]
+    name = "product"
+    op = "dense-gemm"
+    arch = "sm_90a"
+    tile = [128, 64]
+    problem = { E = 1, M = 150, N = 64, K = 96 }
+    """
+    rig.publish(tmp_path, quantise + gemm, "other")
+    code, found = bench(capsys, "other", "--alone")
+    assert code == 0
+    assert found["notes"][0].startswith("other/codes is left out: bench times GEMMs")
+    assert [row["name"] for row in found["models"][0]["kernels"]] == ["other/product"]
+
+
 def test_out_of_memory(model: Rig, no_torch: None, capsys: Any) -> None:
     model.fail["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     assert main(["bench", "small"]) == 2

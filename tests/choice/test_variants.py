@@ -385,8 +385,8 @@ def test_warps(op: str, experts: int, warps: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "problem", "text"),
     [
-        ({"op": "extern"}, {"M": 5}, "problem has 'M'; nothing of f/k is chosen by one; leave problem out"),
-        ({"op": "of-another-package"}, {"M": 5}, "nothing of f/k is chosen by one"),
+        ({"op": "extern"}, {"S": -5}, "problem has S = -5; it must be a whole number"),  # its dims are its own
+        ({"op": "of-another-package"}, {"S": "5"}, "problem has S = '5'; it must be a whole number"),
         ({"op": "router-topk"}, {"K": 5}, "problem has 'K'; the extents of f/k are T, H, M; leave it out"),
         ({"op": "router-topk"}, {"T": 5, "M": 6}, "T = 5 and M = 6; both are the tokens of f/k; give one of them"),
         ({"op": "quantise"}, {"N": 5}, "the extents of f/k are E, M, K, T"),

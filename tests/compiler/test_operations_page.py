@@ -57,6 +57,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "quantise": [
         'out = "fp8-block"\ntranspose = true\n',
         'out = "fp8-block"\ngather = true\n',
+        'out = "fp8-block"\ntopk = 2\n',
         'out = "fp8-block"\nblocks = "128x128"\ntranspose = true\n',
         'out = "mxfp8"\ntranspose = true\n',
         'out = "amax"\nrht_amax = true\n',
