@@ -155,17 +155,8 @@ def where_within(a: Float32, b: Float32, value: Float32) -> Float32:
     return inline(Float32, text, a, b, value)
 
 
-def load_part(address: cutlass.Int64, there: Int32) -> Float32:
-    """A float32 that another SM may have written, or 0 where `there` is 0."""
-    text = (
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000;"
-        " @p ld.relaxed.gpu.global.f32 {$w0}, [{$r0}]; }"
-    )
-    return inline(Float32, text, address, there)
-
-
 def load_parts_x4(address: cutlass.Int64, there: Int32):
-    """`load_part` of four neighbours, 16-byte aligned."""
+    """Four neighbours, 16-byte aligned, that another SM may have written, or zeros where `there` is 0."""
     text = (
         "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; mov.f32 {$w1}, 0f00000000;"
         " mov.f32 {$w2}, 0f00000000; mov.f32 {$w3}, 0f00000000;"

@@ -55,12 +55,7 @@ class GemmPlan(Product):
         """Those that the kernel has, in the order of a launch's arguments."""
         from fusekit.plan.operands import operands_of
 
-        every = operands_of(self.epilogue)
-        own = [operand for operand in every if operand.present(self)]
-        required = {name for operand in own for name in operand.requires}
-        if not required:
-            return tuple(own)
-        return tuple(operand for operand in every if operand in own or operand.name in required)
+        return tuple(operand for operand in operands_of(self.epilogue) if operand.present(self))
 
     def has(self, name: str) -> bool:
         """Whether the kernel has the operand `name`."""
@@ -223,6 +218,11 @@ class GemmPlan(Product):
         """Columns of a staging box for `width` columns: the widest that divides it."""
         most = self.epilogue_box if limit is None else limit
         return next(columns for columns in BOX_WIDTHS if columns <= most and width % columns == 0)
+
+    @property
+    def sums(self) -> bool:
+        """Whether consumer warps of a backward epilogue add up what they make."""
+        return self.has("dprob") or self.has("dbias")
 
     @property
     def outputs_staged(self) -> bool:

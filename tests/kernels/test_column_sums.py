@@ -85,7 +85,7 @@ def test_who_reads_tiles_and_stages(tile, pingpong, summing, reading):
     assert (plain.idle_readers, plain.reading_warps) == (0, reading - summing)
     backward = plan(tile, pingpong=pingpong, op="grouped-gemm", backward=True)
     assert (backward.idle_readers, backward.reading_warps) == (0, reading - summing)
-    assert backward.has("sums")
-    assert not some.has("sums")
+    assert backward.sums
+    assert not some.sums
     assert some.ring_readers == 1 + reading
     assert plan(tile, (1, 2), pingpong, dynamic=True).ring_readers == 2 * (1 + reading)

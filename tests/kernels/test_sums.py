@@ -1,7 +1,8 @@
 """The sums of gradients as a warp makes them, with 32 lanes of NumPy in the place of a warp's registers.
 
 What can be tried without a GPU: which lane ends with which column, that no row or column is lost or counted twice, and
-that pieces, counters and parts have places of their own within the scratch that the launch record asks for.
+that the parts have places of their own within the scratch that the launch record asks for, where the second launch
+looks for them.
 """
 
 import itertools
@@ -16,8 +17,6 @@ from fusekit.abi import evaluate
 from fusekit.compiler.gemm import signature
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.dbias import Dbias, Shares
-from fusekit.kernels.gemm.operands.sums import Sums
-from fusekit.plan.operands.dbias import BLOCK
 from fusekit.spec import parse_text
 from tests.plans import gemm_plan
 
@@ -32,16 +31,13 @@ def warp(monkeypatch):
     monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
 
 
-def halves(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
-    """The device halves of dbias and of what all sums share."""
+def dbias(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
+    """The device half of dbias."""
     plan = gemm_plan(
         tile=tile, cluster=cluster, glu_layout=layout, backward=True, row_scale=True, dprob=True, dbias=True
     )
-    told = {operand.name: operand for operand in plan.operands}
-    found = {"sums": Sums(plan, told["sums"]), "dbias": Dbias(plan, told["dbias"])}
-    for half in found.values():
-        half.bind(found)
-    return found["sums"], found["dbias"]
+    (told,) = (operand for operand in plan.operands if operand.name == "dbias")
+    return Dbias(plan, told)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +46,7 @@ def halves(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
      ("none", 128, 64), ("none", 160, 32), ("none", 176, 16)],
 )  # fmt: skip
 def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
-    _, sums = halves((128, tile_n), layout=layout)
+    sums = dbias((128, tile_n), layout=layout)
     assert sums.columns_of_unit == unit
     sides = 1 if layout == "none" else 2
     rng = np.random.default_rng(0)
@@ -82,14 +78,14 @@ def test_every_column_is_summed_over_the_warps_rows(warp, layout, tile_n, unit):
 @pytest.mark.parametrize("n", [2880, 2888, 64])
 def test_every_column_of_dbias_has_one_place(layout, n, monkeypatch):
     monkeypatch.setattr(ptx, "divide", lambda a, b: a // b)
-    sums, dbias = halves(layout=layout, cluster=(1, 2))
+    sums = dbias(layout=layout, cluster=(1, 2))
     seen = [
         where
-        for tile in range(sums.tiles_n(n))
-        for where, there in (dbias.place(column, tile, n) for column in range(dbias.tile_columns))
+        for tile in range(-(-n // 192))
+        for where, there in (sums.place(column, tile, n) for column in range(sums.tile_columns))
         if there
     ]
-    assert sorted(seen) == list(range(n * dbias.sides))
+    assert sorted(seen) == list(range(n * sums.sides))
 
 
 SPEC = """
@@ -118,51 +114,37 @@ cluster = [{cluster}]
     cluster=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
     wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
 )
-def test_counters_and_parts_have_places_of_their_own(sizes, spare, n, tile, cluster, wanted):
-    """Walks over all that the warps of a launch write, as the kernel numbers it."""
-    dprob, dbias = wanted
+def test_parts_have_places_of_their_own(sizes, spare, n, tile, cluster, wanted):
+    """Walks over all that the warps of a launch write, and what the second launch reads, as the kernels number it."""
+    dprob, sums = wanted
     text = SPEC.format(
-        tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(dbias).lower()
+        tile=tile, cluster=", ".join(map(str, cluster)), dprob=str(dprob).lower(), dbias=str(sums).lower()
     )
     (spec,) = parse_text(text, "t", "t.toml")
     made = signature(spec)
     rows, groups, columns = sum(sizes) + spare, len(sizes), 2 * n
     words = evaluate(made.scratch, {"M": rows, "E": groups, "I": n}) // 4
-    tiles_n = -(-n // 128)
+    tiles_n, room = -(-n // 128), -(-rows // 4) * 4
     piece = 128  # both main loops: a warpgroup's rows
-    row_counters = rows // piece + groups + 1 if dprob else 0
-    blocks = (rows // piece + groups) // BLOCK + groups + 1
-    column_counters = (blocks + groups) * tiles_n if dbias else 0
-    row_parts = -(-(row_counters + column_counters) // 4) * 4
-    column_parts = row_parts + (-(-tiles_n * rows // 4) * 4 if dprob else 0)
-    written, arrivals = set(), {}
+    column_parts = tiles_n * room if dprob else 0
+    assert column_parts % 4 == 0  # 16 bytes
+    written = set()
 
     def write(word):
         assert word not in written
+        assert 0 <= word < words
         written.add(word)
 
     ends = np.cumsum(sizes)
     for group, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        first, pieces = begin // piece + group, -(-(end - begin) // piece)
-        for n_tile in range(tiles_n):
-            for row in range(begin, end, piece):
-                number = row // piece + group
-                assert number == first + (row - begin) // piece  # those of a group follow each other
-                if dprob:
-                    for mine in range(row, min(row + piece, end)):
-                        write(row_parts + n_tile * rows + mine)
-                    arrivals.setdefault(number, []).append(tiles_n)
-                if dbias:
-                    start = column_parts + number * columns
-                    for column in range(n_tile * 256, min(n_tile * 256 + 256, columns)):
-                        write(start + column)
-                    block = (number - first) // BLOCK
-                    counter = row_counters + (first // BLOCK + group + block) * tiles_n + n_tile
-                    arrivals.setdefault(counter, []).append(min(pieces - block * BLOCK, BLOCK))
-            for _ in range(-(-pieces // BLOCK) if dbias else 0):
-                counter = row_counters + (blocks + group) * tiles_n + n_tile
-                arrivals.setdefault(counter, []).append(-(-pieces // BLOCK))
-    for counter, expected in arrivals.items():
-        assert 0 <= counter < row_counters + column_counters
-        assert set(expected) == {len(expected)}  # as many arrive as are waited for
-    assert not written or row_parts <= min(written) <= max(written) < words
+        for row, n_tile in itertools.product(range(begin, end, piece), range(tiles_n)):
+            if dprob:
+                for mine in range(row, min(row + piece, end)):
+                    write(n_tile * room + mine)
+            if sums:
+                start = column_parts + (row // piece + group) * columns
+                for column in range(n_tile * 256, min(n_tile * 256 + 256, columns)):
+                    write(start + column)
+        for number in range(-(-(end - begin) // piece) if sums else 0):  # the second launch: pieces of a group
+            first = column_parts + (begin // piece + group + number) * columns
+            assert set(range(first, first + columns)) <= written

@@ -42,7 +42,6 @@ class Operand:
     on_device: ClassVar[bool] = True  # whether it has a device half
     needs_registers: ClassVar[bool] = False
     blocks_in_turn: ClassVar[bool] = False  # its code for a 64-row block is long enough to be worth fetching once
-    requires: ClassVar[tuple[str, ...]] = ()  # other operands, that are there where this one is
 
     # For people; none of it reaches a kernel or its key.
     words: ClassVar[Mapping[str, str]] = {}  # what each of its arguments is, for pages and `show`

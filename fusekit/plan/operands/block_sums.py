@@ -1,8 +1,8 @@
 """dbias [E, columns of dz] where a fourth warpgroup makes codes of the transpose of dz.
 
 It reads every column of a tile, 128 tokens of a group, and adds them up as they were stored, rounded. The sums of the
-blocks go to the front of scratch memory. A second launch adds those of each group up in their order, so every variant
-gives the same bits.
+blocks go to scratch memory, [P / 128, columns of dz]. A second launch adds those of each group up in their order, so
+every variant gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,20 @@
-"""dbias [E, columns of z] behind a backward activation: each group's sum of the rows of dz."""
+"""dbias [E, columns of z] behind a backward activation: each group's sum of the rows of dz.
+
+Consumer warps leave sums over their rows of a tile in shared memory, in the staging boxes of y, and which tile it is in
+a note; an idle warp adds those of a warpgroup's four warps up and takes them to scratch memory, [pieces, columns of
+z]. A piece is what a warpgroup has of a group's rows, a tile's or half of it. A second launch adds up those of each
+group in their order.
+"""
 
 from __future__ import annotations
 
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import FORWARD, Argument, Expr, by_group
+from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Expr, Operand, by_group
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
-from fusekit.plan.operands.sums import Summed, groups, pieces, tiles
+from fusekit.plan.shared import Region
 
-BLOCK = 8  # pieces whose columns are added up at once: few, since consumers may wait meanwhile
+NOTE_BYTES = 16  # first row of the warpgroup, end row of the group, tile along N, group
 KEY = Key(
     "dbias",
     "bool",
@@ -18,10 +24,8 @@ KEY = Key(
 )
 
 
-class Dbias(Summed):
-    """Of dz; a warp's sums of columns lie in its staging boxes of y."""
-
-    name, order, warp = "dbias", 120, 2
+class Dbias(Operand):
+    name, order, epilogues = "dbias", 120, (BACKWARD,)
     key = KEY
     needs_registers = blocks_in_turn = True
     words = {"dbias": "The gradient of the first projection's bias: dz summed over the rows of a group."}
@@ -33,11 +37,19 @@ class Dbias(Summed):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return dbias(plan)
 
+    def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
+        return (Region("notes", CONSUMER_WARPGROUPS * NOTE_BYTES),)
+
+    def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
+        return (4,) * CONSUMER_WARPGROUPS + (1,) * CONSUMER_WARPGROUPS
+
+    def warps(self, plan: GemmPlan) -> tuple[int, ...]:
+        """The other one fetches scales of blocks."""
+        return (3,) if plan.quant.by_block else (2,)
+
     def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
-        each, many = pieces(plan), groups(plan)
-        blocks: Expr = ["floordiv", ["add", each, many], BLOCK]
-        counters: Expr = ["mul", tiles(plan), ["add", blocks, many, 1, many]]
-        return counters, ["mul", ["add", each, many, 1], plan.z_width]
+        groups: Expr = "E" if plan.grouped else 1
+        return (["mul", ["add", ["floordiv", "M", plan.warpgroup_rows], groups], plan.z_width],)
 
 
 def dbias(plan: GemmPlan) -> tuple[Argument, ...]:

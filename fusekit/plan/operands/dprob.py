@@ -1,4 +1,8 @@
-"""dprob [M], the gradient of row_scale: each row's sum of da * y, before da is scaled."""
+"""dprob [M], the gradient of row_scale: each row's sum of da * y, before da is scaled.
+
+Each tile leaves the sums over its columns in scratch memory, [tiles along N, M]. A second launch adds them up in the
+order of the columns.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
-from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, vector
+from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, vector
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
-from fusekit.plan.operands.sums import Summed, groups, pieces, tiles
+
+VECTOR = 4  # rows of a part are so many, or a multiple of it: 16 bytes
 
 
-class Dprob(Summed):
-    name, order, warp = "dprob", 110, 3
+class Dprob(Operand):
+    name, order, epilogues = "dprob", 110, (BACKWARD,)
     key = Key("dprob", "bool", "Backward activations with row_scale: also stores its gradient dprob[M].", default=False)
     words = {"dprob": "The gradient of row_scale."}
     refused = {FORWARD: ONLY_BACKWARD, WGRAD: ONLY_BACKWARD}
@@ -26,11 +31,8 @@ class Dprob(Summed):
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return (vector("dprob", "output", "f32", "M"),)
 
-    def box_words(self, plan: GemmPlan) -> int:
-        return plan.warpgroup_rows
-
     def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
-        return pieces(plan), groups(plan), 1, ["mul", tiles(plan), "M"]
+        return (["mul", ["ceildiv", plan.n, plan.tile[1]], VECTOR, ["ceildiv", "M", VECTOR]],)
 
 
 OPERANDS = (Dprob(),)

@@ -1,6 +1,6 @@
 """What the drivers of a GEMM kernel call in the device half of an operand, and the structs that travel between them.
 
-    host                  parameter, front | launch | then
+    host                  parameter | launch | then
     consumer warps        begin
       each tile           prepare, ahead | main loop | start
         each 16 rows      rows
@@ -103,10 +103,6 @@ class Operand:
 
     def parameter(self, given):
         """The kernel's parameter, from the launch's arguments: a tensor map, a pointer, numbers; None for none."""
-        return
-
-    def front(self, given):
-        """Words at the front of scratch memory that nothing else has; None: it has none there."""
         return
 
     def then(self, given, groups, stream) -> None:

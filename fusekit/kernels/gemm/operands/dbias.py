@@ -1,20 +1,37 @@
-"""dbias[e, n]: a warp adds dz over its rows of the tile, over its lanes as `Shares` says; the parts of a column are the
-group's pieces along M. `BLOCK` of them are added up first, then the blocks.
+"""dbias[e, n]: a warp adds dz over its rows of the tile, over its lanes as `Shares` says; an idle warp adds over the
+four warps of a warpgroup, whose rows are a piece; a second launch adds up the pieces of a group.
 
-For each tile along N there is one counter a block and one a group. A group without rows is zeroed.
+Groups begin at any row, so pieces from each group's first row on are numbered row // piece + group: no two have one
+number, and those of a group follow each other.
+
+A warpgroup has a note of which tile is in its staging boxes, which the next epilogue alone needs again.
+
+    full[wg]    4 arrivals (one a warp): all is left of the tile
+    empty[wg]   1 arrival of the idle warp
 """
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, Idle, Rows, Work
-from fusekit.kernels.gemm.operands.sums import Note, Summed, fresh
-from fusekit.plan.gemm import WARP_ROWS
-from fusekit.plan.operands.dbias import BLOCK
+from fusekit.kernels.gemm.operands.base import Extents, Idle, Rows, Tile, Work
+from fusekit.kernels.gemm.parts import GroupSums
+from fusekit.plan.gemm import CONSUMER_WARPGROUPS, WARP_ROWS
+from fusekit.plan.operands.dbias import NOTE_BYTES
 
 ROW_BITS = (16, 8, 4)  # of the lane: they tell the eight rows of an accumulator fragment apart
-PARTS_AT_ONCE = 4  # loads in flight while parts are added
+NO_TILE = -1  # in place of a group: there are no more
+
+
+class Note(NamedTuple):
+    """Which tile it is: the warpgroup's first row, the group's end row, tile along N, group."""
+
+    row: Int32
+    end: Int32
+    n_tile: Int32
+    group: Int32
 
 
 class Shares:
@@ -62,11 +79,13 @@ class Shares:
         return columns
 
 
-class Dbias(Summed):
+class Dbias(GroupSums):
     step = 1
 
     def __init__(self, plan, told) -> None:
         super().__init__(plan, told)
+        self.block = plan.warpgroup_rows
+        self.barrier = plan.first_barrier("dbias")
         self.columns_at = plan.z_bytes  # in a warp's staging: its sums of columns
         self.sides, self.columns_of_unit = plan.sides, plan.epilogue_box
         self.values = self.sides * self.columns_of_unit // 4  # columns of dz that a lane works on in a unit
@@ -75,10 +94,34 @@ class Dbias(Summed):
         self.tile_columns = self.sides * plan.tile[1]
         self.column_steps = -(-self.tile_columns // 128)  # of a warp that takes four columns a lane
 
-    def parameter(self, given):
-        return given.dbias.iterator
+    def words(self, given) -> Int64:
+        rows, columns = given.preactivation.shape
+        groups = given.offsets.shape[0] if self.plan.grouped else 1
+        return Int64(rows // self.block + groups) * columns
+
+    def first(self, begin: Int32, group: Int32, offsets, rows: Int32) -> Int32:
+        return self.number(begin, group)
+
+    def number(self, row: Int32, group: Int32) -> Int32:
+        """Of the piece that begins at a row of a group."""
+        return ptx.divide(row, self.block) + group
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def ahead(self, tile: Tile, work: Work):
+        """The idle warp has read the last tile: what tile this is."""
+        turn = tile.count >> 1 if cutlass.const_expr(self.plan.pingpong) else tile.count  # of the warpgroup
+        warpgroup = work.warp_of_cta >> 2
+        cute.arch.mbarrier_wait(self.empty(work.shared) + warpgroup, (turn & 1) ^ 1)
+        note = (tile.row, tile.end, tile.n_tile, tile.group)
+        ptx.store_shared_v4(work.shared.notes.toint() + warpgroup * NOTE_BYTES, note)
+
+    def full(self, shared):
+        return shared.barriers + self.barrier
+
+    def empty(self, shared):
+        return shared.barriers + (self.barrier + CONSUMER_WARPGROUPS)
 
     def start(self, tile, work: Work, own):
         """Where a warp keeps its sums over rows, at zero."""
@@ -121,6 +164,21 @@ class Dbias(Summed):
             for kept in cutlass.range_constexpr(self.kept):
                 where = work.staging.toint() + self.columns_at + self.column(unit, kept, lane) * 4
                 ptx.store_shared_f32(where, state[unit * self.kept + kept])
+        self.left(work)
+
+    @cute.jit
+    def left(self, work: Work):
+        """The warp has left all that it has of the tile."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.full(work.shared) + (work.warp_of_cta >> 2))
+
+    @cute.jit
+    def finish(self, count: Int32, work: Work):
+        """There is no `count`-th tile."""
+        if cute.arch.lane_idx() == 0:
+            self.ahead(Tile(Int32(0), Int32(0), Int32(0), Int32(NO_TILE), count), work)
+        self.left(work)
 
     def column(self, unit: int, kept: int, lane: Int32):
         """Column of the tile's part of dbias that a lane has the sum of as number `kept` of `unit`."""
@@ -137,39 +195,30 @@ class Dbias(Summed):
 
     # -- an idle warp -------------------------------------------------------------------------------------------------
 
-    def blocks(self, extents: Extents) -> Int32:
-        """The numbers of blocks are less than this."""
-        return ptx.divide(ptx.divide(extents.rows, self.sums.piece) + extents.groups, BLOCK) + extents.groups + 1
-
-    def counters(self, extents: Extents) -> Int32:
-        return (self.blocks(extents) + extents.groups) * self.sums.tiles_n(extents.n)
+    def assist(self, idle: Idle) -> None:
+        """All warps of the load warpgroup."""
+        self.add_pieces(idle, self.told.warps(self.plan)[0])
 
     @cute.jit
-    def add(self, tile: Note, number: Int32, idle: Idle, barriers):
-        self.take_columns(tile, number, fresh(idle))
-        self.sums.taken(barriers, number)
-        if tile.row < tile.end:
-            self.end_piece(tile, idle)
-
-    def open(self, idle: Idle) -> None:
-        self.zero_empty(idle)
+    def add_pieces(self, idle: Idle, warp: cutlass.Constexpr):
+        """Piece after piece, in turns of the warpgroups, until the tiles are over."""
+        if idle.warp == warp:
+            number = Int32(0)
+            tile = self.note(idle.shared, number)
+            while tile.group >= 0:
+                self.take_columns(tile, number, fresh(idle))
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.mbarrier_arrive(self.empty(idle.shared) + (number & 1))
+                number += 1
+                tile = self.note(idle.shared, number)
 
     @cute.jit
-    def zero_empty(self, idle: Idle):
-        """Zero dbias of the groups without rows; one warp of each CTA, all of them together."""
-        dbias, n = idle.operands.dbias, idle.extents.n
-        lane = cute.arch.lane_idx()
-        group, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        columns = n * self.sides
-        while group < idle.extents.groups:
-            begin, end = self.rows_of(idle, group)
-            if end <= begin:
-                column = lane
-                while column < columns:
-                    cute.arch.store(dbias + (Int64(group) * columns + column), Float32(0.0))
-                    column += 32
-            group += blocks
+    def note(self, shared, number: Int32) -> Note:
+        """Which tile the CTA's `number`-th piece is of, when all of it is there."""
+        warpgroup = number & 1
+        cute.arch.mbarrier_wait(self.full(shared) + warpgroup, (number >> 1) & 1)
+        return Note(*ptx.load_shared_v4(shared.notes.toint() + warpgroup * NOTE_BYTES))
 
     def place(self, column, n_tile: Int32, n: Int32):
         """Where a column of the tile lies in dbias, and whether it does."""
@@ -183,13 +232,11 @@ class Dbias(Summed):
 
     @cute.jit
     def take_columns(self, tile: Note, number: Int32, idle: Idle):
-        """Take the sums of a piece's columns, over the four warps, to their part of scratch."""
+        """Take the sums of a piece's columns, over the four warps, to their part."""
         row, end, n_tile, group = tile
         n = idle.extents.n
         lane = cute.arch.lane_idx()
-        columns = n * self.sides
-        parts = self.sums.parts_of(self, idle.operands.scratch, idle.extents)
-        part = parts + Int64(ptx.divide(row, self.sums.piece) + group) * columns
+        part = idle.operands.dbias + Int64(self.number(row, group)) * (n * self.sides)
         warp_bytes = self.plan.warp_bytes
         left = idle.shared.staging.toint() + ((number & 1) * 4 * warp_bytes + self.columns_at)
         for step in cutlass.range(self.column_steps, unroll=1):
@@ -202,98 +249,9 @@ class Dbias(Summed):
                     totals = [total + other for total, other in zip(totals, others, strict=True)]
                 ptx.store_parts_x4((part + where).toint(), totals)
 
-    @cute.jit
-    def end_piece(self, tile: Note, idle: Idle):
-        """A piece's part is in scratch: maybe add up its block, then maybe its group."""
-        if self.end_block(tile, fresh(idle)) != 0:
-            self.end_group(tile, fresh(idle))
 
-    # The two steps of it begin anew from the kernel's parameters: the warp cannot keep what they have in common.
-
-    def pieces_of(self, group: Int32, idle: Idle):
-        """Number of a group's first piece, and how many it has."""
-        piece = self.sums.piece
-        begin, end = self.rows_of(idle, group)
-        return ptx.divide(begin, piece) + group, ptx.divide(end - begin + (piece - 1), piece)
-
-    @cute.jit
-    def end_block(self, tile: Note, idle: Idle) -> Int32:
-        """A piece's part is in scratch: 1 if its block is complete, whose sum then is in the first piece's place."""
-        row, _, n_tile, group = tile
-        scratch, n = idle.operands.scratch, idle.extents.n
-        first, pieces = self.pieces_of(group, idle)
-        block = ptx.divide(ptx.divide(row, self.sums.piece) + group - first, BLOCK)
-        number = ptx.divide(first, BLOCK) + group + block
-        counter = scratch + self.counter(number, n_tile, idle)
-        parts = cutlass.min(pieces - block * BLOCK, BLOCK)
-        done = Int32(0)
-        if self.sums.arrive(counter, cute.arch.lane_idx()) == parts - 1:
-            done = Int32(1)
-            if pieces > BLOCK:
-                columns = n * self.sides
-                start = self.sums.parts_of(self, scratch, idle.extents) + Int64(first + block * BLOCK) * columns
-                self.add_column_parts(start, start, columns, parts, n_tile, n)
-        return done
-
-    @cute.jit
-    def end_group(self, tile: Note, idle: Idle):
-        """A block is complete: maybe its group is."""
-        _, _, n_tile, group = tile
-        scratch, n = idle.operands.scratch, idle.extents.n
-        first, pieces = self.pieces_of(group, idle)
-        blocks = ptx.divide(pieces + (BLOCK - 1), BLOCK)
-        number = self.blocks(idle.extents) + group
-        counter = scratch + self.counter(number, n_tile, idle)
-        if self.sums.arrive(counter, cute.arch.lane_idx()) == blocks - 1:
-            columns = n * self.sides
-            parts = self.sums.parts_of(self, scratch, idle.extents) + Int64(first) * columns
-            stride = columns
-            count = pieces
-            if blocks > 1:
-                stride = columns * BLOCK
-                count = blocks
-            self.add_column_parts(idle.operands.dbias + Int64(group) * columns, parts, stride, count, n_tile, n)
-
-    def counter(self, number: Int32, n_tile: Int32, idle: Idle) -> Int32:
-        """Which counter block or group `number` has for a tile along N."""
-        before = self.sums.counters_before(self, idle.extents)
-        return before + number * self.sums.tiles_n(idle.extents.n) + n_tile
-
-    @cute.jit
-    def add_column_parts(self, result, first, stride: Int32, count: Int32, n_tile: Int32, n: Int32):
-        """Add up `count` parts of a tile's columns, `stride` words apart; `result` may be the first of them."""
-        lane = cute.arch.lane_idx()
-        for step in cutlass.range(self.column_steps, unroll=1):
-            inside = (step * 32 + lane) * 4
-            where, there = self.place(inside, n_tile, n)
-            if inside < self.tile_columns and there:
-                totals = self.sum_of((first + where).toint(), Int64(stride) * 4, count)
-                for column in cutlass.range_constexpr(4):
-                    cute.arch.store(result + (where + column), totals[column])
-
-    @cute.jit
-    def sum_of(self, address: Int64, stride: Int64, count: Int32):
-        """Four neighbours' sums of `count` parts in their order, `stride` bytes apart; past the first-level cache."""
-        totals = cute.make_rmem_tensor((4,), Float32)
-        totals.fill(0.0)
-        left = count
-        while left > 0:
-            parts = [ptx.load_parts_x4(address + ahead * stride, Int32(ahead < left)) for ahead in range(PARTS_AT_ONCE)]
-            for number in cutlass.range_constexpr(PARTS_AT_ONCE):
-                for column in cutlass.range_constexpr(4):
-                    totals[column] = totals[column] + parts[number][column]
-            address += PARTS_AT_ONCE * stride
-            left -= PARTS_AT_ONCE
-        return totals
-
-    @cute.jit
-    def rows_of(self, idle: Idle, group: Int32):
-        """First and end row of a group, as the scheduler has them."""
-        begin = Int32(0)
-        end = idle.extents.rows
-        if cutlass.const_expr(self.plan.grouped):
-            offsets = idle.operands.offsets
-            end = cutlass.min(offsets[group], idle.extents.rows)
-            if group > 0:
-                begin = cutlass.max(offsets[group - 1], 0)
-        return begin, end
+def fresh(idle: Idle) -> Idle:
+    """Extents of which nothing is worked out ahead of a loop: idle warps have few registers."""
+    known = idle.extents
+    groups, rows, n = ptx.fresh(known.groups), ptx.fresh(known.rows), ptx.fresh(known.n)
+    return Idle(idle.operands, idle.shared, Extents(groups, rows, n, known.half_n, known.k), idle.ring, idle.warp)

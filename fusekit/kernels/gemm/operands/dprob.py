@@ -1,16 +1,14 @@
-"""dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; the parts of a row are its tiles along N.
+"""dprob[m]: a warp adds da * y over the tile's columns for its 16 rows; a second launch adds up the tiles along N.
 
-There is one counter for the rows of each piece, a warpgroup's tile.
+A thread of the second launch has four rows. Rows of no group, whose parts nobody wrote, stay as they are.
 """
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, Idle, Rows, Work
-from fusekit.kernels.gemm.operands.sums import Note, Summed, fresh
-from fusekit.plan.gemm import WARP_ROWS
-from fusekit.plan.operands.sums import NOTE_WORDS
+from fusekit.kernels.gemm.operands.base import Rows, Work
+from fusekit.kernels.gemm.parts import THREADS, VECTOR, WIDTH, Parts, sum_of_parts
 
 AT_ONCE = 8  # products of a unit without gates that may wait to be added: both their factors hold a register
 
@@ -34,11 +32,16 @@ class Dots:
         ptx.worked_out(self.sums[0], self.sums[1], self.rows)
 
 
-class Dprob(Summed):
+class Dprob(Parts):
     step = 2
 
-    def parameter(self, given):
-        return given.dprob.iterator
+    def tiles(self, given) -> Int32:
+        """Tiles along N."""
+        n = given.preactivation.shape[1] // self.plan.sides
+        return (n + (self.plan.tile[1] - 1)) // self.plan.tile[1]
+
+    def words(self, given) -> Int64:
+        return Int64(self.tiles(given)) * stride(given.dprob.shape[0])
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -53,62 +56,48 @@ class Dprob(Summed):
     def unit(self, state, mine, unit: int) -> None:
         mine.work_out()
 
-    def rows_end(self, rows: Rows, mine, work: Work) -> None:
-        """Leaves sums of the lane's columns; the four lanes of a row write the same."""
-        lane = cute.arch.lane_idx()
-        lane = ptx.fresh(lane) if self.plan.turning else lane  # no register holds the address over a tile
-        row = (work.warp_of_cta & 3) * WARP_ROWS + rows.block * 64 + (lane >> 2)
-        box = work.shared.sums.toint() + (work.warp_of_cta >> 2) * self.sums.box_bytes
-        address = box + (NOTE_WORDS + row) * 4
-        for r in range(2):
-            dot = mine.sums[r]
-            for step in range(2):
-                dot = dot + cute.arch.shuffle_sync_bfly(dot, 1 << step)
-            ptx.store_shared_f32(address + 32 * r, dot)
-
-    # -- an idle warp -------------------------------------------------------------------------------------------------
-
-    def counters(self, extents: Extents) -> Int32:
-        return ptx.divide(extents.rows, self.sums.piece) + extents.groups + 1
-
-    def parts(self, extents: Extents) -> Int64:
-        return Int64(self.sums.tiles_n(extents.n)) * Int64(extents.rows)
-
-    def add(self, tile: Note, number: Int32, idle: Idle, barriers) -> None:
-        self.add_rows(tile, number, fresh(idle), barriers)
-
     @cute.jit
-    def add_rows(self, tile: Note, number: Int32, idle: Idle, barriers):
-        """Take the sums of a piece's rows to their part of scratch; maybe add the parts up."""
-        row, end, n_tile, group = tile
-        operands, rows = idle.operands, idle.extents.rows
+    def rows_end(self, rows: Rows, mine, work: Work):
+        """Stores sums of the lane's columns, added over the four lanes of a row."""
         lane = cute.arch.lane_idx()
-        steps = self.sums.piece // 32
-        dots = idle.shared.sums.toint() + ((number & 1) * self.sums.box_bytes + (NOTE_WORDS + lane) * 4)
-        sums = [ptx.load_shared_f32(dots + 128 * step) for step in range(steps)]
-        self.sums.taken(barriers, number)
+        if cutlass.const_expr(self.plan.turning):
+            lane = ptx.fresh(lane)  # no register holds the address over a tile
+        dots = [mine.sums[0], mine.sums[1]]
+        for r in cutlass.range_constexpr(2):
+            for step in cutlass.range_constexpr(2):
+                dots[r] = dots[r] + cute.arch.shuffle_sync_bfly(dots[r], 1 << step)
+        part = work.operands.dprob + Int64(rows.n_tile) * stride(work.extents.rows)
+        row = rows.row + (lane >> 2)
+        for r in cutlass.range_constexpr(2):
+            if lane & 3 == r and row + 8 * r < rows.end:
+                cute.arch.store(part + (row + 8 * r), Float32(dots[r]))
+
+    # -- the second launch --------------------------------------------------------------------------------------------
+
+    def then(self, given, groups, stream) -> None:
+        rows = given.dprob.shape[0]
+        offsets = None if groups is None else given.offsets.iterator
+        blocks = cutlass.max((rows + (WIDTH - 1)) // WIDTH, 1)
+        self.add_up(self.parts(given), given.dprob.iterator, offsets, groups, rows, self.tiles(given)).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def add_up(self, parts, dprob, offsets, groups, rows: Int32, tiles: Int32):
+        """A block has WIDTH rows."""
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        row = block * WIDTH + thread * VECTOR
+        end = rows
+        if cutlass.const_expr(offsets is not None):
+            end = cutlass.min(offsets[groups - 1], rows)
         if row < end:
-            tiles_n = self.sums.tiles_n(idle.extents.n)
-            parts = self.sums.parts_of(self, operands.scratch, idle.extents) + (row + lane)
-            left = end - row - lane
-            for step in cutlass.range_constexpr(steps):
-                if 32 * step < left:
-                    cute.arch.store(parts + (Int64(n_tile) * rows + 32 * step), sums[step])
-            counter = operands.scratch + (ptx.divide(row, self.sums.piece) + group)
-            if self.sums.arrive(counter, lane) == tiles_n - 1:
-                self.add_row_parts(operands.dprob + (row + lane), parts.toint(), left, rows, tiles_n)
+            total = sum_of_parts(parts.toint() + Int64(row) * 4, stride(rows) * 4, tiles)
+            for index in cutlass.range_constexpr(VECTOR):
+                if row + index < end:
+                    cute.arch.store(dprob + (row + index), Float32(total[index]))
 
-    @cute.jit
-    def add_row_parts(self, dprob, address: Int64, left: Int32, rows: Int32, count: Int32):
-        """Add up the parts of a lane's rows, every 32nd of `left`; the first part of the first one is at `address`."""
-        steps = self.sums.piece // 32
-        totals = cute.make_rmem_tensor((steps,), Float32)
-        totals.fill(0.0)
-        for _ in cutlass.range(count, unroll=1):
-            parts = [ptx.load_part(address + 128 * step, Int32(32 * step < left)) for step in range(steps)]
-            for step in cutlass.range_constexpr(steps):
-                totals[step] = totals[step] + parts[step]
-            address += Int64(rows) * 4
-        for step in cutlass.range_constexpr(steps):
-            if 32 * step < left:
-                cute.arch.store(dprob + 32 * step, totals[step])
+
+def stride(rows: Int32) -> Int64:
+    """Words of a tile's part: a whole number of vectors."""
+    return Int64((rows + (VECTOR - 1)) & -VECTOR)

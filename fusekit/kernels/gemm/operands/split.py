@@ -8,14 +8,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.operands.base import Operand
-from fusekit.kernels.gemm.parts import VECTOR, memory, sum_of_parts
+from fusekit.kernels.gemm.parts import THREADS, VECTOR, WIDTH, Parts, sum_of_parts
 from fusekit.plan.operands.split import ROWS, TILE, WAVE
 
-THREADS = 128
 
-
-class Split(Operand):
+class Split(Parts):
     def count(self, given):
         """How many parts there are; see `fusekit.plan.operands.split`."""
         n, k = given.dy.shape[1], given.x.shape[1]
@@ -25,7 +22,7 @@ class Split(Operand):
 
     def dbias(self, given):
         """dbias of the first part."""
-        return memory(given) + Int64(given.dy.shape[1]) * given.x.shape[1]
+        return self.parts(given) + Int64(given.dy.shape[1]) * given.x.shape[1]
 
     def store_part(self, acc, base: int, width: int, where, work) -> None:
         """A warp's 16 rows of `width` columns, whose accumulators start at `base`; of both there is a multiple of 8."""
@@ -33,7 +30,7 @@ class Split(Operand):
         n, k, lane = work.extents.k, work.extents.n, cute.arch.lane_idx()
         place = Int64(part) * n * (k + 1) + Int64(row + (lane >> 2)) * k + (column + (lane & 3) * 2)
         for r in range(2):
-            first = work.operands.scratch.toint() + (place + r * 8 * Int64(k)) * 4
+            first = work.operands.split.toint() + (place + r * 8 * Int64(k)) * 4
             for chunk in range(width // 8):
                 words = [lanes.bits_of(acc[base + chunk * 4 + r * 2 + c]) for c in range(2)]
                 there = (row + r * 8 < n) & (column + chunk * 8 < k)
@@ -42,20 +39,20 @@ class Split(Operand):
     def then(self, given, parts, stream) -> None:
         n, k = given.dy.shape[1], given.x.shape[1]
         dbias = given.dbias.iterator if hasattr(given, "dbias") else None
-        self.add_up(memory(given), given.dw.iterator, given.dw.stride[0], dbias, parts, n, k).launch(
-            grid=[n * ((k + (THREADS * VECTOR - 1)) // (THREADS * VECTOR)), 1, 1],
+        self.add_up(self.parts(given), given.dw.iterator, given.dw.stride[0], dbias, parts, n, k).launch(
+            grid=[n * ((k + (WIDTH - 1)) // WIDTH), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
     def add_up(self, memory, dw, stride: Int64, dbias, parts: Int32, n: Int32, k: Int32):
-        """A block has THREADS * VECTOR columns of a row."""
+        """A block has WIDTH columns of a row."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        blocks = ptx.divide(k + (THREADS * VECTOR - 1), THREADS * VECTOR)  # of a row
+        blocks = ptx.divide(k + (WIDTH - 1), WIDTH)  # of a row
         row = ptx.divide(block, blocks)
-        column = (block - row * blocks) * (THREADS * VECTOR) + thread * VECTOR
+        column = (block - row * blocks) * WIDTH + thread * VECTOR
         step = Int64(n) * (k + 1) * 4
         if column < k:  # of which there is a multiple of VECTOR, as of n
             total = sum_of_parts(memory.toint() + (Int64(row) * k + column) * 4, step, parts)

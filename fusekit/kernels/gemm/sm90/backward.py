@@ -176,7 +176,7 @@ class BackwardEpilogue:
         steps = self.columns // (8 if self.adjacent else 16)
         load, finish = (self.load_chunk, self.finish_chunk) if self.adjacent else (self.load_pair, self.finish_pair)
         outputs, loaded = [], []
-        ahead = 1 if self.plan.has("sums") and self.adjacent else 0
+        ahead = 1 if self.plan.sums and self.adjacent else 0
         for step in range(steps + ahead):
             if step < steps:
                 loaded.append(load(box, step, lane))

@@ -43,8 +43,6 @@ from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler, TileRing, column_of
 from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
 
-MEMORY = ("workspace", "scratch")
-
 
 class Gemm:
     """One kernel; calling it (through cute.compile) traces host function and device code."""
@@ -77,15 +75,14 @@ class Gemm:
             half.then(given, groups, stream)
 
     def parameters(self, given):
-        """The kernel's parameters by operand, then the memory that it has."""
+        """The kernel's parameters by operand, then the workspace if there is one."""
         told = {name: half.told for name, half in self.halves.items()}
         order = sorted(
             self.halves, key=lambda name: told[name].order if told[name].parameter is None else told[name].parameter
         )
         found = [(name, self.halves[name].parameter(given)) for name in order]
-        found += [(name, getattr(given, name).iterator) for name in MEMORY if hasattr(given, name)]
-        taken = [words for half in self.halves.values() if (words := half.front(given)) is not None]
-        found = [(name, sum(taken, start=value) if name == "scratch" else value) for name, value in found]
+        if hasattr(given, "workspace"):
+            found.append(("workspace", given.workspace.iterator))
         return struct("Parameters", [(name, value) for name, value in found if value is not None])
 
     # -- device -------------------------------------------------------------------------------------------------------

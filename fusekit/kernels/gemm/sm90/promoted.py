@@ -70,7 +70,7 @@ class PromotedLoop(MainLoop):
         """
         depth = self.plan.stages
         accumulator, _, w = fragments
-        if cutlass.const_expr(self.plan.has("sums")):  # whose epilogue has no register left for what follows from it
+        if cutlass.const_expr(self.plan.sums):  # whose epilogue has no register left for what follows from it
             lane = ptx.fresh(lane)
         step = 0 - ptx.modulo(run.position, depth)
         phase = ptx.divide(run.position, depth) & 1
