@@ -8,7 +8,7 @@ import math
 import random
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,9 +69,11 @@ class EncodingDriver(FakeDriver):
         return super().cuMemAlloc(min(size, 1 << 16))  # nothing is computed, and scratch may be of any size
 
 
-def comparable(made: LaunchRecord, parameters: Sequence[bytes], theirs: Callable[[int], bool]) -> list[bytes]:
+def comparable(
+    made: LaunchRecord, parameters: Sequence[bytes], values: Mapping[str, int], theirs: Callable[[int], bool]
+) -> list[bytes]:
     """The parameters with zeros in place of what differs: each driver allocates workspaces and scratch where it likes
-    (theirs: whether it did so), and the sign of a NaN means nothing.
+    (theirs: whether it did so), and the sign of a NaN means nothing. values: what shifts are made of.
     """
     found = [bytearray(data) for data in parameters]
     starts = sorted(parameter.offset for parameter in made.parameters)
@@ -81,8 +83,7 @@ def comparable(made: LaunchRecord, parameters: Sequence[bytes], theirs: Callable
         if isinstance(item, FloatParameter) and math.isnan(*struct.unpack("<f", found[index][place])):
             found[index][place] = bytes(4)
         if isinstance(item, PointerParameter) and item.argument in ("workspace", "scratch"):
-            assert isinstance(item.shift, int)
-            address = int.from_bytes(found[index][place], "little") - item.shift
+            address = (int.from_bytes(found[index][place], "little") - evaluate(item.shift, values)) % 2**64
             assert address % 256 == 0 and theirs(address), hex(address)
             found[index][place] = bytes(8)
     return [bytes(data) for data in found]
@@ -122,7 +123,9 @@ def launched_by_python(kernel: Exported, arguments: ArgumentSet) -> Any:
             names.get(key.removeprefix("CU_LAUNCH_ATTRIBUTE_"), "serialization"): value
             for key, value in launch.attributes.items()
         }
-        parameters = comparable(step, launch.parameters, lambda address: any(address >= base for base in fake.memory))
+        parameters = comparable(
+            step, launch.parameters, values, lambda address: any(address >= base for base in fake.memory)
+        )
         launches.append((launch.grid, launch.block, launch.shared, launch.stream, attributes, parameters))
     return launches
 
@@ -138,7 +141,9 @@ def launched_by_c(launcher: Any, arguments: ArgumentSet) -> Any:
     assert [launch.function for launch in done] in ([], list(range(len(launcher.record.launches))))
     launches = []
     for step, launch in zip(launcher.record.launches if done else (), done, strict=True):
-        parameters = comparable(step, launch.parameters, lambda address: (address - WORKSPACE) % STOCK_STEP < 1 << 16)
+        parameters = comparable(
+            step, launch.parameters, arguments.values, lambda address: (address - WORKSPACE) % STOCK_STEP < 1 << 16
+        )
         launches.append((launch.grid, launch.block, launch.shared, launch.stream, launch.attributes, parameters))
     return launches
 

@@ -227,10 +227,10 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in CODED if "-sums" in name])
-def test_sums_of_blocks_are_added_up_by_a_second_launch(built, name):
+def test_sums_of_blocks_are_added_up_by_another_launch(built, name):
     entry, cubin = loaded(built, MATRIX[name])
     record = LaunchRecord.from_json(dict(entry.launch))
-    _, second = record.launches
+    *_, second = record.launches
     try:
         code = sass.instructions(cubin, second.symbol)
     except ToolchainError as error:

@@ -199,7 +199,7 @@ def edited(copy, name, before, after):
          lambda spec: spec.bias or (spec.quant != "none" and "wgrad" not in spec.op)),  # scales of w are columns, too
         ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
          lambda spec: spec.activation.function == "swiglu"),
-        ("kernels/gemm/operands/dbias.py", "PARTS_AT_ONCE = 4", "PARTS_AT_ONCE = 8",
+        ("kernels/gemm/operands/dbias.py", "NO_TILE = -1", "NO_TILE = -2",
          lambda spec: spec.epilogue == "backward" and spec.plan.has("dbias")),
         ("kernels/gemm/sm90/wgrad.py", "first < rows", "first <= rows", lambda spec: spec.epilogue == "wgrad"),
         ("kernels/gemm/sm90/backward.py", "depth) & 1", "depth) & 3", lambda spec: spec.epilogue == "backward"),
