@@ -58,6 +58,15 @@ def test_gc_leaves_what_a_build_uses(aged, fusekit):
     assert "a build or launch uses them now" in result.err
 
 
+def test_gc_names_what_is_not_its_own(aged, fusekit):
+    (fusekit.root / "locks").mkdir(exist_ok=True)
+    (fusekit.root / "locks" / "terraform.tfstate").write_text("precious")
+    result = fusekit("gc", "--max-size", "0", "--json")
+    assert result.json["strays"] == [str(fusekit.root / "locks" / "terraform.tfstate")]
+    assert len(result.json["files"]) >= 9
+    assert "not fusekit's, and left alone: " in result.err
+
+
 def test_gc_of_no_store(fusekit):
     result = fusekit("gc", "--max-size", "1G", "--json")
     assert result.json["removed"] == 0

@@ -245,15 +245,6 @@ def test_a_folder_that_is_no_store_is_refused(store, fusekit, tmp_path):
     assert [path.name for path in project.iterdir()] == ["main.tf"]
 
 
-def test_gc_names_what_is_not_its_own(store, fusekit):
-    (fusekit.root / "locks").mkdir(exist_ok=True)
-    (fusekit.root / "locks" / "terraform.tfstate").write_text("precious")
-    result = fusekit("gc", "--max-size", "0", "--json")
-    assert result.json["strays"] == [str(fusekit.root / "locks" / "terraform.tfstate")]
-    assert len(result.json["files"]) >= 9
-    assert "not fusekit's, and left alone: " in result.err
-
-
 def test_schema(fusekit):
     jsonschema = pytest.importorskip("jsonschema")
     schema = fusekit("schema").json
