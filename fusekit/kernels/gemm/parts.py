@@ -5,9 +5,10 @@ from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
+from fusekit.plan.gemm import VECTOR_BYTES
 
 THREADS = 128  # of a block that adds parts up
-VECTOR = 4  # neighbours of a thread
+VECTOR = VECTOR_BYTES // 4  # neighbours of a thread
 WIDTH = THREADS * VECTOR  # neighbours of a block
 AHEAD = 8  # parts that are loaded before the first is added
 

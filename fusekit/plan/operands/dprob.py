@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import VECTOR_BYTES, GemmPlan
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broken, Expr, Operand, vector
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
 
-VECTOR = 4  # rows of a part are so many, or a multiple of it: 16 bytes
+VECTOR = VECTOR_BYTES // 4  # a part begins at a multiple of so many numbers
 
 
 class Dprob(Operand):

@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, Idle, Rows, Tile, Work
+from fusekit.kernels.gemm.operands.base import Idle, Rows, Tile, Work
 from fusekit.kernels.gemm.parts import GroupSums
 from fusekit.plan.gemm import CONSUMER_WARPGROUPS, WARP_ROWS
 from fusekit.plan.operands.dbias import NOTE_BYTES
@@ -206,7 +206,7 @@ class Dbias(GroupSums):
             number = Int32(0)
             tile = self.note(idle.shared, number)
             while tile.group >= 0:
-                self.take_columns(tile, number, fresh(idle))
+                self.take_columns(tile, number, idle)
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     cute.arch.mbarrier_arrive(self.empty(idle.shared) + (number & 1))
@@ -234,7 +234,7 @@ class Dbias(GroupSums):
     def take_columns(self, tile: Note, number: Int32, idle: Idle):
         """Take the sums of a piece's columns, over the four warps, to their part."""
         row, end, n_tile, group = tile
-        n = idle.extents.n
+        n = ptx.fresh(idle.extents.n)  # nothing is worked out ahead of the loop: idle warps have few registers
         lane = cute.arch.lane_idx()
         part = idle.operands.dbias + Int64(self.number(row, group)) * (n * self.sides)
         warp_bytes = self.plan.warp_bytes
@@ -248,10 +248,3 @@ class Dbias(GroupSums):
                     others = ptx.load_shared_f32x4(left + (warp * warp_bytes + inside * 4))
                     totals = [total + other for total, other in zip(totals, others, strict=True)]
                 ptx.store_parts_x4((part + where).toint(), totals)
-
-
-def fresh(idle: Idle) -> Idle:
-    """Extents of which nothing is worked out ahead of a loop: idle warps have few registers."""
-    known = idle.extents
-    groups, rows, n = ptx.fresh(known.groups), ptx.fresh(known.rows), ptx.fresh(known.n)
-    return Idle(idle.operands, idle.shared, Extents(groups, rows, n, known.half_n, known.k), idle.ring, idle.warp)
