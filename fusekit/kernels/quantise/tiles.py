@@ -10,8 +10,9 @@ two accesses of a warp meet in a bank; those of transposed codes by half the col
 Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
 
-Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. Where each row of x becomes
-several of x_q, it holds theirs, `topk` for each; so x is read once.
+Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. Thread blocks that follow each
+other then have the same columns of other tiles, so that L2 holds those columns of every token until all groups have
+read them. Where each row of x becomes several of x_q, shared memory holds theirs, `topk` for each; so x is read once.
 
 Float32 goes through registers, which round it to bf16 on its way to shared memory: AHEAD loads of a thread are under
 way at a time. There is one tile in shared memory then, and the other thread blocks compute meanwhile.
@@ -124,8 +125,14 @@ class QuantiseTiles:
         block, _, _ = cute.arch.block_idx()
         strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
         number = divide(block, strips)
+        strip = block - number * strips
+        if cutlass.const_expr(self.gather):
+            blocks, _, _ = cute.arch.grid_dim()
+            tiles = divide(blocks, strips)
+            strip = divide(block, tiles)
+            number = block - strip * tiles
         place = self.place(offsets, groups, rows, number, thread & 31)
-        first = (block - number * strips) * STRIP
+        first = strip * STRIP
         last = cutlass.min(first + STRIP, divide(columns + (SIDE - 1), SIDE))
         chosen = shared + parts + PARTS * PAIRS * 4
         source, target, turned = (x.toint(), x_strides, chosen), None, None
