@@ -1,7 +1,7 @@
 """Specs of the operations between ranks: tokens to the ranks of their experts and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
@@ -15,12 +15,13 @@ MOST_BLOCKS = 1024
 WARPS = (4, 8, 16, 32)
 TIMEOUT = 60_000  # milliseconds
 
+_BLOCKS = Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64)
 _KEYS = (
     NAME, SUMMARY, ARCH,
     Key("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1, required=True),
     Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
     TOPK, DTYPE,
-    Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64),
+    _BLOCKS,
     Key("warps", "int", "Warps of a thread block, 4, 8, 16 or 32.", minimum=1, default=16, sweep=True),
     Key("problem", "table", "The shape that benchmarks use.",
         keys=(Key("T", "int", "Tokens of a rank.", required=True), HIDDEN)),
@@ -39,7 +40,7 @@ EXCHANGE_KEYS = {
         ),
     ),
     COMBINE: (
-        *_KEYS,
+        *(replace(key, default=48) if key is _BLOCKS else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),

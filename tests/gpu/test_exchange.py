@@ -21,6 +21,7 @@ PAIRS = {  # dispatch and combine, elements of a row
     "weighted": ("dispatch-2", "combine-2", 512),
     "gradients": ("dispatch-2-few", "combine-2-gradients", 2880),
     "sums": ("dispatch-2-few", "combine-2-sums", 512),
+    "many": ("dispatch-2-many", "combine-2-many", 1544),
     "gradients alone": ("dispatch-2-few", "combine-2-alone", 264),
     "f32": ("dispatch-3-f32", "combine-3-f32", 260),
     "eight": ("dispatch-8", "combine-8", 264),

@@ -28,10 +28,18 @@ from fusekit.kernels.ptx import divide
 from fusekit.plan.exchange import DRAWN, STATUS
 
 NAN = 0x7FFFFFFF
+WORDS, TOGETHER = 64, 8  # that a lane has asked for at a time, and of how many rows, at most
 
 
 class MoeCombine(Exchange):
     """The kernel; calling it traces host function and kernel."""
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        # A lane asks for its share of so many choices' rows before it adds up the first.
+        self.together = min(self.topk, TOGETHER)
+        self.lines = min(self.LINES, WORDS // (4 * self.together))
+        self.piece = self.lines * LINE
 
     @cute.jit
     def __call__(
@@ -55,7 +63,12 @@ class MoeCombine(Exchange):
             rank,
             capacity,
             timeout,
-        ).launch(grid=[self.blocks + summing, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[self.blocks + summing, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=1,  # else registers are spilled, so that two fit
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -88,7 +101,7 @@ class MoeCombine(Exchange):
         flag = self.regions(capacity, row_bytes).flags + Int64(rank * chunks(capacity)) * 4
         share, last = (drawing, own + DRAWN, turn, Int32(self.blocks)), chunks(capacity) * others
         slot, at, row = shares.draw(*share)
-        placed = self.placed_there(source, at, row, capacity, rank)  # read while the others open their windows
+        placed = self.placed_there(source, at, row, sizes, rank)  # read while the others open their windows
         if self.opened(own, thread, epoch - 1, epoch, deadline) != 0:
             while at < last:
                 chunk, target = self.there(at, rank)
@@ -97,7 +110,7 @@ class MoeCombine(Exchange):
                 if (shares.sent(slot) != 0) & (cute.arch.lane_idx() == 0):
                     signals.release(there + flag + Int64(chunk) * 4, epoch)
                 slot, at, row = shares.draw(*share)
-                placed = self.placed_there(source, at, row, capacity, rank)
+                placed = self.placed_there(source, at, row, sizes, rank)
 
     def there(self, at: Int32, rank: Int32):
         """(chunk, rank) of the `at`-th to send: the ranks in turn, so that no link is idle, from the next one on."""
@@ -106,26 +119,34 @@ class MoeCombine(Exchange):
         target = rank + 1 + (at - chunk * others)
         return chunk, cutlass.select_(target < self.ranks, target, target - self.ranks)
 
-    def placed_there(self, source: tuple, at: Int32, row: Int32, capacity: Int32, rank: Int32) -> tuple:
+    def placed_there(self, source: tuple, at: Int32, row: Int32, sizes: tuple, rank: Int32) -> tuple:
         """`placed` of a row of the `at`-th chunk to send; of any where there is none."""
         if cutlass.const_expr(not self.wide):
             return ()
-        chunk, target = self.there(cutlass.min(at, chunks(capacity) * max(self.ranks - 1, 1) - 1), rank)
-        return self.placed(source, target * capacity + chunk * CHUNK + row, cute.arch.lane_idx())
+        _, row_bytes, capacity = sizes
+        last = chunks(capacity) * max(self.ranks - 1, 1)
+        chunk, target = self.there(cutlass.min(at, last - 1), rank)
+        placed = self.placed(source, target * capacity + chunk * CHUNK + row, cute.arch.lane_idx())
+        self.soon(source, placed[0], row_bytes, at < last)
+        return placed
 
     def part(self, source: tuple, rows: list, given: list, start: Int32, row_bytes: Int32) -> list:
         """A piece of this rank's part of a token, rounded, as words. rows, given: of its choices, by lane."""
         (base, stride), _, weights, _ = source
         sums = [Float32(0.0)] * (self.piece // WARP // self.size)
-        for choice in range(self.topk):
-            row = Int32(self.of_choice(rows, choice))
-            words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
-            if weights is not None:
-                weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
-                weight = choose(row >= 0, weight, Float32(0.0))
-                sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
-            else:
-                sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
+        for first in range(0, self.topk, self.together):
+            asked = []
+            for choice in range(first, min(first + self.together, self.topk)):
+                row = Int32(self.of_choice(rows, choice))
+                words = self.load_piece(self.row_of(base.toint(), row, stride), start, row_bytes, row >= 0)
+                asked.append((choice, row, words))
+            for choice, row, words in asked:
+                if weights is not None:
+                    weight = lanes.float_of(Uint32(self.of_choice(given, choice)))
+                    weight = choose(row >= 0, weight, Float32(0.0))
+                    sums = [fma(value, weight, total) for value, total in zip(self.floats(words), sums, strict=True)]
+                else:
+                    sums = [value + total for value, total in zip(self.floats(words), sums, strict=True)]
         return lanes.pack(sums, self.dtype)
 
     def placed(self, source: tuple, place: Int32, lane: Int32):
@@ -162,6 +183,12 @@ class MoeCombine(Exchange):
             for choice in cutlass.range(at * WARP + lane, CHUNK * self.topk, CHUNK * WARP):
                 lanes.store(place + Int64(choice) * 4, lanes.load(from_here + Int64(choice) * 4, 4), 4)
 
+    def soon(self, source: tuple, rows: list, row_bytes: Int32, there) -> None:
+        """Asks L2 for rows, by lane, if they are `there`."""
+        for row in rows:
+            place = self.row_of(source[0][0].toint(), Int32(row), source[0][1])
+            lanes.prefetch(place, row_bytes, (Int32(row) >= 0) & there)
+
     @cute.jit
     def sum(
         self, own: Int64, source: tuple, indices: cute.Pointer, y: list, chunk: Int32, sizes: tuple, rank: Int32,
@@ -176,9 +203,7 @@ class MoeCombine(Exchange):
         known = None
         if cutlass.const_expr(self.wide and self.warps == CHUNK):  # read while the others' rows are under way
             known = self.needed(source, indices, chunk * CHUNK + warp, sizes, rank, lane)
-            for row in known[1]:
-                place = self.row_of(source[0][0].toint(), Int32(row), source[0][1])
-                lanes.prefetch(place, row_bytes, Int32(row) >= 0)
+            self.soon(source, known[1], row_bytes, chunk * CHUNK + warp < tokens)
         came = Int32(failed == 0)
         if (failed == 0) & (chunk * CHUNK < tokens) & (thread < self.ranks) & (thread != rank):
             came = signals.wait(own + layout.flags + Int64(thread * chunks(capacity) + chunk) * 4, epoch, deadline)

@@ -127,11 +127,11 @@ class MoeDispatch(Exchange):
         copying, deadline: Int64,
     ):  # fmt: skip
         """Chunks to the ranks of `targets`, bits, until none is left. share: what `shares.draw` takes."""
-        tokens, row_bytes, capacity = sizes
+        _, row_bytes, capacity = sizes
         thread, _, _ = cute.arch.thread_idx()
         lane, count = thread & 31, chunks(capacity)
         slot, chunk, at = shares.draw(*share)
-        owners = self.owners_of(source, chunk * CHUNK + at, tokens)  # read while the others open their windows
+        owners = self.owners_of(source, chunk * CHUNK + at, sizes)  # read while the others open their windows
         last = count
         if ~copying:  # noqa: SIM102
             if self.opened(self.of_rank(windows, rank), thread, epoch, epoch, deadline) == 0:
@@ -148,13 +148,16 @@ class MoeDispatch(Exchange):
                 flag = self.regions(capacity, row_bytes).flags + Int64(rank * count + chunk) * 4
                 self.tell(windows, flag, lane, epoch, targets)
             slot, chunk, at = shares.draw(*share)
-            owners = self.owners_of(source, chunk * CHUNK + at, tokens)
+            owners = self.owners_of(source, chunk * CHUNK + at, sizes)
 
     @cute.jit
-    def owners_of(self, source: tuple, token: Int32, tokens: Int32):
-        """`owners` of a token, none where there is no such token."""
+    def owners_of(self, source: tuple, token: Int32, sizes: tuple):
+        """`owners` of a token, none where there is no such token; L2 is asked for its row meanwhile."""
         found = Uint32(0)
-        if token < tokens:
+        if token < sizes[0]:
+            if cutlass.const_expr(self.sends != CHOICES):
+                rows, stride = source[0]
+                lanes.prefetch(rows.toint() + Int64(token) * stride, sizes[1], cute.arch.lane_idx() == 0)
             found = self.owners(source[1].toint(), token, cute.arch.lane_idx())
         return found
 
