@@ -1,4 +1,6 @@
-"""TOML text -> expanded, validated specs. All problems of a file are reported in one SpecError."""
+"""TOML text -> expanded, validated specs. All problems of a file are reported in one SpecError; of a large one those of
+its keys first.
+"""
 
 import os
 import re
@@ -16,6 +18,7 @@ from fusekit.spec.values import BAD, MAX_PROBLEMS, Reader, TooManyError, bare, n
 
 SCHEMA_VERSION = 1
 MAX_KERNELS = 4096  # of a file; a sweep that makes more is a slip
+SOON = 512  # so many are expanded to find more problems, where some are known already
 NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
@@ -119,6 +122,8 @@ class _File:
                 self._count(where, family, values)
                 read.append(_Table(where, family, own, inherited, values))
         self._check_parts(kernels, seen)
+        if self.reader.problems and self.kernels > SOON:
+            raise TooManyError
         return tuple(spec for table in read for spec in self._variants(table))
 
     def _check_parts(self, kernels: list[dict[str, Any]], seen: Mapping[str, int]) -> None:
