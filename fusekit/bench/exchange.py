@@ -81,6 +81,15 @@ class Rank:
             self.stream = int(driver.check(driver.api.cuStreamCreate(1), "cuStreamCreate"))
             self.events = [driver.check(driver.api.cuEventCreate(0), "cuEventCreate") for _ in range(2)]
 
+    def close(self) -> None:
+        """Gives stream, events and windows back."""
+        api, check = self.library.devices.driver.api, self.library.devices.driver.check
+        with self.library.devices.active(self.library.devices.get(self.ranks.device)):
+            check(api.cuStreamDestroy(self.stream), "cuStreamDestroy")
+            for event in self.events:
+                check(api.cuEventDestroy(event), "cuEventDestroy")
+        self.ranks.close()
+
     def _array(self, value: Any, dtype: str) -> DeviceArray:
         made = DeviceArray(self.library.devices, value.shape, dtype, self.ranks.device)
         made.upload(np.ascontiguousarray(value))
@@ -184,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["us"][name] = round(measure(ranks, each), 2)
         sys.stderr.write(f"{name} {found['us'][name]}\n")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    for rank in made:
+    for rank in ranks:
         rank.close()
     return 0
 

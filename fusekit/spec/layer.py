@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fusekit.plan.activations import kind
 from fusekit.plan.layer import Options, broken, layer_keys, program
 from fusekit.plan.layer.options import make
 from fusekit.spec.family import Family, family_of
@@ -63,7 +64,11 @@ def _table(
     return table | {name: values[name] for name in SWEPT if name in known}
 
 
+_FORWARD = tuple(
+    replace(key, choices=tuple(each for each in key.choices if not kind(each).backward)) if key.name == "kind" else key
+    for key in ACTIVATION_KEYS
+)  # the layer knows each one's backward activation
 LAYER = Family(
-    (), layer_keys(ACTIVATION_KEYS, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
+    (), layer_keys(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
     own=(*KERNEL_ONLY, "kind", *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

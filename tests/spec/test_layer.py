@@ -67,7 +67,8 @@ def problems(*tables, **defaults):
         ),
         (
             {"activation": {"kind": "dswiglu"}},
-            ['activation.kind = "dswiglu": name the forward activation; the layer knows the other'],
+            ['activation.kind = "dswiglu": must be "identity", "gelu", "relu", "silu", "srelu", "geglu", "reglu" or '
+             '"swiglu"; did you mean "swiglu"?'],
         ),
         (
             {"activation": {"kind": "identity"}},

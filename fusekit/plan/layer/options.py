@@ -222,9 +222,7 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
     if options.overlap and options.ranks == 1:
         yield "overlap", True, "rows of one GPU come from nowhere; say ranks, or leave overlap out"
     kind = options.activation["kind"]
-    if kind_of(kind).backward:
-        yield "activation.kind", kind, "name the forward activation; the layer knows the other"
-    elif options.trained and f"{DERIVATIVE}{kind}" not in kinds():
+    if options.trained and f"{DERIVATIVE}{kind}" not in kinds():
         yield "activation.kind", kind, 'it has no backward activation; say another one, or keep = "none"'
     if options.kind == MLP and options.bias and options.b_major == "n" and options.trained:
         rule = "b2's gradient is the sum of dy, which that of w2 [I, H] cannot give as well"
