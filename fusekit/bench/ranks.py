@@ -7,8 +7,8 @@ The experts of a model's layer are spread over the processes, each with a GPU an
 weights are random and given. Prints one JSON document. Times are medians of rounds, each of the slowest rank:
 
 - `ms`, `tflops` of a GPU: the forward or backward pass as a CUDA graph;
-- `compute_ms`: those of its launches that a rank makes alone, on the rows that came; `communication_ms`: the others,
-  which move rows between ranks; `ratio`: `ms` over the larger of both;
+- `compute_ms`: those of its launches that a rank makes alone, on the rows that came, in turns with the pass;
+  `communication_ms`: the others, which move rows between ranks; `ratio`: `ms` over the larger of both;
 - `peer_ms`: the same pass as one writes it in PyTorch. Counts go out by all_to_all_single, the host waits for them, a
   row goes out for each choice, fusekit's layer of one GPU computes on what came, and all comes back; autograd does the
   backward pass. `speedup`: how many times as fast the layer over ranks is; `apart`: how far both results are apart.
@@ -22,6 +22,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -100,11 +101,15 @@ class Ours:
 
     def measure(self, which: str) -> dict[str, float]:
         """Times of a pass, and what comes of them."""
-        found = {}
-        for label, run in parts(self.layer, self.passes[which], which).items():
-            graph = Replay(self._devices, [run], 1, self._stream.cuda_stream)
-            found[label] = slowest(partial(graph, self._stream.cuda_stream))
-            graph.close()
+        found: dict[str, float] = {}
+        handle = self._stream.cuda_stream
+        runs = parts(self.layer, self.passes[which], which)
+        with ExitStack() as graphs:
+            for labels in (("ms", "compute_ms"), ("communication_ms",)):
+                made = {label: Replay(self._devices, [runs[label]], 1, handle) for label in labels}
+                for graph in made.values():
+                    graphs.callback(graph.close)
+                found |= in_turns({label: partial(graph, handle) for label, graph in made.items()})
         o = self.options
         flops = 6.0 * self.tokens * o.topk * o.hidden * o.intermediate * (2 if which == BACKWARD else 1)
         found["tflops"] = flops / found["ms"] / 1e9
@@ -206,9 +211,14 @@ def exchange() -> Any:
 
 def slowest(run: Callable[[], Any]) -> float:
     """The median of rounds, each the milliseconds of a run on the slowest rank. Every rank calls this."""
+    return in_turns({"": run})[""]
+
+
+def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Of each run. They take turns round by round, since products run at the power limit: the clock falls with time."""
     import torch
 
-    def once(repeats: int) -> float:
+    def once(run: Callable[[], Any], repeats: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         agree([0.0])
         run()  # after which no rank is far ahead
@@ -219,10 +229,14 @@ def slowest(run: Callable[[], Any]) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) / repeats
 
-    once(2)
-    (estimate,) = agree([once(2)])
-    repeats = max(2, min(20, int(ROUND_MS / max(estimate, 1e-3))))
-    return median(agree([once(repeats) for _ in range(ROUNDS)]))
+    for run in runs.values():
+        once(run, 2)
+    estimates = agree([once(run, 2) for run in runs.values()])
+    counted = [
+        (run, max(2, min(20, int(ROUND_MS / max(ms, 1e-3))))) for run, ms in zip(runs.values(), estimates, strict=True)
+    ]
+    rounds = [agree([once(run, repeats) for run, repeats in counted]) for _ in range(ROUNDS)]
+    return {label: median([each[index] for each in rounds]) for index, label in enumerate(runs)}
 
 
 def agree(values: list[float]) -> list[float]:

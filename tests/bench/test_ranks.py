@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusekit.bench import ranks
 from fusekit.bench.ranks import CASES, FILE, main, parts
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD
@@ -55,6 +56,35 @@ def test_launches_that_wait_for_other_ranks_are_apart(which: str) -> None:
     assert [*found["communication_ms"].launches] == together[which]
     assert [each for each in bound.launches if each not in together[which]] == [*found["compute_ms"].launches]
     assert found["ms"] is bound
+
+
+def test_passes_take_turns_and_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ran = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def run(name: str, ms: float) -> None:
+        ran.append(name)
+        clock[0] += ms
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    monkeypatch.setattr(ranks, "agree", lambda values: [value + 1 for value in values])  # another rank takes 1 ms more
+    found = ranks.in_turns({"long": lambda: run("long", 9.0), "short": lambda: run("short", 0.5)})
+    assert found == {"long": pytest.approx(10), "short": pytest.approx(1.5)}
+    turns = [name for index, name in enumerate(ran) if ran[index - 1] != name]
+    assert turns[-2 * ranks.ROUNDS :] == ["long", "short"] * ranks.ROUNDS
+    assert ran[-15:].count("short") == 14  # of a round: 20 ms by the estimate of 1.5, and one before
 
 
 PEER = """
