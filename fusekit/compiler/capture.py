@@ -215,13 +215,20 @@ def _arguments(call: fakes.Call) -> dict[str, dict[str, Any]]:
     """The spec's `arguments`: each tensor's role and the names of its extents."""
     function, args, kwargs = fakes.read(call.source, call.params)
     told: dict[str, dict[str, Any]] = {}
-    for leaf in leaves(function, args, kwargs):
+    found = leaves(function, args, kwargs)
+    names = {leaf.name for leaf in found}
+    for leaf in found:
         if leaf.kind == TENSOR:
             shape = [extent if isinstance(extent, int) else extent._symbol for extent in leaf.shape]
             told[leaf.name] = {"role": "inout", "shape": shape}
         elif leaf.kind == POINTER:
-            told[leaf.name] = {"role": "inout", "shape": [f"{leaf.name}_elements"]}
+            told[leaf.name] = {"role": "inout", "shape": [_free(f"{leaf.name}_elements", names)]}
     return told
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or a longer one, that is not taken."""
+    return name if name not in taken else _free(f"{name}_", taken)
 
 
 def _distributions(call: fakes.Call) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any,
         raise BuildError(
             f"source {source}: there is no module {error.name!r}; install what has it, or mend the source"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BuildError(f"source {source}: importing {module_name} failed: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -96,14 +96,25 @@ def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any,
         made = function(**given)
     except FusekitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BuildError(f"source {source} raised {_told(error)}") from error
-    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not callable(made[0]):
+    if not _is_call(made):
         raise BuildError(
             f"source {source} returned {type(made).__name__}; it must return (function, arguments) or (function,"
             " arguments, keywords), as cute.compile takes them"
         )
     return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+
+
+def _is_call(made: Any) -> bool:
+    """Whether it is (function, arguments), or (function, arguments, keywords)."""
+    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not callable(made[0]):
+        return False
+    return (
+        isinstance(made[1], Sequence)
+        and not isinstance(made[1], str)
+        and all(isinstance(each, Mapping) for each in made[2:])
+    )
 
 
 def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:

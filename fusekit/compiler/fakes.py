@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -46,13 +47,14 @@ _GENERIC = "gmem"  # the memory space of a fake tensor that names none
 
 @dataclass(slots=True)
 class Writer:
-    """Writes the values of one call. symbols: those met so far."""
+    """Writes the values of one call. symbols: those met so far; none has a name of `taken`, the host's parameters."""
 
     symbols: dict[str, dict[str, int]] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     _names: dict[int, str] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _inside: list[Any] = field(default_factory=list)
+    taken: frozenset[str] = frozenset()
 
     def value(self, value: Any, where: str) -> Any:
         """`value` as data. where: its name, for messages. Raises BuildError for what cannot be made again."""
@@ -191,7 +193,7 @@ class Writer:
         return name
 
     def _fresh(self, facts: tuple[int, int]) -> str:
-        name = f"s{len(self.symbols)}"
+        name = next(each for number in count() if (each := f"s{number}") not in {*self.symbols, *self.taken})
         divisor, bits = facts
         self.symbols[name] = {"divisor": divisor, "bits": bits}
         return name
@@ -318,6 +320,7 @@ def write(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], optio
         source = held["object"]
         params |= {key: held[key] for key in ("state", "items") if key in held}
     names = list(_parameters(function))
+    writer.taken = frozenset(names)
     params[FAKES] = [
         writer.value(item, names[index] if index < len(names) else f"argument {index}")
         for index, item in enumerate(args)

@@ -38,6 +38,7 @@ class Foreign:
     _files: dict[str, str] = field(default_factory=dict)
     _modules: dict[str, tuple[dict[str, str], frozenset[str]]] = field(default_factory=dict)
     _owners: dict[str, list[str]] | None = None
+    _loaded: dict[str, bool] = field(default_factory=dict)
 
     def fields(self, spec: ExternSpec) -> dict[str, str]:
         """The labelled key fields. Raises BuildError for a distribution or a module that is not installed."""
@@ -82,13 +83,19 @@ class Foreign:
         return [] if known else None
 
     def _owned(self, top: str) -> list[str]:
-        """The installed distributions that have the top-level package, fusekit's own not."""
+        """The installed distributions that have the top-level package, fusekit's own not. Of those that list other
+        files than an import would load, such as editable ones, none: their sources count.
+        """
         if top in _OWN:
             return []
         if self._owners is None:
             self._owners = {name: sorted({normal(each) for each in made})
                             for name, made in metadata.packages_distributions().items()}  # fmt: skip
-        return self._owners.get(top, [])
+        names = self._owners.get(top, [])
+        if top not in self._loaded:
+            root = _root(top) if names else None
+            self._loaded[top] = root is not None and any(_lists(distribution(name), top, root) for name in names)
+        return names if self._loaded[top] else []
 
 
 def describe(fields: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -215,6 +222,13 @@ def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str
     if not digests:
         raise BuildError(f"source {module}: there is no such module below {roots[top]}; mend the source")
     return digests, frozenset(others)
+
+
+def _lists(found: metadata.Distribution, top: str, root: Path) -> bool:
+    """Whether a distribution lists files of the top-level package that lies in `root`."""
+    if Path(str(found.locate_file(""))).resolve() != root.resolve():
+        return False
+    return any(file.parts[0] == top or file.parts[0].split(".")[0] == top for file in found.files or ())
 
 
 def _root(top: str) -> Path | None:

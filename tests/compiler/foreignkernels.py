@@ -83,6 +83,14 @@ def empty():
     return 3
 
 
+def no_arguments():
+    return empty, 3
+
+
+def leaving():
+    raise SystemExit(3)
+
+
 def twice_with_more(more=1):
     return twice()
 

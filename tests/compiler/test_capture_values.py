@@ -236,6 +236,16 @@ def test_one_symbol_is_one_extent_and_two_are_two():
     assert first.shape[1] is not first.shape[0]
 
 
+def strided(x, s0, s2):
+    """A host function with parameters called as symbols might be."""
+
+
+def test_no_symbol_has_the_name_of_a_parameter():
+    x = make_fake_tensor(cutlass.Float32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+    call = fakes.write(strided, (x, cutlass.Int32(2), cutlass.Int32(1)), {})
+    assert [*call.params["symbols"]] == ["s1", "s3", "s4"]
+
+
 M = cute.sym_int(divisibility=8)
 TENSORS = {
     "fake": make_fake_tensor(cutlass.BFloat16, (M, 64), (cute.sym_int64(divisibility=8), 1), assumed_align=16),

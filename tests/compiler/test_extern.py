@@ -394,6 +394,8 @@ def test_what_the_trace_does_not_have():
     [
         ("broken", "source foreignkernels:broken raised RuntimeError: no luck"),
         ("empty", "source foreignkernels:empty returned int; it must return (function, arguments)"),
+        ("no_arguments", "source foreignkernels:no_arguments returned tuple; it must return (function, arguments)"),
+        ("leaving", "source foreignkernels:leaving raised SystemExit: 3"),
         ("missing", "source foreignkernels:missing: foreignkernels has no function missing; mend the source"),
     ],
 )

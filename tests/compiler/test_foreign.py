@@ -73,6 +73,27 @@ def differing(one, other):
     return sorted(label for label in {*one, *other} if one.get(label) != other.get(label))
 
 
+def test_files_that_an_import_would_not_load_do_not_stand_for_those_that_it_would(
+    folder, tmp_path_factory, monkeypatch
+):
+    """A changed copy that comes first on the path, as a checkout or an editable installation does."""
+    Package(folder, "elsewhere-kernels", requires=["nvidia-cutlass-dsl"])
+    spec = spec_of("elsewhere_kernels.kernels:make")
+    installed = Foreign().fields(spec)
+    assert "foreign.files.elsewhere-kernels" in installed
+    first = tmp_path_factory.mktemp("first")
+    package = first / "elsewhere_kernels"
+    package.mkdir()
+    for name in ("__init__.py", "helper.py"):
+        (package / name).write_text("")
+    (package / "kernels.py").write_text("from elsewhere_kernels import helper\n")
+    monkeypatch.syspath_prepend(str(first))
+    made = Foreign().fields(spec)
+    assert made != installed and "foreign.files.elsewhere-kernels" not in made
+    (package / "helper.py").write_text("FACTOR = 7\n")
+    assert differing(made, Foreign().fields(spec)) == ["foreign.module.elsewhere_kernels/helper.py"]
+
+
 def test_every_file_of_a_distribution_counts(folder):
     Package(folder, "throw-away", ["needed>=2", "extra-only; extra == 'x'", "nvidia-cutlass-dsl>=4"])
     Package(folder, "needed", version="2.1")
