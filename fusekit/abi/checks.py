@@ -122,12 +122,6 @@ def _check_signature(record: LaunchRecord) -> None:
     unique([argument.name for argument in record.arguments], "arguments")
     unique([dim.name for dim in record.dims], "dims")
     dims = frozenset(dim.name for dim in record.dims)
-    both = sorted(dims & {scalar.name for scalar in record.scalars})
-    if both:
-        raise RecordError(
-            f"{both[0]!r} is an extent of a tensor and a scalar argument, and an expression could mean either; name the"
-            f' extent otherwise, or the argument (of a foreign kernel: arguments.{both[0]}.rename = "TEXT")'
-        )
     for index, dim in enumerate(record.dims):
         dim.check(f"dims[{index}]")
     for index, argument in enumerate(record.arguments):

@@ -180,6 +180,13 @@ class _Reading:
             hosts.append(host)
             if argument is not None:
                 arguments.append(argument)
+        scalars = {argument.name for argument in arguments if isinstance(argument, ScalarArgument)}
+        both = sorted(scalars & self._divisors.keys())
+        if both:  # the launch would take the one for the other
+            raise BuildError(
+                f"{both[0]!r} is an extent of a tensor and a scalar argument; name the extent otherwise in"
+                f' arguments.NAME.shape, or say arguments.{both[0]}.rename = "TEXT"'
+            )
         dims = tuple(self._dim(name) for name in self._divisors)
         for name in self._spec.dims:
             if name not in self._divisors:

@@ -211,12 +211,6 @@ def test_every_dim_can_be_read_off_a_shape() -> None:
         )
 
 
-def test_an_extent_and_a_scalar_of_one_name() -> None:
-    base = record()
-    with pytest.raises(RecordError, match="'act_alpha' is an extent of a tensor and a scalar argument"):
-        record(dims=(*base.dims, Dim("act_alpha")))
-
-
 @pytest.mark.parametrize("name", ["sm_count", "cluster_margin", "workspace", "scratch", "stream"])
 def test_reserved_names(name: str) -> None:
     with pytest.raises(RecordError, match=f"arguments\\[0\\].name: '{name}' is reserved"):

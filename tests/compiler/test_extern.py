@@ -403,6 +403,11 @@ def test_sources_that_fail(function, words):
     assert refused(function, "").startswith(words)
 
 
+def test_an_extent_and_a_scalar_of_one_name():
+    rest = FILLED.replace('"N"', '"count"').rpartition("arguments.count")[0]
+    assert refused("filled", rest).startswith("'count' is an extent of a tensor and a scalar argument; name the extent")
+
+
 def test_a_module_that_is_not_there():
     from fusekit.compiler.extern import call_source
 
