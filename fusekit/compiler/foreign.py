@@ -228,7 +228,7 @@ def _lists(found: metadata.Distribution, top: str, root: Path) -> bool:
     """Whether a distribution lists files of the top-level package that lies in `root`."""
     if Path(str(found.locate_file(""))).resolve() != root.resolve():
         return False
-    return any(file.parts[0] == top or file.parts[0].split(".")[0] == top for file in found.files or ())
+    return any(str(file).partition("/")[0].partition(".")[0] == top for file in found.files or ())
 
 
 def _root(top: str) -> Path | None:
