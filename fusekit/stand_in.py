@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,7 +13,19 @@ from fusekit.compiler import build, fakes
 from fusekit.compiler.capture import arch_of, captured, effective_options
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
-from fusekit.compiler.leaves import STREAM, Leaf, argument_name, flat, host_callable, is_extent, leaves, member, members
+from fusekit.compiler.leaves import (
+    STREAM,
+    Leaf,
+    argument_name,
+    flat,
+    is_constant,
+    is_extent,
+    leaves,
+    member,
+    members,
+    run_time,
+    signature_of,
+)
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
 from fusekit.spec.parse import parse_text
@@ -123,25 +134,24 @@ class _Parameters:
 
     def __init__(self, source: str, params: Any) -> None:
         function, args, kwargs = fakes.read(source, params)
-        whole = inspect.signature(host_callable(function))
-        bound = whole.bind(*args, **kwargs)
-        bound.apply_defaults()
-        runtime = [each for each in whole.parameters.values() if "Constexpr" not in str(each.annotation)]
+        whole = signature_of(function)
+        runtime = [each for each in whole.parameters.values() if not is_constant(each.annotation)]
         self._leaves = leaves(function, args, kwargs)
         self._signature = whole.replace(parameters=runtime)
-        self._templates = {each.name: bound.arguments[each.name] for each in runtime}
+        bound = whole.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._templates = run_time(bound)
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[Leaf, Any]]]:
         """(the stream, the other run-time arguments with their values, in order)."""
         try:
-            given = self._signature.bind(*args, **kwargs)
+            given = run_time(self._signature.bind(*args, **kwargs))
         except TypeError as error:
             known = ", ".join(self._signature.parameters)
             raise ArgumentError(f"{error}; the arguments are {known}") from None
         stream, values = None, []
         for name, template in self._templates.items():
-            value = given.arguments.get(name, template)
-            for leaf, item in _pairs(name, template, value):
+            for leaf, item in _pairs(name, template, given.get(name, template)):
                 if leaf.kind == STREAM:
                     stream = item
                 elif not is_extent(leaf, self._leaves):  # a launch reads those from the tensor

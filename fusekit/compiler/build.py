@@ -369,7 +369,7 @@ def _make(
 
 def _home(spec: Spec) -> tuple[str, str] | None:
     """Where a foreign kernel is compiled: packages change the DSL as they are imported, each for itself."""
-    return (spec.provider, spec.arch) if isinstance(spec, ExternSpec) else None
+    return (spec.source.partition(":")[0], spec.arch) if isinstance(spec, ExternSpec) else None
 
 
 def _unchanged(task: Task) -> None:

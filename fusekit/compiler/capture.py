@@ -20,6 +20,7 @@ from fusekit.compiler import fakes
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
+from fusekit.compiler.trace import without_colours
 from fusekit.errors import BuildError, SpecError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
 from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
@@ -54,7 +55,8 @@ class Captured:
         lines = ["[[kernel]]", *(f"{key} = {toml_value(value)}" for key, value in head.items())]
         for title, table in (("params", self.params), ("arguments", self.arguments)):
             if table:
-                lines += ["", f"[kernel.{title}]", *(f"{_key(key)} = {_lines(value)}" for key, value in table.items())]
+                entries = (f"{toml_key(key)} = {_lines(value)}" for key, value in table.items())
+                lines += ["", f"[kernel.{title}]", *entries]
         return "\n".join(lines) + "\n"
 
 
@@ -180,7 +182,11 @@ def effective_options(options: Any, compiler: Any = None) -> Any:
     from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
 
     if isinstance(options, str) and options:
-        return _parse_compile_options_from_str(options)
+        try:
+            return _parse_compile_options_from_str(options)
+        except Exception as error:
+            why = f"{type(error).__name__}: {without_colours(str(error)).partition(chr(10))[0]}"
+            raise BuildError(f"options {options!r}: the CuTe DSL does not take them ({why}); mend them") from None
     if compiler is None:
         return CompileOptions()
     return getattr(compiler, "_compile_options", None) or compiler.compile_options  # of cute.compile, or of the DSL
@@ -267,7 +273,7 @@ def _lines(value: Any) -> str:
 def toml_value(value: Any) -> str:
     """A JSON value as TOML has it."""
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items())
+        inside = ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
@@ -276,5 +282,6 @@ def toml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _key(name: str) -> str:
+def toml_key(name: str) -> str:
+    """A key as TOML has it."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
@@ -41,13 +39,16 @@ from fusekit.compiler.leaves import (
     leaves,
 )
 from fusekit.compiler.lift import LIFT_VALUES
+from fusekit.compiler.source_call import call_lifted
 from fusekit.dtypes import DTYPES
-from fusekit.errors import BuildError, FusekitError
+from fusekit.errors import BuildError
 from fusekit.spec import ExternSpec
 
 FREE = "free"
 _OF_A_CALLER = frozenset({"default", "minimum", "maximum", "divisor"})  # what says that callers pass an integer
 MEMORY_ALIGNMENT = 256
+_OF_THE_DEVICE = frozenset({"sm_count", "cluster_margin", "active_clusters"})
+_DIVIDING = ("floordiv", "ceildiv", "mod")
 
 
 def plan(spec: ExternSpec) -> TracePlan:
@@ -66,59 +67,8 @@ def plan(spec: ExternSpec) -> TracePlan:
     return replace(first, lifted=Lifted(expr, LIFT_VALUES, second))
 
 
-def call_source(source: str, params: Mapping[str, Any], arch: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What the function `source` ("module:function") returns for `params`: host function, arguments, keywords.
-
-    With fakes among the params the source is the host function itself (see `fusekit.compiler.fakes`).
-    """
-    if fakes.FAKES in params:
-        return fakes.read(source, params)
-    module_name, _, name = source.partition(":")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise BuildError(
-            f"source {source}: there is no module {error.name!r}; install what has it, or mend the source"
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise BuildError(f"source {source}: importing {module_name} failed: {_told(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise BuildError(f"source {source}: {module_name} has no function {name}; mend the source")
-    takes = inspect.signature(function).parameters
-    given = {"arch": arch, **params} if "arch" in takes else dict(params)
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        known = ", ".join(takes) or "none"
-        raise BuildError(f"source {source}: {error}; its arguments are {known}; mend params") from None
-    try:
-        made = function(**given)
-    except FusekitError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise BuildError(f"source {source} raised {_told(error)}") from error
-    if not _is_call(made):
-        raise BuildError(
-            f"source {source} returned {type(made).__name__}; it must return (function, arguments) or (function,"
-            " arguments, keywords), as cute.compile takes them"
-        )
-    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
-
-
-def _is_call(made: Any) -> bool:
-    """Whether it is (function, arguments), or (function, arguments, keywords)."""
-    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not callable(made[0]):
-        return False
-    return (
-        isinstance(made[1], Sequence)
-        and not isinstance(made[1], str)
-        and all(isinstance(each, Mapping) for each in made[2:])
-    )
-
-
 def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
-    function, arguments, keywords = _lifted_call(spec, lifted)
+    function, arguments, keywords = call_lifted(spec, lifted)
     found = leaves(function, arguments, keywords)
     # By place where that can be: an argument may have the name of one of cute.compile's own.
     bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
@@ -130,29 +80,6 @@ def _plan(spec: ExternSpec, lifted: Mapping[str, int]) -> TracePlan:
         function, arguments, hosts, signature, keywords, tuple(leaf.fake for leaf in found), options=options,
         traced=reading.traced,
     )  # fmt: skip
-
-
-def _lifted_call(spec: ExternSpec, lifted: Mapping[str, int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The source's answer with `lifted` for its own arguments of those names, or for those of the host function."""
-    if not lifted:
-        return call_source(spec.source, spec.params, spec.arch)
-    module_name, _, name = spec.source.partition(":")
-    call_source(spec.source, spec.params, spec.arch)  # whose errors are told first
-    takes = inspect.signature(getattr(sys.modules[module_name], name)).parameters
-    own = {key: value for key, value in lifted.items() if key in takes}
-    function, arguments, keywords = call_source(spec.source, {**spec.params, **own}, spec.arch)
-    rest = {key: value for key, value in lifted.items() if key not in own}
-    if not rest:
-        return function, arguments, keywords
-    bound = inspect.signature(host_callable(function)).bind(*arguments, **keywords)
-    for key in rest:
-        if key not in bound.arguments or isinstance(bound.arguments[key], bool | type(None)):
-            raise BuildError(
-                f"lift.{key}: neither {spec.source} nor its host function takes an integer of this name; the host"
-                f" function is given {', '.join(bound.arguments)}"
-            )
-    bound.arguments.update(rest)
-    return function, bound.args, bound.kwargs
 
 
 class _Reading:
@@ -167,6 +94,7 @@ class _Reading:
         self._strides: dict[int, str] = {}
         self._constraints: list[Constraint] = []
         self._memory: dict[str, Expr] = {"workspace": 0, "scratch": 0}
+        self._said: list[tuple[str, Expr]] = []  # expressions of the spec that read the other arguments
         self.traced: dict[str, int] = {}
 
     def signature(self) -> tuple[tuple[HostArgument, ...], Signature]:
@@ -181,6 +109,10 @@ class _Reading:
             if argument is not None:
                 arguments.append(argument)
         scalars = {argument.name for argument in arguments if isinstance(argument, ScalarArgument)}
+        tensors = [argument for argument in arguments if isinstance(argument, TensorArgument)]
+        strides = {tensor.stride_variable(index) for tensor in tensors for index in range(tensor.rank)}
+        for where, expr in self._said:
+            validate(expr, where, _OF_THE_DEVICE.union(strides, scalars, self._divisors))
         both = sorted(scalars & self._divisors.keys())
         if both:  # the launch would take the one for the other
             raise BuildError(
@@ -248,7 +180,7 @@ class _Reading:
         if "value" in told:
             if leaf.kind == FLOAT:
                 raise BuildError(f"arguments.{leaf.name}.value: only integers are computed; leave it out")
-            return HostInteger(self._expr(told["value"]), leaf.dtype), None
+            return HostInteger(self._read(told["value"], f"arguments.{leaf.name}.value"), leaf.dtype), None
         if leaf.kind == INTEGER and id(leaf.fake) in self._symbols:
             return HostInteger(self._symbols[id(leaf.fake)][0], leaf.dtype), None
         bounds: dict[str, int] = {"minimum": 0, "maximum": 1} if leaf.dtype == BIT else {}
@@ -269,11 +201,15 @@ class _Reading:
             raise BuildError(
                 f"arguments.{leaf.name}: a workspace's extents are fixed in the trace, those of {leaf} not"
             )
+        size = self._expr(told["bytes"])
+        least = _bytes_of(leaf)
+        if isinstance(size, int) and size < least:
+            raise BuildError(f"arguments.{leaf.name}.bytes is {size}; {leaf} takes {least}; say {least} or more")
         memory = "workspace" if told.get("zeroed") else "scratch"
         if self._memory[memory] != 0:
             words = "that begins as zeros" if told.get("zeroed") else "that does not begin as zeros"
             raise BuildError(f"arguments.{leaf.name}: a launch record has one workspace {words}; this is the second")
-        self._memory[memory] = self._expr(told["bytes"])
+        self._memory[memory] = size
         return HostPointer(memory)
 
     def _tensor(self, leaf: Leaf, name: str, told: Mapping[str, Any]) -> tuple[HostTensor, TensorArgument]:
@@ -347,7 +283,7 @@ class _Reading:
                 raise BuildError(f"{where} is {_shown(rule)}; the trace fixes this stride at {stride}")
             return stride, symbol, 1
         if rule != FREE:
-            stride = self._expr(rule)
+            stride = self._read(rule, where)
             return stride, _times(stride, factor), 1
         if id(symbol) in self._symbols:
             return self._symbols[id(symbol)][0], self._symbols[id(symbol)][0], 1
@@ -376,14 +312,22 @@ class _Reading:
             name, told["role"], leaf.dtype, tuple(shape), tuple(strides), alignment=align
         )
 
+    def _read(self, said: Any, where: str) -> Expr:
+        """`_expr` of what may read any other argument."""
+        self._said.append((where, made := self._expr(said)))
+        return made
+
     def _expr(self, said: Any) -> Expr:
         """The expression with params for their values; worked out where nothing else is left."""
         if isinstance(said, str):
             return self._constants.get(said, said)
         if isinstance(said, int):
             return said
-        made: Expr = (said[0], *(self._expr(item) for item in said[1:]))
+        made = (said[0], *(self._expr(item) for item in said[1:]))
         validate(made, "the spec's expression")
+        operator, *_, divisor = made
+        if operator in _DIVIDING and isinstance(divisor, int) and divisor < 1:
+            raise BuildError(f"the spec's expression {_shown(made)} divides by {divisor}; a divisor is 1 or more")
         return evaluate(made, {}) if not variables(made) else made
 
     def _dim(self, name: str) -> Dim:
@@ -391,6 +335,14 @@ class _Reading:
         divisor = math.lcm(self._divisors[name], told.get("divisor", 1))
         least = 0 if told.get("skip_if_zero") else divisor
         return Dim(name, divisor, told.get("minimum", least), told.get("maximum", 2**31 - 1))
+
+
+def _bytes_of(leaf: Leaf) -> int:
+    """What a workspace takes at least: a tensor's elements, of a pointer one."""
+    if leaf.kind == POINTER:
+        return DTYPES[leaf.dtype].bytes
+    last: int = sum((extent - 1) * stride for extent, stride in zip(leaf.fake.shape, leaf.fake.stride, strict=True))
+    return (last // leaf.packed + 1) * DTYPES[leaf.dtype].bytes
 
 
 def _times(expr: Expr, factor: int) -> Expr:
@@ -401,8 +353,3 @@ def _times(expr: Expr, factor: int) -> Expr:
 
 def _shown(expr: Any) -> str:
     return render(freeze(expr))
-
-
-def _told(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -260,4 +260,16 @@ def _imports(data: bytes, path: Path, root: Path) -> Iterable[str]:
         tree = ast.parse(data, str(path))
     except SyntaxError as error:
         raise BuildError(f"{path.name}: {error}; mend it") from error
-    return stated(ast.walk(tree), list(path.relative_to(root).with_suffix("").parts))
+    nodes = list(ast.walk(tree))
+    return [*stated(nodes, list(path.relative_to(root).with_suffix("").parts)), *_called(nodes)]
+
+
+def _called(nodes: Iterable[ast.AST]) -> Iterable[str]:
+    """The modules that calls of `import_module` and `__import__` name as text."""
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+            continue
+        function, name = node.func, node.args[0].value
+        called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if called in ("import_module", "__import__") and isinstance(name, str) and name and not name.startswith("."):
+            yield name

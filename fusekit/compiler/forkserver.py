@@ -7,8 +7,8 @@ guard; this one imports the same thing for everybody.
 The server and what it forks are a session of their own, so Ctrl-C reaches only the caller. When its socket ends,
 because the caller is done or was killed, the server ends every process that it forked, and then itself.
 
-A request is one message: the scratch folder and the limit of memory as JSON, with three descriptors: the socket that
-the new process works on, its log, and a pipe that the server writes the exit status to.
+A request is one message: the scratch folder, the limit of memory and what to import before the fork as JSON, with three
+descriptors: the socket that the new process works on, its log, and a pipe that the server writes the exit status to.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._pipes: dict[int, int] = {}  # process -> where its exit status goes
+        self._imported: set[str] = set()
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
@@ -70,6 +71,7 @@ class _Server:
             self._reap()
 
     def _fork(self, request: dict[str, Any], work: int, log: int, status: int) -> None:
+        self._import(request["module"])
         child = os.fork()
         if child == 0:
             try:
@@ -81,6 +83,12 @@ class _Server:
         self._pipes[child] = status
         os.close(work)
         os.close(log)
+
+    def _import(self, module: str | None) -> None:
+        if module is not None and module not in self._imported:
+            self._imported.add(module)
+            with contextlib.suppress(BaseException):  # said by the compile process, which imports it again
+                importlib.import_module(module)
 
     def _become_worker(self, request: dict[str, Any], work: int, log: int, status: int) -> None:
         signal.set_wakeup_fd(-1)

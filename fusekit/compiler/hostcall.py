@@ -22,7 +22,7 @@ from fusekit.compiler.hostfunction import (
     Signature,
     TracePlan,
 )
-from fusekit.compiler.leaves import codes_in_one
+from fusekit.compiler.leaves import bytes_of
 from fusekit.compiler.samples import ArgumentSet
 from fusekit.errors import BuildError, ProofError
 
@@ -46,7 +46,7 @@ def check_plan(plan: TracePlan) -> None:
         if not isinstance(host, HostTensor):
             continue
         tensor = tensor_of(plan.signature, host.argument)
-        if codes_in_one(fake) * fake.element_type.width != 8 * tensor.itemsize:
+        if bytes_of(fake) != tensor.itemsize:
             raise BuildError(
                 f"trace plan: {tensor.name} is traced as {fake.element_type}, the record says {tensor.dtype}"
             )
@@ -108,7 +108,8 @@ def _tensor_bytes(tensor: TensorArgument, fake: Any, host: HostTensor, arguments
                 rule = f"compiled as {symbol}" if fixed else f"compiled as a multiple of {symbol.divisibility}"
                 raise ProofError(
                     f"{tensor.name}: {kind} of mode {mode} is {rule}, the launch record allows {render(expr)} = {value}"
-                    f"; state the divisor in the record. Argument set {arguments}",
+                    "; give the dim that divisor (dims.NAME.divisor) or the stride an expression that has it, or trace"
+                    f" with a divisor of 1. Argument set {arguments}",
                     parameter=tensor.name,
                 )
             if not fixed:

@@ -11,7 +11,7 @@ import enum
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from fusekit.abi.arguments import OPTIONS, RESERVED
 from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, SIGNED, UNSIGNED
@@ -72,18 +72,42 @@ def leaves(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
 
     Raises BuildError where the arguments do not fit its signature, or one of them has a type that no record knows.
     """
-    call = host_callable(function)
     try:
-        signature = inspect.signature(call)
-        bound = signature.bind(*arguments, **keywords)
+        bound = signature_of(function).bind(*arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise BuildError(f"the host function cannot be called with what the source returns: {error}") from None
     bound.apply_defaults()
-    found: list[Leaf] = []
+    found = [leaf for name, value in run_time(bound).items() for leaf in flat(name, value)]
+    twice = sorted({leaf.name for leaf in found if [each.name for each in found].count(leaf.name) > 1})
+    if twice:
+        raise BuildError(
+            f"the host function has two arguments called {twice[0]}: members are named after their parameter, with an"
+            " underscore between; call a parameter of it otherwise"
+        )
+    return found
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """That of a host function. Annotations are what the DSL takes them for, also those that are written as text."""
+    call = host_callable(function)
+    try:
+        return inspect.signature(call, eval_str=True)
+    except (NameError, AttributeError, SyntaxError):  # a name that only type checkers see
+        return inspect.signature(call)
+
+
+def is_constant(annotation: Any) -> bool:
+    """Whether what has this annotation is known at compile time, and no argument of the host code."""
+    return "Constexpr" in str(annotation)
+
+
+def run_time(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a call that are not constants of the trace, those of `**` by their own names."""
+    found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
-        if "Constexpr" not in str(parameter.annotation):
-            found += flat(name, value)
+        parameter = bound.signature.parameters[name]
+        if not is_constant(parameter.annotation):
+            found |= value if parameter.kind is parameter.VAR_KEYWORD else {name: value}
     return found
 
 
@@ -139,14 +163,19 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
 
 def members(value: Any) -> Sequence[str | int] | None:
     """What a NamedTuple, a tuple, a list or a dataclass holds, but for constants of the trace; None of any other."""
-    if hasattr(value, "_fields"):
-        told = getattr(type(value), "__annotations__", {})
-        return [name for name in value._fields if "Constexpr" not in str(told.get(name, ""))]
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return range(len(value))
-    if dataclasses.is_dataclass(value):
-        return [each.name for each in dataclasses.fields(value) if "Constexpr" not in str(each.type)]
-    return None
+    if hasattr(value, "_fields"):
+        names = value._fields
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+    else:
+        return None
+    try:
+        told = get_type_hints(type(value))
+    except (NameError, AttributeError, SyntaxError, TypeError):  # a name that only type checkers see
+        told = getattr(type(value), "__annotations__", {})
+    return [name for name in names if not is_constant(told.get(name, ""))]
 
 
 def member(value: Any, part: str | int) -> Any:
@@ -157,6 +186,11 @@ def member(value: Any, part: str | int) -> Any:
 def codes_in_one(tensor: Any) -> int:
     """How many elements of a traced tensor one of the record's holds: two codes of 4 bits lie in a byte."""
     return 2 if tensor.element_type.width == 4 else 1
+
+
+def bytes_of(tensor: Any) -> int:
+    """Bytes of one of the record's elements, of a traced tensor: a truth value has one bit, and lies in a byte."""
+    return max(codes_in_one(tensor) * int(tensor.element_type.width) // 8, 1)
 
 
 def _dtype(name: str, element: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusekit.compiler.capture import toml_value
+from fusekit.compiler.capture import toml_key, toml_value
 from fusekit.compiler.foreign import search_path
 from fusekit.compiler.options import environment
 from fusekit.errors import BuildError
@@ -44,8 +44,8 @@ def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> 
 
 def main(request: str) -> None:
     """Prints the run-time arguments of the host function as JSON, on the last line."""
-    from fusekit.compiler.extern import call_source
     from fusekit.compiler.leaves import STREAM, leaves
+    from fusekit.compiler.source_call import call_source
     from fusekit.errors import FusekitError
 
     wanted = json.loads(request)
@@ -90,7 +90,7 @@ def _text(name: str, source: str, arch: str, params: Mapping[str, Any], leaves: 
 
 
 def _argument(leaf: Mapping[str, Any]) -> list[str]:
-    name, kind = leaf["name"], leaf["kind"]
+    name, kind = toml_key(leaf["name"]), leaf["kind"]
     if kind == "tensor":
         steps = ", ".join("fixed" if step is None else f"free, a multiple of {step}" for step in leaf["steps"])
         about = f"# {leaf['dtype']}, {leaf['align']}-byte aligned; strides: {steps}"

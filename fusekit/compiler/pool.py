@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -52,7 +53,8 @@ class ForkServer:
     """The process that compile processes are forked from, started when the first is needed; `close` ends it.
 
     folder: for scratch files and logs. memory: bytes that each process may take; recycle: bytes after which it is
-    replaced. home: of foreign kernels, whose processes have an environment and a search path of their own.
+    replaced. home: (module, architecture) of foreign kernels, whose processes have an environment and a search path of
+    their own; the module is imported before the fork.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class ForkServer:
     ) -> None:  # fmt: skip
         self.memory = memory
         self._home = home
-        self._homes: dict[tuple[str, str], ForkServer] = {}
+        self._homes: dict[tuple[str, str], tuple[str, ForkServer]] = {}  # with the digest of what is imported there
         self.recycle = recycle
         self._folder = folder
+        self._log = folder / "server.log"
         self._workers = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -82,18 +85,12 @@ class ForkServer:
     def closed(self) -> bool:
         return self._closed
 
-    def fork(
-        self, scratch: Path, log: Path, home: tuple[str, str] | None = None
-    ) -> tuple[Connection[Any, Any], io.FileIO]:
-        """A new compile process: the connection to it, and the end of the pipe that tells its exit code.
-
-        home: see `Job`; each has a server of its own, so that what a foreign package changes reaches no other kernel.
-        """
-        if home != self._home and home is not None:
-            return self._at(home).fork(scratch, log, home)
+    def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], io.FileIO]:
+        """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
         ours, theirs = socket.socketpair()
         status, tells = os.pipe()
-        request = json.dumps({"scratch": str(scratch), "memory": self.memory}).encode()
+        module = None if self._home is None else self._home[0]
+        request = json.dumps({"scratch": str(scratch), "memory": self.memory, "module": module}).encode()
         try:
             with log.open("wb") as logged, self._guard:
                 descriptors = [theirs.fileno(), logged.fileno(), tells]
@@ -111,30 +108,44 @@ class ForkServer:
             os.close(tells)
         return Connection(ours.detach()), io.FileIO(status)
 
-    def crash(self) -> int | None:
-        """The exit code of a server that crashed, which it can only have done while it imported the compiler."""
+    def at(self, job: Job) -> ForkServer:
+        """The server for `job`. Foreign modules have one each, so that what they change reaches no other kernel, and
+        another one when their sources have changed.
+        """
+        if job.home is None:
+            return self
+        foreign = {label: value for label, value in (job.fields or {}).items() if label.startswith("foreign.")}
+        digest = json.dumps(foreign, sort_keys=True)
+        with self._guard:
+            if self._closed:
+                raise BuildError("the build was stopped")
+            known, server = self._homes.get(job.home, (None, None))
+            if server is None or known != digest:
+                if server is not None:
+                    server.close()
+                folder = Path(tempfile.mkdtemp(prefix="home-", dir=self._folder))
+                server = ForkServer(folder, self.memory, self.recycle, job.home)
+                self._homes[job.home] = digest, server
+            return server
+
+    def crash(self) -> BuildError | ToolchainError | None:
+        """The error for a server that ended by itself, which it can only have done while it imported."""
+        code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process is not None and -self._process.wait(_FAREWELL) in _CRASHES:
-                return self._process.returncode
-        return None
+            code = None if self._process is None else self._process.wait(_FAREWELL)
+        if self._home is None:
+            return unusable(f"its process died of it ({_cause(code)})") if code and -code in _CRASHES else None
+        if code is None:
+            return None
+        return BuildError(f"importing {self._home[0]} ends the process ({_cause(code)}){_last_words(self._log)}")
 
     def close(self) -> None:
         """Ends the server and all its processes at once. Safe to call while they work."""
         with self._guard:
             self._closed = True
-            for server in self._homes.values():
+            for _, server in self._homes.values():
                 server.close()
             self._end()
-
-    def _at(self, home: tuple[str, str]) -> ForkServer:
-        with self._guard:
-            if self._closed:
-                raise BuildError("the build was stopped")
-            if home not in self._homes:
-                folder = self._folder / f"home-{len(self._homes)}"
-                folder.mkdir()
-                self._homes[home] = ForkServer(folder, self.memory, self.recycle, home)
-            return self._homes[home]
 
     def _running(self) -> socket.socket:
         if self._closed:
@@ -146,7 +157,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arch = None if self._home is None else self._home[1]
         paths = [str(Path(entry).absolute()) for entry in (sys.path if arch is None else search_path())]
-        with theirs, (self._folder / "server.log").open("ab") as log:
+        with theirs, self._log.open("ab") as log:
             command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder, arch),
@@ -178,23 +189,22 @@ class Worker:
         self._log = scratch.with_suffix(".log")
         self._connection: Connection[Any, Any] | None = None
         self._status: io.FileIO | None = None
-        self._home: tuple[str, str] | None = None
 
     def compile(self, job: Job) -> Done:
         """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
-        if job.home != self._home:
+        server = self._server.at(job)
+        if server is not self._server:
             self.hang_up()
         if self._connection is None:
-            self._home = job.home
-            self._connection, self._status = self._server.fork(self._scratch, self._log, job.home)
+            self._connection, self._status = server.fork(self._scratch, self._log)
         try:
             self._connection.send(job)
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise self._died(job) from error
+            raise self._died(job, server) from error
         assert isinstance(answer, Answer)
-        if answer.memory > self._server.recycle:
-            self.hang_up()
+        if server is not self._server or answer.memory > server.recycle:
+            self.hang_up()  # what the source of a foreign kernel leaves in a module reaches no other kernel
         if isinstance(answer.result, FusekitError):
             raise answer.result
         return answer.result
@@ -206,20 +216,19 @@ class Worker:
                 end.close()
         self._connection = self._status = None
 
-    def _died(self, job: Job) -> BuildError:
+    def _died(self, job: Job, server: ForkServer) -> FusekitError:
         # It hung up, so it is about to end by itself; its own exit code says more than that of a kill.
         code = None
-        if self._status is not None and not self._server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
+        if self._status is not None and not server.closed and select.select([self._status], [], [], _PATIENCE)[0]:
             told = self._status.read(16)
             code = int(told) if told else None
         self.hang_up()
-        if self._server.closed:
+        if server.closed:
             return BuildError(f"{job.name}: the build was stopped", name=job.name)
-        if code is None and (crash := self._server.crash()) is not None:
-            return unusable(f"its process died of it ({_cause(crash)})")
-        said = self._log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if self._log.exists() else ""
-        tail = f"; its last words: {said}" if said else ""
-        return BuildError(f"the compile process died of {job.name} ({_cause(code)}){tail}", name=job.name)
+        if code is None and (crash := server.crash()) is not None:
+            return crash
+        words = f"the compile process died of {job.name} ({_cause(code)}){_last_words(self._log)}"
+        return BuildError(words, name=job.name)
 
 
 Team = tuple[Sequence[Compiler], Callable[[], None]]
@@ -281,6 +290,11 @@ def run(
         for thread in threads:
             if thread.ident is not None:
                 thread.join(_PATIENCE)
+
+
+def _last_words(log: Path) -> str:
+    said = log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip() if log.exists() else ""
+    return f"; its last words: {said}" if said else ""
 
 
 def _cause(code: int | None) -> str:

@@ -35,7 +35,7 @@ _DYNAMIC = frozenset({"importlib", "imp", "runpy", "pkgutil"})
 # What these import by name is named elsewhere: a foreign package in fields of its own (fusekit.compiler.foreign),
 # operands, activations and the architecture by the plan, a kernel that works token by token by its operation's row.
 _BY_NAME = frozenset(
-    {"compiler/extern.py", "compiler/fakes.py", "compiler/gemm.py", "compiler/tokens.py"}
+    {"compiler/fakes.py", "compiler/gemm.py", "compiler/source_call.py", "compiler/tokens.py"}
     | {"plan/operands/__init__.py", "plan/activations/__init__.py", "plan/arch/__init__.py"}
 )
 _OPERANDS = "plan/operands/"

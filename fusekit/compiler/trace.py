@@ -136,11 +136,14 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
     except BuildError:
         raise
     except Exception as error:
-        raise BuildError(
-            f"the CuTe DSL refuses the kernel: {_ANSI.sub('', str(error)).strip() or repr(error)}"
-        ) from error
+        raise BuildError(f"the CuTe DSL refuses the kernel: {without_colours(str(error)) or repr(error)}") from error
     image = compiled.artifacts.CUBIN
     if isinstance(image, str):  # the path of the file that it should have written
+        if getattr(compiled, "kernel_info", None):
+            raise BuildError(
+                f"the CuTe DSL assembled nothing for {plan.signature.arch}: the CUDA libraries that are installed with"
+                " it do not know that; pip install 'fusekit[cu13]', or take another arch"
+            )
         raise BuildError("the host function launches no kernel; a spec is one that launches one kernel or more")
     if not image:
         raise ToolchainError(
@@ -153,6 +156,11 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
             " 4.8"
         )
     return Traced(bytes(image), module, _host_object(compiled))
+
+
+def without_colours(text: str) -> str:
+    """A message of the DSL's, without the escapes of a terminal."""
+    return _ANSI.sub("", text).strip()
 
 
 def _host_object(compiled: Any) -> bytes:
@@ -168,7 +176,5 @@ def _host_object(compiled: Any) -> bytes:
     try:
         host_object: bytes = compiled.dump_to_object(_PREFIX)
     except Exception as error:
-        raise ToolchainError(
-            f"the CuTe DSL cannot write its host object: {_ANSI.sub('', str(error)).strip()}"
-        ) from error
+        raise ToolchainError(f"the CuTe DSL cannot write its host object: {without_colours(str(error))}") from error
     return host_object

@@ -30,8 +30,8 @@ COMPILER = ("cutlass.cute", "llvmlite.binding")
 @dataclass(frozen=True, slots=True)
 class Job:
     """One kernel. planner: a function that can be imported by name; called with `spec`. name: for messages. fields: the
-    key fields that it is compiled for, which an executor's process compares with its own. home: (package, architecture)
-    of a foreign kernel: its process compiles nothing else.
+    key fields that it is compiled for, which an executor's process compares with its own. home: (module of the source,
+    architecture) of a foreign kernel, whose process compiles nothing else.
     """
 
     name: str

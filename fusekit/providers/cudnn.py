@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from fusekit.compiler.intercept import Traced, traced
 from fusekit.dtypes import DTYPES
+
+with suppress(ImportError):  # once for all kernels: each is made in a fork of the process that imported this module
+    import cudnn.gemm.cutedsl.grouped.moe_utils  # noqa: F401
 
 _GROUPED = "cudnn.gemm.cutedsl.grouped"
 _DENSE = "cudnn.gemm.cutedsl.dense"

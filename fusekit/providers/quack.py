@@ -7,10 +7,16 @@ Every function calls QuACK's own compile function, with QuACK's own fake argumen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fusekit.compiler.intercept import Traced, traced
 from fusekit.dtypes import DTYPES
+
+with suppress(ImportError):  # once for all kernels: each is made in a fork of the process that imported this module
+    import quack.epilogue.library
+    import quack.gemm
+    import quack.rmsnorm  # noqa: F401
 
 
 def rmsnorm(

@@ -14,14 +14,25 @@ from functools import lru_cache
 from operator import index
 from typing import Any
 
-from fusekit.dtypes import ARGUMENTS, DTYPES, by
+from fusekit.dtypes import ARGUMENTS, DTYPES, ROWS, UNSIGNED, by
 from fusekit.errors import ArgumentError
 from fusekit.runtime.driver import Driver
 
-_NAMES = by("framework") | {alias: name for name in ARGUMENTS for alias in DTYPES[name].aliases}
+# Types that no record has (int8, int16, bool) are its unsigned integers of as many bits.
+_AS_BITS = {
+    row.name: next(name for name in ARGUMENTS if (DTYPES[name].kind, DTYPES[name].bits) == (UNSIGNED, row.bits))
+    for row in ROWS if row.framework and not row.argument
+}  # fmt: skip
+
+
+def _known(column: str) -> dict[Any, str]:
+    return by(column) | {value: _AS_BITS[name] for value, name in by(column, tuple(_AS_BITS)).items()}
+
+
+_NAMES = _known("framework") | {alias: name for name in ARGUMENTS for alias in DTYPES[name].aliases}
 # NumPy has no bfloat16: extension types show up as 2 opaque bytes.
-_TYPESTRS = by("typestr")
-_DLPACK_DTYPES = by("dlpack")
+_TYPESTRS = _known("typestr")
+_DLPACK_DTYPES = _known("dlpack")
 _DLPACK_DEVICES = {1: "the CPU", 3: "pinned host memory", 10: "ROCm"}
 _DL_CUDA, _DL_CUDA_MANAGED = 2, 13
 
@@ -158,7 +169,7 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
     if dtype is None:
         raise ArgumentError(
             f"{name} has DLPack dtype code {dl.code}, {dl.bits} bits, {dl.lanes} lanes; known are"
-            f" {', '.join(_DLPACK_DTYPES.values())}",
+            f" {', '.join(by('dlpack').values())}",
             argument=name,
         )
     shape = tuple(dl.shape[: dl.ndim]) if dl.ndim else ()

@@ -36,11 +36,16 @@ ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "minimum": ((int,), "an integer: the least value of an integer argument"),
     "maximum": ((int,), "an integer: the largest value of an integer argument"),
     "divisor": ((int,), "an integer that the values of an integer argument are multiples of"),
-    "bytes": ((int, str, list), "an expression: the size of a workspace"),
+    "bytes": ((int, str, list), "an expression: the size of a workspace, 1 or more"),
     "zeroed": ((bool,), "true for a workspace that begins as zeros"),
     "doc": ((str,), "what it is, in a line"),
 }
 DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
+
+# What an argument's table cannot say, by what it says besides.
+_OF_WORKSPACES = frozenset({"bytes", "zeroed"})
+_OF_CALLERS = frozenset({"default", "minimum", "maximum", "divisor"})
+_OF_TENSORS = frozenset({"shape", "strides"})
 
 _SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
@@ -161,7 +166,39 @@ def _arguments(spec: ExternSpec) -> list[Broken]:
                 found.append((f"{where}.{key}", value, rule))
         if table.get("role") == "workspace" and "bytes" not in table:
             found.append((where, table, "a workspace needs its size; say bytes = an integer or an expression"))
+        found += [(f"{where}.{key}", table[key], rule) for key, rule in _meaningless(table)]
+        if not any(each[0].startswith(f"{where}.") for each in found):
+            found += _bounds(where, table)
     return found
+
+
+def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, rule) of what says nothing beside the table's other keys."""
+    role = table.get("role")
+    if role == "workspace":
+        odd, words = _OF_TENSORS | _OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
+    elif role is not None:
+        odd, words = _OF_WORKSPACES | _OF_CALLERS | {"value"}, f'says nothing of a tensor with role = "{role}"'
+    elif "value" in table:
+        odd, words = _OF_TENSORS | _OF_WORKSPACES | _OF_CALLERS, "says nothing of an integer that is computed (value)"
+    else:
+        odd, words = _OF_WORKSPACES, 'is of a workspace; say role = "workspace"'
+    return [(key, words) for key in table if key in odd]
+
+
+def _bounds(where: str, table: Mapping[str, Any]) -> list[Broken]:
+    """Rules of numbers: divisor, minimum, maximum, and the default among them."""
+    least, most, step = table.get("minimum"), table.get("maximum"), table.get("divisor")
+    if step is not None and step < 1:
+        return [(f"{where}.divisor", step, "must be 1 or more")]
+    if least is not None and most is not None and least > most:
+        return [(f"{where}.minimum", least, f"must be at most the maximum, which is {most}")]
+    value = table.get("default")
+    if value is None or (
+        (least is None or value >= least) and (most is None or value <= most) and (step is None or value % step == 0)
+    ):
+        return []
+    return [(f"{where}.default", value, "must be within the argument's own minimum, maximum and divisor")]
 
 
 def _broken(key: str, value: Any) -> str:
@@ -173,7 +210,7 @@ def _broken(key: str, value: Any) -> str:
     if right and key == "role":
         right = value in ROLES
     elif right and key in ("value", "bytes"):
-        right = _is_expression(value)
+        right = _is_expression(value) and not (key == "bytes" and isinstance(value, int) and value < 1)
     elif right and key in ("shape", "strides"):
         right = all(_is_expression(item) for item in value)
     elif right and key == "rename":
@@ -195,6 +232,8 @@ def _dims(spec: ExternSpec) -> list[Broken]:
             elif type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
                 words = "true or false" if wanted is bool else "an integer from 0"
                 found.append((f"dims.{name}.{key}", value, f"must be {words}"))
+        if not any(each[0].startswith(f"dims.{name}.") for each in found):
+            found += _bounds(f"dims.{name}", table)
     return found
 
 

@@ -10,6 +10,7 @@ from cutlass.experimental import cuda as driver
 from cutlass.utils import HardwareInfo
 
 DEFAULT = CUstream(0)
+Known = cutlass.Constexpr
 
 
 class Options(NamedTuple):
@@ -89,6 +90,10 @@ def no_arguments():
 
 def leaving():
     raise SystemExit(3)
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def twice_with_more(more=1):
@@ -287,3 +292,34 @@ def from_a_round_address(y: cute.Tensor, stream: CUstream):
 def rounded():
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
     return from_a_round_address, (y, CUstream(0))
+
+
+@cute.kernel
+def choose_kernel(x: cute.Tensor, y: cute.Tensor, memory: cute.Tensor, value: cutlass.Constexpr):
+    thread = cute.arch.thread_idx()[0]
+    if x[thread]:
+        memory[thread] = cutlass.Int32(value)
+        y[thread] = memory[thread]
+
+
+@cute.jit
+def choose(stream: CUstream, value: "Known", **tensors: cute.Tensor):
+    choose_kernel(tensors["x"], tensors["y"], tensors["memory"], value).launch(
+        grid=[1, 1, 1], block=[32, 1, 1], stream=stream
+    )
+
+
+def chosen(dtype="Boolean"):
+    """Tensors by `**`, of truth values too; an annotation as text, of a name that is another's."""
+    x, y = (make_fake_tensor(each, (cute.sym_int(),), (1,)) for each in (getattr(cutlass, dtype), cutlass.Int32))
+    memory = make_fake_tensor(cutlass.Int32, (32,), (1,))
+    return choose, (CUstream(0), 7), {"x": x, "y": y, "memory": memory}
+
+
+@cute.jit
+def of_one_name(options: Options, options_factor: cutlass.Float32, stream: CUstream):
+    pass
+
+
+def clashing():
+    return of_one_name, (Options(cutlass.Float32(1), cutlass.Int32(0)), cutlass.Float32(1), CUstream(0))

@@ -8,7 +8,7 @@ import pytest
 from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.lift import LIFT_VALUES, unify
-from fusekit.errors import BuildError
+from fusekit.errors import BuildError, FusekitError
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
 from fusekit.spec import parse_text
@@ -49,7 +49,7 @@ def compiled(tmp_path, function, rest, arch="sm_90a"):
 def refused(function, rest):
     from fusekit.compiler.families import plan
 
-    with pytest.raises(BuildError) as error:
+    with pytest.raises(FusekitError) as error:
         plan(spec_of(function, rest))
     return str(error.value)
 
@@ -261,6 +261,38 @@ def test_a_workspace_and_a_computed_integer(tmp_path):
     assert (record.scratch, record.workspace, record.workspace_zeroed) == (0, 64, True)
 
 
+CHOSEN = """
+arguments.x = { role = "input", shape = ["N"] }
+arguments.y = { role = "output", shape = ["N"] }
+arguments.memory = { role = "workspace", bytes = 128 }
+"""
+
+
+@pytest.mark.parametrize(("dtype", "recorded"), [("Boolean", "u8"), ("Int8", "u8"), ("Int16", "u16")])
+def test_tensors_by_their_own_names_of_types_that_no_record_has(tmp_path, dtype, recorded):
+    record, made = compiled(tmp_path, "chosen", CHOSEN + f'params.dtype = "{dtype}"')
+    assert [(each.name, each.dtype) for each in record.arguments] == [("x", recorded), ("y", "i32")]
+    assert made.proof["launches"] >= 64
+
+
+@pytest.mark.parametrize(
+    ("function", "rest", "words"),
+    [
+        ("chosen", CHOSEN.replace("128", "124"),
+         "arguments.memory.bytes is 124; memory (i32, rank 1: [32]) takes 128; say 128 or more"),
+        ("clashing", "", "the host function has two arguments called options_factor: "),
+        ("filled", FILLED.replace('["mul", 2, "N"]', '["mul", 2, "rows"]'),
+         "arguments.count.value[2]: unknown variable 'rows'; known are N, active_clusters,"),
+        ("filled", FILLED.replace('["mul", 2, "N"]', '["floordiv", "N", 0]'),
+         "the spec's expression N // 0 divides by 0; a divisor is 1 or more"),
+        ("twice", TWICE.replace('"output", shape', '"output", strides = ["K", 1], shape'),
+         "arguments.y.strides[0]: unknown variable 'K'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_as_the_spec_says(function, rest, words):
+    assert refused(function, rest).startswith(words)
+
+
 def test_a_constant_that_no_cubin_depends_on_is_lifted(tmp_path):
     lift = 'lift = { clusters = ["max", 1, ["sub", "active_clusters", "cluster_margin"]] }'
     record, made = compiled(tmp_path, "filled", FILLED + lift)
@@ -396,6 +428,7 @@ def test_what_the_trace_does_not_have():
         ("empty", "source foreignkernels:empty returned int; it must return (function, arguments)"),
         ("no_arguments", "source foreignkernels:no_arguments returned tuple; it must return (function, arguments)"),
         ("leaving", "source foreignkernels:leaving raised SystemExit: 3"),
+        ("interrupted", "source foreignkernels:interrupted raised KeyboardInterrupt"),
         ("missing", "source foreignkernels:missing: foreignkernels has no function missing; mend the source"),
     ],
 )
@@ -409,7 +442,7 @@ def test_an_extent_and_a_scalar_of_one_name():
 
 
 def test_a_module_that_is_not_there():
-    from fusekit.compiler.extern import call_source
+    from fusekit.compiler.source_call import call_source
 
     with pytest.raises(BuildError, match="source no_such_module:f: there is no module 'no_such_module'"):
         call_source("no_such_module:f", {}, "sm_90a")

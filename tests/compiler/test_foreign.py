@@ -5,17 +5,21 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import fusekit
+from fusekit.compiler import families
 from fusekit.compiler.build import BuildPlan, execute, plan_build
 from fusekit.compiler.explain import explained
 from fusekit.compiler.foreign import Foreign, describe, normal
 from fusekit.compiler.identity import Identity, key_fields_for
 from fusekit.compiler.options import environment
+from fusekit.compiler.pool import ForkServer
+from fusekit.compiler.worker import Job
 from fusekit.errors import BuildError
 from fusekit.spec import parse_text
 from fusekit.spec.catalog import find
@@ -145,6 +149,14 @@ def test_a_users_module_and_what_it_imports_beside_it(folder):
         (folder / f"{name}.py").write_text(was)
 
 
+def test_modules_that_are_imported_by_name_count(folder):
+    (folder / "mine.py").write_text("from importlib import import_module\ndef f(): return import_module('late')\n")
+    (folder / "late.py").write_text("SIZE = 1\n")
+    before = Foreign().fields(spec_of("mine:f"))
+    (folder / "late.py").write_text("SIZE = 2\n")
+    assert differing(before, Foreign().fields(spec_of("mine:f"))) == ["foreign.module.late.py"]
+
+
 def test_modules_of_another_folder_on_the_path_count_too(folder, monkeypatch):
     other = folder / "elsewhere"
     (other / "shared").mkdir(parents=True)
@@ -263,3 +275,41 @@ def test_a_missing_package_fails_its_own_kernel_alone(folder):
     assert report.failed == list(wanted.failed)
     assert not report.ok
     assert explained(store, lost[0], Identity()).status == "unknown"
+
+
+STATEFUL = """
+import os
+from pathlib import Path
+{at_import}
+with Path(__file__).with_suffix(".log").open("a") as log:
+    log.write("imported\\n")
+CALLS = []
+
+
+def f():
+    CALLS.append(1)
+    raise ValueError(f"call {{len(CALLS)}}")
+"""
+
+
+def compiled_by(worker, fields):
+    with pytest.raises(BuildError) as caught:
+        worker.compile(Job("mine/f", families.plan, spec_of("mine:f"), fields, ("mine", "sm_90a")))
+    return str(caught.value)
+
+
+def test_what_a_source_leaves_in_a_module_reaches_no_other_kernel(folder):
+    pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
+    (folder / "mine.py").write_text(STATEFUL.format(at_import=""))
+    (folder / "made").mkdir()
+    with closing(ForkServer(folder / "made")) as server:
+        first, second = server.worker(), server.worker()
+        words = [compiled_by(worker, {"foreign.module.mine": "1"}) for worker in (first, first, second)]
+        assert words == ["source mine:f raised ValueError: call 1"] * 3
+        imported = folder / "mine.log"
+        assert imported.read_text() == "imported\n"  # once for all of them
+        (folder / "mine.py").write_text(STATEFUL.format(at_import="CALLS = 'edited'").replace("call {", "edited {"))
+        assert compiled_by(first, {"foreign.module.mine": "2"}) == "source mine:f raised ValueError: edited 1"
+        (folder / "mine.py").write_text(STATEFUL.format(at_import="print('bye', flush=True); os._exit(7)"))
+        said = compiled_by(first, {"foreign.module.mine": "3"})
+        assert said == "importing mine ends the process (exit code 7); its last words: bye"

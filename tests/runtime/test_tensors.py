@@ -72,6 +72,16 @@ def test_dlpack(driver: Driver, code: int, bits: int, dtype: str) -> None:
     assert producer.deleted == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "bits", "name", "dtype"), [(0, 8, "int8", "u8"), (0, 16, "int16", "u16"), (6, 8, "bool", "u8")]
+)
+def test_types_that_no_record_has_are_unsigned_bits(
+    driver: Driver, code: int, bits: int, name: str, dtype: str
+) -> None:
+    assert view(Producer((8,), None, code, bits), driver)[1].dtype == dtype
+    assert describe((f"torch.{name}", (8,), (1,), 0), "x").dtype == dtype
+
+
 def test_dlpack_without_strides_is_compact(driver: Driver) -> None:
     assert view(Producer((2, 3, 8), None, 4, 16), driver)[1].strides == (24, 8, 1)
     assert view(Producer((), None, 2, 32), driver)[1].shape == ()
