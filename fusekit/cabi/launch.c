@@ -251,6 +251,7 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     void *current = kernel->context;
     unsigned long long memory[2] = {0, 0};
     int result = 0, own = (uintptr_t)stream > FK_PER_THREAD, next = 0;
+    pthread_mutex_t *together = NULL;
     if (launch->skip) return fk_ok(error);
     if (kernel->workspaces != NULL) {
         fusekit_status status = FUSEKIT_OK;
@@ -259,6 +260,8 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
             status = fk_scratch(kernel->workspaces, stream, launch->scratch, &memory[1], error);
         if (status != FUSEKIT_OK) return status;
     }
+    if (kernel->workspaces != NULL && kernel->record->node_count > 1) together = &kernel->workspaces->together;
+    if (together != NULL) pthread_mutex_lock(together);
     /* A stream knows its context; for the default streams (0, 1, 2) the driver takes the current one. */
     if (!own) result = driver->current(&current);
     if (result == 0) result = fk_queue(launch, stream, memory, current != kernel->context, &next);
@@ -266,6 +269,7 @@ fusekit_status fusekit_launch_run(const fusekit_launch *launch, void *stream, fu
     if (own && (result == FK_INVALID_CONTEXT || result == FK_INVALID_HANDLE) && driver->current(&current) == 0 &&
         current != kernel->context)
         result = fk_queue(launch, stream, memory, 1, &next);
+    if (together != NULL) pthread_mutex_unlock(together);
     return result == 0 ? fk_ok(error) : fk_cuda(driver, error, result, kernel->record->name, "cuLaunchKernelEx");
 }
 

@@ -32,6 +32,7 @@ struct fk_workspaces {
     size_t size; /* bytes of each, aligned */
     int zeroed, count; /* of each stock */
     pthread_mutex_t lock; /* of whoever adds to the lists; nobody waits for it to find his own */
+    pthread_mutex_t together; /* of whoever queues several launches, which share scratch with others of their stream */
     fk_stock *stocks;
     fk_piece *pieces;
 };
@@ -195,6 +196,7 @@ static int fk_free_workspaces(fk_workspaces *own) {
         driver->pop(&before);
     }
     pthread_mutex_destroy(&own->lock);
+    pthread_mutex_destroy(&own->together);
     free(own);
     return result;
 }
@@ -206,7 +208,7 @@ static fusekit_status fk_make_workspaces(const fusekit_driver *driver, const cha
     fusekit_status status;
     *made = NULL;
     if (own == NULL || bytes > INT64_MAX / FK_MOST_STOCK - FK_WORKSPACE_ALIGNMENT ||
-        pthread_mutex_init(&own->lock, NULL) != 0) {
+        pthread_mutex_init(&own->lock, NULL) != 0 || pthread_mutex_init(&own->together, NULL) != 0) {
         free(own);
         return fk_fail(error, FUSEKIT_OUT_OF_MEMORY, "%s: no memory for a workspace of %lld bytes", name,
                        (long long)bytes);

@@ -117,17 +117,18 @@ class Launches(Launch):
 
     def __call__(self, stream: Any = None) -> None:
         handle = stream if type(stream) is int else stream_handle(stream)
-        if handle <= PER_THREAD:
+        with self._plan.loaded.together:
+            if handle <= PER_THREAD:
+                for plan, block in self._parts:
+                    launch(plan, block, handle)
+                return
+            call = self._driver.api.cuLaunchKernelEx
             for plan, block in self._parts:
-                launch(plan, block, handle)
-            return
-        call = self._driver.api.cuLaunchKernelEx
-        for plan, block in self._parts:
-            if handle != block.stream:
-                plan.aim(block, handle)
-            status = call(block.config, plan.loaded.function, block.parameters, 0)[0]
-            if status:
-                _relaunch(plan, block, status, handle)
+                if handle != block.stream:
+                    plan.aim(block, handle)
+                status = call(block.config, plan.loaded.function, block.parameters, 0)[0]
+                if status:
+                    _relaunch(plan, block, status, handle)
 
     def _move(self, addresses: list[int], position: int | None) -> None:
         before = self._parts[0][1].addresses
@@ -143,9 +144,17 @@ class Launches(Launch):
 
 def launch_parts(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
     """Queues launches that are `filled`, in order, and gives their blocks back."""
-    for each, block in parts:
-        launch(each, block, handle)
-        each.spare.append(block)
+    if len(parts) > 1:
+        with parts[0][0].loaded.together:
+            _queue(parts, handle)
+    else:
+        _queue(parts, handle)
+
+
+def _queue(parts: Sequence[tuple[Plan, Block]], handle: int) -> None:
+    for plan, block in parts:
+        launch(plan, block, handle)
+        plan.spare.append(block)
 
 
 def filled(plan: Plan, addresses: list[int], scalars: Sequence[float | int]) -> list[tuple[Plan, Block]]:

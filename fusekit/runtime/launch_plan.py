@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusekit.abi import (
@@ -58,6 +59,8 @@ class Loaded:
     scratch: Scratch | None = None
     active_clusters: int | None = None  # asked when a record reads it
     then: tuple[Loaded, ...] = ()  # of the launches that follow
+    # Held while a record's launches are queued: launches of several threads in one stream share scratch memory.
+    together: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Plan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +49,30 @@ def test_a_bound_launch_queues_every_launch_and_follows_its_tensors() -> None:
     assert fake.launches[5].grid == (4, 1, 1)
     launch.update(act_alpha=2.0)(7)
     assert struct.unpack_from("<f", fake.launches[6].parameters[-1], 16) == (3.0,)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_threads_do_not_come_between_the_launches_of_a_call(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+    """They may share a stream, and with it scratch memory that one launch leaves for the next."""
+    kernel, fake = load(whole(), driver())
+    original = fake.cuLaunchKernelEx
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.002)  # in which others may run
+        return original(*given)
+
+    def work() -> None:
+        call = kernel.bind(**tensors()) if bound else (lambda stream: kernel(**tensors(), stream=stream))
+        for _ in range(10):
+            call(9)
+
+    monkeypatch.setattr(fake, "cuLaunchKernelEx", slow)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [launched.block for launched in fake.launches] == [launched.block for launched in fake.launches[:2]] * 40
 
 
 @pytest.mark.parametrize("several", [False, True])
