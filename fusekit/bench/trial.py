@@ -24,7 +24,7 @@ from fusekit.reference import (
     output_shapes,
     poisoned,
 )
-from fusekit.reference.codes import coded
+from fusekit.reference.codes import coded, largest_shapes
 from fusekit.reference.meaning import meaning
 from fusekit.runtime import DeviceArray, Kernel, Library
 
@@ -135,7 +135,8 @@ class Trial:
         """Compares what `launch` wrote with the reference, and looks at every byte that it had no business with."""
         problems: list[str] = []
         assert isinstance(self.inputs, Inputs)
-        codes = {name for each in coded(meaning(self.kernel.spec)) for name in each.outputs}
+        means = meaning(self.kernel.spec)
+        codes = {name for each in coded(means) for name in each.outputs} | largest_shapes(means, 1).keys()
         outputs, around = self.fetch(codes)
         outputs |= {name: self._fetch(name, problems) for name in self.outputs.keys() - codes}
         problems += around

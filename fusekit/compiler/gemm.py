@@ -108,7 +108,8 @@ def _divisor(extent: Any, divisors: Mapping[str, int]) -> int:
     if isinstance(extent, str):
         return divisors[extent]
     kind, factor, of = extent
-    return int(factor) * divisors[of] if kind == "mul" else 1
+    known = divisors[of] if isinstance(of, str) else 1
+    return int(factor) * known if kind == "mul" else 1
 
 
 def _memory() -> Any:

@@ -227,6 +227,11 @@ def store_shared_u16(address: Int32, value: Uint32, offset: int = 0) -> None:
     inline(None, f"st.shared.u16 [{{$r0}}+{offset}], {{$r1}};", address, value)
 
 
+def store_shared_u8(address: Int32, value: Uint32, offset: int = 0) -> None:
+    """The lowest byte of a register to shared memory, at address + offset."""
+    inline(None, f"st.shared.u8 [{{$r0}}+{offset}], {{$r1}};", address, value)
+
+
 def word_where(flag: Int32, word: Uint32) -> Uint32:
     """`word` where `flag` is not zero, else zero."""
     text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, 0, p; }"

@@ -395,4 +395,4 @@ class GemmPlan(Product):
     def skip_if_zero(self) -> tuple[str, ...]:
         """Dims without which there is nothing to do: outputs of groups are written without rows too."""
         by_group = not self.has("accumulate") if self.wgrad else self.backward and self.spec.dbias
-        return () if by_group else ("P" if self.wgrad and self.quant else "M",)
+        return () if by_group or self.quant.largest else ("P" if self.wgrad and self.quant else "M",)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusekit.plan.quantise import BLOCKS, SCALES, SQUARE
+from fusekit.plan.quantise import AMAX, BLOCKS, LAYOUTS, MXFP8, SCALES, SQUARE, SWIZZLED
 from fusekit.plan.quantise import SIDE as SIDE
 
 NONE, TENSOR, ROW, BLOCK = "none", "fp8-tensor", "fp8-row", "fp8-block"
 RECIPES = (TENSOR, ROW, BLOCK)
-OUTPUTS = (BLOCK,)
+OUTPUTS = (BLOCK, MXFP8, AMAX)
 X_FORMATS = ("e4m3", "e5m2")
 W_FORMAT = CODES = "e4m3"
 ACCUMULATIONS = ("promoted", "fast")
@@ -26,9 +26,12 @@ class Quant:
     """inputs: of the factors, "none" for those of the spec's dtype. x_format: type of x. accumulation: "promoted" where
     float32 registers take over behind every 128 of K, "fast" where one wgmma accumulator has them all.
 
-    out: what y or dz is stored as, "none" for its dtype; keep: in its dtype too. scales: the rule of their scales.
-    transpose: the codes of the transpose, too. x_blocks: of a weight gradient, what has one scale of x. y_blocks,
-    dz_blocks: what has one of those transposed codes.
+    out: what y or dz is stored as, "none" for its dtype; "amax": in its dtype, and of each group the largest number;
+    keep: in its dtype too. scales: the rule of their scales. transpose: codes along the tokens, too. x_blocks: of a
+    weight gradient, what has one scale of x. y_blocks, dz_blocks: what has one of those transposed codes.
+
+    scale_layout, group_alignment: of MXFP8, how scales lie, and what every group's first row is a multiple of.
+    rht_amax: the largest number behind a rotation of 16 tokens, too. All of it is defined in fusekit/plan/quantise.py.
     """
 
     inputs: str = NONE
@@ -41,6 +44,9 @@ class Quant:
     x_blocks: str = BLOCKS[0]
     y_blocks: str = BLOCKS[0]
     dz_blocks: str = BLOCKS[0]
+    scale_layout: str = LAYOUTS[0]
+    group_alignment: int = 1
+    rht_amax: bool = False
 
     @property
     def promoted(self) -> bool:
@@ -64,7 +70,27 @@ class Quant:
     @property
     def coded(self) -> bool:
         """Whether y or dz is stored as codes."""
-        return self.out != NONE
+        return self.by_blocks or self.mx
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether it is stored as codes of 128 numbers with a float32 scale."""
+        return self.out == BLOCK
+
+    @property
+    def mx(self) -> bool:
+        """Whether it is stored as MXFP8: codes of 32 numbers with a scale of a byte."""
+        return self.out == MXFP8
+
+    @property
+    def largest(self) -> bool:
+        """Whether the largest numbers of groups are stored beside it."""
+        return self.out == AMAX
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether scales of MXFP8 lie as tensor cores of sm_100a take them."""
+        return self.scale_layout == SWIZZLED
 
     @property
     def wide(self) -> bool:
@@ -77,7 +103,10 @@ class Quant:
 
 
 # As keys and as attributes.
-_SAME = ("x_format", "accumulation", "out", "scales", "transpose", "keep", "x_blocks", "y_blocks", "dz_blocks")
+_SAME = (
+    "x_format", "accumulation", "out", "scales", "transpose", "keep", "x_blocks", "y_blocks", "dz_blocks",
+    "scale_layout", "group_alignment", "rht_amax",
+)  # fmt: skip
 _NAMES = {"in": "inputs"} | {name: name for name in _SAME}
 _WORDS = {"true": True, "false": False}
 
@@ -101,4 +130,5 @@ def quant(told: str) -> Quant:
     if told == NONE:
         return Quant()
     pairs = (each.partition("=") for each in told.split())
-    return Quant(**{_NAMES[key]: _WORDS.get(value, value) for key, _, value in pairs})  # type: ignore[arg-type]
+    values = {_NAMES[key]: int(value) if value.isdigit() else _WORDS.get(value, value) for key, _, value in pairs}
+    return Quant(**values)  # type: ignore[arg-type]

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.quant import CODES, SIDE, Quant
 from fusekit.plan.quantise import BLOCK, ROWS, SQUARE
+from fusekit.reference import mx
 from fusekit.reference.codes import Coded, coded, coded_shapes, decode, padded_starts
 from fusekit.reference.formats import Array, encode, values
 from fusekit.reference.meaning import Meaning
 from fusekit.reference.measure import Expected, bound
-from fusekit.reference.quantise import blocks, quantise
+from fusekit.reference.quantise import blocks, mx_blocks, quantise
 
 EQUAL = 0.97  # of codes, where their scale is equal; and of scales
 
@@ -38,6 +39,10 @@ def coded_outputs(means: Meaning, results: Mapping[str, Array], ends: NDArray[np
     found: dict[str, Array] = {}
     for each in coded(means):
         result = results[each.name]
+        if means.recipe.mx:
+            made = mx.outputs(each.name, result, int(ends[-1]), means.recipe)
+            found |= {name: made[name] for name in each.outputs}
+            continue
         squares = {"transpose_blocks": SQUARE if each.columns == SIDE else ROWS}
         made = quantise(keys | squares, {"x": result, "offsets": ends})
         for name, (shape, _) in coded_shapes(means, each.name, result.shape, ends.size).items():
@@ -55,8 +60,10 @@ def token_blocks(ends: NDArray[np.int64]) -> list[Block]:
     ]
 
 
-def written(name: str, shape: tuple[int, ...], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+def written(means: Meaning, name: str, shape: tuple[int, ...], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which elements of a coded output a launch writes."""
+    if means.recipe.mx:
+        return mx.written(name.rpartition("_")[2], shape, int(ends[-1]), means.recipe)
     mask = np.zeros(shape, dtype=bool)
     owned, tokens = int(ends[-1]) if ends.size else 0, int(padded_starts(ends)[-1])
     where: dict[str, Any] = {
@@ -85,7 +92,8 @@ def coded_faults(
                 rows = slice(first, first + block.stop - block.begin)
                 value, room = wanted[each.name].value[rows], bound(wanted[each.name])[rows]
                 v, first = values(encode(value, "bf16"), "bf16"), rows.stop
-            for name, got, want in _compared(each, means.recipe.scales, outputs, block, v.astype(np.float32), room):
+            compared = _compared_mx if means.recipe.mx else _compared
+            for name, got, want in compared(each, means.recipe, outputs, block, v.astype(np.float32), room):
                 wrong = _differing(got, want, exact=exact)
                 counts.setdefault(name, [0, 0])
                 counts[name][0] += wrong
@@ -102,7 +110,7 @@ def coded_faults(
 
 
 def _compared(
-    each: Coded, rule: str, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
+    each: Coded, recipe: Quant, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
 ) -> list[Any]:
     """(name, what was written, what it must be) of a block: codes and the scale of each, or scales and None; and of
     what must be the numbers ``v`` that the codes are of, with how far from them the kernel's may be.
@@ -111,14 +119,32 @@ def _compared(
     found = []
     if each.rows:
         q, s = outputs[f"{each.name}_q"][rows], outputs[f"{each.name}_s"][:, rows].T
-        codes, scales = blocks(v, 1, SIDE, rule)
+        codes, scales = blocks(v, 1, SIDE, recipe.scales)
         found += _pairs(each.name, "q", "s", (q, s), (codes, scales), (v, room))
     if each.turned:
         padded = _turned(v)
         t, ts = outputs[f"{each.name}_t"][:, tokens], outputs[f"{each.name}_ts"][block.number][:, None]
-        codes, scales = blocks(padded, each.columns, SIDE, rule)
+        codes, scales = blocks(padded, each.columns, SIDE, recipe.scales)
         near = padded, None if room is None else _turned(room)
         found += _pairs(each.name, "t", "ts", (t, ts), (codes, scales), near, each.columns)
+    return found
+
+
+def _compared_mx(
+    each: Coded, recipe: Quant, outputs: Mapping[str, Array], block: Block, v: NDArray[np.float32], room: Array | None
+) -> list[Any]:
+    """The same of MXFP8."""
+    rows, columns, found = slice(block.begin, block.stop), v.shape[1], []
+    if each.rows:
+        got = outputs[f"{each.name}_q"][rows], mx.of_block(outputs, each.name, "s", rows, columns, recipe)
+        codes, scales = mx_blocks(v)
+        found += _pairs(each.name, "q", "s", got, (codes, mx.numbers(scales)), (v, room), side=each.side)
+    if each.turned:
+        codes, scales = mx_blocks(_turned(v))
+        turned = outputs[f"{each.name}_t"][rows].T, mx.of_block(outputs, each.name, "ts", rows, columns, recipe)
+        near = v.T, None if room is None else room.T
+        want = codes[:, : len(v)], mx.numbers(scales)
+        found += _pairs(each.name, "t", "ts", turned, want, near, side=each.side)
     return found
 
 
@@ -130,12 +156,13 @@ def _turned(rows: Array) -> Array:
 
 
 def _pairs(
-    name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any, rows: int = 1
-) -> list[Any]:
-    """rows: of codes, along which a block has one scale."""
+    name: str, q: str, s: str, got: tuple[Array, Array], want: tuple[Array, Array], near: Any, rows: int = 1,
+    side: int = SIDE,
+) -> list[Any]:  # fmt: skip
+    """rows: of codes, along which a block has one scale; side: columns of them."""
     down, across = got[0].shape
     wide = [
-        np.repeat(np.repeat(np.asarray(scales), rows, axis=0)[:down], SIDE, axis=1)[:, :across]
+        np.repeat(np.repeat(np.asarray(scales), rows, axis=0)[:down], side, axis=1)[:, :across]
         for scales in (got[1], want[1])
     ]
     return [

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.quant import CODES, SIDE
+from fusekit.plan.quant import CODES, SIDE, Quant
+from fusekit.plan.quantise import MX_SIDE
 from fusekit.reference.formats import Array
 from fusekit.reference.meaning import Meaning
 
@@ -62,12 +63,15 @@ def padded_starts(ends: Array) -> NDArray[np.int64]:
 
 
 class Coded(NamedTuple):
-    """A result that is stored as codes: of its rows, of its transpose, of which `columns` have one scale."""
+    """A result that is stored as codes: of its rows, of its transpose, of which `columns` have one scale; side: numbers
+    that have one in a row.
+    """
 
     name: str
     rows: bool
     turned: bool
     columns: int
+    side: int = SIDE
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -81,18 +85,22 @@ def coded(means: Meaning) -> list[Coded]:
     recipe, backward = means.recipe, means.activation.backward
     columns = {name: SIDE if recipe.turned_square(name) else 1 for name in ("y", "dz")}
     name = "dz" if backward else "y"
-    found = [Coded(name, True, recipe.transpose, columns[name])] if recipe.coded else []
+    side = MX_SIDE if recipe.mx else SIDE
+    found = [Coded(name, True, recipe.transpose, columns[name], side)] if recipe.coded else []
     if backward and recipe.transpose and means.recompute:
-        found.append(Coded("y", False, True, columns["y"]))
+        found.append(Coded("y", False, True, columns["y"], side))
     return found
 
 
 def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int) -> dict[str, tuple[Any, str]]:
     """Shape and dtype of what is stored of the result ``name`` [M, N]; the transpose has room for M + 127 E tokens."""
+    if means.recipe.mx:
+        every = mx_shapes(name, shape, means.recipe)
+        return {each: every[each] for one in coded(means) if one.name == name for each in one.outputs}
     rows, columns = shape
     spare = (SIDE - 1) * groups if means.grouped else 0
     room = max(-(-(rows + spare) // SIDE), 1) * SIDE
-    every: dict[str, tuple[Any, str]] = {
+    every = {
         f"{name}_q": (shape, CODES),
         f"{name}_s": ((-(-columns // SIDE), rows), "f32"),
         f"{name}_t": ((columns, room), CODES),
@@ -103,3 +111,28 @@ def coded_shapes(means: Meaning, name: str, shape: tuple[int, int], groups: int)
             every[f"{name}_ts"] = ((room // SIDE, -(-columns // one.columns)), "f32")
             found = {each: every[each] for each in one.outputs}
     return found
+
+
+def mx_shapes(name: str, shape: tuple[int, int], recipe: Quant) -> dict[str, tuple[Any, str]]:
+    """Shape and dtype of what is stored of the result ``name`` [M, N] as MXFP8."""
+    tall, wide = (-(-extent // SIDE) for extent in shape)
+    blocks = SIDE // MX_SIDE
+    found: dict[str, tuple[Any, str]] = {
+        f"{name}_q": (shape, CODES),
+        f"{name}_s": ((tall * SIDE, wide * blocks), "e8m0"),
+    }
+    if recipe.transpose:
+        turned = (wide * SIDE, tall * blocks) if recipe.swizzled else (tall * blocks, wide * SIDE)
+        found |= {f"{name}_t": (shape, CODES), f"{name}_ts": (turned, "e8m0")}
+    return found
+
+
+def largest_shapes(means: Meaning, groups: int) -> dict[str, tuple[Any, str]]:
+    """Shape and dtype of each; none for other kernels. Of dz, gates and ups have one each."""
+    if not means.recipe.largest:
+        return {}
+    backward = means.activation.backward
+    sides = 2 if means.glu_layout != "none" else 1
+    shape = ((groups,) if means.grouped else ()) + (sides,) if backward else (groups,)
+    ends = ("amax", "rht_amax") if means.recipe.rht_amax else ("amax",)
+    return {f"{'dz' if backward else 'y'}_{end}": (shape, "f32") for end in ends}

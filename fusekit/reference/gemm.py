@@ -21,6 +21,7 @@ from fusekit.reference.coded import coded_faults, token_blocks, written
 from fusekit.reference.codes import coded
 from fusekit.reference.factors import limit as limit_of
 from fusekit.reference.formats import Array, poisoned
+from fusekit.reference.largest import largest
 from fusekit.reference.meaning import Meaning, group_ends, indices, meaning, need, row_groups
 from fusekit.reference.measure import Expected, Measurement, measure
 from fusekit.reference.operands import twins
@@ -87,19 +88,25 @@ def check(
 def coded_check(
     spec: KernelSpec | Mapping[str, Any], inputs: Mapping[str, Any], outputs: Mapping[str, Array], most: int = 2**30
 ) -> list[str]:
-    """What is wrong in results stored as codes, one line each: whole buffers, all ones where nothing was written.
+    """What is wrong in results stored as codes, and in largest numbers of groups, one line each. ``outputs``: whole
+    buffers, all ones where nothing was written.
 
     At most ``most`` blocks of 128 tokens are compared: with what ``outputs`` has in bf16, bit for bit, or else with the
     float64 result.
     """
     means = meaning(spec)
     results = coded(means)
-    if not results:
+    if not results and not means.recipe.largest:
         return []
     ends = group_ends(inputs, len(need(inputs, "x" if means.gather == "none" else "index", None)), means)
     found = []
+    for name, numbers in largest(means, outputs, ends).items():
+        wrong = np.asarray(outputs[name]).view(np.uint32) != numbers.view(np.uint32)
+        if wrong.any():
+            place = tuple(map(int, np.argwhere(wrong)[0]))
+            found.append(f"{name}: {outputs[name][place]} at {place}; the largest number is {numbers[place]}")
     for name in (name for each in results for name in each.outputs):
-        mask, untouched = written(name, outputs[name].shape, ends), poisoned(outputs[name])
+        mask, untouched = written(means, name, outputs[name].shape, ends), poisoned(outputs[name])
         for wrong, what in ((mask & untouched, "not written"), (~mask & ~untouched, "written, of no group's")):
             if wrong.any():
                 place = tuple(map(int, np.argwhere(wrong)[0]))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fusekit.plan.operands import WGRAD
 from fusekit.plan.quant import SIDE
-from fusekit.reference.codes import coded_shapes, padded_starts
+from fusekit.reference.codes import coded_shapes, largest_shapes, padded_starts
 from fusekit.reference.formats import RMS, Array, bits
 from fusekit.reference.meaning import Meaning, meaning
 from fusekit.reference.operands import twins
@@ -161,6 +161,7 @@ def output_shapes(
         shapes |= coded_shapes(means, "y", (M, N), E)
         if means.recompute and (means.recipe.wide or not means.recipe.transpose):
             shapes["y"] = ((M, N), means.out_dtype)
+        shapes |= largest_shapes(means, E)
         if means.dprob:
             shapes["dprob"] = ((M,), "f32")
         if means.dbias:
@@ -169,7 +170,7 @@ def output_shapes(
     y = M, N // 2 if gated else N
     if means.recipe.wide:
         shapes["y"] = (y, means.out_dtype)
-    shapes |= coded_shapes(means, "y", y, E)
+    shapes |= coded_shapes(means, "y", y, E) | largest_shapes(means, E)
     if means.save_preactivation:
         shapes["preactivation"] = ((M, N), means.dtype)
     return shapes

@@ -7,7 +7,7 @@ from fusekit.plan.activations import kinds
 from fusekit.plan.keys import Key as Key
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.quant import ACCUMULATIONS, NONE, OUTPUTS, RECIPES, X_FORMATS
-from fusekit.plan.quantise import BLOCKS, SCALES
+from fusekit.plan.quantise import BLOCKS, LAYOUTS, SCALES
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS
 from fusekit.spec.model import ARCHES, DTYPES, OPS, OUT_DTYPES
 
@@ -43,11 +43,18 @@ QUANT_KEYS = (
     Key("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
     Key("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one wgmma accumulator "
         "has them all, with about 13 bits.", choices=ACCUMULATIONS, default="promoted"),
-    Key("out", "choice", 'What y is stored as; default: "none", out_dtype.', choices=(NONE, *OUTPUTS), default=NONE),
-    Key("scales", "choice", "out: rule of the scales: powers of two, or largest / 448.", choices=SCALES,
+    Key("out", "choice", 'What y or dz is stored as; default: "none", out_dtype. "amax": bf16, and the largest number '
+        "of each group.", choices=(NONE, *OUTPUTS), default=NONE),
+    Key("scales", "choice", "out, fp8-block: rule of the scales: powers of two, or largest / 448.", choices=SCALES,
         default=SCALES[0]),
-    Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens.", default=False),
-    Key("keep", "bool", "out: also y, in bf16.", default=False),
+    Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens; mxfp8: in blocks of 32 "
+        "tokens, as y lies.", default=False),
+    Key("keep", "bool", "out: also y or dz, in bf16.", default=False),
+    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
+        choices=LAYOUTS, default=LAYOUTS[0]),
+    Key("group_alignment", "int", "mxfp8: what the first row of every group is a multiple of, as callers promise: 1 or "
+        "128.", minimum=1, default=1),
+    Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
     Key("x_blocks", "choice", "Weight gradients: what has one scale of x, columns by tokens.", choices=BLOCKS,
         default=BLOCKS[0]),
     Key("y_blocks", "choice", "transpose: what has one scale of the transposed codes of y, columns by tokens.",

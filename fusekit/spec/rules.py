@@ -9,7 +9,8 @@ from fusekit.dtypes import DTYPES
 from fusekit.plan.activations import Kind, kind, kinds
 from fusekit.plan.gemm import VECTOR_BYTES
 from fusekit.plan.operands import BACKWARD, WGRAD, operands
-from fusekit.plan.quant import NONE, OUTPUTS, RECIPES, SIDE, Quant, quant
+from fusekit.plan.quant import BLOCK, NONE, RECIPES, SIDE, Quant, quant
+from fusekit.plan.quantise import AMAX, MXFP8
 from fusekit.plan.tiles import refusals
 from fusekit.spec.keys import Broken
 from fusekit.spec.model import KernelSpec, names
@@ -116,8 +117,12 @@ def _quant(spec: KernelSpec) -> list[Broken]:
     told, usual = quant(spec.quant), Quant()
     sides = (
         ("in", bool(told), NONE, RECIPES[-1], ("x_format", "accumulation", "x_blocks")),
-        ("out", told.coded, NONE, OUTPUTS[-1], ("scales", "transpose", "keep")),
+        ("out", told.coded, told.out, BLOCK, ("transpose", "keep")),
+        ("out", told.by_blocks, told.out, BLOCK, ("scales",)),
+        ("out", told.mx, told.out, MXFP8, ("scale_layout", "group_alignment")),
+        ("out", told.largest, told.out, AMAX, ("rht_amax",)),
         ("transpose", told.transpose, False, True, ("y_blocks", "dz_blocks")),
+        ("out", told.by_blocks or not told.transpose, told.out, BLOCK, ("y_blocks", "dz_blocks")),
     )
     return [
         (f"quant.{name}", getattr(told, name), f"it is about {key}, which is {show(none)}; say {key} = {show(one)}")

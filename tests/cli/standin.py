@@ -72,7 +72,7 @@ def store_codes(spec: Any, arrays: dict[str, Any]) -> None:
         kept = spec.canonical() | {"quant": spec.quant + ("" if means.recipe.keep else " keep=true")}
         results = {name: encode(values, "bf16") for name, values in gemm(kept, arrays).items()}
         for name, codes in coded_outputs(means, results, arrays["offsets"]).items():
-            where = written(name, codes.shape, arrays["offsets"])
+            where = written(means, name, codes.shape, arrays["offsets"])
             arrays[name][where] = codes[where]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -75,7 +75,11 @@ def cases_of(spec: KernelSpec) -> list[Case]:
         "dense-wgrad": _dense_wgrad_cases,
         "grouped-wgrad": _wgrad_cases,
     }
-    return made[spec.op](spec)
+    unit = spec.plan.quant.group_alignment
+    aligned = [
+        replace(case, sizes=tuple(-(-size // unit) * unit for size in case.sizes)) for case in made[spec.op](spec)
+    ]
+    return aligned if spec.grouped else made[spec.op](spec)
 
 
 def each_case(specs: Iterable[KernelSpec]) -> pytest.MarkDecorator:

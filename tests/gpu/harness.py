@@ -26,11 +26,12 @@ from .cases import Case
 GUARD = 1040
 VECTORS = ("offsets", "index", "alpha", "bias", "row_scale", "dprob", "dbias", "x_s", "w_s")
 COMPACT = ("dy_ts", "x_ts", "y_ts", "dz_ts")
-CODED = ("_q", "_s", "_t", "_ts")  # endings of outputs
+CODED = ("_q", "_s", "_t", "_ts", "_amax")  # endings of outputs that `reference.coded_check` is for
 # Inputs with a row for each token.
 TOKENS = {"x", "dy", "preactivation"}
 DTYPES = {
     "bf16": np.uint16, "fp16": np.uint16, "f32": np.float32, "i32": np.int32, "e4m3": np.uint8, "e5m2": np.uint8,
+    "e8m0": np.uint8,
 }  # fmt: skip
 
 
@@ -273,9 +274,9 @@ def _gaps(name: str, buffer: Buffer, rows: np.ndarray) -> list[str]:
 
 def _placed(name: str, shape: tuple[int, ...], dtype: str, pad: int, data: np.ndarray | None) -> Buffer:
     """The buffer of an argument; vectors, and what is compact like them, without padding and less well aligned."""
-    if name in VECTORS:
+    if name in VECTORS or name.endswith("_amax"):
         return guarded(shape, dtype, 0, data, GUARD + np.dtype(DTYPES[dtype]).itemsize)
-    if name in COMPACT:
+    if name in COMPACT or dtype == "e8m0":
         pad = 0
     return guarded(shape, dtype, pad * 2 if np.dtype(DTYPES[dtype]).itemsize == 1 else pad, data)
 

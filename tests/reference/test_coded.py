@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 
 from fusekit import reference
-from fusekit.reference.codes import coded_shapes, padded_starts
+from fusekit.reference.codes import coded_shapes, largest_shapes, padded_starts
+from fusekit.reference.largest import largest
+from fusekit.reference.layouts import split
 from fusekit.reference.meaning import meaning
+from fusekit.reference.mx import in_rows
 from fusekit.spec import parse_file
 
-SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix_coded.toml")}
+VARIANTS = {
+    spec.full_name.partition("/")[2]: spec
+    for spec in parse_file(Path(__file__).parents[1] / "gpu" / "matrix_coded.toml")
+}
+SPECS = {spec.kernel: spec for spec in VARIANTS.values()}
 SIZES = (0, 1, 128, 129, 0, 31)
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -133,3 +140,64 @@ def test_shapes_have_room_for_padded_groups():
     assert list(coded_shapes(meaning(SPECS["rows"]), "y", (5, 128), 1)) == ["y_q", "y_s"]
     dense = coded_shapes(meaning(SPECS["dense-turned-kept"]), "y", (128, 128), 1)
     assert dense["y_t"] == ((128, 128), "e4m3")
+
+
+ALIGNED = (0, 128, 384, 0)
+MX = ["mx-rows-kept-64", "mx-swizzled-kept", "mx-turned-kept", "mx-rows"]
+
+
+@pytest.mark.parametrize("name", MX)
+def test_mxfp8_of_rows_and_tokens(name):
+    """Each block by hand, wherever its scale lies; then every way of being wrong."""
+    spec, inputs, y, outputs = made(name, ALIGNED, n=2 * 224, spare=40)
+    recipe, last, v = meaning(spec).recipe, sum(ALIGNED), reference.decode(y, "bf16")
+    assert reference.coded_check(spec, inputs, outputs) == []
+    scales = {end: in_rows(outputs[f"y_{end}"], end, recipe) for end in ("s", "ts") if f"y_{end}" in outputs}
+    for row in range(0, last, 37):
+        for block, first in enumerate(range(0, 224, 32)):
+            codes, scale = by_hand(v[row, first : first + 32])
+            assert np.array_equal(outputs["y_q"][row, first : first + 32], codes)
+            assert 2.0 ** (int(scales["s"][row, block]) - 127) == scale
+        assert not scales["s"][row, 7:].any()  # of columns that fill the tile
+    for token in range(0, last if "ts" in scales else 0, 32):
+        for column in range(0, 224, 29):
+            codes, scale = by_hand(v[token : token + 32, column])
+            assert np.array_equal(outputs["y_t"][token : token + 32, column], codes)
+            assert 2.0 ** (int(scales["ts"][token // 32, column]) - 127) == scale
+    for end in ("q", "s", "t", "ts"):
+        whole = outputs.get(f"y_{end}") if recipe.keep else None  # else neighbours of a code may be right
+        if whole is not None:
+            place = (130, 3) if end in "qt" else (5, 2)
+            whole[place] ^= 3
+            assert any(line.startswith(f"y_{end}: ") for line in reference.coded_check(spec, inputs, outputs))
+            whole[place] ^= 3
+            spare = np.argwhere(whole == 0xFF)
+            if end in "qt":
+                whole[tuple(spare[0])] = 0
+                assert any("of no group's" in line for line in reference.coded_check(spec, inputs, outputs))
+                whole[tuple(spare[0])] = 0xFF
+
+
+@pytest.mark.parametrize("name", ["amax@64x192", "amax-dense", "dz-amax", "dz-amax-interleaved"])
+def test_largest_numbers_of_groups(name):
+    spec = next(spec for key, spec in VARIANTS.items() if key.startswith(name))
+    sizes = SIZES if spec.grouped else (sum(SIZES),)
+    inputs = reference.make_inputs(spec, E=len(sizes), M=sum(sizes), N=2 * 208, K=144, seed=3, sizes=sizes)
+    means, ends = meaning(spec), np.cumsum(sizes)
+    results = {
+        key: reference.encode(np.nan_to_num(value), "bf16") for key, value in reference.gemm(spec, inputs).items()
+    }
+    found = largest(means, results, ends)
+    assert {key: (value.shape, "f32") for key, value in found.items()} == largest_shapes(means, len(sizes))
+    result = "dz" if spec.activation.backward else "y"
+    v = np.abs(reference.decode(results[result], "bf16"))
+    wanted = [v[begin:end].max(initial=0) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    most = found[f"{result}_amax"].reshape(len(sizes), -1)
+    assert np.array_equal(most.max(axis=1), wanted)
+    if most.shape[1] == 2:
+        gates, ups = split(v, spec.glu_layout)
+        assert np.array_equal(most[3], [part[ends[2] : ends[3]].max() for part in (gates, ups)])
+    outputs = results | {key: value.copy() for key, value in found.items()}
+    assert reference.coded_check(spec, inputs, outputs) == []
+    outputs[f"{result}_amax"].reshape(-1)[-1] += 1
+    assert reference.coded_check(spec, inputs, outputs)[0].startswith(f"{result}_amax: ")

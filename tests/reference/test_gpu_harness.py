@@ -34,7 +34,7 @@ def as_codes(launch, inputs):
     results = {name: formats.encode(value, "bf16") for name, value in reference.gemm(wide, inputs).items()}
     ends = inputs.get("offsets", np.array([launch.case.rows]))
     for name, value in coded_outputs(means, results, ends).items():
-        where = written(name, value.shape, ends)
+        where = written(means, name, value.shape, ends)
         launch.arguments[name].array[where] = value[where]
 
 

@@ -1,7 +1,7 @@
 """Codes of the rows of y or dz in blocks of 128 columns, with their scales, stored in its place or beside it.
 
 What is quantised is what would be stored, rounded to bf16; see fusekit/plan/quantise.py. The scales lie M-major,
-[ceil(N / 128), M], as those of the x that the next product reads.
+[ceil(N / 128), M], as those of the x that the next product reads. MXFP8 is in mx_codes.py.
 """
 
 from __future__ import annotations
@@ -14,19 +14,29 @@ from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Broke
 from fusekit.plan.quant import CODES, SIDE, quant
 
 
-class Codes(Operand):
-    def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).coded
-
-    def present(self, plan: GemmPlan) -> bool:
-        return plan.quant.coded
+class Quantised(Operand):
+    """What is made of y or dz as it would be stored, rounded to bf16."""
 
     def rules(self, spec: Any) -> Iterable[Broken]:
+        out = quant(spec.quant).out
+        if spec.epilogue == WGRAD and FORWARD in self.epilogues:
+            rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
+            yield "quant.out", out, rule
+        if spec.epilogue in self.epilogues and (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
+            yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
+
+
+class Codes(Quantised):
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).by_blocks
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.by_blocks
+
+    def rules(self, spec: Any) -> Iterable[Broken]:
+        yield from super().rules(spec)
         if spec.epilogue not in self.epilogues:
             return
-        out = quant(spec.quant).out
-        if (spec.dtype, spec.out_dtype) != ("bf16", "bf16"):
-            yield "quant.out", out, f'the codes are those of bf16, and out_dtype is "{spec.out_dtype}"; say "bf16"'
         if spec.gather != "none" and quant(spec.quant).transpose:
             yield "gather", spec.gather, "gathered rows have codes along their columns alone; leave it or transpose out"
         yield from whole_blocks(spec)
@@ -36,14 +46,8 @@ class YCodes(Codes):
     name, order, epilogues = "y_codes", 31, (FORWARD,)
     words = {
         "y_q": "Codes of y, along its rows.",
-        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+        "y_s": "Scales of those codes: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
     }
-
-    def rules(self, spec: Any) -> Iterable[Broken]:
-        yield from super().rules(spec)
-        if spec.epilogue == WGRAD:
-            rule = "dw is added up in its own dtype; leave it out, and take the operation quantise"
-            yield "quant.out", quant(spec.quant).out, rule
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return coded_rows("y", plan.width)
@@ -53,7 +57,7 @@ class DzCodes(Codes):
     name, order, epilogues = "dz_codes", 51, (BACKWARD,)
     words = {
         "dz_q": "Codes of dz, along its rows.",
-        "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side.",
+        "dz_s": "Scales of those codes: of 128 columns of a row, the rows side by side; mxfp8: of 32, row by row.",
     }
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
@@ -62,7 +66,8 @@ class DzCodes(Codes):
 
 def whole_blocks(spec: Any) -> Iterator[Broken]:
     """The rules of tiles whose outputs are blocks."""
-    plan, what = spec.plan, "128 columns have one scale"
+    plan = spec.plan
+    what = f"{SIDE} columns have {'scales that are stored together' if plan.quant.mx else 'one scale'}"
     if plan.out_tile_n % SIDE:
         least = SIDE * (2 if plan.halved else 1)
         gated = f", gate and up {least}" if plan.halved else ""

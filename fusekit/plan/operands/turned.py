@@ -28,15 +28,17 @@ class YTurned(Operand):
     name, order, epilogues = "y_turned", 61, (FORWARD, BACKWARD)
     needs_registers = True
     words = {
-        "y_t": "Codes of the transpose of y, along the tokens; each group begins at a multiple of 128.",
-        "y_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns.",
+        "y_t": "Codes of the transpose of y, along the tokens; each group begins at a multiple of 128. mxfp8: as y "
+        "lies.",
+        "y_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
     }
 
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose
+        return quant(spec.quant).transpose and quant(spec.quant).by_blocks
 
     def present(self, plan: GemmPlan) -> bool:
-        return plan.quant.coded and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
+        told = plan.quant
+        return told.by_blocks and told.transpose and (not plan.backward or plan.spec.recompute)
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         told = quant(spec.quant)
@@ -70,15 +72,16 @@ class YTurned(Operand):
 class DzTurned(Operand):
     name, order, epilogues = "dz_turned", 56, (BACKWARD,)
     words = {
-        "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128.",
-        "dz_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns.",
+        "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128. mxfp8: as dz "
+        "lies.",
+        "dz_ts": "Scales of those codes: of 128 tokens of a column, or of 128 columns; mxfp8: of 32 tokens.",
     }
 
     def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose
+        return quant(spec.quant).transpose and quant(spec.quant).by_blocks
 
     def present(self, plan: GemmPlan) -> bool:
-        return plan.turning
+        return plan.turning and plan.quant.by_blocks
 
     def rules(self, spec: Any) -> Iterable[Broken]:
         if spec.epilogue == BACKWARD and spec.tile[1] != SIDE:

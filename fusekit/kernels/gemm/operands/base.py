@@ -1,6 +1,6 @@
 """What the drivers of a GEMM kernel call in the device half of an operand, and the structs that travel between them.
 
-    host                  parameter | launch | then
+    host                  precede | parameter | launch | then
     consumer warps        begin
       each tile           prepare, ahead | main loop | start
         each 16 rows      rows
@@ -104,6 +104,9 @@ class Operand:
     def parameter(self, given):
         """The kernel's parameter, from the launch's arguments: a tensor map, a pointer, numbers; None for none."""
         return
+
+    def precede(self, given, groups, stream) -> None:
+        """On the host: launches that go before the kernel's. groups: of the kernel, None for one."""
 
     def then(self, given, groups, stream) -> None:
         """On the host, behind the kernel's launch: launches that follow it. groups: of the kernel, None for one."""

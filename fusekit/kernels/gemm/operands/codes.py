@@ -53,12 +53,20 @@ class Codes(Operand):
             there = [ptx.flag(column + chunk * (4 * each) < width) for chunk in range(len(words) // each)]
             words = [ptx.word_where(there[number // each], word) for number, word in enumerate(words)]
         pairs = [[word for number, word in enumerate(words) if number // (each // 2) % 2 == r] for r in range(2)]
-        scales, inverses = row_scales(pairs, self.plan.quant.scales)
-        store_scales(scales, column, width, rows, target)
+        scales, inverses = self.scales_of(pairs)
+        self.store_scales(scales, column, width, rows, target)
         if cutlass.const_expr(first):  # the boxes before have left
             self.staging.acquire_all()
         (write_four if four else write)(pairs, inverses, box)
         self.staging.send(box, target.codes, place(column, rows), False)
+
+    def scales_of(self, pairs):
+        """Of a lane's two rows: scales, and their reciprocals."""
+        return row_scales(pairs, self.plan.quant.scales)
+
+    def store_scales(self, scales, column: Int32, width: Int32, rows, target) -> None:
+        """Stores those of 16 rows of a block."""
+        store_scales(scales, column, width, rows, target)
 
 
 class YCodes(Codes):
@@ -131,7 +139,8 @@ def write(pairs, inverses, box) -> None:
     for chunk in range(CHUNKS):
         at = base + unit_place(lane >> 2, chunk // 2)
         for r in range(2):
-            ptx.store_shared_u16(at, pair_of(pairs[r][chunk], inverses[r]), chunk % 2 * 8 + r * (8 * SIDE))
+            codes_ = pair_of(pairs[r][chunk], of_chunk(inverses[r], chunk, CHUNKS))
+            ptx.store_shared_u16(at, codes_, chunk % 2 * 8 + r * (8 * SIDE))
 
 
 def write_four(pairs, inverses, box) -> None:
@@ -141,8 +150,14 @@ def write_four(pairs, inverses, box) -> None:
     for chunk in range(CHUNKS // 2):
         at = base + unit_place(lane >> 2, chunk)
         for r in range(2):
-            low, high = (pair_of(pairs[r][2 * chunk + c], inverses[r]) for c in range(2))
+            inverse = of_chunk(inverses[r], chunk, CHUNKS // 2)
+            low, high = (pair_of(pairs[r][2 * chunk + c], inverse) for c in range(2))
             lanes.shared_store_u32(at + r * (8 * SIDE), low | (high << 16))
+
+
+def of_chunk(inverses, chunk: int, chunks: int):
+    """The reciprocal for chunk `chunk` of a row's: the only one, or one of several blocks'."""
+    return inverses[chunk * len(inverses) // chunks] if isinstance(inverses, list) else inverses
 
 
 def pair_of(word, inverse):

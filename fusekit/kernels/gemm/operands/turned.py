@@ -161,8 +161,12 @@ class Columns(Operand):
         if lane == 0:
             for number, box in enumerate(boxes):
                 token = block * SIDE + number * (SIDE // len(boxes))
-                ptx.tma_store(ptx.descriptor_address(target.codes), box, (token, column))
+                ptx.tma_store(ptx.descriptor_address(target.codes), box, self.coordinates(token, column))
             cute.arch.cp_async_bulk_commit_group()
+
+    def coordinates(self, token, column) -> tuple:
+        """Of a box of codes."""
+        return token, column
 
     @cute.jit
     def sent(self, lane: Int32):

@@ -64,6 +64,8 @@ class Gemm:
         # One cluster for each cluster tile there can be at most, or as many as fit less the margin.
         resident = Int64(sm_count // plan.cluster_size - cluster_margin)
         clusters = Int32(cutlass.max(cutlass.min(resident, most_tiles), 1))
+        for half in self.halves.values():
+            half.precede(given, groups, stream)
         self.kernel(self.parameters(given), groups, rows, n, k).launch(
             grid=[clusters * plan.cluster_size, 1, 1],
             block=[plan.threads, 1, 1],

@@ -1,0 +1,72 @@
+"""Codes of the rows of y or dz as MXFP8: a warp finds the largest of 32 columns of its 16 rows, four times a block."""
+
+from cutlass import Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes, ptx
+from fusekit.kernels.gemm.operands import codes as blocks
+from fusekit.kernels.gemm.operands.codes import CodedRows
+from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
+from fusekit.kernels.quantise import codes
+from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
+from fusekit.plan.gemm import WARP, WARP_ROWS
+from fusekit.plan.quant import SIDE
+
+
+class MxCodes(blocks.Codes):
+    """Their scales are words of four bytes, one for each of 128 columns of a row."""
+
+    def scales_of(self, pairs):
+        """A word of each row, and four reciprocals."""
+        return tuple(zip(*(row_scales(words) for words in pairs), strict=True))
+
+    def store_scales(self, scales, column: Int32, width: Int32, rows, target) -> None:
+        lane = cute.arch.lane_idx()
+        row = rows.row + (lane >> 2) + (lane & 1) * 8
+        scale = ptx.choose(lane & 1, lanes.float_of(scales[1]), lanes.float_of(scales[0]))
+        first = ((lane & 3) < 2) & (column < width)
+        across, step = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
+        base = target.scales.toint()
+        if not self.plan.quant.swizzled:
+            at = base + (Int64(row) * Int64(across) + Int64(step)) * MX_BLOCKS
+            lanes.store(at, [lanes.bits_of(scale)], 4, first & (row < rows.end))
+            return
+        lanes.store(place(base, row, across, step), [lanes.bits_of(scale)], 4, first)
+        # Rows of the atom behind the last one: by whoever has that.
+        last = (rows.end - rows.row <= WARP_ROWS) & (column < width)
+        end = ptx.divide(rows.end + (SIDE - 1), SIDE) * SIDE
+        for turn in range((SIDE - WARP_ROWS + WARP - 1) // WARP):
+            behind = rows.row + WARP_ROWS + turn * WARP + lane
+            lanes.store(place(base, behind, across, step), [Uint32(0)], 4, last & (behind < end))
+
+
+class YMxCodes(MxCodes, blocks.YCodes):
+    def parameter(self, given):
+        return coded_rows(given.y_q, given.y_s)
+
+
+class DzMxCodes(MxCodes, blocks.DzCodes):
+    def parameter(self, given):
+        return coded_rows(given.dz_q, given.dz_s)
+
+
+def coded_rows(codes_, scales) -> CodedRows:
+    """The parameter; `stride` is not read."""
+    return CodedRows(ragged_map(store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(0))
+
+
+def place(scales: Int64, row: Int32, across: Int32, step: Int32) -> Int64:
+    """Address of the swizzled scales of a row in column block `step` of `across`."""
+    return atom(scales, Int64(ptx.divide(row, SIDE)) * Int64(across) + Int64(step), row & (SIDE - 1))
+
+
+def row_scales(words: list):
+    """The bytes of a row's four blocks as a word, and their reciprocals. The four lanes of a row share its numbers."""
+    packed, inverses, each = Uint32(0), [], len(words) // MX_BLOCKS
+    for block in range(MX_BLOCKS):
+        a = codes.larger(*codes.numbers(codes.largest(words[block * each : (block + 1) * each])))
+        for distance in (1, 2):
+            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, distance))
+        byte, inverse = codes.mx_scale_of(a)
+        packed = packed | (byte << (8 * block))
+        inverses.append(inverse)
+    return packed, inverses

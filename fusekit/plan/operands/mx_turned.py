@@ -1,0 +1,61 @@
+"""Codes of y or dz along the tokens as MXFP8: a byte of scale for 32 tokens of a column. The codes lie as y does.
+
+Idle warps make them from a tile in shared memory, as those of turned.py do; groups begin at multiples of 128.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.operands.base import Argument, Constraint, Dim, Expr, rows
+from fusekit.plan.operands.mx_codes import blocks, scales, whole
+from fusekit.plan.operands.turned import DzTurned, YTurned
+from fusekit.plan.quant import CODES, quant
+
+
+class YMxTurned(YTurned):
+    words = {}
+
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).transpose and quant(spec.quant).mx
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.mx and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return mx_columns("y", plan.width, plan)
+
+    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
+        return ()
+
+    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
+        return ()
+
+
+class DzMxTurned(DzTurned):
+    words = {}
+
+    def asked(self, spec: Any) -> bool:
+        return quant(spec.quant).transpose and quant(spec.quant).mx
+
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.turning and plan.quant.mx
+
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return mx_columns("dz", plan.z_width, plan)
+
+    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
+        return ()
+
+    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
+        return ()
+
+
+def mx_columns(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
+    """Codes [M, columns], and their scales: of columns in atoms, or of a block of tokens in a row."""
+    turned = (whole(columns), blocks("M")) if plan.quant.swizzled else (blocks("M"), whole(columns))
+    return rows(f"{name}_t", "output", CODES, columns), scales(f"{name}_ts", *turned)
+
+
+OPERANDS = (YMxTurned(), DzMxTurned())
