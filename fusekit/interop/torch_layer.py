@@ -93,7 +93,9 @@ class Operator:
             if buffers[name].dtype == "i32" and (tensor.is_floating_point() or tensor.dtype == torch.bool):
                 raise ArgumentError(f"{name} is {tensor.dtype}; it must be of integers, such as int32", argument=name)
         return {
-            name: tensor.to(DTYPES[buffers[name].dtype]) if everything or buffers[name].dtype != own else tensor
+            name: _within(tensor, buffers[name].dtype).to(DTYPES[buffers[name].dtype])
+            if everything or buffers[name].dtype != own
+            else tensor
             for name, tensor in tensors.items()
         }
 
@@ -279,6 +281,13 @@ def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Ope
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
     return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin, in_place)
+
+
+def _within(tensor: Any, dtype: str) -> Any:
+    """Integers of 64 bits that int32 cannot hold, brought to its ends, so that they name no expert either."""
+    if dtype != "i32" or tensor.dtype != torch.int64:
+        return tensor
+    return tensor.clamp(-(2**31), 2**31 - 1)
 
 
 def casting(device: str) -> bool:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusekit.errors import ArgumentError
 from fusekit.interop.torch_layer import DTYPES, casting, operator_of, quantised
 from fusekit.layers import Layer
 
+_HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold codes of their weights
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
 
 
@@ -103,6 +107,11 @@ class MoE(nn.Module):  # type: ignore[misc]
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(f"{name} is of type {type(tensor)}; it must be a tensor of PyTorch", argument=name)
             if name != "x":
+                if tensor.shape[:-1] not in (x.shape[:-1], (prod(x.shape[:-1]),)):
+                    raise ArgumentError(
+                        f"{name} is {list(tensor.shape)}, x {list(x.shape)}; all extents but the last must agree",
+                        argument=name,
+                    )
                 tensors[name] = tensor.reshape(-1, *tensor.shape[-1:])
         for name, path in self.names.items():
             tensors[name] = _at(self, path)
@@ -111,7 +120,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             if total_tokens is None:
                 total_tokens = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int32, device=device)
             tensors["total_tokens"] = _count(total_tokens, device)
-            tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, device=device)
+            tensors["aux_coefficient"] = torch.full((1,), self.aux_coefficient, dtype=torch.float32, device=device)
         return operator({**operator.cast(tensors, everything=casting(x.device.type)), **self._held()}, self._sums())
 
     def quantise(self, *, hold: bool = True) -> None:
@@ -127,6 +136,9 @@ class MoE(nn.Module):  # type: ignore[misc]
             raise ArgumentError(f"{self.layer.name} has no recipe, so there is nothing to quantise")
         tensors = {name: _at(self, self.names[name]) for name in operator.weights}
         self._coded = _versions(tensors.values()) if hold else []
+        if hold:
+            _watch()
+            _HOLDERS.add(self)
         tensors = operator.cast(tensors, everything=True)
         self._codes = quantised(operator.name, operator.weights, operator.codes, tensors) if hold else {}
 
@@ -222,7 +234,26 @@ def _count(total: Any, device: Any) -> Any:
 
 
 def _versions(tensors: Iterable[Any]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    """What changes with every write that PyTorch knows of; in inference mode it knows of none."""
+    return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+@cache
+def _watch() -> None:
+    """From now on every step of an optimiser is looked at."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    """Fused optimisers do not raise the versions of what they write: codes of that are old."""
+    written = {
+        id(parameter)
+        for group in optimizer.param_groups if group.get("fused")
+        for parameter in group["params"] if parameter.grad is not None
+    }  # fmt: skip
+    for module in _HOLDERS:
+        if any(id(_at(module, module.names[name])) in written for name in module.operator.weights):
+            module._coded = []
 
 
 def _is_bias(name: str) -> bool:

@@ -16,7 +16,7 @@ from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.devices import ordinal_of
 from fusekit.runtime.side import Aside, Late, Queue, Side, run
 from fusekit.runtime.streams import stream_handle
-from fusekit.runtime.tensors import describe, read, strides_of
+from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Library
@@ -324,8 +324,25 @@ class Layer:
                 f" {', '.join(f'{name} {list(known[name].extents(dims))}' for name in missing)}",
                 argument=missing[0],
             )
+        self._refuse_overlaps({name: (found[name][0], seen[name]) for name in seen}, outputs.keys())
         compact = {name for name, view in seen.items() if view.strides == strides_of(view.shape)}
         return tokens, seen[lead].device, {name: found[name][0] for name in compact}
+
+    def _refuse_overlaps(self, given: Mapping[str, tuple[int, View]], outputs: Collection[str]) -> None:
+        """Raises ArgumentError for an output that shares memory with another tensor: until it is written, it serves as
+        scratch memory.
+        """
+        spans = sorted((begin, begin + view.span, name) for name, (begin, view) in given.items() if view.span)
+        last, written = (0, ""), (0, "")  # where what came before ends, and what of it is an output
+        for begin, end, name in spans:
+            before = last if name in outputs else written
+            if begin < before[0]:
+                one, other = (name, before[1]) if name in outputs else (before[1], name)
+                raise ArgumentError(
+                    f"{self.name}: the output {one} shares memory with {other}; give it memory of its own", argument=one
+                )
+            last = max(last, (end, name))
+            written = max(written, (end, name)) if name in outputs else written
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,14 @@ class View:
     strides: tuple[int, ...]
     device: int
 
+    @property
+    def span(self) -> int:
+        """Bytes from the first element's to the last one's end; 0 for none."""
+        if 0 in self.shape:
+            return 0
+        last = sum((extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * DTYPES[self.dtype].bytes
+
 
 class Slice:
     """A tensor somewhere in memory that another one owns, as launches read it; row-major, or with `strides`."""
@@ -160,7 +168,10 @@ def _read_dlpack(tensor: Any, name: str) -> tuple[int, Meta]:
         where = _DLPACK_DEVICES.get(kind, f"DLPack device type {kind}")
         raise ArgumentError(f"{name} is on {where}; it must be in the memory of a CUDA device", argument=name)
     try:
-        capsule = tensor.__dlpack__(stream=-1)  # -1: do not synchronise
+        try:
+            capsule = tensor.__dlpack__(stream=-1)  # -1: do not synchronise
+        except RuntimeError:  # JAX takes it for a stream
+            capsule = tensor.__dlpack__()
         pointer = _capsule_pointer()(capsule, b"dltensor")
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{name} refuses to be viewed through DLPack: {error}", argument=name) from error

@@ -135,6 +135,10 @@ def test_what_would_be_cut_is_refused():
     x, indices, weights = inputs_of(chosen, 4)
     with pytest.raises(ArgumentError, match=r"indices is torch\.float32; it must be of integers"):
         chosen(x, weights, indices)
+    with pytest.raises(
+        ArgumentError, match=r"indices is \[2, 2, \d+\], x \[4, \d+\]; all extents but the last must agree"
+    ):
+        chosen(x, indices.reshape(2, 2, -1), weights)
     for given, name in (((None, indices, weights), "x"), ((x, indices.numpy(), weights), "indices")):
         with pytest.raises(ArgumentError, match=f"{name} is of type .*; it must be a tensor of PyTorch"):
             chosen(*given)

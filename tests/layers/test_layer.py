@@ -322,3 +322,19 @@ def test_sizes_load_nothing_and_grow_with_tokens(tmp_path):
     assert small.kept < large.kept and small.scratch < large.scratch and not fake.loaded
     with pytest.raises(ArgumentError, match="tokens = -1"):
         layer.sizes(-1)
+
+
+@pytest.mark.parametrize(
+    ("which", "output", "other"), [(FORWARD, "y", "x"), (BACKWARD, "dx", "dy"), (BACKWARD, "dw1", "dw2")]
+)
+def test_an_output_has_memory_of_its_own(tmp_path, which, output, other):
+    """Until it is written it may serve as scratch memory."""
+    layer, fake = opened(tmp_path)
+    given = tensors(layer, which)
+    call = layer.forward if which == FORWARD else layer.backward
+    given[output] = replace(given[output], address=given[other].address + 64)
+    with pytest.raises(
+        ArgumentError, match=rf"the output ({output}|{other}) shares memory with ({output}|{other}); give"
+    ):
+        call(**given, **memory(layer), stream=0)
+    assert not fake.launches

@@ -82,6 +82,20 @@ def test_types_that_no_record_has_are_unsigned_bits(
     assert describe((f"torch.{name}", (8,), (1,), 0), "x").dtype == dtype
 
 
+def test_a_producer_that_takes_minus_one_for_a_stream(driver: Driver) -> None:
+    """As JAX does."""
+    producer = Producer((8,), None, 2, 32)
+    given = producer.__dlpack__
+
+    def refuses(**stream: Any) -> Any:
+        if stream:
+            raise RuntimeError("CUDA_ERROR_INVALID_HANDLE")
+        return given()
+
+    producer.__dlpack__ = refuses  # type: ignore[method-assign]
+    assert view(producer, driver)[1].shape == (8,)
+
+
 def test_dlpack_without_strides_is_compact(driver: Driver) -> None:
     assert view(Producer((2, 3, 8), None, 4, 16), driver)[1].strides == (24, 8, 1)
     assert view(Producer((), None, 2, 32), driver)[1].shape == ()
