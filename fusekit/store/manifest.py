@@ -92,8 +92,12 @@ class Manifest:
         """This manifest with `kernels` in place of those of the same names."""
         return replace(self, kernels={**self.kernels, **kernels})
 
-    def compare(self, built: Mapping[str, Locked], wanted: Iterable[str]) -> Comparison:
-        """How `built` (by full name) differs from this manifest in the kernels `wanted`."""
+    def compare(
+        self, built: Mapping[str, Locked], wanted: Iterable[str], wrong: Mapping[str, str] | None = None
+    ) -> Comparison:
+        """How `built` (by full name) differs from this manifest in the kernels `wanted`. wrong: why some are not built,
+        where it is known.
+        """
         same: list[str] = []
         changed: list[Changed] = []
         missing: list[tuple[str, str]] = []
@@ -102,7 +106,7 @@ class Manifest:
             if locked is None:
                 missing.append((name, "the manifest does not have it"))
             elif now is None:
-                missing.append((name, "it is not built from what stands here now"))
+                missing.append((name, (wrong or {}).get(name, "it is not built from what stands here now")))
             elif locked.cubin_sha256 == now.cubin_sha256:
                 same.append(name)
             else:
