@@ -5,6 +5,7 @@ remedy; `exit_code` is what the command line exits with. Attributes beyond the m
 defaults, so that every error survives pickling on its way out of a worker process.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import ClassVar
@@ -85,6 +86,11 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     command = f"fusekit build '{target}'" if _is_glob(target) or " " in target else f"fusekit build {target}"
     command += f" --arch {arch}" if arch is not None else ""
     return command, f"{tell}: {command}"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` of `names`, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _packaged_texts(stem: str) -> list[str]:
