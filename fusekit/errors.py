@@ -8,7 +8,8 @@ defaults, so that every error survives pickling on its way out of a worker proce
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import ClassVar
+from types import UnionType
+from typing import Any, ClassVar
 
 
 class FusekitError(Exception):
@@ -162,13 +163,20 @@ class ToolchainError(BuildError):
 
 
 class ArgumentError(FusekitError):
-    """A launch argument that does not fit. argument: its name."""
+    """An argument, most often of a launch, that does not fit. argument: its name."""
 
     exit_code = 2
 
     def __init__(self, message: str, *, argument: str = "") -> None:
         super().__init__(message)
         self.argument = argument
+
+    @classmethod
+    def unless(cls, kind: type | UnionType, argument: str, value: Any, rule: str, least: int | None = None) -> None:
+        """Raises this error unless `value` is of `kind` (a truth value is no number), and is `least` or more."""
+        odd = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        if odd or (least is not None and value < least):
+            raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
 
 
 class DriverError(FusekitError):

@@ -420,6 +420,5 @@ def options_of(library: Library, name: str) -> Options:
 
 
 def _count(tokens: int) -> int:
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-        raise ArgumentError(f"tokens = {tokens!r}; it must be a whole number, 0 or more", argument="tokens")
+    ArgumentError.unless(int, "tokens", tokens, "a whole number, 0 or more", 0)
     return tokens
