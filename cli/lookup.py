@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.errors import IntegrityError
 from fusekit.store import NameListing, NameRecord, Store
 from fusekit.store.names import is_glob
 
@@ -64,4 +64,4 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     detail = f"left out: {listing.problems[0]}" if listing.problems else ""
     if arch is not None and (others := sorted({other for _, other in store.recorded(pattern)} - {arch})):
         detail = f"only for {', '.join(others)}"
-    raise NotBuiltError.of(pattern, arch, detail, store.absent())
+    raise store.not_built(pattern, arch, detail)

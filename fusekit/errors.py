@@ -73,16 +73,18 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     Packaged spec files are searched for the words that would have to stand in them. Of a kernel of somebody's own only
     he knows where its file is.
     """
-    stem, _, kernel = name.partition("@")[0].partition("/")
+    # Whether there is such a variant only its spec knows: all of its kernel are built.
+    wanted, variant = (name, "") if _is_glob(name) else name.partition("@")[::2]
+    stem, _, kernel = wanted.partition("@")[0].partition("/")
     texts = _packaged_texts(stem)
     words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its own name, or that of the layer that it is a part of
     with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
     if with_kernel:
-        target, tell = name, "build it with"
+        target, tell = wanted, "build its variants with" if variant else "build it with"
     else:
-        target = f"{stem}.toml{name[len(stem) :]}"
+        target = f"{stem}.toml{wanted[len(stem) :]}"
         tell = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
     command = f"fusekit build '{target}'" if _is_glob(target) or " " in target else f"fusekit build {target}"
     command += f" --arch {arch}" if arch is not None else ""

@@ -195,7 +195,7 @@ class Library:
             listing = self.store.listing(name)
             if listing.problems:
                 raise IntegrityError(listing.problems[0])
-            raise NotBuiltError.of(name, arch, absent=self.store.absent())
+            raise self.store.not_built(name, arch)
         devices = self.devices
         ordinal = devices.current() if device is None else device
         target = devices.get(ordinal)
@@ -205,7 +205,7 @@ class Library:
             if variants:
                 return self._choose(variants, problem, target.name), ordinal
         if arch is not None:
-            raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}", self.store.absent())
+            raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
         _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(

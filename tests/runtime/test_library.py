@@ -100,6 +100,10 @@ def test_what_is_not_built_says_how_to_build_it(tmp_path: Path) -> None:
     fake.calls.clear()
     with pytest.raises(NotBuiltError, match=r"from its spec file: fusekit build other\.toml/fc1"):
         opened.load("other/fc1")
+    with pytest.raises(
+        NotBuiltError, match=r"\(there are sample/fc1@128x160-c2x1\); no .* fusekit build sample\.toml/fc1$"
+    ):
+        opened.load("sample/fc1@zz")
     assert fake.calls == [], "a missing name needs no driver"
     with pytest.raises(NotBuiltError, match=r"only for sm_90a.*--arch sm_100a"):
         opened.load("sample/fc1", arch="sm_100a")
