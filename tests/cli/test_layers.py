@@ -169,6 +169,14 @@ def test_load_of_a_layer_says_how_it_is_launched(store):
         library.layer("model/moee")
 
 
+@pytest.mark.parametrize("name", ["*", "model/*", "", "../x", "model", "model/moe.*", "model/moe.fc2@one", "a/b/c"])
+def test_what_names_no_layer(store, name):
+    with pytest.raises(UsageError, match=r"names no layer; a layer is named file/layer, .*; the store has model/moe$"):
+        Library(store).layer(name)
+    with pytest.raises(UsageError, match=r"the store has none yet$"):
+        Library(Store(store.root / "none")).layer(name)
+
+
 def test_a_layer_of_an_activation_that_is_not_there(store):
     """Built by a fusekit that has it."""
     table = OPTIONS.canonical() | {"activation": OPTIONS.activation | {"kind": "sreglu"}}
