@@ -145,6 +145,13 @@ def test_what_an_mlp_refuses():
     assert problems(MLP | {"ranks": 0}) == ["ranks = 0: must be from 1 to 2147483647"]
 
 
+def test_float32_weights_need_codes_of_bf16():
+    assert problems(MLP | {"dtype": "fp16", "weight_dtype": "f32"}) == [
+        'weight_dtype = "f32": products read weights of dtype = "fp16"; "f32" weights need codes: say '
+        'recipe = "fp8-block" and dtype = "bf16", or leave it out'
+    ]
+
+
 def test_an_mlp_as_stored_has_biases_for_inference_alone():
     said = MLP | {"bias": True, "b_major": "n"}
     assert problems(said) == [

@@ -241,7 +241,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
         rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need codes'
-        yield "weight_dtype", options.weight_dtype, f'{rule}: say recipe = "{BLOCK}", or leave it out'
+        codes = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
+        yield "weight_dtype", options.weight_dtype, f"{rule}: say {codes}, or leave it out"
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
