@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import UsageError
+from fusekit.errors import UsageError, some
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
@@ -311,11 +311,11 @@ def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, p
     """Says which names the spec files no longer have, or what became of them."""
     gone = set() if pruned is None else set(pruned.names)
     if gone:
-        session.note(f"removed what the spec no longer has: {_some([name for name, _ in sorted(gone)])}")
+        session.note(f"removed what the spec no longer has: {some([name for name, _ in sorted(gone)], NAMED)}")
     stay = [each for each in left if (each.name, each.arch) not in gone]
     if not stay:
         return
-    names = _some([each.name for each in stay])
+    names = some([each.name for each in stay], NAMED)
     if pruned is not None:
         why = "; they lie in a read-only layer, or are in use"
     elif prune:
@@ -323,11 +323,6 @@ def _left(session: Session, left: list[Left], pruned: DiscardReport | None, *, p
     else:
         why = "; remove them with --prune, or `fusekit rm NAME`"
     session.note(f"in the store, and no longer in the spec: {names}{why}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def failures(session: Session, failures: Sequence[Failed]) -> None:

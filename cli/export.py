@@ -8,6 +8,7 @@ import click
 
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
+from fusekit_cli.lookup import note_unbuilt
 from fusekit_cli.options import Session, common, one_arch, signing
 
 
@@ -56,6 +57,8 @@ def command(
 
     store = session.open_store()
     done = export_bundle(store, select(store, patterns, arch), Path(file).absolute())
+    for name in patterns:
+        note_unbuilt(session, name, [listed.record for listed in store.names(name, arch)])
     document = {
         "entries": done.entries,
         "names": done.names,

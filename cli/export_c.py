@@ -10,7 +10,7 @@ import click
 
 from fusekit.errors import FusekitError, NotBuiltError, StoreError
 from fusekit_cli import output
-from fusekit_cli.lookup import check_alike, chosen, is_layer
+from fusekit_cli.lookup import check_alike, chosen, is_layer, note_unbuilt
 from fusekit_cli.options import Session
 
 
@@ -25,7 +25,9 @@ def run(session: Session, out: Path, names: tuple[str, ...], prefix: str, arch: 
     for name in names:
         found = chosen(store, name, arch)
         check_alike(found)
-        if is_layer(name, [listed.record for listed in found]):
+        records = [listed.record for listed in found]
+        note_unbuilt(session, name, records)
+        if is_layer(name, records):
             session.note(
                 f"{name} is a layer: each of its kernels has functions of its own; `fusekit show {name}` says in which "
                 "order they are launched, and on what memory"

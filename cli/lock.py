@@ -54,7 +54,7 @@ def command(
         wanted = [spec for spec in specs if spec.arch == arch]
         manifest = Manifest(arch, identity.toolchain, {})
         path = where / manifest.filename
-        built = locked_in(store, wanted, identity)
+        built, wrong = locked_in(store, wanted, identity)
         there = exists(path)
         if there and not (write and not targets):
             # What stays of it is signed anew.
@@ -72,7 +72,7 @@ def command(
                 f"there is no manifest {path} for {arch} and the toolchain installed here; "
                 "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"
             )
-        comparison = manifest.compare(built, [spec.full_name for spec in wanted])
+        comparison = manifest.compare(built, [spec.full_name for spec in wanted], wrong)
         comparisons.append(comparison)
         for label, rows in comparison_document(comparison, arch).items():
             document[label] += rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.errors import IntegrityError, UsageError
 from fusekit.store import NameListing, NameRecord, Store
 from fusekit.store.names import is_glob
+from fusekit_cli.options import Session
 
 
 def chosen(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
@@ -33,6 +34,28 @@ def to_load(store: Store, records: Sequence[NameRecord], pattern: str) -> list[N
 def is_layer(name: str, records: Sequence[NameRecord]) -> bool:
     """Whether `name` (`file/layer`) means these records as the kernels of a layer."""
     return bool(records) and all(record.name.startswith(f"{name}.") and record.spec.get("layer") for record in records)
+
+
+def unbuilt(name: str, parts: Iterable[str], records: Sequence[NameRecord]) -> list[str]:
+    """The kernels of the layer `name` that are not among `records`. parts: those that it needs."""
+    there = {record.name.partition("@")[0] for record in records}
+    return [kernel for part in parts if (kernel := f"{name}.{part}") not in there]
+
+
+def note_unbuilt(session: Session, name: str, records: Sequence[NameRecord]) -> None:
+    """Says which kernels are missing where `name` is a layer, of which a store has `records`."""
+    if not is_layer(name, records):
+        return
+    from fusekit.plan.layer import program, stored_options
+
+    try:
+        options = stored_options(name, {record.name: record.spec for record in records})
+    except (IntegrityError, UsageError) as error:  # its kernels are of use without it
+        session.note(str(error))
+        return
+    assert options is not None
+    if missing := unbuilt(name, program(options).parts, records):
+        session.note(f"{name} is not whole; not built: {', '.join(missing)}")
 
 
 def check_alike(found: Sequence[NameListing]) -> None:
@@ -64,4 +87,4 @@ def stored(store: Store, pattern: str, arch: str | None) -> list[NameListing]:
     detail = f"left out: {listing.problems[0]}" if listing.problems else ""
     if arch is not None and (others := sorted({other for _, other in store.recorded(pattern)} - {arch})):
         detail = f"only for {', '.join(others)}"
-    raise NotBuiltError.of(pattern, arch, detail, store.absent())
+    raise store.not_built(pattern, arch, detail)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.errors import IntegrityError
 from fusekit.store import Entry, NameListing, NameRecord, Store
 from fusekit_cli import complete, output, sources
 from fusekit_cli.lookup import chosen, is_layer, stored, to_load
@@ -83,7 +83,7 @@ def _stored(store: Store, listed: NameListing) -> dict[str, Any]:
     entry = store.find_entry(record.key)
     if entry is None:
         why = f"its name stands for entry {record.key}, which no layer holds"
-        raise NotBuiltError.of(record.name, record.arch, why, store.absent())
+        raise store.not_built(record.name, record.arch, why)
     return _describe(record, entry, str(listed.layer))
 
 

@@ -9,7 +9,7 @@ import click
 
 from fusekit.store import NameRecord, Store
 from fusekit_cli import output
-from fusekit_cli.lookup import to_load
+from fusekit_cli.lookup import to_load, unbuilt
 from fusekit_cli.options import Session
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
         windows = window_sizes(made, options)
     wanted = {f"{name}.{part}": keys["op"] for part, keys in made.parts.items()}
     taken = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in wanted]
-    built = {record.name.partition("@")[0] for record in taken}
     rest = options.canonical()
     for known in ("file", "name", "kind", "tokens"):
         del rest[known]
@@ -46,7 +45,7 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
              "bytes": record.summary.get("bytes"), "registers": record.summary.get("registers")}
             for record in sorted(taken, key=lambda record: [*wanted].index(record.name.partition("@")[0]))
         ],
-        "missing": [kernel for kernel in wanted if kernel not in built],
+        "missing": unbuilt(name, made.parts, records),
     }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ sourced = click.option(
 )  # fmt: skip
 checked = click.option(
     "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
-    help="Take only what this cache manifest lists, by key and digest: nothing older, nothing else.",
+    help="A cache manifest, by key and digest: pull takes only what it lists, import refuses a bundle with more.",
 )  # fmt: skip
 
 

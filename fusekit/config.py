@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusekit.errors import UsageError
+from fusekit.errors import ArgumentError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,15 @@ class Config:
     trusted_keys: tuple[Path, ...] | None = None
     signing_key: Path | None = None
     allow_extern: bool = False
+
+    @classmethod
+    def given(cls, config: "Config | None") -> "Config":
+        """`config`, or that of the environment where there is none. Raises ArgumentError for anything else."""
+        if config is None:
+            return cls.from_environment()
+        rule = "a fusekit.Config; fusekit.Config.from_environment(FOLDER) makes one of a store's folder"
+        ArgumentError.unless(cls, "config", config, rule)
+        return config
 
     @classmethod
     def from_environment(

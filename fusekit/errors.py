@@ -5,9 +5,11 @@ remedy; `exit_code` is what the command line exits with. Attributes beyond the m
 defaults, so that every error survives pickling on its way out of a worker process.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import ClassVar
+from types import UnionType
+from typing import Any, ClassVar
 
 
 class FusekitError(Exception):
@@ -71,20 +73,27 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     Packaged spec files are searched for the words that would have to stand in them. Of a kernel of somebody's own only
     he knows where its file is.
     """
-    stem, _, kernel = name.partition("@")[0].partition("/")
+    # Whether there is such a variant only its spec knows: all of its kernel are built.
+    wanted, variant = (name, "") if _is_glob(name) else name.partition("@")[::2]
+    stem, _, kernel = wanted.partition("@")[0].partition("/")
     texts = _packaged_texts(stem)
     words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its own name, or that of the layer that it is a part of
     with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
     if with_kernel:
-        target, tell = name, "build it with"
+        target, tell = wanted, "build its variants with" if variant else "build it with"
     else:
-        target = f"{stem}.toml{name[len(stem) :]}"
+        target = f"{stem}.toml{wanted[len(stem) :]}"
         tell = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
     command = f"fusekit build '{target}'" if _is_glob(target) or " " in target else f"fusekit build {target}"
     command += f" --arch {arch}" if arch is not None else ""
     return command, f"{tell}: {command}"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` of `names`, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _packaged_texts(stem: str) -> list[str]:
@@ -156,13 +165,20 @@ class ToolchainError(BuildError):
 
 
 class ArgumentError(FusekitError):
-    """A launch argument that does not fit. argument: its name."""
+    """An argument, most often of a launch, that does not fit. argument: its name."""
 
     exit_code = 2
 
     def __init__(self, message: str, *, argument: str = "") -> None:
         super().__init__(message)
         self.argument = argument
+
+    @classmethod
+    def unless(cls, kind: type | UnionType, argument: str, value: Any, rule: str, least: int | None = None) -> None:
+        """Raises this error unless `value` is of `kind` (a truth value is no number), and is `least` or more."""
+        odd = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        if odd or (least is not None and value < least):
+            raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
 
 
 class DriverError(FusekitError):

@@ -28,7 +28,8 @@ COMMON = ("cluster_margin", "has_priority", "priority")
 def check_prefix(prefix: str) -> None:
     """Raises UsageError unless names may begin with `prefix`."""
     if not _IDENTIFIER.fullmatch(prefix) or prefix in _KEYWORDS or prefix.startswith("_"):
-        raise UsageError(f"prefix {prefix!r}; a prefix is letters, digits and _, and begins with a letter")
+        rule = "a prefix is letters, digits and _, begins with a letter, and is no keyword of C or C++"
+        raise UsageError(f"prefix {prefix!r}; {rule}; choose another one")
     if prefix == "fk":
         raise UsageError("prefix 'fk' is used inside the launcher; choose another one")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
 from fusekit.errors import (
+    ArgumentError,
     BuildError,
     FusekitError,
     IntegrityError,
@@ -163,11 +164,11 @@ def build(
 
     Each kernel is published as it comes. One that fails, whose process dies, or in whose place in the store lies what
     cannot be replaced, does not stop the others: look at the report's `failed`. Raises UsageError and SpecError for bad
-    targets, ToolchainError without the DSL, StoreError when the store cannot be written, SignatureError when it would
-    not trust what is built.
+    targets, ArgumentError for values of other types, ToolchainError without the DSL, StoreError when the store cannot
+    be written, SignatureError when it would not trust what is built.
     """
     start = time.perf_counter()
-    config = config or Config.from_environment()
+    config = Config.given(config)
     store = Store.open(config)
     found = look_up(targets, namespace)
     trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(targets))
@@ -180,8 +181,16 @@ def build(
 
 def look_up(targets: Targets = (), namespace: str | None = None) -> tuple[Found, ...]:
     """What `targets` (one or several) mean, file by file."""
-    several = [targets] if isinstance(targets, str | os.PathLike) else list(targets)
-    return find_targets([os.fspath(target) for target in several], namespace)
+    return find_targets([os.fspath(target) for target in _several("targets", targets)], namespace)
+
+
+def _several(argument: str, given: Any) -> list[Any]:
+    """One name or several as a list. Raises ArgumentError for what are no names."""
+    alone = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
+    found = [given] if alone else [*given]
+    for each in found:
+        ArgumentError.unless(str | os.PathLike, argument, each, "a name, or a list of names")
+    return found
 
 
 def select(targets: Targets = (), arch: Arches = None, namespace: str | None = None) -> tuple[Spec, ...]:
@@ -219,7 +228,7 @@ def of_arch(specs: tuple[Spec, ...], arch: Arches) -> tuple[Spec, ...]:
     """Those of `specs` for the architectures `arch` (None: all); UsageError when one of these has none."""
     if arch is None:
         return specs
-    wanted = {arch} if isinstance(arch, str) else set(arch)
+    wanted = set(_several("arch", arch))
     known = sorted({spec.arch for spec in specs})
     for name in sorted(wanted - set(known)):
         raise UsageError(f"arch '{name}': none of the kernels named is for it; they are for {', '.join(known)}")
@@ -277,8 +286,8 @@ def execute(
 ) -> BuildReport:
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"jobs is {jobs}; it must be at least 1; leave it out for one per processor")
+    if jobs is not None:
+        ArgumentError.unless(int, "jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
     with store.lease() if wanted.misses else nullcontext():
         for task in wanted.hits:
             assert task.summary is not None

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusekit.compiler.build import BuildReport, Progress, execute, plan_build, select, trust
+from fusekit.compiler.explain import check_usable
 from fusekit.compiler.identity import Identity
-from fusekit.errors import ToolchainError
+from fusekit.errors import IntegrityError, StoreError, ToolchainError
 from fusekit.spec import find
 from fusekit.store import Store
 from fusekit.store.manifest import Comparison, Locked, Manifest
@@ -66,14 +67,25 @@ def chosen(manifest: Manifest, targets: Sequence[str] = (), namespace: str | Non
     return [spec for spec in find([]) if spec.arch == manifest.arch and spec.full_name in manifest.kernels]
 
 
-def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> dict[str, Locked]:
-    """Full name -> what `store` has whole of `specs`, under the keys that they have now."""
-    found = {}
-    for task in plan_build([*specs], store, identity).hits:
+def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[dict[str, Locked], dict[str, str]]:
+    """Full name -> what `store` has whole of `specs`, under the keys that they have now; and -> what is wrong with that
+    which it has not whole.
+    """
+    found: dict[str, Locked] = {}
+    wrong: dict[str, str] = {}
+    planned = plan_build([*specs], store, identity)
+    for task in planned.hits:
         assert task.summary is not None
-        for spec in task.specs:
-            found[spec.full_name] = Locked(task.key, task.summary["cubin_sha256"], task.summary["bytes"])
-    return found
+        locked = Locked(task.key, task.summary["cubin_sha256"], task.summary["bytes"])
+        found |= dict.fromkeys((spec.full_name for spec in task.specs), locked)
+    for task in planned.misses:
+        try:
+            if (entry := store.find_entry(task.key)) is not None:
+                store.read_cubin(entry)
+                check_usable(entry)
+        except (IntegrityError, StoreError) as error:
+            wrong |= dict.fromkeys((spec.full_name for spec in task.specs), str(error))
+    return found, wrong
 
 
 def same_toolchain(manifest: Manifest, installed: dict[str, str]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import ArgumentError, NotBuiltError, UsageError
+from fusekit.errors import ArgumentError, UsageError, some
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
 from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
@@ -423,7 +425,13 @@ def layers_of(library: Library) -> dict[str, Options]:
 
 
 def options_of(library: Library, name: str) -> Options:
-    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel."""
+    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel and for
+    what is no layer's name.
+    """
+    if not _NAME.fullmatch(name):
+        there = [*layers_of(library)]
+        stored = f"the store has {some(there)}" if there else "the store has none yet"
+        raise UsageError(f"'{name}' names no layer; a layer is named file/layer, such as 'model/moe'; {stored}")
     known = {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
     options = stored_options(name, known)
     if options is None:
@@ -432,11 +440,10 @@ def options_of(library: Library, name: str) -> Options:
                 f"'{name}' is a kernel, and not a layer of a model: library.load('{name}') loads it; it is stored as "
                 f"{', '.join(sorted(kernels))}"
             )
-        raise NotBuiltError.of(name, absent=library.store.absent())
+        raise library.store.not_built(name)
     return options
 
 
 def _count(tokens: int) -> int:
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-        raise ArgumentError(f"tokens = {tokens!r}; it must be a whole number, 0 or more", argument="tokens")
+    ArgumentError.unless(int, "tokens", tokens, "a whole number, 0 or more", 0)
     return tokens

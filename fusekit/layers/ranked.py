@@ -35,6 +35,9 @@ class RankedLayer(Layer):
         self, library: Library, name: str, options: Options, arch: str | None = None, device: int | None = None, *,
         ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
+        if ranks is not None:
+            rule = "one rank, of those that fusekit.exchange.Ranks.in_process or Ranks.of_process makes"
+            ArgumentError.unless(Ranks, "ranks", ranks, rule)
         super().__init__(library, name, arch, ranks.device if ranks is not None else device, options)
         if ranks is not None and ranks.count != options.ranks:
             raise ArgumentError(
@@ -43,8 +46,8 @@ class RankedLayer(Layer):
                 argument="ranks",
             )
         for key, value in (("tokens", tokens), ("rows", rows)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{key} = {value!r}; it must be a whole number, 1 or more", argument=key)
+            if value is not None:
+                ArgumentError.unless(int, key, value, "a whole number, 1 or more", 1)
         self.ranks = ranks
         self._layouts = {
             window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
@@ -84,6 +87,7 @@ class RankedLayer(Layer):
         "returned" are made by the first backward pass. Kept and scratch memory hold `rows` for any number of tokens.
         """
         found = super().sizes(self.capacity if tokens is None else tokens, gradients, in_place=in_place)
+        self._have_room(tokens or 0, "tokens")
         windows = window_sizes(self.program, self.options)
         return replace(found, windows=windows)
 
@@ -122,13 +126,16 @@ class RankedLayer(Layer):
         tokens, device, compact = super()._check(which, given)
         if device != self._ranks.device:
             raise ArgumentError(f"{self.name}: tensors on device {device}; the rank's is {self._ranks.device}")
+        self._have_room(tokens, "dy" if which == BACKWARD else "x")
+        return tokens, device, compact
+
+    def _have_room(self, tokens: int, argument: str) -> None:
         if tokens > self.capacity:
             raise ArgumentError(
                 f"{self.name}: {tokens} tokens; the windows have room for {self.capacity}; open the layer on every rank"
                 f" with tokens = {tokens} or more",
-                argument="dy" if which == BACKWARD else "x",
+                argument=argument,
             )
-        return tokens, device, compact
 
     @property
     def _ranks(self) -> Ranks:

@@ -154,7 +154,7 @@ def mx_blocks(v: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uin
     rows, columns = v.shape
     padded = np.zeros((rows, -(-columns // SIDE) * SIDE), np.float32)
     padded[:, :columns] = v
-    tiles = padded.reshape(rows, -1, MX_SIDE)
+    tiles = padded.reshape(rows, padded.shape[1] // MX_SIDE, MX_SIDE)
     with np.errstate(all="ignore"):
         a = np.nanmax(np.where(np.isnan(tiles), np.float32(0), np.abs(tiles)), axis=2, initial=0)
         ratio = (a * (np.float32(1) / np.float32(LARGEST))).astype(np.float32)

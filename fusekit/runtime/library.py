@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from fusekit.choice import tuning
 from fusekit.choice.variants import choose
 from fusekit.config import Config
-from fusekit.errors import ArchMismatchError, IntegrityError, NotBuiltError, UsageError, how_to_build
+from fusekit.errors import (
+    ArchMismatchError,
+    ArgumentError,
+    IntegrityError,
+    NotBuiltError,
+    UsageError,
+    how_to_build,
+)
 from fusekit.runtime.devices import Devices, archs_of, ordinal_of
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.wake import Waking
@@ -67,8 +74,10 @@ class Library:
         else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
-        ArgumentError for a problem or a device that cannot be one, ArchMismatchError, IntegrityError or DriverError.
+        ArgumentError for a name, a problem or a device that cannot be one, ArchMismatchError, IntegrityError or
+        DriverError.
         """
+        _check_name(name)
         device = None if device is None else ordinal_of(device)
         waking = Waking(device) if self._devices is None and self._driver is None else None
         try:
@@ -92,6 +101,7 @@ class Library:
         """
         from fusekit.layers import open_layer
 
+        _check_name(name)
         return open_layer(self, name, arch, device, ranks=ranks, tokens=tokens, rows=rows)
 
     def layers(self) -> dict[str, Options]:
@@ -165,6 +175,7 @@ class Library:
         self, name: str, arch: str | None = None, device: int | None = None, problem: Mapping[str, int] | None = None
     ) -> NameRecord:
         """The name record that `load` would load, with the same errors."""
+        _check_name(name)
         return self._find(name, arch, device, problem)[0]
 
     def _find(
@@ -184,7 +195,7 @@ class Library:
             listing = self.store.listing(name)
             if listing.problems:
                 raise IntegrityError(listing.problems[0])
-            raise NotBuiltError.of(name, arch, absent=self.store.absent())
+            raise self.store.not_built(name, arch)
         devices = self.devices
         ordinal = devices.current() if device is None else device
         target = devices.get(ordinal)
@@ -194,7 +205,7 @@ class Library:
             if variants:
                 return self._choose(variants, problem, target.name), ordinal
         if arch is not None:
-            raise NotBuiltError.of(name, arch, f"only for {', '.join(elsewhere)}", self.store.absent())
+            raise self.store.not_built(name, arch, f"only for {', '.join(elsewhere)}")
         stored = ", ".join(elsewhere)
         _, remedy = how_to_build(name, wanted[0])
         raise ArchMismatchError(
@@ -229,9 +240,13 @@ class Library:
         return f"<Library over {', '.join(str(layer.root) for layer in self.store.layers)}>"
 
 
+def _check_name(name: Any) -> None:
+    ArgumentError.unless(str, "name", name, "text such as 'quickstart/linear'; `fusekit ls` lists what the store has")
+
+
 def open_library(config: Config | None = None, *, driver: Any = None, checked: bool = False) -> Library:
     """The library over the stores of `config`; None reads the environment (FUSEKIT_STORE, FUSEKIT_STORES).
 
     driver: a Driver that is started already; None starts one at the first `load`. checked: as for `Library`.
     """
-    return Library(Config.from_environment() if config is None else config, driver, checked=checked)
+    return Library(Config.given(config), driver, checked=checked)

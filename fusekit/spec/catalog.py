@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fusekit.errors import SpecError, UsageError
+from fusekit.errors import SpecError, UsageError, some
 from fusekit.spec import document
 from fusekit.spec.family import Spec, layer_name
 from fusekit.spec.parse import parse_file, parse_text
@@ -171,7 +171,7 @@ def _stdin() -> str:
 def _nothing_in(pattern: str, kernels: str, found: list[Found]) -> list[Found]:
     specs = [spec for each in found for spec in each.every]
     known = list(dict.fromkeys(name.partition("/")[2] for name in _names(specs, kernels)))
-    hint = nearest(kernels, known) or f"; there are {', '.join(known[:8])}"
+    hint = nearest(kernels, known) or f"; there are {some(known)}"
     raise UsageError(f"'{pattern}' names no kernel of {found[0].source}{hint}")
 
 
@@ -192,9 +192,7 @@ def _nothing(pattern: str) -> UsageError:
         names = list(dict.fromkeys(_names(specs, pattern)))
     else:
         names = stems
-    hint = nearest(pattern, names) or (
-        f"; there are {', '.join(names[:8])}" if names else "; no spec files are installed"
-    )
+    hint = nearest(pattern, names) or (f"; there are {some(names)}" if names else "; no spec files are installed")
     own = f"{stem}.toml{pattern[len(stem) :]}"
     if stem and os.path.isfile(f"{stem}.toml"):  # noqa: PTH113 - likewise
         return UsageError(f"'{pattern}' names no packaged kernel; for the file {stem}.toml here give its path: {own}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fusekit.errors import some
 from fusekit.plan.activations import kind
 from fusekit.plan.layer import Options, broken, layer_keys, program
 from fusekit.plan.layer.options import make
@@ -39,8 +40,7 @@ def expand_layer(stem: str, values: Mapping[str, Any]) -> Expansion:
     for (key, value, rule), named in refused.items():
         parts = [*dict.fromkeys(named)]
         key = f"router.{key}" if key in options.router and key not in values else key
-        some = ", ".join(parts[:NAMED]) + (f" and {len(parts) - NAMED} more" if len(parts) > NAMED else "")
-        found.broken.append((key, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some})"))
+        found.broken.append((key, value, f"{rule} (of its kernel{'s' if len(parts) > 1 else ''} {some(parts, NAMED)})"))
     return found
 
 

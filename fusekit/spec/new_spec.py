@@ -19,7 +19,7 @@ SCHEMA_FILE = "fusekit.schema.json"
 
 
 def new_spec(model: Model, request: Request) -> str:
-    """The text of the spec file. Raises SpecError where no kernel fits, or the ranks do not divide the experts."""
+    """The text of the spec file. Raises SpecError where no MLP fits, or the ranks do not divide the experts."""
     sizes = sizes_of(model, request)
     writer = _Writer(model, request, sizes)
     writer.header()
@@ -31,7 +31,7 @@ def new_spec(model: Model, request: Request) -> str:
             if not writer.section(part.title, part.kernels):
                 for title, kernels in part.instead:
                     writer.section(title, kernels)
-    if not writer.written:
+    if not writer.fits:
         raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(dict.fromkeys(writer.left_out))}")
     text = "\n".join(writer.lines) + "\n"
     parse_text(text, request.name)  # what is written can be read
@@ -56,7 +56,7 @@ class _Writer:
         self.model, self.request, self.sizes = model, request, sizes
         self.lines: list[str] = []
         self.explained: set[str] = set()
-        self.written: list[str] = []
+        self.fits = False  # whether a kernel is of the model's dtype: what only chooses experts is no use alone
         self.left_out: list[str] = []
 
     def comment(self, text: str, indent: str = "") -> None:
@@ -140,10 +140,10 @@ class _Writer:
             self.left_out.append(why)
             self.comment(f"Left out: {kernel.name} ({kernel.summary}). {why}.", "  ")
             return False
-        self.written.append(kernel.name)
         self.comment(kernel.tensors, "  ")
         self.lines += ["[[kernel]]"]
         docs = {key.name: key for key in _family(kernel.keys).keys}
+        self.fits |= "dtype" in docs and "dtype" not in table
         for name, value in table.items():
             self._key(docs[name], value)
         return True

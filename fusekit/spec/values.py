@@ -21,6 +21,7 @@ _TYPE_NAMES = (
     (float, "a float"),
     (dict, "a table"),
     (list, "an array"),
+    (type(None), "null"),  # in JSON
 )
 
 _EXPECTED = {

@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, some
 from fusekit.store import marker, marks, process
 from fusekit.store.files import exists, store_error
 from fusekit.store.folders import said
@@ -154,8 +154,7 @@ class _Collection:
             )
         if strays := self.scan.strays:
             report.strays = [said(path) for path in sorted(strays)]
-            more = f" and {len(strays) - _NAMED} more" if len(strays) > _NAMED else ""
-            report.notes.append(f"not fusekit's, and left alone: {', '.join(report.strays[:_NAMED])}{more}")
+            report.notes.append(f"not fusekit's, and left alone: {some(report.strays, _NAMED)}")
         self._temporaries()
         report.orphans = self._remove_blobs(self._orphans())
         unneeded: list[str] = []

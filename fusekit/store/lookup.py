@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusekit.errors import FusekitError, IntegrityError, StoreError
+from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError, some
 from fusekit.store import listing, marker, marks, names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
@@ -208,6 +208,14 @@ class Lookup:
     def absent(self) -> tuple[str, ...]:
         """Of each read-only layer that is no store, why: most often its file system is not mounted."""
         return tuple(why for layer in self.layers[1:] if (why := marker.absence(layer.root)) is not None)
+
+    def not_built(self, name: str, arch: str | None = None, detail: str = "") -> NotBuiltError:
+        """The error for `name`, which no layer has: with the variants of its kernel that there are."""
+        kernel, variant = name.partition("@")[::2]
+        if variant and not detail and not names.is_glob(name):
+            there = sorted({listed.record.name for listed in self.names(kernel, arch)})
+            detail = f"there are {some(there)}" if there else ""
+        return NotBuiltError.of(name, arch, detail, self.absent())
 
     def verify(self, full: bool = False, inspect: Inspect | None = None) -> VerifyReport:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""

@@ -92,8 +92,12 @@ class Manifest:
         """This manifest with `kernels` in place of those of the same names."""
         return replace(self, kernels={**self.kernels, **kernels})
 
-    def compare(self, built: Mapping[str, Locked], wanted: Iterable[str]) -> Comparison:
-        """How `built` (by full name) differs from this manifest in the kernels `wanted`."""
+    def compare(
+        self, built: Mapping[str, Locked], wanted: Iterable[str], wrong: Mapping[str, str] | None = None
+    ) -> Comparison:
+        """How `built` (by full name) differs from this manifest in the kernels `wanted`. wrong: why some are not built,
+        where it is known.
+        """
         same: list[str] = []
         changed: list[Changed] = []
         missing: list[tuple[str, str]] = []
@@ -102,7 +106,7 @@ class Manifest:
             if locked is None:
                 missing.append((name, "the manifest does not have it"))
             elif now is None:
-                missing.append((name, "it is not built from what stands here now"))
+                missing.append((name, (wrong or {}).get(name, "it is not built from what stands here now")))
             elif locked.cubin_sha256 == now.cubin_sha256:
                 same.append(name)
             else:
@@ -162,7 +166,8 @@ def toolchain_label(toolchain: Mapping[str, str]) -> str:
 def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
     """The manifest in the file `path`; with `trust`, refused before it is parsed unless one of its keys signed it.
 
-    Raises UsageError when there is none, IntegrityError when it is damaged, SignatureError when it is not trusted.
+    Raises UsageError when there is none or it is another file, IntegrityError when it is damaged, SignatureError when
+    it is not trusted.
     """
     with given_file(path, "manifest") as (file, status):
         if status.st_size > LIMIT:
@@ -205,20 +210,27 @@ def _signature_path(path: Path, key_id: str) -> Path:
 def _parse(data: bytes, path: Path) -> Manifest:
     try:
         document = parse(data, LIMIT)
-        if document["schema"] != SCHEMA:
-            raise IntegrityError(
-                f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again"
-            )
-        manifest = Manifest(
-            names.check_arch(document["arch"]),
-            {name: _version(name, version) for name, version in document["toolchain"].items()},
-            {name: _locked(name, value) for name, value in document["kernels"].items()},
-        )
+        absent = [name for name in ("schema", "arch", "toolchain", "kernels") if name not in document]
+        manifest = None if absent else _manifest(document, path)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
             f"{path} is no cache manifest ({type(error).__name__}: {error}); `fusekit lock --write` makes one"
         ) from None
+    if manifest is None:
+        raise UsageError(
+            f"{path} is no cache manifest: it has no {', '.join(absent)}; `fusekit lock --write` makes one"
+        )
     return manifest
+
+
+def _manifest(document: Any, path: Path) -> Manifest:
+    if document["schema"] != SCHEMA:
+        raise IntegrityError(f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again")
+    return Manifest(
+        names.check_arch(document["arch"]),
+        {name: _version(name, version) for name, version in document["toolchain"].items()},
+        {name: _locked(name, value) for name, value in document["kernels"].items()},
+    )
 
 
 def _version(name: str, value: Any) -> str:

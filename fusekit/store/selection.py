@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusekit.errors import IntegrityError, NotBuiltError
+from fusekit.errors import IntegrityError
 from fusekit.store.entries import Entry
 from fusekit.store.keys import sha256
 from fusekit.store.names import NameRecord
@@ -61,7 +61,7 @@ def select(store: Store, patterns: Sequence[str] = (), arch: str | None = None) 
         if listing.problems:
             raise IntegrityError(f"{listing.problems[0]} ({len(listing.problems)} such; `fusekit verify` lists them)")
         if not listing.names and patterns:
-            raise NotBuiltError.of(pattern, arch, absent=store.absent())
+            raise store.not_built(pattern, arch)
         records.update({(found.record.name, found.record.arch): found.record for found in listing.names})
     entries: dict[str, Entry] = {}
     for record in records.values():

@@ -138,7 +138,9 @@ def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
 
 @pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace"])
 def test_a_prefix_that_is_none(prefix):
-    with pytest.raises(UsageError, match="prefix"):
+    with pytest.raises(
+        UsageError, match=r"prefix '.*(is no keyword of C or C\+\+|inside the launcher); choose another"
+    ):
         generate([one()], prefix)
 
 

@@ -150,6 +150,16 @@ def test_a_layer_moves_between_stores(fusekit, store, tmp_path):
     assert fusekit("verify", "--full").out
 
 
+@pytest.mark.parametrize("language", [("k.tar",), ("--lang", "c", "out")])
+def test_an_export_of_half_a_layer_says_what_is_missing(fusekit, store, language):
+    assert "not built" not in fusekit("export", *language, "model/moe").err
+    fusekit("rm", "model/moe.fc2", "model/moe.fc1-dgrad")
+    said = fusekit("export", *language, "model/moe").err
+    missing = [part for part in PARTS if part in ("model/moe.fc2", "model/moe.fc1-dgrad")]
+    assert f"model/moe is not whole; not built: {', '.join(missing)}\n" in said
+    assert "not built" not in fusekit("export", *language, "model/moe.fc2-dgrad", "model/fc1").err
+
+
 def test_a_layer_is_exported_as_its_kernels_in_c(fusekit, store, tmp_path):
     done = fusekit("export", "--lang", "c", "out", "model/moe", "--json")
     assert sorted(done.json["kernels"]) == NAMES
@@ -167,6 +177,14 @@ def test_load_of_a_layer_says_how_it_is_launched(store):
         library.layer("model/fc1")
     with pytest.raises(NotBuiltError, match="'model/moee' is not in any store layer; no packaged spec has it"):
         library.layer("model/moee")
+
+
+@pytest.mark.parametrize("name", ["*", "model/*", "", "../x", "model", "model/moe.*", "model/moe.fc2@one", "a/b/c"])
+def test_what_names_no_layer(store, name):
+    with pytest.raises(UsageError, match=r"names no layer; a layer is named file/layer, .*; the store has model/moe$"):
+        Library(store).layer(name)
+    with pytest.raises(UsageError, match=r"the store has none yet$"):
+        Library(Store(store.root / "none")).layer(name)
 
 
 def test_a_layer_of_an_activation_that_is_not_there(store):

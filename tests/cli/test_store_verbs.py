@@ -129,7 +129,7 @@ def test_show_of_several_is_a_list(store, fusekit):
     [
         ("nothing", "nothing.toml"),
         ("quickstart/other", "quickstart.toml/other"),
-        ("quickstart/linear@64x64-c1x1", "quickstart/linear@64x64-c1x1"),
+        ("quickstart/linear@64x64-c1x1", "quickstart/linear"),
         ("x*", "'x*.toml'"),
     ],
 )
@@ -137,6 +137,7 @@ def test_show_of_what_is_not_there(store, fusekit, name, target):
     result = fusekit("show", name, "--json", code=3)
     assert result.out == ""
     assert result.err.endswith(f"fusekit build {target}\n")
+    assert ("(there are quickstart/linear@128x128-c2x1); build its variants with" in result.err) == ("@" in name)
 
 
 def test_show_of_what_is_damaged(store, fusekit):
@@ -148,7 +149,7 @@ def test_show_of_what_is_damaged(store, fusekit):
 
 def test_show_of_a_name_without_its_entry(store, fusekit):
     store.layers[0].entry_path(build_entry()[0].key).unlink()
-    assert f"fusekit build {NAMES[0]}" in fusekit("show", NAMES[0], code=3).err
+    assert "fusekit build quickstart/linear" in fusekit("show", NAMES[0], code=3).err
 
 
 def test_verify(store, fusekit):

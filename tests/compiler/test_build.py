@@ -9,7 +9,7 @@ from fusekit.compiler import build as building
 from fusekit.compiler.build import Progress, execute, plan_build, select
 from fusekit.compiler.explain import explain
 from fusekit.compiler.identity import Identity
-from fusekit.errors import StoreError, ToolchainError, UsageError
+from fusekit.errors import ArgumentError, StoreError, ToolchainError, UsageError
 from fusekit.spec import find
 from fusekit.store import Store
 from fusekit.store.layout import MARKER
@@ -206,9 +206,26 @@ def test_select():
         select("quickstart", "sm_100a")
 
 
-def test_no_processes_are_refused(build):
-    with pytest.raises(UsageError, match="jobs is 0; it must be at least 1"):
-        build(LINEAR, jobs=0)
+@pytest.mark.parametrize("jobs", [0, -1, "a", True, 1.5])
+def test_no_processes_are_refused(build, jobs):
+    with pytest.raises(ArgumentError, match=f"jobs = {jobs!r}; it must be a whole number, 1 or more; leave it out"):
+        build(LINEAR, jobs=jobs)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"targets": 3}, "targets = 3; it must be a name, or a list"),
+        ({"targets": ["quickstart", b"x"]}, "targets = b'x'"),
+        ({"targets": "quickstart", "arch": 3}, "arch = 3; it must be a name, or a list"),
+        ({"targets": "quickstart", "config": "/some/store"}, r"config = '/some/store'; it must be a fusekit\.Config; "),
+    ],
+)
+def test_arguments_of_another_type_are_refused(said, text):
+    import fusekit
+
+    with pytest.raises(ArgumentError, match=text):
+        fusekit.build(**said)
 
 
 def test_the_public_function(tilecopy, tmp_path, monkeypatch):

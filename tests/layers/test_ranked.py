@@ -169,6 +169,9 @@ def test_sizes_are_said_before_anything_is_there(ranked):
     assert sizes.windows["returned"] < 0.3 * sizes.windows["sums"]
     assert layer.sizes(1).kept < sizes.kept
     apart = layer._library.layer("layers/moe", tokens=1000, rows=2000)  # sizes want no ranks
+    assert apart.sizes(apart.capacity) == apart.sizes()
+    with pytest.raises(ArgumentError, match="1025 tokens; the windows have room for 1024; open the layer on every"):
+        apart.sizes(1025)
     assert apart.rows == 2000 and apart.sizes().kept < sizes.kept and apart.sizes().windows == sizes.windows
 
 
@@ -179,6 +182,7 @@ def test_sizes_are_said_before_anything_is_there(ranked):
         (40, 1, {}, "tensors on device 1; the rank's is 0"),
         (40, 0, {"tokens": 0}, "tokens = 0; it must be a whole number, 1 or more"),
         (40, 0, {"rows": -3}, "rows = -3; it must be"),
+        (40, 0, {"tokens": True}, "tokens = True; it must be a whole number, 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(ranked, tokens, device, said, text):
@@ -193,6 +197,9 @@ def test_another_number_of_ranks_is_refused(ranked):
     three = Ranks.in_process(layer._library.devices, [0, 1, 0])[0]
     with pytest.raises(ArgumentError, match="is over 2 ranks, and there are 3; start as many, or build"):
         layer._library.layer("layers/moe", ranks=three)
+    for wrong in (3, [0, 1]):
+        with pytest.raises(ArgumentError, match=r"ranks = .*; it must be one rank, of those that fusekit.exchange"):
+            layer._library.layer("layers/moe", ranks=wrong)
     alone = layer._library.layer("layers/moe")
     with pytest.raises(ArgumentError, match=r"is over 2 ranks; open it with library.layer"):
         alone.forward(**tensors(layer, FORWARD), **memory(layer))

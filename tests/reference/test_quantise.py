@@ -193,6 +193,16 @@ def test_mx_blocks_end_where_they_must():
     assert codes.decode(made[0], "e4m3")[3] == 448
 
 
+@pytest.mark.parametrize("layout", ["plain", "swizzled"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_mx_of_no_rows_is_empty(layout, transpose):
+    keys = KEYS | {"out": "mxfp8", "transpose": transpose, "scale_layout": layout}
+    found = reference.quantise(keys, reference.quantise_inputs(keys, M=0, K=48))
+    shapes = reference.quantise_output_shapes(keys, M=0, K=48)
+    assert {name: each.shape for name, each in found.items()} == {name: shape for name, (shape, _) in shapes.items()}
+    assert not any(each.size for each in found.values())
+
+
 def test_swizzled_scales_lie_where_the_formula_says():
     plain = np.random.default_rng(0).integers(0, 255, (256, 12)).astype(np.uint8)
     flat = swizzled(plain).reshape(-1)

@@ -13,7 +13,7 @@ import pytest
 
 from fusekit.abi import IntegerParameter
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, IntegrityError, NotBuiltError, UsageError
-from fusekit.runtime import Devices, Driver, Kernel, Library
+from fusekit.runtime import Devices, Driver, Kernel, Library, open_library
 from fusekit.runtime.devices import archs_of
 from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import CUBIN, fake_for, library, load, publish, record, tensors
@@ -100,9 +100,23 @@ def test_what_is_not_built_says_how_to_build_it(tmp_path: Path) -> None:
     fake.calls.clear()
     with pytest.raises(NotBuiltError, match=r"from its spec file: fusekit build other\.toml/fc1"):
         opened.load("other/fc1")
+    with pytest.raises(
+        NotBuiltError, match=r"\(there are sample/fc1@128x160-c2x1\); no .* fusekit build sample\.toml/fc1$"
+    ):
+        opened.load("sample/fc1@zz")
     assert fake.calls == [], "a missing name needs no driver"
     with pytest.raises(NotBuiltError, match=r"only for sm_90a.*--arch sm_100a"):
         opened.load("sample/fc1", arch="sm_100a")
+
+
+@pytest.mark.parametrize("name", [None, 3, ["sample/fc1"], b"sample/fc1", Path("sample/fc1")])
+def test_a_name_is_text(tmp_path: Path, name: Any) -> None:
+    opened, _ = library(publish(tmp_path))
+    for ask in (opened.load, opened.find, opened.layer):
+        with pytest.raises(ArgumentError, match=r"name = .*; it must be text such as 'quickstart/linear'"):
+            ask(name)
+    with pytest.raises(ArgumentError, match=r"config = .*; it must be a fusekit\.Config"):
+        open_library("/some/store")  # type: ignore[arg-type]
 
 
 def test_another_arch_is_refused_before_the_driver_loads(tmp_path: Path) -> None:

@@ -124,7 +124,13 @@ def test_a_layer_of_another_version_keeps_no_kernel_from_a_launch():
             stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": {"file": "layers", "name": "moe", **other}}})
 
 
-@pytest.mark.parametrize("change", [{"hidden": 12}, {"experts": 0}, {"ranks": 3}, {"topk": 1000}, {"ranks": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"hidden": 12}, {"experts": 0}, {"ranks": 3}, {"topk": 1000}, {"ranks": 0}),
+        {"kind": "mlp", "experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 0},
+    ],
+)
 def test_a_layer_that_breaks_a_rule_is_not_opened(change):
     with pytest.raises(IntegrityError, match="no layer has that; build layers/moe again"):
         stored_options("layers/moe", {"layers/moe.fc1@a": {"layer": LAYER | change}})

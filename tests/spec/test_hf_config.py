@@ -211,6 +211,11 @@ def test_what_is_no_config_is_refused(text):
         read_model(text, "config.json")
 
 
+def test_null_is_no_config():
+    with pytest.raises(SpecError, match=r"^config\.json: it holds null; a config\.json holds one object"):
+        read_model("null", "config.json")
+
+
 def test_a_family_can_be_named():
     config = json.dumps(CONFIGS["llama-3-8b"] | {"model_type": "mine"})
     model = read_model(config, "config.json", "llama")

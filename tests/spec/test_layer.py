@@ -43,7 +43,9 @@ def problems(*tables, **defaults):
     ("change", "said"),
     [
         ({"experts": None}, ["experts = 0: a layer of experts needs it; say experts, 1 at least"]),
-        ({"topk": 0}, ["topk = 0: a layer of experts needs it; say topk, 1 at least"]),
+        ({"topk": None}, ["topk = 0: a layer of experts needs it; say topk, 1 at least"]),
+        *[({key: value}, [f"{key} = {value}: must be from 1 to 2147483647"])
+          for key in ("experts", "topk", "ranks") for value in (0, -1)],
         ({"topk": 9}, ["topk = 9: a token cannot have more than all 8 experts; say fewer"]),
         (
             {"bias": True, "router": {"scale": "input"}},
@@ -135,10 +137,18 @@ def test_what_a_layer_refuses(change, said):
 
 
 def test_what_an_mlp_refuses():
-    others = {"experts": 8, "topk": 2, "shared": 64, "router": {"bias": True}}
-    shown = {"experts": "8", "topk": "2", "shared": "64", "router": "{ bias = true }"}
+    others = {"experts": 8, "topk": 2, "shared": 64, "router": {"bias": True}, "ranks": 2}
+    shown = {"experts": "8", "topk": "2", "shared": "64", "router": "{ bias = true }", "ranks": "2"}
     assert problems(MLP | others) == [
         f'{key} = {value}: of kind = "moe" alone; leave it out' for key, value in shown.items()
+    ]
+    assert problems(MLP | {"ranks": 0}) == ["ranks = 0: must be from 1 to 2147483647"]
+
+
+def test_float32_weights_need_codes_of_bf16():
+    assert problems(MLP | {"dtype": "fp16", "weight_dtype": "f32"}) == [
+        'weight_dtype = "f32": products read weights of dtype = "fp16"; "f32" weights need codes: say '
+        'recipe = "fp8-block" and dtype = "bf16", or leave it out'
     ]
 
 

@@ -137,9 +137,11 @@ def test_what_does_not_fit_is_left_out_with_the_reason():
     assert kernels_of(half)["router-topk"].dtype == "f32"
 
 
-def test_a_model_that_fits_nowhere_is_refused():
-    with pytest.raises(SpecError, match=r"config\.json: no kernel fits this model: .* must be a multiple of 16"):
-        text_of(CONFIGS["llama-3-8b"] | {"hidden_size": 1001, "intermediate_size": 1003})
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+def test_a_model_that_fits_nowhere_is_refused(model, kernels):
+    with pytest.raises(SpecError, match=r"config\.json: no kernel fits this model: .* = 1001: .* a multiple of 16"):
+        text_of(CONFIGS[model] | {"hidden_size": 1001, "intermediate_size": 1003}, kernels=kernels)
 
 
 def test_each_key_is_explained_once():

@@ -66,7 +66,6 @@ def test_what_a_difference_is_called(manifest):
     "change",
     [
         lambda d: d.update(schema=2),
-        lambda d: d.pop("arch"),
         lambda d: d.update(arch="../x"),
         lambda d: d.update(kernels=[]),
         lambda d: d.update(toolchain=3),
@@ -81,7 +80,7 @@ def test_what_a_difference_is_called(manifest):
         lambda d: d["kernels"][NAME].update(more=1),
         lambda d: d["kernels"][NAME].pop("key"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 def test_what_is_no_manifest(manifest, tmp_path, change):
     path = write_manifest(manifest, tmp_path)
@@ -92,7 +91,17 @@ def test_what_is_no_manifest(manifest, tmp_path, change):
         read_manifest(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    ("content", "absent"),
+    [(b"{}", "schema, arch, toolchain, kernels"), (b'{"schema": 1, "kernels": {}}', "arch, toolchain")],
+)
+def test_another_file(tmp_path, content, absent):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; `fusekit lock --write` makes one"):
+        read_manifest(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"3", b"null", b"\xff", b"[" * 100_000])
 def test_what_is_no_json(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(IntegrityError, match="is no cache manifest"):

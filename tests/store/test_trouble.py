@@ -9,16 +9,20 @@ from types import SimpleNamespace
 import pytest
 
 # Commands import their parts late; a test that gave up its rights may no longer be able to.
+from fusekit.compiler.build_check import locked_in
+from fusekit.compiler.identity import Identity
 from fusekit.config import Config
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import Store, files
 from fusekit.store.files import read_file
+from fusekit.store.manifest import Manifest
 from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
 from fusekit.store.signature import read_any_keys
 from fusekit_cli.doctor import _stores
 from fusekit_cli.main import main
-from tests.store.samples import build_entry, build_record
+from tests.cli.test_explain import SPEC, fill
+from tests.store.samples import build_entry, build_record, cut
 
 
 class Failing(Disk):
@@ -112,6 +116,32 @@ def test_a_store_that_may_only_be_read(unprivileged, unwritable):
     assert len(reader.overview().rows) == 1
     assert not reader.verify(full=True).bad
     assert not list((root / "used").iterdir())
+
+
+@pytest.fixture
+def identity():
+    """For a test that gives up its rights after this: making keys imports much of the standard library."""
+    found = Identity()
+    found.key_fields(SPEC)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(lambda path: path.parent.chmod(0), "Permission denied"), (cut, "bytes"), (os.unlink, "is in no store")],
+)
+def test_a_lock_says_what_is_wrong_with_a_kernel(identity, unprivileged, spoil, said):
+    root = unprivileged / "store"
+    entry = fill(root)
+    locked, wrong = locked_in(Store(root), [SPEC], identity)
+    assert (set(locked), wrong) == ({SPEC.full_name}, {})
+    manifest, path = Manifest(SPEC.arch, {}, locked), Store(root).layers[0].blob_path(entry.cubin_sha256)
+    spoil(path)
+    built, wrong = locked_in(Store(root), [SPEC], identity)
+    ((name, why),) = manifest.compare(built, [SPEC.full_name], wrong).missing
+    assert (built, name) == ({}, SPEC.full_name)
+    assert said in why
+    assert entry.cubin_sha256 in why
 
 
 class TestAFolderThatNobodyMayEnter:

@@ -120,8 +120,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
         Key("dtype", "choice", "Type of x, y, the weights and biases.", choices=dtypes, default="bf16"),
         Key("hidden", "int", "H, elements of a token.", minimum=1, required=True),
         Key("intermediate", "int", "I, the columns between both projections.", minimum=1, required=True),
-        Key("experts", "int", "X, the experts.", default=0),
-        Key("topk", "int", "K, the experts of a token.", default=0),
+        Key("experts", "int", "X, the experts.", minimum=1),
+        Key("topk", "int", "K, the experts of a token.", minimum=1),
         Key("router", "table", "How experts are chosen.", keys=ROUTER_KEYS),
         Key("activation", "table", 'Between the projections; default: { kind = "swiglu" }.', keys=activation),
         Key("glu_layout", "choice", 'How gate and up lie in w1; default: "concat" for a gated activation.',
@@ -146,7 +146,8 @@ def layer_keys(activation: tuple[Key, ...], dtypes: tuple[str, ...]) -> tuple[Ke
         Key("tile", "pair", "CTA tiles of every GEMM, each a variant; those that a GEMM cannot have are left out. "
             "Default: chosen for the problem.", sweep=True),
         Key("cluster", "pair", "Clusters of every GEMM, likewise.", choices=CLUSTERS, sweep=True),
-        Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", default=1),
+        Key("ranks", "int", f"R, the ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
+            default=1),
         Key("overlap", "bool", "Over ranks: products begin while the rows that they read still come; else they wait for"
             " all.", default=False),
         Key("problem", "table", "The tokens that variants are chosen for.",
@@ -161,11 +162,13 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
     router = {key.name: key.default for key in ROUTER_KEYS} | dict(values["router"] or {})
     router["weight_dtype"] = router["weight_dtype"] or values["dtype"]
     weights = values["weight_dtype"] or values["dtype"]
-    plain = ("name", "kind", "dtype", "hidden", "intermediate", "experts", "topk", "bias", "b_major", "shared", "keep",
-             "accumulate", "ranks", "recipe", "x_blocks", "overlap")  # fmt: skip
+    plain = ("name", "kind", "dtype", "hidden", "intermediate", "bias", "b_major", "shared", "keep", "accumulate",
+             "ranks", "recipe", "x_blocks", "overlap")  # fmt: skip
     return Options(
         file=file,
         **{key: values[key] for key in plain},
+        experts=values["experts"] or 0,
+        topk=values["topk"] or 0,
         router=router if values["kind"] == MOE else dict(values["router"] or {}),
         activation=activation,
         glu_layout=values["glu_layout"] or ("concat" if gated else "none"),
@@ -214,8 +217,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 if options.router[key]:
                     yield f"router.{key}", True, 'needs logits, and input = "choices" gives none; leave it out'
     else:
-        for key in ("experts", "topk", "shared", "router", *(("ranks",) if options.ranks != 1 else ())):
-            if getattr(options, key):
+        for key, unsaid in {"experts": 0, "topk": 0, "shared": 0, "router": {}, "ranks": 1}.items():
+            if getattr(options, key) != unsaid:
                 yield key, getattr(options, key), 'of kind = "moe" alone; leave it out'
     if options.overlap and options.recipe != NONE:
         yield "overlap", True, "codes are made of rows that are all there; leave recipe or overlap out"
@@ -238,7 +241,8 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield key, size, "interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
     if options.weight_dtype and (options.weight_dtype != F32 or options.recipe == NONE):
         rule = f'products read weights of dtype = "{options.dtype}"; "f32" weights need codes'
-        yield "weight_dtype", options.weight_dtype, f'{rule}: say recipe = "{BLOCK}", or leave it out'
+        codes = f'recipe = "{BLOCK}"' + (' and dtype = "bf16"' if options.dtype != "bf16" else "")
+        yield "weight_dtype", options.weight_dtype, f"{rule}: say {codes}, or leave it out"
     if options.recipe != NONE:
         yield from _broken_recipe(options)
     if options.x_blocks != ROWS and (options.recipe == NONE or not options.trained):
