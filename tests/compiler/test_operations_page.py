@@ -26,11 +26,23 @@ BLOCK = 'quant = { in = "fp8-block" }\n'
 DZ = 'quant = { out = "fp8-block", keep = true }\n'
 TURNED = GEMM + 'quant = { out = "fp8-block", transpose = true }\nactivation = { kind = "dswiglu" }\nrecompute = true\n'
 CODED = 'tile = [128, 256]\nquant = { out = "fp8-block", transpose = true }\nactivation = { kind = "swiglu" }\n'
+LARGEST = 'quant = { out = "amax", rht_amax = true }\n'
 COMING = 'gather = "x"\nawaits = true\n'
 VARIANTS = {  # which kernels have all the arguments of an operation between them
-    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n' + QUANT, GEMM + 'gather = "x"\n', CODED],
-    "grouped-gemm": [GEMM + GATED + 'alpha = "group"\n' + QUANT, GEMM + 'alpha = "scalar"\n' + COMING, CODED],
-    BACKWARD: [GEMM + DERIVATIVE + QUANT, GEMM + DERIVATIVE + COMING, GEMM + DERIVATIVE + DZ, TURNED],
+    "dense-gemm": [GEMM + GATED + 'alpha = "scalar"\n' + QUANT, GEMM + 'gather = "x"\n', CODED, GEMM + LARGEST],
+    "grouped-gemm": [
+        GEMM + GATED + 'alpha = "group"\n' + QUANT,
+        GEMM + 'alpha = "scalar"\n' + COMING,
+        CODED,
+        GEMM + LARGEST,
+    ],
+    BACKWARD: [
+        GEMM + DERIVATIVE + QUANT,
+        GEMM + DERIVATIVE + COMING,
+        GEMM + DERIVATIVE + DZ,
+        TURNED,
+        GEMM + DERIVATIVE + LARGEST,
+    ],
     "dense-wgrad": [*WGRAD, GEMM + "split = true\n", GEMM + BLOCK],
     "grouped-wgrad": [*WGRAD, GEMM + "dbias = true\ngather = 'x'\n", GEMM + BLOCK],
     "router-topk": [
