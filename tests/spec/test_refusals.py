@@ -40,7 +40,7 @@ AT = "[[kernel]] 1 (fc1): "
         ),
         ("quant = { rht_amax = true }", 'it is about out, which is "none"; say out = "amax"'),
         ('quant = { out = "fp8-block", scale_layout = "swizzled" }', 'which is "fp8-block"; say out = "mxfp8"'),
-        ('quant = { out = "mxfp8", transpose = true }\ntile = [128, 128]', "say group_alignment = 128, and keep to it"),
+        ('quant = { out = "mxfp8", transpose = true }', "say group_alignment = 128, and keep to it"),
         (
             'quant = { out = "mxfp8", scale_layout = "swizzled" }',
             'quant.scale_layout = "swizzled": its blocks begin at',
@@ -50,7 +50,7 @@ AT = "[[kernel]] 1 (fc1): "
             "quant.group_alignment = 64: must be 1, or 128 where every",
         ),
         (
-            'quant = { out = "mxfp8", transpose = true, group_alignment = 128, y_blocks = "128x128" }\ntile = [128, 128]',
+            'quant = { out = "mxfp8", transpose = true, group_alignment = 128, y_blocks = "128x128" }',
             'quant.y_blocks = "128x128": it is about out, which is "mxfp8"; say out = "fp8-block"',
         ),
         ('quant = { out = "amax" }\nout_dtype = "f32"', 'the codes are those of bf16, and out_dtype is "f32"'),
