@@ -43,9 +43,9 @@ from fusekit.compiler.source_call import call_lifted
 from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError
 from fusekit.spec import ExternSpec
+from fusekit.spec.extern import OF_CALLERS
 
 FREE = "free"
-_OF_A_CALLER = frozenset({"default", "minimum", "maximum", "divisor"})  # what says that callers pass an integer
 MEMORY_ALIGNMENT = 256
 _OF_THE_DEVICE = frozenset({"sm_count", "cluster_margin", "active_clusters"})
 _DIVIDING = ("floordiv", "ceildiv", "mod")
@@ -189,7 +189,7 @@ class _Reading:
         value = getattr(leaf.fake, "value", leaf.fake)
         # An integer of a source that somebody wrote may stand for any; a captured call has those of a launch.
         meant = leaf.dtype == BIT or fakes.FAKES in self._spec.params
-        if isinstance(value, int) and meant and not told.keys() & _OF_A_CALLER:
+        if isinstance(value, int) and meant and not told.keys() & OF_CALLERS:
             self.traced[name] = int(value)
         host = HostInteger(name, leaf.dtype) if leaf.dtype == "i64" else HostScalar(name)  # of which 32 bits are used
         return host, ScalarArgument(name, dtype, told.get("default"), **bounds)

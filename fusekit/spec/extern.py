@@ -44,7 +44,7 @@ DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
 
 # What an argument's table cannot say, by what it says besides.
 _OF_WORKSPACES = frozenset({"bytes", "zeroed"})
-_OF_CALLERS = frozenset({"default", "minimum", "maximum", "divisor"})
+OF_CALLERS = frozenset({"default", "minimum", "maximum", "divisor"})  # of an integer that they pass
 _OF_TENSORS = frozenset({"shape", "strides"})
 
 _SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")
@@ -176,11 +176,11 @@ def _meaningless(table: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, rule) of what says nothing beside the table's other keys."""
     role = table.get("role")
     if role == "workspace":
-        odd, words = _OF_TENSORS | _OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
+        odd, words = _OF_TENSORS | OF_CALLERS | {"value"}, "says nothing of a workspace; leave it out"
     elif role is not None:
-        odd, words = _OF_WORKSPACES | _OF_CALLERS | {"value"}, f'says nothing of a tensor with role = "{role}"'
+        odd, words = _OF_WORKSPACES | OF_CALLERS | {"value"}, f'says nothing of a tensor with role = "{role}"'
     elif "value" in table:
-        odd, words = _OF_TENSORS | _OF_WORKSPACES | _OF_CALLERS, "says nothing of an integer that is computed (value)"
+        odd, words = _OF_TENSORS | _OF_WORKSPACES | OF_CALLERS, "says nothing of an integer that is computed (value)"
     else:
         odd, words = _OF_WORKSPACES, 'is of a workspace; say role = "workspace"'
     return [(key, words) for key in table if key in odd]

@@ -9,23 +9,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import BACKWARD, Argument, Broken, Constraint, Dim, Expr, rows
+from fusekit.plan.operands.base import BACKWARD, Argument, Broken, Constraint, Dim, Expr, Operand, rows
 from fusekit.plan.operands.mx_codes import blocks, scales, whole
 from fusekit.plan.operands.turned import DzTurned, YTurned
 from fusekit.plan.quant import CODES, quant
 
 
-class YMxTurned(YTurned):
+class MxTurned(Operand):
+    """What differs from codes of 128 tokens: they lie as the result does, and no group is padded."""
+
     words = {}
 
     def asked(self, spec: Any) -> bool:
         return quant(spec.quant).transpose and quant(spec.quant).mx
-
-    def present(self, plan: GemmPlan) -> bool:
-        return plan.quant.mx and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
-
-    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
-        return mx_columns("y", plan.width, plan)
 
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         return ()
@@ -34,12 +30,15 @@ class YMxTurned(YTurned):
         return ()
 
 
-class DzMxTurned(DzTurned):
-    words = {}
+class YMxTurned(MxTurned, YTurned):
+    def present(self, plan: GemmPlan) -> bool:
+        return plan.quant.mx and plan.quant.transpose and (not plan.backward or plan.spec.recompute)
 
-    def asked(self, spec: Any) -> bool:
-        return quant(spec.quant).transpose and quant(spec.quant).mx
+    def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
+        return mx_columns("y", plan.width, plan)
 
+
+class DzMxTurned(MxTurned, DzTurned):
     def present(self, plan: GemmPlan) -> bool:
         return plan.turning and plan.quant.mx
 
@@ -54,12 +53,6 @@ class DzMxTurned(DzTurned):
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return mx_columns("dz", plan.z_width, plan)
-
-    def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
-        return ()
-
-    def constraints(self, plan: GemmPlan) -> tuple[Constraint, ...]:
-        return ()
 
 
 def mx_columns(name: str, columns: Expr, plan: GemmPlan) -> tuple[Argument, ...]:
