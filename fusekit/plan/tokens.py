@@ -287,14 +287,15 @@ _ROWS = (
         ),
     ),
     TokenOperation(
-        "moe-probs",
+        "moe-bias-bwd",
         PERMUTATION,
-        "fusekit.kernels.permutation.probs:MoeProbs",
+        "fusekit.kernels.permutation.bias:MoeBiasBackward",
         (
-            _INDICES,
-            replace(_WEIGHTS, when=bool),
-            Operand("probs", OUTPUT, "out_dtype", "T X",
-                    "The weight of each expert for each token; 0 where it was not chosen."),
+            Operand("grad_y", INPUT, "dtype", "T H", "The gradient of what a weighted moe-unpermute gave."),
+            Operand("token", INPUT, "i32", "M", "Which token each row is of; -1: no row."),
+            Operand("row_scale", INPUT, "f32", "M", "The weight of each row."),
+            Operand("offsets", INPUT, "i32", "X", "End row of each group, cumulative, without a leading 0."),
+            Operand("grad_bias", OUTPUT, "f32", "X H", "The gradient of the bias."),
         ),
     ),
     TokenOperation(
@@ -315,15 +316,6 @@ _ROWS = (
             Operand("x", INPUT, "f32", "T NX", "Each token's products with the first terms, then with the second."),
             Operand("bias", INPUT, "f32", "X", "Added to the sums.", lambda keys: keys["bias"]),
             Operand("y", OUTPUT, "f32", "T X", "The sums of the terms' products: the logits."),
-        ),
-    ),
-    TokenOperation(
-        "moe-blank",
-        PERMUTATION,
-        "fusekit.kernels.permutation.permute:MoeBlank",
-        (
-            Operand("indices", INPUT, "i32", "T K", "The experts of each token; below 0: no expert."),
-            Operand("rows", INOUT, "dtype", "T H", "The rows of tokens; those of tokens without experts become zeros."),
         ),
     ),
     TokenOperation(

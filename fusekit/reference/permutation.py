@@ -8,6 +8,7 @@ is, -1 for a choice of no expert of [0, experts); ``order`` says which choice a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,13 +93,14 @@ def by_choice(inputs: Mapping[str, Any]) -> Array:
     return np.where(there, made, 0)
 
 
-def by_expert(indices: Array, weights: Array, experts: int, dtype: Any = np.float32) -> Array:
-    """[T, X]: the weights [T, K] of the experts indices [T, K], the last where one is named twice; else 0."""
-    made = np.zeros((len(indices), experts), dtype)
-    for k in range(indices.shape[1]):
-        token = np.flatnonzero((indices[:, k] >= 0) & (indices[:, k] < experts))
-        made[token, indices[token, k]] = weights[token, k]
-    return made
+def bias_gradient(grad_y: Array, token: Array, row_scale: Array, offsets: Array) -> tuple[Array, Array]:
+    """float64[X, H]: of each expert the sum of its rows' grad_y ([T, H]) times row_scale, and the magnitudes summed."""
+    total = np.zeros((offsets.size, grad_y.shape[1]))
+    size = np.zeros_like(total)
+    for expert, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
+        rows = row_scale[start:end, None].astype(np.float64) * grad_y[token[start:end]]
+        total[expert], size[expert] = rows.sum(axis=0), np.abs(rows).sum(axis=0)
+    return total, size
 
 
 def split(w: Array, terms: int) -> Array:
@@ -148,8 +150,6 @@ def permutation_inputs(
         if keys["addend"]:
             inputs |= {"indices": indices, "addend": rng.standard_normal((T, experts), np.float32)}
         return inputs
-    if keys["op"] == "moe-probs":
-        return {"indices": indices, "weights": rng.standard_normal((T, topk), np.float32)}
 
     def matrix(rows: int, number: int) -> Array:
         if keys["dtype"] == "bf16":
@@ -158,8 +158,10 @@ def permutation_inputs(
             return rng.integers(0, 256, (rows, H), np.uint8)
         return rng.standard_normal((rows, H), dtype=np.float32)
 
-    if keys["op"] == "moe-blank":
-        return {"indices": np.where(rng.random((T, 1)) < 0.5, -1, indices).astype(np.int32)}  # half have none
+    if keys["op"] == "moe-bias-bwd":
+        made = index(indices, experts)
+        scales = rng.standard_normal(T * topk, np.float32)
+        return {"grad_y": matrix(T, 1), "token": made["token"], "row_scale": scales, "offsets": made["offsets"]}
     inputs = {}
     if keys["op"] in BY_TOKEN:
         inputs[BY_TOKEN[keys["op"]]] = matrix(T, 1)
@@ -182,16 +184,13 @@ def permutation_check(
     keys = canonical(spec)
     if keys["op"] == "moe-index":
         return [], _check_index(index(inputs["indices"], keys["experts"]), inputs, outputs)
-    if keys["op"] == "moe-blank":
-        none, rows = (inputs["indices"] < 0).all(axis=1), outputs["rows"]
-        wrong = [(int((rows[none] != 0).any(axis=1).sum()), "are not zeros")]
-        wrong.append((int((~poisoned(rows[~none])).any(axis=1).sum()), "of tokens with experts were written to"))
-        return [], [f"rows: {count} {what}" for count, what in wrong if count]
     if keys["op"] == "moe-weights-bwd":
         return [], _differ("grad_weights", outputs["grad_weights"], by_choice(inputs))
-    if keys["op"] == "moe-probs":
-        dtype, want = keys["out_dtype"], by_expert(inputs["indices"], inputs["weights"], keys["experts"])
-        return [], _differ("probs", values(outputs["probs"], dtype), values(encode(want, dtype), dtype))
+    if keys["op"] == "moe-bias-bwd":
+        grad_y = _wide(keys, inputs["grad_y"])
+        with np.errstate(invalid="ignore"):  # of a NaN
+            sums = bias_gradient(grad_y, inputs["token"], inputs["row_scale"], inputs["offsets"])
+        return [_measure("grad_bias", outputs["grad_bias"], "f32", *sums)], []
     if keys["op"] == "router-split":
         want = decode(split(inputs["w"], keys["terms"]), "bf16")
         return [], _differ("terms", values(outputs["terms"], "bf16"), want)

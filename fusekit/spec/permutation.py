@@ -6,14 +6,13 @@ from typing import Any
 
 from fusekit.dtypes import DTYPES
 from fusekit.spec.keys import Broken, Key
-from fusekit.spec.model import OUT_DTYPES
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
 
 INDEX, PERMUTE, UNPERMUTE, CHECK = "moe-index", "moe-permute", "moe-unpermute", "moe-check"
 PERMUTE_BACKWARD, UNPERMUTE_BACKWARD = "moe-permute-bwd", "moe-unpermute-bwd"
 BACKWARDS = (PERMUTE_BACKWARD, UNPERMUTE_BACKWARD)
-WEIGHTS_BACKWARD, PROBS, BLANK = "moe-weights-bwd", "moe-probs", "moe-blank"
+WEIGHTS_BACKWARD, BIAS_BACKWARD = "moe-weights-bwd", "moe-bias-bwd"
 SPLIT, SUM = "router-split", "router-sum"
 INDEX_WARPS = 32
 VECTOR_BYTES = 16
@@ -51,7 +50,6 @@ _INDEX = (
     PROBLEM,
 )  # fmt: skip
 _ADDEND = Key("addend", "bool", "Adds addend[t, indices[t, k]], the gradient by another way.", default=False)
-_OUT_DTYPE = Key("out_dtype", "choice", "Type of probs.", choices=OUT_DTYPES, default="f32")
 _BIAS = Key("bias", "bool", "Adds bias[X], f32.", default=False)
 _ONE_WARP = Key("warps", "int", "Warps of a thread block: 1.", minimum=1, default=1, sweep=True)
 PERMUTATION_KEYS = {
@@ -60,10 +58,9 @@ PERMUTATION_KEYS = {
     UNPERMUTE: (*_ROWS, _WEIGHTED, ADDENDS),
     **dict.fromkeys(BACKWARDS, _ROWS),
     WEIGHTS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, _ADDEND, _WARPS, PROBLEM),
-    PROBS: (*_HEAD, TOPK, _EXPERTS, _OUT_DTYPE, _WARPS, PROBLEM),
+    BIAS_BACKWARD: (*_HEAD, TOPK, _EXPERTS, DTYPE, _WARPS, _MOVED),
     SPLIT: (*_HEAD, _TERMS, _WARPS, _MOVED),
     SUM: (*_HEAD, _EXPERTS, _TERMS, _BIAS, _WARPS, PROBLEM),
-    BLANK: _ROWS,
     CHECK: (*_HEAD, _ONE_WARP, PROBLEM),
 }
 PERMUTATION_OPS = tuple(PERMUTATION_KEYS)
@@ -85,7 +82,6 @@ class PermutationSpec(TokenSpec):
     summary: str
     problem: TokenProblem | None = None
     dtype: str = "none"
-    out_dtype: str = "none"
     experts: int = 0
     topk: int = 0
     weighted: bool = False

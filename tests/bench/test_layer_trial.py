@@ -83,7 +83,7 @@ def without_last(values: Any) -> Any:
         ("fc1-infer", "y", lambda values: 1.05 * values, {"inference y"}),
         ("fc1-wgrad", "dw", without_last, {"dw1"}),
         ("fc2-wgrad", "dw", lambda values: 1.05 * values, {"dw2"}),
-        ("b2-grad", "dw", lambda values: 2 * values, {"db2"}),
+        ("b2-grad", "grad_bias", lambda values: 2 * values, {"db2"}),
         ("router-dgrad", "y", lambda values: -values, {"dx"}),
         ("weights-bwd", "grad_weights", lambda values: 0.9 * values, {"drouter"}),
         ("aux-score-bwd", "grad_logits", lambda values: 0 * values, {"drouter"}),

@@ -65,7 +65,7 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "moe-unpermute": ["topk = 2\nweighted = true\naddends = 2\n"],
     "moe-unpermute-bwd": ["topk = 2\n"],
     "moe-weights-bwd": ["experts = 16\ntopk = 2\naddend = true\n"],
-    "moe-probs": ["experts = 16\ntopk = 2\n"],
+    "moe-bias-bwd": ["experts = 16\ntopk = 2\n"],
     "quantise": [
         'out = "fp8-block"\ntranspose = true\n',
         'out = "fp8-block"\ngather = true\n',
@@ -76,7 +76,6 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     ],
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
-    "moe-blank": ["topk = 2\n"],
     "moe-dispatch": ["dtype = 'e4m3'\nexperts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
     "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
     "moe-check": [""],

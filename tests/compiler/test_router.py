@@ -17,6 +17,7 @@ arch = "sm_90a"
 [[kernel]]
 name = "k"
 """
+GRAD_BIAS = "grad_y token row_scale offsets grad_bias"
 # (lines of a spec, tensors of the record in order, dynamic shared memory)
 KERNELS = {
     "dense": ('op = "router-topk"\nexperts = 2304\ntopk = 36', "logits probs routing_map", 4 * 64 * 8),
@@ -98,8 +99,12 @@ KERNELS = {
         "dprob inverse indices addend grad_weights",
         0,
     ),
-    "probs": ('op = "moe-probs"\nexperts = 256\ntopk = 33\nout_dtype = "fp16"', "indices weights probs", 8 * 256 * 4),
-    "probs-odd": ('op = "moe-probs"\nexperts = 61\ntopk = 1\nwarps = 2', "indices weights probs", 2 * 64 * 4),
+    "bias-bwd": ('op = "moe-bias-bwd"\nexperts = 256\ntopk = 8', GRAD_BIAS, 8 * 64 * 4),
+    "bias-bwd-f32": (
+        'op = "moe-bias-bwd"\nexperts = 61\ntopk = 1\nwarps = 2\ndtype = "f32"',
+        GRAD_BIAS,
+        2 * 32 * 4,
+    ),
     "split": ('op = "router-split"', "w terms", 0),
     "split-one-warp": ('op = "router-split"\nterms = 1\nwarps = 1', "w terms", 0),
     "sum": ('op = "router-sum"\nexperts = 256', "x y", 0),
@@ -151,7 +156,7 @@ def test_the_record(built):
     cluster = spec.op in ("moe-aux-loss", "moe-index")  # work of a fixed number of blocks, which write without tokens
     assert launch["block"] == [1024 if cluster else 32 * spec.warps, 1, 1]
     assert launch["cluster"] == [8 if cluster else 1, 1, 1]
-    assert launch["skip_if_zero"] == ([] if cluster or spec.op == "moe-check" else ["T"])
+    assert launch["skip_if_zero"] == ([] if cluster or spec.op in ("moe-check", "moe-bias-bwd") else ["T"])
     assert compiled.proof["launches"] >= 64
     largest = "largest E" if spec.op == "moe-check" else "largest T"
     assert {"smallest", "next to smallest", largest} <= set(compiled.proof["edges"])

@@ -15,7 +15,7 @@ from fusekit.spec import parse_file
 
 SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("permutation-matrix.toml"))}
 INDEX = [name for name, spec in SPECS.items() if spec.op == "moe-index"]
-CHOICES = [name for name, spec in SPECS.items() if spec.op in ("moe-weights-bwd", "moe-probs")]
+CHOICES = [name for name, spec in SPECS.items() if spec.op == "moe-weights-bwd"]
 TERMS = [name for name, spec in SPECS.items() if spec.op.startswith("router-")]
 ROWS = [name for name in SPECS if name not in (*INDEX, *CHOICES, *TERMS)]
 HIDDEN = (8, 256, 2880, 7168)  # one access, a line, off every piece, many pieces; of bf16, others have as many bytes

@@ -10,6 +10,7 @@ from fusekit.reference.quantise import blocks
 from fusekit.spec import Activation
 
 # What the definitions of the router want to be told beside a table's own keys.
+GRAD_BIAS = ("grad_y", "token", "row_scale", "offsets")
 TYPES = {"routing_map": "bytes", "dtype": "f32", "out_dtype": "f32"}
 
 
@@ -220,12 +221,8 @@ def weights_bwd(keys, given, dims):
     return {"grad_weights": made}
 
 
-def blank(keys, given, dims):
-    return {"rows": np.where((given["indices"] >= 0).any(axis=1)[:, None], given["rows"], 0.0)}
-
-
-def probs(keys, given, dims):
-    return {"probs": permutation.by_expert(given["indices"], given["weights"], keys["experts"], np.float64)}
+def bias_bwd(keys, given, dims):
+    return {"grad_bias": permutation.bias_gradient(*(given[name] for name in GRAD_BIAS))[0]}
 
 
 def split(keys, given, dims):
@@ -273,7 +270,7 @@ def loss_factor(keys, given):
 OPERATIONS = {
     "dense-gemm": gemm, "grouped-gemm": gemm, "dense-wgrad": wgrad, "grouped-wgrad": wgrad, "router-topk": topk,
     "router-topk-bwd": topk_bwd, "moe-index": index, "moe-permute": permute, "moe-permute-bwd": permute_bwd,
-    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-probs": probs, "router-aux-score": aux_score,
+    "moe-unpermute": unpermute, "moe-weights-bwd": weights_bwd, "moe-bias-bwd": bias_bwd, "router-aux-score": aux_score,
     "router-aux-score-bwd": aux_score_bwd, "moe-aux-loss": aux_loss, "moe-aux-loss-bwd": aux_loss_bwd,
-    "router-split": split, "router-sum": summed, "moe-blank": blank, "quantise": quantise,
+    "router-split": split, "router-sum": summed, "quantise": quantise,
 }  # fmt: skip

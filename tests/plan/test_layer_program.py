@@ -6,7 +6,7 @@ import pytest
 from fusekit.layers.layer import pinned
 from fusekit.plan.layer import program
 from fusekit.plan.layer.options import ROUTER_KEYS, Options
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
+from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference import layer as definition
 from fusekit.spec import Activation
@@ -150,6 +150,21 @@ def test_a_backward_pass_is_the_definition(name):
         if each in ("dw1", "dw2") and back[each].shape != expected.shape:
             expected = expected.swapaxes(-1, -2)
         np.testing.assert_allclose(back[each], expected, rtol=1e-9, atol=1e-9, err_msg=each)
+
+
+def test_a_gradient_that_is_no_number_reaches_the_experts_of_its_token_alone():
+    """And both weights of an expert that a token chooses twice count."""
+    made, rng = program(options(**CASES["choices"])), np.random.default_rng(3)
+    indices = np.array([[1, 1, 2], [4, 0, 2]])
+    given = {name: rng.standard_normal(buffer.extents(made.dims(2))) for name, buffer in made.buffers.items()
+             if buffer.place == ARGUMENT} | {"indices": indices}  # fmt: skip
+    arguments = {each: given[each] for each in made.arguments(FORWARD)[0]}
+    found = layer_meaning.run(made, FORWARD, arguments, 2)
+    given["dy"][1] = np.nan
+    back = layer_meaning.run(made, BACKWARD, found | {each: given[each] for each in made.arguments(BACKWARD)[0]}, 2)
+    np.testing.assert_allclose(back["db2"][1], given["weights"][0, :2].sum() * given["dy"][0])
+    assert [bool(row) for row in np.isnan(back["db2"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
+    assert [bool(row) for row in np.isnan(back["db1"]).all(axis=1)] == [expert in (0, 2, 4) for expert in range(X)]
 
 
 @pytest.mark.parametrize("name", CASES)

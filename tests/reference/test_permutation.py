@@ -80,9 +80,9 @@ def test_the_backward_of_unpermute_is_the_derivative():
         ("moe-index", {"experts": 5}), ("moe-permute", {}), ("moe-permute", {"scaled": True}), ("moe-permute-bwd", {}),
         ("moe-unpermute", {}), ("moe-unpermute", {"addends": 1}), ("moe-unpermute-bwd", {}),
         ("moe-weights-bwd", {"experts": 5}),
-        ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-probs", {"experts": 5, "out_dtype": "bf16"}),
+        ("moe-weights-bwd", {"experts": 5, "addend": True}), ("moe-bias-bwd", {"experts": 5}),
         ("router-split", {}), ("router-sum", {"experts": 5, "bias": True}),
-        ("moe-blank", {}), ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
+        ("moe-index", {"experts": 5, "tokens": True, "bounded": True}),
     ],
 )  # fmt: skip
 def test_poison_is_wrong(op, keys):
@@ -169,52 +169,39 @@ def test_the_gradient_of_a_weight_is_that_of_its_row():
     assert wrong == ["grad_weights: 1 of 6 elements are wrong"]
 
 
-def test_probs_by_hand():
-    """The last of two weights of one expert counts; an index of no expert gives nothing."""
-    indices = np.array([[2, 0, 2], [-1, 4, 1], [3, -7, 2**31 - 1]], np.int32)
-    weights = np.array([[1, 2, 3], [4, 5, np.nan], [7, 8, 9]], np.float32)
-    want = np.array([[2, 0, 3, 0], [0, np.nan, 0, 0], [0, 0, 0, 7]], np.float32)
-    assert np.array_equal(permutation.by_expert(indices, weights, 4), want, equal_nan=True)
-    inputs = {"indices": indices, "weights": weights}
-    spec = spec_of("moe-probs", experts=4, topk=3)
-    assert permutation_check(spec, inputs, {"probs": want}) == ([], [])
-    moved = np.roll(want, 1, axis=1)
-    assert permutation_check(spec, inputs, {"probs": moved})[1] == ["probs: 8 of 12 elements are wrong"]
+def test_the_bias_of_an_expert_that_a_token_names_twice_or_nobody():
+    """Both weights count; a NaN stays with the experts of its token."""
+    indices, weights = np.array([[2, 2], [-1, 0], [3, 0]], np.int32), np.array([[1, 2], [9, 4], [5, 6]], np.float32)
+    grad_y = np.array([[1, 10], [np.nan, 100], [2, 1000]], np.float32)
+    made = permutation.index(indices, 4)
+    inputs = {"grad_y": grad_y, "row_scale": weights.reshape(-1)[made["order"]]}
+    inputs |= {name: made[name] for name in ("token", "offsets")}
+    want = np.array([[np.nan, 6400], [0, 0], [3, 30], [10, 5000]], np.float32)
+    spec = spec_of("moe-bias-bwd", experts=4, dtype="f32")
+    ((measured,), wrong) = permutation_check(spec, inputs, {"grad_bias": want})
+    assert measured.ok and not wrong
+    ((measured,), _) = permutation_check(spec, inputs, {"grad_bias": np.roll(want, 1, axis=0)})
+    assert measured.wrong == 8
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 127])
 @pytest.mark.parametrize(
     ("op", "keys"),
     [
-        ("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True}), ("moe-probs", {"experts": 5, "topk": 1}),
-        ("moe-probs", {"experts": 61, "topk": 8, "out_dtype": "fp16"}),
+        ("moe-weights-bwd", {"experts": 5, "topk": 1, "addend": True}),
+        ("moe-bias-bwd", {"experts": 5, "topk": 1, "dtype": "f32"}),
+        ("moe-bias-bwd", {"experts": 61, "topk": 8, "dtype": "f32"}),
     ],
 )  # fmt: skip
-def test_what_is_exact_passes(op, keys, tokens):
+def test_what_is_right_passes(op, keys, tokens):
     spec = spec_of(op, **keys)
-    inputs = permutation_inputs(spec, T=tokens, H=0, seed=2)
-    if op == "moe-probs":
-        made = permutation.by_expert(inputs["indices"], inputs["weights"], spec.experts)
-        outputs = {"probs": encode(made, spec.out_dtype)}
+    inputs = permutation_inputs(spec, T=tokens, H=8, seed=2)
+    if op == "moe-bias-bwd":
+        outputs = {"grad_bias": permutation.bias_gradient(*inputs.values())[0].astype(np.float32)}
     else:
         outputs = {"grad_weights": permutation.by_choice(inputs)}
-    assert permutation_check(spec, inputs, outputs) == ([], [])
-
-
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_only_rows_without_experts_are_blanked(dtype):
-    spec = spec_of("moe-blank", dtype=dtype)
-    inputs = permutation_inputs(spec, T=50, H=16, seed=4)
-    none = (inputs["indices"] < 0).all(axis=1)
-    (shape, kind) = token_output_shapes(spec, T=50, H=16)["rows"]
-    rows = np.frombuffer(b"\xff" * int(np.prod(shape)) * np.dtype(TYPES[kind]).itemsize, TYPES[kind]).reshape(shape)
-    right = np.where(none[:, None], 0, rows).astype(rows.dtype)
-    right.view(np.uint8)[~none] = 0xFF
-    assert 0 < none.sum() < 50 and permutation_check(spec, inputs, {"rows": right}) == ([], [])
-    right[~none] = 0
-    assert permutation_check(spec, inputs, {"rows": right})[1] == [
-        f"rows: {(~none).sum()} of tokens with experts were written to"
-    ]
+    measured, wrong = permutation_check(spec, inputs, outputs)
+    assert all(each.ok for each in measured) and not wrong
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -176,8 +176,9 @@ topk = 8
         ('op = "moe-unpermute"\naddends = -1', "addends = -1"),
         ('op = "moe-permute"\naddends = 1', "there is no such key"),
         ('op = "moe-weights-bwd"', "experts is missing"),
-        ('op = "moe-probs"\nexperts = 8\nout_dtype = "i32"', 'must be "bf16", "fp16" or "f32"'),
-        ('op = "moe-probs"\nexperts = 8\nproblem = { T = 1, H = 8 }', "there is no such key"),
+        ('op = "moe-bias-bwd"\nexperts = 8\ndtype = "fp16"', 'must be "f32" or "bf16"'),
+        ('op = "moe-bias-bwd"\nexperts = 8\nproblem = { T = 1, H = 12 }', "a row has 24 bytes"),
+        ('op = "moe-bias-bwd"', "experts is missing"),
     ],
 )
 def test_refusals_between_router_and_gemm(lines, rule):

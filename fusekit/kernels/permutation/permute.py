@@ -8,7 +8,6 @@
     unpermute        y[t] = sum over k of weights[t, k] x[inverse[t, k]], in float32, in the order of k,
                      + addend0[t] + addend1[t], rounded once
     unpermute-bwd    grad_x[inverse[t, k]] = weights[t, k] grad_y[t]; grad_weights[t, k] = grad_y[t] . x[inverse[t, k]]
-    blank            rows[t] = 0 where indices[t] name no expert: what is multiplied by 0 is then a number
 
 Without weights they are 1, permute is the backward of unpermute and the other way round. A choice with inverse -1 has
 no row: it is not written, adds nothing, and its weight's gradient is 0. Rows that no choice has are left alone.
@@ -301,30 +300,3 @@ class MoeUnpermuteBackward(Permutation):
                 row = Int32(self.of_choice(rows, choice))
                 total = choose(row >= 0, total, Float32(0.0))
                 lanes.store(target, [lanes.bits_of(total)], 4, lane == choice % WARP, choice * 4)
-
-
-class MoeBlank(Permutation):
-    """The kernel of moe-blank; calling it traces host function and kernel."""
-
-    @cute.jit
-    def __call__(self, indices: cute.Tensor, rows: cute.Tensor, stream: CUstream):
-        """Launch."""
-        self.kernel(
-            indices.iterator,
-            rows.iterator,
-            rows.shape[0],
-            rows.shape[1] * self.size,
-            Int64(rows.stride[0]) * self.size,
-        ).launch(grid=self.grid(rows.shape[0], rows.shape[1]), block=[self.threads, 1, 1], stream=stream)
-
-    @cute.kernel
-    def kernel(self, indices: cute.Pointer, rows: cute.Pointer, tokens: Int32, row_bytes: Int32, stride: Int64):
-        """See the module's docstring."""
-        token, lane, first = self.place(row_bytes)
-        if token < tokens:
-            named = Int32(0)
-            for expert in self.per_choice(indices.toint(), token, lane, -1):
-                named = named | Int32(Int32(expert) >= 0)
-            if cute.arch.vote_any_sync(named != 0) == 0:
-                zeros = [Uint32(0)] * (4 * self.lines)
-                self.store_piece(self.row_of(rows.toint(), token, stride), first, row_bytes, zeros, token < tokens)

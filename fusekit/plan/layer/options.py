@@ -201,11 +201,11 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
                 "belong to; leave one of the two out",
             )
         if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
-            rule = "the gradient of b2 reads rows of a rank's experts, which must be multiples of 16 bytes"
+            rule = "dy . b2, of which the router weights' gradients are made, has a column for each of a rank's experts"
             yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
         if options.experts % 8 and options.bias and options.keep != NONE:
-            rule = "the gradient of b2 reads rows of experts, which must be multiples of 16 bytes; say a multiple of 8"
-            yield "experts", options.experts, rule
+            rule = "dy . b2, of which the router weights' gradients are made, has a column for each expert"
+            yield "experts", options.experts, f"{rule}; say a multiple of 8"
         elif options.experts % 8 and options.router["input"] == X:
             rule = "the product that makes the logits has a multiple of 8 columns; say such a number"
             yield "experts", options.experts, f'{rule}, or router = {{ input = "logits" }}, and make them yourself'

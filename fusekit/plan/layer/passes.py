@@ -375,13 +375,10 @@ class Experts:
         """The gradients of the parameters."""
         p, o, offsets = self.passes, self.o, {"offsets": "offsets"}
         p.wgrad("fc2-wgrad", "grouped-wgrad", self.rows_dy, self.rows_a, o.b_major, {"dw": "dw2"}, offsets)
-        if o.bias:  # the sum of r dy over an expert's rows
-            probs = p.buffer("probs", self.dim, o.local, place=SCRATCH)
-            keys = self.router_op("moe-probs", out_dtype=o.dtype, experts=o.local)
-            p.step(WEIGHTS, "probs", keys, {"indices": self.chosen, "weights": self.weights_in}, {"probs": probs})
-            chosen, dy = Rows(probs, o.local, self.dim), Rows(self.dy, o.hidden, self.dim)
-            p.wgrad("b2-grad", "dense-wgrad", chosen, dy, "k", {"dw": "db2"}, plain=True)
-            p.parts["b2-grad"] |= {"out_dtype": "f32", "accumulate": False}
+        if o.bias:
+            keys = self.rows("moe-bias-bwd", experts=o.local)
+            reads = {"grad_y": self.dy, "token": "token", "row_scale": "row_scale", **offsets}
+            p.step(WEIGHTS, "b2-grad", keys, reads, {"grad_bias": "db2"})
         p.wgrad("fc1-wgrad", "grouped-wgrad", self.rows_dz, self.rows_x, o.b_major, {"dw": "dw1"}, offsets)
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}

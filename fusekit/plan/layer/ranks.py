@@ -193,7 +193,4 @@ class RankedExperts(Experts):
     def weights(self) -> None:
         if not self.again:
             self.dispatch(WEIGHTS, "x", SENT)
-        if self.o.bias:  # a product with what no rank sent is 0, unless that is no number
-            reads, made = {"indices": self.chosen}, {"rows": self.dy}
-            self.passes.step(WEIGHTS, "blank", self.rows("moe-blank"), reads, made)
         super().weights()
