@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fusekit.dtypes import by
 from fusekit.errors import ArgumentError
@@ -238,10 +239,14 @@ class Operator:
 
     def _run_backward(self, dy: Any, dloss: Any, kept: Any, saved: list[Any], *rest: Any) -> Any:
         *sums, shape, asked = rest
+        if sums and not _leads_to_sums():  # what is traced for torch.compile knows only what could be asked for
+            sums, asked = [[]], [name for name in asked if name not in self.summed]
         made = self._fresh(dy, shape, asked)
         found = dict(zip(self._returned, made if isinstance(made, tuple) else (made,), strict=True))
         found |= dict(zip([name for name in self.summed if name in asked], sums[0] if sums else (), strict=True))
         outputs = {self.gradients[name]: found[name] for name in asked}
+        if not outputs:
+            return made
         if "dx" in outputs:
             outputs["dx"] = self._rows(outputs["dx"])
         arguments = dict(zip(self._read(tuple(asked)), map(_dense, saved), strict=True))
@@ -258,6 +263,11 @@ class Operator:
 
 def launch(op: Any, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
     """What a forward operator gives. torch.compile follows this."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors if forward_ad._current_level >= 0):
+        raise NotImplementedError(
+            f"{op}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not computed, and would be"
+            " zeros; ask for a backward pass"
+        )
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return op(*tensors, *sums, keep)
 
@@ -320,6 +330,14 @@ def _is_wanted(node: Any) -> bool:
         if "leaf node" not in str(error):
             raise
         return True
+
+
+def _leads_to_sums() -> bool:
+    """Whether the node of the graph that is running goes on to a parameter with a main gradient, if to any such."""
+    node = torch._C._current_autograd_node()
+    leaves = [leaf for leaf, _ in node.next_functions] if node is not None else []
+    leaves = [leaf for leaf in leaves if hasattr(getattr(leaf, "variable", None), "main_grad")]
+    return not leaves or any(_is_wanted(leaf) for leaf in leaves)
 
 
 def _stream(tensor: Any) -> int | None:

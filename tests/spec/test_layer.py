@@ -64,7 +64,7 @@ def problems(*tables, **defaults):
         ),
         (
             {"experts": 12, "bias": True, "router": {"input": "choices"}},
-            ["experts = 12: the gradient of b2 reads rows of experts, which must be multiples of 16 bytes; say a "
+            ["experts = 12: dy . b2, of which the router weights' gradients are made, has a column for each expert; say a "
              "multiple of 8"],
         ),
         (
