@@ -160,9 +160,9 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
     if fitting:
         casts = {name: known[name].weight_dtype != experts.weight_dtype for name in fitting}
         return min(fitting, key=lambda name: (casts[name], known[name].accumulate, KEEPS.index(known[name].keep), name))
-    if experts.dtype not in ("bf16", "fp16"):
+    if experts.dtype != "bf16":
         raise ArgumentError(
-            f"{module} has parameters of {experts.dtype}; layers have bf16 or fp16: load the model with"
+            f"{module} has parameters of {experts.dtype}; layers of experts have bf16: load the model with"
             ' dtype="bfloat16", or run it under autocast',
             argument="dtype",
         )
