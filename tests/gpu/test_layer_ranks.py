@@ -1,4 +1,4 @@
-"""Layers whose experts are on two ranks, against the definition of one GPU: on two devices, or both ranks on one.
+"""Layers whose experts are on two ranks, or four, against the definition of one GPU: on as many devices, or on fewer.
 
 fusekit --store STORE build tests/gpu/layer-ranks.toml tests/examples/{ranks,data-parallel}.toml     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_layer_ranks.py
@@ -25,21 +25,23 @@ from tests.exchange.layers import ANY, ONE, OTHERS, LayerRanks
 
 ROOT = Path(__file__).parents[2]
 OVERLAP = ("gpt-oss-overlap", "choices-overlap")
-NAMES = ("gpt-oss", "deepseek", "llama4", "choices", *OVERLAP)
-CODED = ("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices")
+OF_FOUR = ("gpt-oss-4", "deepseek-4", "choices-4-overlap")
+NAMES = ("gpt-oss", "deepseek", "llama4", "choices", *OVERLAP, *OF_FOUR)
+CODED = ("fp8", "fp8-gpt-oss", "fp8-deepseek", "fp8-llama4", "fp8-choices", "fp8-4")
 
 
 @pytest.fixture(scope="module")
 def over(opened):
-    """over(name, tokens) -> a context of the layer over two ranks."""
+    """over(name, tokens) -> a context of the layer over its ranks."""
     if not opened.store.names("layer-ranks/*"):
         pytest.skip(f"no layers over ranks in {opened}; build tests/gpu/layer-ranks.toml there and name the store")
 
     @contextmanager
     def made(name, tokens=512, **said):
-        if name in OVERLAP and opened.devices.count < 2:
-            pytest.skip("one device: a product that waits may take all of it from the rank that sends")
-        devices = [rank % opened.devices.count for rank in range(2)]
+        options = opened.layers()[f"layer-ranks/{name}"]
+        if options.overlap and opened.devices.count < options.ranks:
+            pytest.skip("few devices: a product that waits may take all of one from the rank that sends")
+        devices = [rank % opened.devices.count for rank in range(options.ranks)]
         ranks = LayerRanks(opened, f"layer-ranks/{name}", devices, tokens, **said)
         try:
             yield ranks
@@ -49,22 +51,27 @@ def over(opened):
     return made
 
 
+def shared(ranks, tokens):
+    """Tokens of each rank: those of two, again and again, of the later ones a few less."""
+    return [max(0, tokens[rank % 2] - 3 * (rank // 2)) for rank in range(len(ranks.devices))]
+
+
 @pytest.mark.parametrize("name", [*NAMES, *CODED])
 def test_outputs_and_gradients(over, name):
     with over(name) as ranks:
         few = [(120, 70), (0, 17)]  # the definition of a layer with codes takes seconds
         for seed, tokens in enumerate(few if name in CODED else [(300, 300), (512, 0), (1, 400), (0, 17), (0, 0)]):
-            ranks.fill(list(tokens), seed)
+            ranks.fill(shared(ranks, tokens), seed)
             ranks.launch()
             assert ranks.problems() == [], tokens
 
 
-@pytest.mark.parametrize("name", ["choices", "choices-overlap", "fp8-choices"])
+@pytest.mark.parametrize("name", ["choices", "choices-overlap", "fp8-choices", "choices-4-overlap"])
 def test_routings(over, soak, name):
     source = np.random.default_rng(3)
     with over(name, tokens=256) as ranks:
         for turn in range(200 if soak else 20):
-            tokens = [int(source.integers(0, 257)) if source.random() > 0.1 else 0 for _ in range(2)]
+            tokens = [int(source.integers(0, 257)) if source.random() > 0.1 else 0 for _ in ranks.devices]
             kind = (ANY, ONE, OTHERS)[turn % 3]
             ranks.fill(tokens, turn, kind)
             ranks.launch()
@@ -84,12 +91,12 @@ def test_the_same_bits_as_without_overlap(over, tokens, kind):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "choices", "gpt-oss-overlap", "fp8", "fp8-gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt-oss", "choices", "gpt-oss-overlap", "fp8", "fp8-gpt-oss", *OF_FOUR])
 def test_the_same_bits_again(over, name):
     with over(name) as ranks:
         found = []
         for _ in range(2):
-            ranks.fill([400, 77], 5)
+            ranks.fill(shared(ranks, (400, 77)), 5)
             ranks.launch()
             found.append(ranks.bits())
         assert found[0] == found[1]
@@ -127,15 +134,15 @@ def test_tokens_of_one_rank_have_the_bits_of_one_gpu(over, opened, name, tokens)
             assert bytes(mine[each].download()) == b"".join(of_ranks), each
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap", "fp8"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-overlap", "fp8", "gpt-oss-4"])
 def test_one_graph_per_rank_is_replayed_with_other_tokens(over, name):
     with over(name) as ranks:
-        ranks.fill([200, 310], 0)
+        ranks.fill(shared(ranks, (200, 310)), 0)
         ranks.launch()
         graphs, fresh = ranks.graphs(), ranks.tensors
         for seed in (1, 2, 3):
-            ranks.fill([200, 310], seed)
-            for rank in range(2):
+            ranks.fill(shared(ranks, (200, 310)), seed)
+            for rank in range(len(ranks.devices)):
                 for name in ("x", "dy"):
                     fresh[rank][name].upload(np.frombuffer(ranks.tensors[rank][name].download(), np.uint16).reshape(
                         ranks.tensors[rank][name].shape))  # fmt: skip
