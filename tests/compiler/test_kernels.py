@@ -42,6 +42,20 @@ FP8 = (
     "wgrad-bf16@128x128-c1x2-coop", "wgrad-dense@128x192-c2x1-coop-dynamic",
 )  # fmt: skip
 CODED = [name for name in MATRIX if name.startswith("matrix_coded/")]
+# Each way to store codes, from each kind of factors, in each layout, and every operand that such a kernel may have.
+CODED_SAMPLE = [
+    f"matrix_coded/{name}"
+    for name in (
+        "rows@128x256-c2x1-dynamic", "turned-kept@128x256-c2x1-dynamic", "turned-kept-interleaved@128x256-c1x2",
+        "bf16-64-rows@64x256-c1x1", "bias-turned-kept@128x128-c2x1-coop-dynamic",
+        "dz-kept-interleaved-32@128x128-c2x1-dynamic", "dz-turned-weighted@128x128-c2x1-coop-dynamic",
+        "dz-turned-kept-sums@128x128-c1x2-coop", "dz-turned-sums-plain@128x128-c2x1-coop-dynamic",
+        "gathered-dz-kept@128x128-c2x1-dynamic", "turned-squares-kept-f32@128x256-c1x2",
+        "dz-turned-squares-of-y@128x128-c1x2-coop-dynamic", "mx-rows-kept-64@64x256-c1x1-dynamic",
+        "mx-turned-swizzled-kept@128x128-c2x1-coop-dynamic", "dz-mx-turned-kept@128x128-c2x1-coop-dynamic",
+        "amax@128x256-c2x1-dynamic", "amax-coded@128x256-c1x2-dynamic", "dz-amax-interleaved-32@128x128-c2x1-dynamic",
+    )
+]  # fmt: skip
 FC1 = "gpt-oss-20b/fc1-fwd@128x160-c2x1-dynamic"
 
 
@@ -74,17 +88,33 @@ SPECS = (
     *(MATRIX[f"matrix_backward/gather-dswiglu@{name}-c2x1-dynamic"] for name in ("128x128", "256x128")),
     *(MATRIX[f"matrix_backward/wgrad-gather-{name}"] for name in ("x@128x192-c1x2", "dy@256x128-c2x1-dynamic")),
     *(MATRIX[f"matrix_fp8/{name}"] for name in FP8),
-    *(MATRIX[name] for name in CODED),
     *CROWDED,
 )
 SPLIT = [spec for spec in MATRIX.values() if spec.split]
 
 
+def coded(config):
+    """The kernels that store codes: all of the matrix with --soak."""
+    return CODED if config.getoption("--soak") else CODED_SAMPLE
+
+
+def every(config):
+    return *SPECS, *(MATRIX[name] for name in coded(config))
+
+
+def pytest_generate_tests(metafunc):
+    specs, names = every(metafunc.config), coded(metafunc.config)
+    cases = {"spec": specs, "gathering": [spec for spec in specs if spec.gather != "none"], "split": SPLIT}
+    cases |= {"name": names, "summed": [name for name in names if "-sums" in name]}
+    for argument in cases.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(argument, cases[argument], ids=lambda each: getattr(each, "full_name", each))
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The store with every kernel of SPECS in it, and the report of its build."""
+def built(tmp_path_factory, pytestconfig):
+    """The store with all of these kernels in it, and the report of its build."""
     store = Store(tmp_path_factory.mktemp("store"))
-    return store, execute(plan_build(SPECS, store), store)
+    return store, execute(plan_build(every(pytestconfig), store), store)
 
 
 def loaded(built, spec):
@@ -104,19 +134,14 @@ def instructions(entry, cubin):
         pytest.skip(str(error))
 
 
-def test_all_are_built_and_proven(built):
+def test_all_are_built_and_proven(built, pytestconfig):
     store, report = built
     assert not report.failed
-    assert {each.name for each in report.built} == {spec.full_name for spec in SPECS}
+    assert {each.name for each in report.built} == {spec.full_name for spec in every(pytestconfig)}
     assert all(each.proved_launches >= 8 for each in report.built)
     assert not store.verify(full=True).bad
 
 
-def by_name(spec):
-    return spec.full_name
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_nothing_is_spilled(built, spec):
     entry, cubin = loaded(built, spec)
     assert entry.resources["spill_bytes"] == 0
@@ -127,7 +152,6 @@ def test_nothing_is_spilled(built, spec):
     assert counted["USETMAXREG"] >= 2
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_tensor_cores_multiply_what_tma_brings(built, spec):
     code = instructions(*loaded(built, spec))
     products = {each.opcode.partition(".F32")[0] for each in code if each.base in ("HGMMA", "QGMMA")}
@@ -140,7 +164,6 @@ def test_tensor_cores_multiply_what_tma_brings(built, spec):
     assert not any(each.base == "HMMA" for each in code)  # the older tensor core path
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_no_product_is_waited_for_before_the_next_begins(built, spec):
     """Where ptxas runs out of registers for the pipeline, it waits behind every wgmma, and nobody is told."""
     code = [
@@ -153,7 +176,6 @@ def test_no_product_is_waited_for_before_the_next_begins(built, spec):
     assert min(len(group) for group in groups) >= 4  # a stage has four steps of 32 bytes along K
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_the_record_says_what_the_cubin_takes(built, spec):
     entry, _ = loaded(built, spec)
     record = LaunchRecord.from_json(dict(entry.launch))
@@ -179,7 +201,6 @@ def variables(record):
     return env
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=by_name)
 def test_what_was_read_is_what_was_planned(built, spec):
     """Block, cluster, shared memory, boxes and the grid, which are the kernel's own words, against the spec's."""
     entry, _ = loaded(built, spec)
@@ -204,14 +225,13 @@ def test_what_was_read_is_what_was_planned(built, spec):
     assert evaluate(product.grid[0], env | {"cluster_margin": 10**6}) == size
 
 
-@pytest.mark.parametrize("spec", SPLIT, ids=by_name)
-def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
-    made = trace.compile_plan(plan(spec), tmp_path)
+def test_parts_of_rows_are_added_up_by_a_second_launch(split, tmp_path):
+    made = trace.compile_plan(plan(split), tmp_path)
     record = LaunchRecord.from_json(made.launch)
     first, second = record.launches
     assert made.proof["launches"] >= 8
     assert (made.resources["registers"], made.resources["spill_bytes"]) == (65536 // 384 // 8 * 8, 0)
-    assert (first.dynamic_shared, second.dynamic_shared) == (spec.plan.shared.bytes, 0)
+    assert (first.dynamic_shared, second.dynamic_shared) == (split.plan.shared.bytes, 0)
     for each in record.launches:
         try:
             code = sass.instructions(made.cubin, each.symbol)
@@ -234,9 +254,8 @@ def test_parts_of_rows_are_added_up_by_a_second_launch(spec, tmp_path):
         assert evaluate(second.grid[0], env) == problem["N"] * -(-problem["K"] // 512)
 
 
-@pytest.mark.parametrize("name", [name for name in CODED if "-sums" in name])
-def test_sums_of_blocks_are_added_up_by_another_launch(built, name):
-    entry, cubin = loaded(built, MATRIX[name])
+def test_sums_of_blocks_are_added_up_by_another_launch(built, summed):
+    entry, cubin = loaded(built, MATRIX[summed])
     record = LaunchRecord.from_json(dict(entry.launch))
     *_, second = record.launches
     try:
@@ -245,7 +264,7 @@ def test_sums_of_blocks_are_added_up_by_another_launch(built, name):
         pytest.skip(str(error))
     assert not any(each.base in ("STL", "LDL") or each.base.startswith(("ATOM", "RED.")) for each in code)
     env = variables(record)
-    groups, sides = (1, 1) if MATRIX[name].op == "dense-gemm" else (5, 2)
+    groups, sides = (1, 1) if MATRIX[summed].op == "dense-gemm" else (5, 2)
     for i in (384, 16, 2880):
         env |= {"N": i, "I": i}
         columns = i * sides
@@ -254,7 +273,6 @@ def test_sums_of_blocks_are_added_up_by_another_launch(built, name):
     assert record.skip_if_zero == ()
 
 
-@pytest.mark.parametrize("name", CODED)
 def test_codes_wait_for_no_barrier_of_the_cta(built, name):
     """None joins both consumer warpgroups; the transpose goes through stmatrix."""
     spec = MATRIX[name]
@@ -269,16 +287,12 @@ def test_codes_wait_for_no_barrier_of_the_cta(built, name):
     assert stores >= 1 + spec.plan.quant.keep + spec.plan.quant.transpose
 
 
-GATHERING = [spec for spec in SPECS if spec.gather != "none"]
-
-
-@pytest.mark.parametrize("spec", GATHERING, ids=by_name)
-def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, spec):
-    entry, cubin = loaded(built, spec)
+def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, gathering):
+    entry, cubin = loaded(built, gathering)
     code = instructions(entry, cubin)
-    wgrad = spec.op == "grouped-wgrad"
-    rows = 64 if wgrad else spec.tile[0]
-    row_bytes = 2 * spec.tile[spec.gather == "x"] if wgrad else 128  # of a stage
+    wgrad = gathering.op == "grouped-wgrad"
+    rows = 64 if wgrad else gathering.tile[0]
+    row_bytes = 2 * gathering.tile[gathering.gather == "x"] if wgrad else 128  # of a stage
     copies = [number for number, each in enumerate(code) if each.base == "LDGSTS"]
     assert len(copies) == 2 * rows * row_bytes // 16 // 32 // 4  # of one warp of four; the last stages apart
     assert {code[number].opcode for number in copies} == {"LDGSTS.E.BYPASS.LTC256B.128"}
@@ -286,8 +300,8 @@ def test_chosen_rows_come_by_copies_of_16_bytes_that_a_barrier_tracks(built, spe
     maps = {
         each.name for each in product_of(LaunchRecord.from_json(dict(entry.launch))).parameters if "map" in each.name
     }
-    other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[spec.gather]
-    assert f"map_{spec.gather}" not in maps
+    other = ({"x": "dy", "dy": "x"} if wgrad else {"x": "w"})[gathering.gather]
+    assert f"map_{gathering.gather}" not in maps
     assert f"map_{other}" in maps
 
 

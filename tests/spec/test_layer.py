@@ -64,8 +64,8 @@ def problems(*tables, **defaults):
         ),
         (
             {"experts": 12, "bias": True, "router": {"input": "choices"}},
-            ["experts = 12: dy . b2, of which the router weights' gradients are made, has a column for each expert; say a "
-             "multiple of 8"],
+            ["experts = 12: dy . b2, of which the router weights' gradients are made, has a column for each expert; "
+             "say a multiple of 8"],
         ),
         (
             {"activation": {"kind": "dswiglu"}},
