@@ -40,6 +40,7 @@ def main(descriptor: int) -> None:
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(module)
     _Server(control).run()
+    os._exit(0)  # to take all that was imported down would take more than half a second, which the caller waits for
 
 
 class _Server:
