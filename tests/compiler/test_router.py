@@ -192,7 +192,8 @@ def test_other_architectures_compile(arch, tmp_path):
     from cutlass import cute
 
     clusters = {"loss", "loss-device", "index", "index-counts"} if arch == "sm_80" else set()
-    for lines, _, _ in (KERNELS[name] for name in KERNELS if name not in clusters):
+    every = list(KERNELS)[arch == "sm_80" :: 2]  # every other one
+    for lines, _, _ in (KERNELS[name] for name in every if name not in clusters):
         (spec,) = parse_text(HEAD + lines, "s")
         traced = plan(spec)
         options = f"--gpu-arch={arch} --keep-cubin --dump-dir={tmp_path}"
