@@ -30,7 +30,7 @@ from fusekit.runtime.side import Aside, run
 FILE = "bench-exchange"
 COUNT, ROUNDS = 40, 9  # launches of a graph, graphs
 TIMEOUT = 10_000
-BLOCKS, WARPS, FEW = (16, 24, 32, 64), (8, 16), (8, 16, 32)
+BLOCKS, WARPS, FEW = (16, 18, 20, 24, 32, 64), (8, 16), (8, 16, 32)
 CODES = "codes-64"
 HEAD = """schema = 1
 

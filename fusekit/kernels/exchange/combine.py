@@ -67,6 +67,7 @@ class MoeCombine(Exchange):
             grid=[self.blocks + summing, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,  # else registers are spilled, so that two fit
+            use_pdl=True,
             stream=stream,
         )
 
@@ -76,6 +77,7 @@ class MoeCombine(Exchange):
         row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
     ):  # fmt: skip
         """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise."""
+        cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began beside its end
         thread, _, _ = cute.arch.thread_idx()
         blocks, _, _ = cute.arch.grid_dim()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS

@@ -63,6 +63,7 @@ class MoeDispatch(Exchange):
             grid=[self.grid_blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,  # else registers are spilled, so that two fit
+            use_pdl=True,
             stream=stream,
         )
 
@@ -72,6 +73,7 @@ class MoeDispatch(Exchange):
         capacity: Int32, timeout: Int32,
     ):  # fmt: skip
         """See the module's docstring. x: as `rows_at` gives it."""
+        cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began beside its end
         thread, _, _ = cute.arch.thread_idx()
         deadline = cute.arch.globaltimer() + Int64(timeout) * NANOSECONDS
         own = self.of_rank(windows, rank)
