@@ -240,7 +240,7 @@ class LayerTrial:
         coefficient = LOSS * self.tokens if o.router.get("aux_loss") else None
         layer = definition.Layer(
             _router_keys(o), Activation(**o.activation), o.glu_layout, o.router.get("scale", "output"), coefficient,
-            o.recipe, o.squared(o.b_major),
+            o.recipe, o.squared(o.b_major), rounded=True,  # else a relu near 0 has the other slope
         )  # fmt: skip
         y, loss, kept = definition.forward(layer, made["x"].whole(), tensors)
         back = self._gradients(layer, tensors, kept) if o.trained else {}

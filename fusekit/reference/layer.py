@@ -92,7 +92,7 @@ class Layer:
     router: keys of a compact router-topk in canonical form. scale: what the weights multiply. aux: the coefficient of
     the load-balancing loss, or None. recipe: "none" or "fp8-block". squares: "rows", their "gradients" or "",
     what has one scale for 128 tokens of 128 columns where the experts' weight gradients read it; unless "", those of a
-    shared expert have it of rows.
+    shared expert have it of rows. rounded: whether rows that weights have multiplied are rounded to bf16, as in memory.
     """
 
     router: Mapping[str, Any]
@@ -102,6 +102,7 @@ class Layer:
     aux: float | None = None
     recipe: str = NONE
     squares: str = ""
+    rounded: bool = False
 
     @property
     def factors(self) -> Factors:
@@ -144,7 +145,9 @@ def forward(
     kept = Kept(x, logits, indices, weights, rows["offsets"], token, rows["inverse"], np.empty(0))
     into, out_of = _scales(layer, kept)
     f = layer.factors
-    z = _products(f, into * x[token], tensors["w1"], tensors.get("b1"), kept)
+    read = into * x[token]
+    read = numbers(bits(read, "bf16"), "bf16") if layer.rounded and layer.scale == "input" else read
+    z = _products(f, read, tensors["w1"], tensors.get("b1"), kept)
     a = _activated(layer, z)
     o = _products(f, a, tensors["w2"], tensors.get("b2"), kept)
     y = _by_token(out_of * o, kept)

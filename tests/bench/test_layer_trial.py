@@ -28,6 +28,9 @@ from tests.plan.test_layer_program import CASES, options
 
 # gpt-oss, DeepSeek, Llama-4, an MLP; what is given in place of x's logits; gradients that are added.
 ADDED = {"bias": True, "grad_dtype": "f32", "accumulate": True, "shared": 16}
+# A gate near 0 has another slope once its row, times its weight, was rounded.
+RELU = {"activation": {"kind": "reglu"}, "glu_layout": "concat", "router": {"scale": "input"}, "tokens": 256}
+OTHERS = {"added": ADDED, "relu": RELU}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -41,9 +44,9 @@ def small(**said: Any) -> Any:
     return options(**{"hidden": 64, "intermediate": 32, "tokens": 40, "grad_dtype": "bf16"} | said)
 
 
-@pytest.mark.parametrize("case", [*CASES, "added"])
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_a_right_layer_is_ok(rig: Rig, tmp_path: Path, monkeypatch: Any, capsys: Any, case: str) -> None:
-    made = small(**(ADDED if case == "added" else CASES[case]))
+    made = small(**(CASES | OTHERS)[case])
     name = publish(tmp_path, made)
     install(monkeypatch, rig)
     code, document = run(capsys, name, "--check")
