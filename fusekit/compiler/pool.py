@@ -35,6 +35,7 @@ _LOG_TAIL = 2000
 _PATIENCE = 10.0
 _FAREWELL = 2.0
 _PAUSE = 0.1
+HOMES = 4  # servers of foreign modules that are kept for the next kernel
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -71,6 +72,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
+        self._users = 0
         self._guard = threading.Lock()
 
     def worker(self) -> Worker:
@@ -108,25 +110,39 @@ class ForkServer:
             os.close(tells)
         return Connection(ours.detach()), io.FileIO(status)
 
-    def at(self, job: Job) -> ForkServer:
+    @contextlib.contextmanager
+    def at(self, job: Job) -> Iterator[ForkServer]:
         """The server for `job`. Foreign modules have one each, so that what they change reaches no other kernel, and
-        another one when their sources have changed.
+        another one when their sources have changed. Few of those that nobody uses are kept.
         """
         if job.home is None:
-            return self
+            yield self
+            return
         foreign = {label: value for label, value in (job.fields or {}).items() if label.startswith("foreign.")}
         digest = json.dumps(foreign, sort_keys=True)
         with self._guard:
             if self._closed:
                 raise BuildError("the build was stopped")
-            known, server = self._homes.get(job.home, (None, None))
+            known, server = self._homes.pop(job.home, (None, None))
             if server is None or known != digest:
                 if server is not None:
                     server.close()
+                self._make_room()
                 folder = Path(tempfile.mkdtemp(prefix="home-", dir=self._folder))
                 server = ForkServer(folder, self.memory, self.recycle, job.home)
-                self._homes[job.home] = digest, server
-            return server
+            self._homes[job.home] = digest, server  # behind those that were used before
+            server._users += 1
+        try:
+            yield server
+        finally:
+            with self._guard:
+                server._users -= 1
+
+    def _make_room(self) -> None:
+        """Ends servers that have not been used for longest, each of which may hold a framework."""
+        idle = [home for home, (_, server) in self._homes.items() if not server._users]
+        for home in idle[: max(0, len(self._homes) - HOMES + 1)]:
+            self._homes.pop(home)[1].close()
 
     def crash(self) -> BuildError | ToolchainError | None:
         """The error for a server that ended by itself, which it can only have done while it imported."""
@@ -192,7 +208,10 @@ class Worker:
 
     def compile(self, job: Job) -> Done:
         """Compiles and proves one kernel; raises what went wrong there, or BuildError when the process dies of it."""
-        server = self._server.at(job)
+        with self._server.at(job) as server:
+            return self._compile(job, server)
+
+    def _compile(self, job: Job, server: ForkServer) -> Done:
         if server is not self._server:
             self.hang_up()
         if self._connection is None:

@@ -13,7 +13,7 @@ import pytest
 
 from fusekit.compiler import families
 from fusekit.compiler.memory import available_bytes, bound
-from fusekit.compiler.pool import ForkServer, PostponedError, run
+from fusekit.compiler.pool import HOMES, ForkServer, PostponedError, run
 from fusekit.compiler.worker import Job
 from fusekit.errors import BuildError, ToolchainError
 from fusekit.spec import find
@@ -110,6 +110,22 @@ def test_a_planner_that_cannot_be_imported_is_an_error(worker, tilecopy, tmp_pat
     (tmp_path / "elsewhere" / "vanishing.py").unlink()
     with pytest.raises(BuildError, match=r"cannot load its kernel: ModuleNotFoundError: .*vanishing"):
         worker.compile(Job("a", vanishing.plan, None))
+
+
+def test_few_servers_of_foreign_modules_are_kept(server):
+    """Those in use, and of the others the last; a module that comes again has the same one."""
+    homes = [Job(f"k{number}", families.plan, LINEAR, {}, (f"module{number}", "sm_90a")) for number in range(HOMES + 3)]
+    with server.at(homes[0]) as used:
+        made = []
+        for job in homes[1:]:
+            with server.at(job) as each:
+                made.append(each)
+        assert not used.closed
+    assert [each.closed for each in made] == [True] * 3 + [False] * (HOMES - 1)
+    with server.at(homes[0]) as again, server.at(homes[-1]) as last, server.at(homes[1]) as new:
+        assert again is used and last is made[-1] and new is not made[0]
+    server.close()
+    assert used.closed and all(each.closed for each in made) and new.closed
 
 
 def alive(pid):
