@@ -111,6 +111,23 @@ def test_choices(trial, name):
     assert trial(name, 9, indices=np.resize(beyond, (9, SPECS[name].topk))) == []
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.op == "moe-bias-bwd"])
+def test_biases(trial, name):
+    """Every row with one expert, one named by all choices of a token; spare rows and NaN reach nobody else."""
+    experts, topk = SPECS[name].experts, SPECS[name].topk
+
+    def harm(inputs):
+        rows = int(inputs["offsets"][-1])
+        inputs["row_scale"][rows:] = np.nan
+        inputs["row_scale"][: rows // 9] = np.nan  # of the first experts
+        inputs["grad_y"][0] = 0x7FC0 if inputs["grad_y"].dtype == np.uint16 else np.nan
+
+    for tokens in (1, 127, 3001):
+        assert trial(name, tokens, 264, harm=harm) == [], tokens
+    for expert in (0, experts - 1, experts):
+        assert trial(name, 1021, 264, indices=np.full((1021, topk), expert, np.int32)) == [], expert
+
+
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_of_float32_numbers(trial, name):
     """H off every block; a NaN, infinities and numbers that bf16 has no exponent for."""
