@@ -264,7 +264,7 @@ class Operator:
 def launch(op: Any, tensors: Sequence[Any], sums: Sequence[Any]) -> Any:
     """What a forward operator gives. torch.compile follows this."""
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors if forward_ad._current_level >= 0):
-        raise NotImplementedError(
+        raise ArgumentError(
             f"{op}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not computed, and would be"
             " zeros; ask for a backward pass"
         )
