@@ -1,7 +1,7 @@
 """dbias [E, columns of dz] where a fourth warpgroup makes codes of the transpose of dz.
 
 It reads every column of a tile, 128 tokens of a group, and adds them up as they were stored, rounded. The sums of the
-blocks go to scratch memory, [P / 128, columns of dz]. A second launch adds those of each group up in their order, so
+blocks go to scratch memory, [blocks, columns of dz]. A second launch adds those of each group up in their order, so
 every variant gives the same bits.
 """
 
@@ -24,7 +24,9 @@ class BlockSums(Operand):
         return dbias(plan)
 
     def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
-        return (["mul", ["floordiv", "P", SIDE], plan.z_width],)
+        """A group may end in part of a block, also where groups should begin at blocks and do not."""
+        groups: Expr = "E" if plan.grouped else 1
+        return (["mul", ["add", ["floordiv", "M", SIDE], groups], plan.z_width],)
 
 
 OPERANDS = (BlockSums(),)

@@ -5,11 +5,10 @@ Idle warps make them from a tile in shared memory, as those of turned.py do; gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from fusekit.plan.gemm import GemmPlan
-from fusekit.plan.operands.base import BACKWARD, Argument, Broken, Constraint, Dim, Expr, Operand, rows
+from fusekit.plan.operands.base import Argument, Constraint, Dim, Expr, Operand, rows
 from fusekit.plan.operands.mx_codes import blocks, scales, whole
 from fusekit.plan.operands.turned import DzTurned, YTurned
 from fusekit.plan.quant import CODES, quant
@@ -41,15 +40,6 @@ class YMxTurned(MxTurned, YTurned):
 class DzMxTurned(MxTurned, DzTurned):
     def present(self, plan: GemmPlan) -> bool:
         return plan.turning and plan.quant.mx
-
-    def rules(self, spec: Any) -> Iterable[Broken]:
-        yield from super().rules(spec)
-        if spec.epilogue == BACKWARD and spec.dbias:
-            yield (
-                "dbias",
-                True,
-                "codes of dz along tokens as mxfp8 leave no room for its sums; leave it or transpose out",
-            )
 
     def arguments(self, plan: GemmPlan) -> tuple[Argument, ...]:
         return mx_columns("dz", plan.z_width, plan)

@@ -11,9 +11,10 @@ class BlockSums(GroupSums):
     block = SIDE
 
     def words(self, given) -> Int64:
-        columns, tokens = given.dz_t.shape
-        return Int64(tokens // SIDE) * columns
+        rows, columns = given.preactivation.shape
+        groups = given.offsets.shape[0] if self.plan.grouped else 1
+        return Int64(rows // SIDE + groups) * columns
 
     def first(self, begin: Int32, group: Int32, offsets, rows: Int32) -> Int32:
-        """Groups begin at blocks of the transpose."""
+        """Blocks are counted as those of the transpose."""
         return Int32(0) if offsets is None else blocks_between(offsets, rows, Int32(0), group, cute.arch.lane_idx())

@@ -9,7 +9,8 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import Idle
-from fusekit.kernels.gemm.operands.turned import LINE, SIDE, SLABS, UNIT, DzTurned, Place, YTurned
+from fusekit.kernels.gemm.operands.columns import SLABS, Place
+from fusekit.kernels.gemm.operands.turned import LINE, SIDE, UNIT, DzTurned, YTurned
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
 from fusekit.plan.gemm import WARP
@@ -24,11 +25,16 @@ class MxColumns:
     def coordinates(self, token, column) -> tuple:
         return column, token
 
-    def scale_of_block(self, lines: Int32, quarter: Int32, slabs: Int32, lane: Int32):
-        """Of 32 tokens of the lane's column, and its reciprocal. slabs: of 16 tokens that have rows."""
-        most = codes.largest(self.tokens(lines, quarter * UNITS, slabs, lane))
-        for unit in range(1, UNITS):
-            most = codes.larger_pairs(most, codes.largest(self.tokens(lines, quarter * UNITS + unit, slabs, lane)))
+    def scale_of_block(self, lines: Int32, quarter: Int32, slabs: Int32, lane: Int32, sums=None):
+        """Of 32 tokens of the lane's column, and its reciprocal. slabs: of 16 tokens that have rows. sums: one of the
+        column.
+        """
+        most = None
+        for unit in range(UNITS):
+            words = self.tokens(lines, quarter * UNITS + unit, slabs, lane)
+            found = codes.largest(words)
+            most = found if most is None else codes.larger_pairs(most, found)
+            self.add_up(sums, words)
         return codes.mx_scale_of(codes.larger(*codes.numbers(most)))
 
     def codes_of_slab(self, lines: Int32, slab: Int32, slabs: Int32, lane: Int32, inverse) -> list:
@@ -85,8 +91,9 @@ class DzMxTurned(MxColumns, DzTurned):
         """This warp's 32 of 128 columns; arguments as in `DzTurned.columns`."""
         first, width = extent
         slabs = idle.shared.staging + offset
+        found = self.sum_of_column(sums)
         for quarter in cutlass.range(MX_BLOCKS, unroll=1):
-            scale, inverse = self.scale_of_block(slabs.toint(), quarter, where.slabs, lane)
+            scale, inverse = self.scale_of_block(slabs.toint(), quarter, where.slabs, lane, found)
             self.store_scale(idle, target, scale, where, quarter, (first, idle.warp * WARP + lane, width))
             box = slabs.toint() + (quarter * 2 + 1) * self.plan.warp_bytes
             for half in cutlass.range_constexpr(1, -1, -1):
@@ -94,6 +101,8 @@ class DzMxTurned(MxColumns, DzTurned):
                 if cutlass.const_expr(half):
                     cute.arch.sync_warp()  # all have read the slab whose place is taken
                 store_bytes(words, box, lane, WARP, half)
+        if cutlass.const_expr(sums is not None):
+            self.store_number(sums, found[0], where.block, first + idle.warp * WARP + lane, width)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(1, SLABS, 2)]
         self.send_codes(target, boxes, where.block, first + idle.warp * WARP, lane)
 

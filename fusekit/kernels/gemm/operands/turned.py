@@ -1,11 +1,7 @@
 """Codes of the transpose of y: consumer warps leave a tile in shared memory, an idle warp quantises its columns.
 
 Column c of the tile has 256 bytes there, 128 tokens of bf16, in units of eight that are exchanged by c: neither a
-consumer's stmatrix nor the idle warp, whose lanes read a unit of neighbouring columns, meets itself in a bank. Two
-barriers hand the tile over: all consumer warps have written it; the idle warp has read it.
-
-The idle warp gets the tiles from the ring as the consumers do, one after the other. It counts the blocks of tokens of
-the groups before, so that it knows where the transpose of its tile begins.
+consumer's stmatrix nor the idle warp, whose lanes read a unit of neighbouring columns, meets itself in a bank.
 
 Backward (DzTurned) a fourth warpgroup does it, each of its warps 32 columns at a time. A consumer warp's 16 tokens of
 all columns of dz lie where its boxes of z were, those of y behind them: 32 bytes of each column, in whose place then
@@ -13,17 +9,15 @@ lie the codes of 32 tokens. When those have left, the warpgroup sends for z of i
 scale, its warps tell each other the largest of their numbers.
 """
 
-from typing import Any, NamedTuple
-
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
-from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.operands.base import Idle
 from fusekit.kernels.gemm.operands.codes import in_order
+from fusekit.kernels.gemm.operands.columns import SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.saved_preactivation import z_place
 from fusekit.kernels.gemm.sm90.maps import box_map, store_op
-from fusekit.kernels.gemm.sm90.scheduler import blocks_between, column_of
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
@@ -33,158 +27,8 @@ from fusekit.plan.quant import SIDE
 UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
-SLABS = SIDE // WARP_ROWS
 TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose codes take the place of 16 tokens
 FOURTH = 6  # named barrier of the fourth warpgroup
-
-
-class Turned(NamedTuple):
-    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
-
-    codes: Any
-    scales: cute.Pointer
-
-
-class Place(NamedTuple):
-    """A tile as idle warps have it: its block of tokens, and how many of its slabs of 16 tokens have rows."""
-
-    block: Int32
-    slabs: Int32
-
-
-class Columns(Operand):
-    """What idle warps make of the columns of a tile."""
-
-    step = 8
-
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
-        self.barrier = plan.first_barrier(told.name)
-
-    def view(self, parameter):
-        return None
-
-    @cute.jit
-    def wait(self, tile, work):
-        """Consumer warps: until the tile before has been read."""
-        cute.arch.mbarrier_wait(work.shared.barriers + (self.barrier + 1), (tile.count & 1) ^ 1)
-
-    @cute.jit
-    def written(self, work):
-        """A consumer warp has written its part, or has no rows."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(work.shared.barriers + self.barrier)
-
-    @cute.jit
-    def follow(self, idle: Idle):
-        """Tile after tile; all lanes of an idle warp."""
-        lane = cute.arch.lane_idx()
-        count = Int32(0)
-        counted = Int32(0)  # groups, whose blocks are
-        blocks = Int32(0)
-        row, end, n_tile, group = idle.ring.get(count)
-        cute.arch.sync_warp()
-        if lane == 0:
-            idle.ring.free(count)
-        while group >= 0:
-            self.ahead_of(idle, row, end, column_of(n_tile), lane)
-            begin = Int32(0)
-            if cutlass.const_expr(self.plan.grouped):
-                offsets = idle.operands.offsets
-                blocks += blocks_between(offsets, idle.extents.rows, counted, group, lane)
-                counted = group
-                if group > 0:
-                    begin = cutlass.max(offsets[group - 1], 0)
-            block = blocks + ptx.divide(row - begin, SIDE)
-            slabs = ptx.divide(cutlass.min(end - row, SIDE) + (WARP_ROWS - 1), WARP_ROWS)
-            cute.arch.mbarrier_wait(idle.shared.barriers + self.barrier, count & 1)
-            if row < end:  # else the CTA only helped to load
-                self.tile(idle, Place(block, slabs), column_of(n_tile), lane)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(idle.shared.barriers + (self.barrier + 1))
-            self.behind(idle)
-            count += 1
-            row, end, n_tile, group = idle.ring.get(count)
-            cute.arch.sync_warp()
-            if lane == 0:
-                idle.ring.free(count)
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
-
-    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32) -> None:
-        """Before a tile."""
-
-    def behind(self, idle: Idle) -> None:
-        """Behind a tile that this warp has read."""
-
-    @cute.jit
-    def largest_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
-        """Of the lane's column among those from `lines` on. sums: one of the column."""
-        most = Uint32(0)
-        for unit in cutlass.range(slabs * 2, unroll=2):
-            words = self.load(lines, unit, lane)
-            most = codes.larger_pairs(most, codes.largest(words))
-            if cutlass.const_expr(sums is not None):
-                for word in words:
-                    low, high = codes.halves(word)
-                    sums[0] = sums[0] + (low + high)
-        return codes.larger(*codes.numbers(most))
-
-    def largest_of_lanes(self, a: Float32):
-        """Of the columns of all lanes."""
-        for distance in range(5):
-            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
-        return a
-
-    def scale_of(self, a: Float32):
-        """Of numbers whose largest is `a`; and the scale's reciprocal."""
-        return codes.scale_of(a, self.plan.quant.scales)
-
-    @cute.jit
-    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, inverse, lane: Int32):
-        """The lane's column as codes, 16 tokens at a time."""
-        for slab in cutlass.range(slabs, unroll=1):
-            words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
-            numbers = [half for word in words for half in codes.halves(word)]
-            packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), packed)
-        for slab in cutlass.range(slabs, SLABS, unroll=1):
-            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
-
-    @cute.jit
-    def send_codes(self, target, boxes, block: Int32, column: Int32, lane: Int32):
-        """Starts the stores of boxes of codes, one behind the other along the tokens, from `column` on."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            for number, box in enumerate(boxes):
-                token = block * SIDE + number * (SIDE // len(boxes))
-                ptx.tma_store(ptx.descriptor_address(target.codes), box, self.coordinates(token, column))
-            cute.arch.cp_async_bulk_commit_group()
-
-    def coordinates(self, token, column) -> tuple:
-        """Of a box of codes."""
-        return token, column
-
-    @cute.jit
-    def sent(self, lane: Int32):
-        """Waits until the codes before have left."""
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-
-    def store_number(self, to, number, block: Int32, column: Int32, width: Int32) -> None:
-        """The scale or the sum of column `column` in `block`, to [blocks, width]."""
-        at = to.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
-        lanes.store(at, [lanes.bits_of(number)], 4, column < width)
-
-    def store_square(self, target, scale, block: Int32, column: Int32, width: Int32, lane) -> None:
-        """The scale of the square that begins with `column`, by lane 0. width: columns of the result."""
-        squares, own = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
-        at = target.scales.toint() + (Int64(block) * Int64(squares) + Int64(own)) * 4
-        lanes.store(at, [lanes.bits_of(scale)], 4, (lane == 0) & (column < width))
 
 
 class YTurned(Columns):
@@ -354,10 +198,7 @@ class DzTurned(Columns):
         first, width = extent
         column = first + idle.warp * WARP
         slabs = idle.shared.staging + offset
-        found = None
-        if cutlass.const_expr(sums is not None):
-            found = cute.make_rmem_tensor((1,), Float32)
-            found.fill(0.0)
+        found = self.sum_of_column(sums)
         a = self.largest_of(slabs.toint(), where.slabs, lane, found)
         if cutlass.const_expr(square is not None):
             a = self.largest_of_warps(idle, self.largest_of_lanes(a), square, lane)
@@ -371,6 +212,14 @@ class DzTurned(Columns):
         self.codes_of(slabs.toint(), slabs.toint(), where.slabs, inverse, lane)
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
         self.send_codes(target, boxes, where.block, column, lane)
+
+    def sum_of_column(self, sums):
+        """Zero, where there are `sums`."""
+        if sums is None:
+            return None
+        found = cute.make_rmem_tensor((1,), Float32)
+        found.fill(0.0)
+        return found
 
     def largest_of_warps(self, idle: Idle, a: Float32, square: int, lane: Int32):
         """Of the columns of all warps. Each of the tile's squares has a place, which the next tile takes again."""

@@ -1,0 +1,173 @@
+"""Columns of a tile, read and made codes of by idle warps: what codes of y's and of dz's transpose share (turned.py).
+
+Two barriers hand a tile over: all consumer warps have written it; the idle warps have read it. An idle warp gets the
+tiles from the ring as the consumers do, one after the other. It counts the blocks of tokens of the groups before, so
+that it knows where the transpose of its tile begins.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from fusekit.kernels import lanes, ptx
+from fusekit.kernels.gemm.operands.base import Idle, Operand
+from fusekit.kernels.gemm.sm90.scheduler import blocks_between, column_of
+from fusekit.kernels.quantise import codes
+from fusekit.plan.gemm import WARP_ROWS
+from fusekit.plan.quant import SIDE
+
+SLABS = SIDE // WARP_ROWS  # of 16 tokens, a consumer warp's
+
+
+class Turned(NamedTuple):
+    """Tensor map of codes [N, P], tokens contiguous; scales [P / 128, N], or of squares."""
+
+    codes: Any
+    scales: cute.Pointer
+
+
+class Place(NamedTuple):
+    """A tile as idle warps have it: its block of tokens, and how many of its slabs of 16 tokens have rows."""
+
+    block: Int32
+    slabs: Int32
+
+
+class Columns(Operand):
+    """What idle warps make of the columns of a tile."""
+
+    step = 8
+
+    def __init__(self, plan, told) -> None:
+        super().__init__(plan, told)
+        self.barrier = plan.first_barrier(told.name)
+
+    def view(self, parameter):
+        return None
+
+    @cute.jit
+    def wait(self, tile, work):
+        """Consumer warps: until the tile before has been read."""
+        cute.arch.mbarrier_wait(work.shared.barriers + (self.barrier + 1), (tile.count & 1) ^ 1)
+
+    @cute.jit
+    def written(self, work):
+        """A consumer warp has written its part, or has no rows."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(work.shared.barriers + self.barrier)
+
+    @cute.jit
+    def follow(self, idle: Idle):
+        """Tile after tile; all lanes of an idle warp."""
+        lane = cute.arch.lane_idx()
+        count = Int32(0)
+        counted = Int32(0)  # groups, whose blocks are
+        blocks = Int32(0)
+        row, end, n_tile, group = idle.ring.get(count)
+        cute.arch.sync_warp()
+        if lane == 0:
+            idle.ring.free(count)
+        while group >= 0:
+            self.ahead_of(idle, row, end, column_of(n_tile), lane)
+            begin = Int32(0)
+            if cutlass.const_expr(self.plan.grouped):
+                offsets = idle.operands.offsets
+                blocks += blocks_between(offsets, idle.extents.rows, counted, group, lane)
+                counted = group
+                if group > 0:
+                    begin = cutlass.max(offsets[group - 1], 0)
+            block = blocks + ptx.divide(row - begin, SIDE)
+            slabs = ptx.divide(cutlass.min(end - row, SIDE) + (WARP_ROWS - 1), WARP_ROWS)
+            cute.arch.mbarrier_wait(idle.shared.barriers + self.barrier, count & 1)
+            if row < end:  # else the CTA only helped to load
+                self.tile(idle, Place(block, slabs), column_of(n_tile), lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(idle.shared.barriers + (self.barrier + 1))
+            self.behind(idle)
+            count += 1
+            row, end, n_tile, group = idle.ring.get(count)
+            cute.arch.sync_warp()
+            if lane == 0:
+                idle.ring.free(count)
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32) -> None:
+        """Before a tile."""
+
+    def behind(self, idle: Idle) -> None:
+        """Behind a tile that this warp has read."""
+
+    @cute.jit
+    def largest_of(self, lines: Int32, slabs: Int32, lane: Int32, sums=None):
+        """Of the lane's column among those from `lines` on. sums: one of the column."""
+        most = Uint32(0)
+        for unit in cutlass.range(slabs * 2, unroll=2):
+            words = self.load(lines, unit, lane)
+            most = codes.larger_pairs(most, codes.largest(words))
+            self.add_up(sums, words)
+        return codes.larger(*codes.numbers(most))
+
+    def add_up(self, sums, words) -> None:
+        """Adds tokens of a column to its sum, where there is one."""
+        if sums is not None:
+            for word in words:
+                low, high = codes.halves(word)
+                sums[0] = sums[0] + (low + high)
+
+    def largest_of_lanes(self, a: Float32):
+        """Of the columns of all lanes."""
+        for distance in range(5):
+            a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
+        return a
+
+    def scale_of(self, a: Float32):
+        """Of numbers whose largest is `a`; and the scale's reciprocal."""
+        return codes.scale_of(a, self.plan.quant.scales)
+
+    @cute.jit
+    def codes_of(self, lines: Int32, made: Int32, slabs: Int32, inverse, lane: Int32):
+        """The lane's column as codes, 16 tokens at a time."""
+        for slab in cutlass.range(slabs, unroll=1):
+            words = [*self.load(lines, slab * 2, lane), *self.load(lines, slab * 2 + 1, lane)]
+            numbers = [half for word in words for half in codes.halves(word)]
+            packed = [codes.four_codes(numbers[four : four + 4], inverse) for four in range(0, 16, 4)]
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), packed)
+        for slab in cutlass.range(slabs, SLABS, unroll=1):
+            ptx.store_shared_v4(made + self.place_of_codes(lane, slab), [Uint32(0)] * 4)
+
+    @cute.jit
+    def send_codes(self, target, boxes, block: Int32, column: Int32, lane: Int32):
+        """Starts the stores of boxes of codes, one behind the other along the tokens, from `column` on."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            for number, box in enumerate(boxes):
+                token = block * SIDE + number * (SIDE // len(boxes))
+                ptx.tma_store(ptx.descriptor_address(target.codes), box, self.coordinates(token, column))
+            cute.arch.cp_async_bulk_commit_group()
+
+    def coordinates(self, token, column) -> tuple:
+        """Of a box of codes."""
+        return token, column
+
+    @cute.jit
+    def sent(self, lane: Int32):
+        """Waits until the codes before have left."""
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+    def store_number(self, to, number, block: Int32, column: Int32, width: Int32) -> None:
+        """The scale or the sum of column `column` in `block`, to [blocks, width]."""
+        at = to.toint() + (Int64(block) * Int64(width) + Int64(column)) * 4
+        lanes.store(at, [lanes.bits_of(number)], 4, column < width)
+
+    def store_square(self, target, scale, block: Int32, column: Int32, width: Int32, lane) -> None:
+        """The scale of the square that begins with `column`, by lane 0. width: columns of the result."""
+        squares, own = ptx.divide(width + (SIDE - 1), SIDE), ptx.divide(column, SIDE)
+        at = target.scales.toint() + (Int64(block) * Int64(squares) + Int64(own)) * 4
+        lanes.store(at, [lanes.bits_of(scale)], 4, (lane == 0) & (column < width))
