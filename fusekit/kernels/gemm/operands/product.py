@@ -6,7 +6,7 @@ from cutlass import cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import Boxes
-from fusekit.kernels.gemm.sm90.maps import load_map, ragged_map, store_op, swizzled
+from fusekit.kernels.gemm.sm90.maps import load_map, not_empty, ragged_map, store_op, swizzled
 from fusekit.plan.gemm import BIG, BOX, WARP_ROWS
 
 
@@ -21,10 +21,7 @@ class X(Operand):
     def parameter(self, given):
         if self.plan.gathers:
             return None
-        x = given.x
-        if not self.plan.skip_if_zero:  # it is launched without rows too, and a tensor map cannot be empty
-            shape = (cutlass.max(x.shape[0], 1), x.shape[1])
-            x = cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride))
+        x = given.x if self.plan.skip_if_zero else not_empty(given.x)
         return load_map(x, (self.height, self.plan.tile_k), swizzled(self.dtype, self.plan.tile_k))
 
     def view(self, parameter):

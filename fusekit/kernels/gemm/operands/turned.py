@@ -17,7 +17,7 @@ from fusekit.kernels.gemm.operands.base import Idle
 from fusekit.kernels.gemm.operands.codes import in_order
 from fusekit.kernels.gemm.operands.columns import SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.saved_preactivation import z_place
-from fusekit.kernels.gemm.sm90.maps import box_map, store_op
+from fusekit.kernels.gemm.sm90.maps import box_map, not_empty, store_op
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
@@ -36,7 +36,7 @@ class YTurned(Columns):
 
     def parameter(self, given):
         box = (TURNED_TOKENS, WARP) if self.plan.backward else (SIDE, SIDE)
-        return Turned(turned_map(given.y_t, box), given.y_ts.iterator)
+        return Turned(turned_map(self.plan, given.y_t, box), given.y_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class DzTurned(Columns):
         self.staging = StagingBoxes(plan)
 
     def parameter(self, given):
-        return Turned(turned_map(given.dz_t, (TURNED_TOKENS, WARP)), given.dz_ts.iterator)
+        return Turned(turned_map(self.plan, given.dz_t, (TURNED_TOKENS, WARP)), given.dz_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -245,8 +245,10 @@ def together() -> None:
     cute.arch.barrier(barrier_id=FOURTH, number_of_threads=TURNERS * WARP)
 
 
-def turned_map(tensor, box):
-    """Tensor map of codes [N, P]; box: (tokens, columns)."""
+def turned_map(plan, tensor, box):
+    """Tensor map of codes [N, P], or of mxfp8 [M, N]; box: (tokens, columns)."""
+    if plan.quant.mx and not plan.skip_if_zero:
+        tensor = not_empty(tensor)
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 0]))
     return box_map(store_op(), view, box)
 

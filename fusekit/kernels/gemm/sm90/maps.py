@@ -6,6 +6,7 @@ row end - rows_left with the address wrapping modulo 2^64, and the hardware's ow
 beyond the group (the idea: Triton's ragged TMA descriptors).
 """
 
+import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -23,6 +24,12 @@ def load_op():
 def store_op():
     """From shared to global memory."""
     return cpasync.CopyBulkTensorTileS2GOp()
+
+
+def not_empty(tensor):
+    """A matrix with one row at least, for a kernel that is launched without rows too: no tensor map can be empty."""
+    shape = (cutlass.max(tensor.shape[0], 1), tensor.shape[1])
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
 
 def load_map(tensor, box, atom):
