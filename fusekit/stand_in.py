@@ -26,6 +26,7 @@ from fusekit.compiler.leaves import (
     run_time,
     signature_of,
 )
+from fusekit.compiler.naming import record_of
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
 from fusekit.spec.parse import parse_text
@@ -76,7 +77,9 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     report = build.execute(build.plan_build([spec], store, identity), store, jobs=1)
     for failed in report.failed:
         raise BuildError(failed.error, name=failed.name)
-    return Compiled(_library(config), spec.full_name, told.arch, _Parameters(told.source, told.params))
+    (made,) = report.built + report.hits
+    found = record_of(made.key, spec)  # the name may stand for the code of another checkout when it is launched
+    return Compiled(_library(config), found, _Parameters(told.source, told.params))
 
 
 class Compiled:
@@ -85,10 +88,10 @@ class Compiled:
     name, arch: what it is called in the store; `kernel` is the `fusekit.runtime` kernel, loaded at first use.
     """
 
-    def __init__(self, library: Library, name: str, arch: str, parameters: _Parameters) -> None:
-        self.name = name
-        self.arch = arch
-        self._library = library
+    def __init__(self, library: Library, found: NameRecord, parameters: _Parameters) -> None:
+        self.name = found.name
+        self.arch = found.arch
+        self._library, self._found = library, found
         self._parameters = parameters
         self._kernel: Kernel | None = None
 
@@ -97,9 +100,9 @@ class Compiled:
 
     @property
     def kernel(self) -> Kernel:
-        """Raises NotBuiltError, ArchMismatchError, DriverError as `Library.load` does."""
+        """Raises NotBuiltError, DriverError as `Library.load` does."""
         if self._kernel is None:
-            self._kernel = self._library.load(self.name, self.arch)
+            self._kernel = self._library.load_found(self._found)
         return self._kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, UsageError, some
@@ -21,6 +21,7 @@ from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
     from fusekit.runtime import Kernel, Library
+    from fusekit.store import NameRecord
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
@@ -393,8 +394,22 @@ class Layer:
         """A part for so many tokens, loaded once."""
         name = self.kernel_name(part, dims["T"])
         if name not in self._kernels:
-            self._kernels[name] = self._library.load(name, self._arch, self._device)
+            found = self._library.find(name, self._arch, self._device)
+            self._refuse_another_table(found)
+            self._kernels[name] = self._library.load_found(found, self._device)
         return self._kernels[name]
+
+    def _refuse_another_table(self, found: NameRecord) -> None:
+        """Raises UsageError for a kernel that was built from another table since this layer was opened."""
+        ours, theirs = self.options, stored_options(self.name, {found.name: found.spec})
+        ours = replace(ours, tokens=theirs.tokens) if theirs else ours  # for which only variants were chosen
+        if theirs != ours:
+            told = theirs.canonical() if theirs else {}
+            differ = [key for key, value in ours.canonical().items() if told.get(key) != value]
+            raise UsageError(
+                f"{found.name} was built from another table since {self.name} was opened (other {', '.join(differ)});"
+                " open the layer again, and bind its passes again"
+            )
 
 
 def pinned(keys: Mapping[str, Any]) -> bool:

@@ -90,6 +90,12 @@ class Library:
             if waking is not None:
                 waking.wait()
 
+    def load_found(self, found: NameRecord, device: int | None = None) -> Kernel:
+        """The kernel that `find` found, also where its name has moved on since; device and errors as of `load`."""
+        record, cubin = self._read(found)
+        ordinal = self.devices.current() if device is None else ordinal_of(device)
+        return self._open(found, record, cubin, ordinal)
+
     def layer(
         self, name: str, arch: str | None = None, device: int | None = None, *, ranks: Ranks | None = None,
         tokens: int | None = None, rows: int | None = None,

@@ -106,6 +106,19 @@ def test_a_store_that_was_filled_from_a_captured_spec_serves(config, tmp_path, r
     assert Store.open(config).find_name(compiled.name, "sm_90a").key == report.built[0].key
 
 
+def test_a_name_that_stands_for_other_code_by_now_is_not_launched(config, launched):
+    compiled, store = compile_kinds(), Store.open(config)
+    fake = launched(compiled)
+    own = store.find_name(compiled.name, compiled.arch)
+    other = fusekit.compile(rows.SquareSum(8), *rows.arguments(8)[1], options=ARCH)
+    store.publish_name(dataclasses.replace(store.find_name(other.name, other.arch), name=own.name))
+    try:
+        compiled(*CALLS["by position"][0])
+        assert len(fake.launches) == 2
+    finally:
+        store.publish_name(own)
+
+
 def test_other_arguments_are_another_kernel():
     plain = make_fake_tensor(cutlass.Float32, (64,), (1,), assumed_align=16)
     given = ((plain, vector()), 64, None, cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.errors import ArgumentError, NotBuiltError
+from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
 from fusekit.plan.operations import GEMM, OPERATIONS
 from tests.layers.samples import library
@@ -338,3 +338,16 @@ def test_an_output_has_memory_of_its_own(tmp_path, which, output, other):
     ):
         call(**given, **memory(layer), stream=0)
     assert not fake.launches
+
+
+@pytest.mark.parametrize("more", [{"activation": {"kind": "geglu"}}, {"accumulate": True}])
+def test_kernels_that_another_table_has_replaced_are_refused(tmp_path, more):
+    layer, _ = opened(tmp_path, "llama4")
+    kept = memory(layer)
+    layer.bind_forward(**tensors(layer, FORWARD), **kept)
+    opened(tmp_path, "llama4", tokens=layer.options.tokens + 1)  # which only says what variants are for
+    layer.bind_forward(**tensors(layer, FORWARD, 2 * T), **memory(layer, 2 * T))
+    opened(tmp_path, "llama4", **more)
+    layer.bind_forward(**tensors(layer, FORWARD, 3 * T), **memory(layer, 3 * T))  # with those that it has
+    with pytest.raises(UsageError, match=rf"since layers/moe was opened \(other {next(iter(more))}\); open the layer"):
+        layer.bind_backward(**tensors(layer, BACKWARD), **kept)
