@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def command(
     from fusekit.compiler.build_check import locked_in
     from fusekit.compiler.identity import Identity
     from fusekit.store.files import exists
-    from fusekit.store.manifest import Manifest, read_manifest, write_manifest
+    from fusekit.store.manifest import Manifest, alone, read_manifest, write_manifest
 
     store, identity, specs = session.open_store(), Identity(), select(targets, namespace=namespace)
     if not targets:
@@ -50,32 +51,33 @@ def command(
         _build(session, targets, jobs, namespace)
     document: dict[str, Any] = {"same": [], "changed": [], "missing": [], "written": []}
     comparisons = []
-    for arch in sorted({spec.arch for spec in specs}):
-        wanted = [spec for spec in specs if spec.arch == arch]
-        manifest = Manifest(arch, identity.toolchain, {})
-        path = where / manifest.filename
-        built, wrong = locked_in(store, wanted, identity)
-        there = exists(path)
-        if there and not (write and not targets):
-            # What stays of it is signed anew.
-            manifest = read_manifest(path, store.trust)
-            if manifest.filename != path.name:
-                raise IntegrityError(
-                    f"{path} is of {manifest.filename}; a manifest is named by its architecture and toolchain; get it "
-                    "again, or remove it and write it with `fusekit lock --write`"
+    with alone(where) if write else nullcontext():
+        for arch in sorted({spec.arch for spec in specs}):
+            wanted = [spec for spec in specs if spec.arch == arch]
+            manifest = Manifest(arch, identity.toolchain, {})
+            path = where / manifest.filename
+            built, wrong = locked_in(store, wanted, identity)
+            there = exists(path)
+            if there and not (write and not targets):
+                # What stays of it is signed anew.
+                manifest = read_manifest(path, store.trust)
+                if manifest.filename != path.name:
+                    raise IntegrityError(
+                        f"{path} is of {manifest.filename}; a manifest is named by its architecture and toolchain; get "
+                        "it again, or remove it and write it with `fusekit lock --write`"
+                    )
+            if write:
+                manifest = manifest.updated(built)
+                document["written"].append(str(write_manifest(manifest, where, store.signer)))
+            elif not there:
+                raise UsageError(
+                    f"there is no manifest {path} for {arch} and the toolchain installed here; "
+                    "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"
                 )
-        if write:
-            manifest = manifest.updated(built)
-            document["written"].append(str(write_manifest(manifest, where, store.signer)))
-        elif not there:
-            raise UsageError(
-                f"there is no manifest {path} for {arch} and the toolchain installed here; "
-                "`fusekit lock --write` makes it; install the toolchain of one that is there, or write this one"
-            )
-        comparison = manifest.compare(built, [spec.full_name for spec in wanted], wrong)
-        comparisons.append(comparison)
-        for label, rows in comparison_document(comparison, arch).items():
-            document[label] += rows
+            comparison = manifest.compare(built, [spec.full_name for spec in wanted], wrong)
+            comparisons.append(comparison)
+            for label, rows in comparison_document(comparison, arch).items():
+                document[label] += rows
 
     def text() -> None:
         for comparison in comparisons:

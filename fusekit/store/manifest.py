@@ -9,17 +9,19 @@ A manifest may be signed: `<file>.<key id>.sig` beside it is a signature over it
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusekit.errors import IntegrityError, UsageError
+from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
 from fusekit.store.entries import Entry
-from fusekit.store.files import read_file
+from fusekit.store.files import file_error, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.names import NameRecord
@@ -183,6 +185,37 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
     return _parse(data, path)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Others who write manifests into `folder`, which is made, wait meanwhile; not where its file system has no locks.
+
+    The folder itself is locked: it is somebody's checkout, and gets no further file.
+    """
+    from filelock import lock_descriptor
+
+    with _in_words(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            lock_descriptor(descriptor, blocking=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What is wrong with a place that a person has named, and is no store."""
+    try:
+        yield
+    except (OSError, StoreError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError):
+            raise file_error(path, "write", cause) from error
+        raise
+
+
 def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None = None) -> Path:
     """Write `manifest` under its own name into `folder`, with its signature if there is a `signer`; the file's path.
 
@@ -191,7 +224,8 @@ def write_manifest(manifest: Manifest, folder: Path, signer: SigningKey | None =
     """
     path, data = folder / manifest.filename, manifest.to_bytes()
     publisher = Publisher(folder)
-    publisher.put(path, data)
+    with _in_words(path):
+        publisher.put(path, data)
     path.chmod(0o644)  # a file to edit and commit, other than those of a store
     own = {} if signer is None else signer.sign("manifest", data)
     for key_id, signature in own.items():
@@ -214,11 +248,13 @@ def _parse(data: bytes, path: Path) -> Manifest:
         manifest = None if absent else _manifest(document, path)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
-            f"{path} is no cache manifest ({type(error).__name__}: {error}); `fusekit lock --write` makes one"
+            f"{path} is no cache manifest ({type(error).__name__}: {error}); remove it, and `fusekit lock --write` "
+            "makes another"
         ) from None
     if manifest is None:
         raise UsageError(
-            f"{path} is no cache manifest: it has no {', '.join(absent)}; `fusekit lock --write` makes one"
+            f"{path} is no cache manifest: it has no {', '.join(absent)}; remove it, and "
+            "`fusekit lock --write` makes one"
         )
     return manifest
 

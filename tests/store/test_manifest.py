@@ -3,11 +3,12 @@
 import json
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
-from fusekit.store.manifest import LIMIT, Locked, Manifest, read_manifest, toolchain_label, write_manifest
+from fusekit.store.manifest import LIMIT, Locked, Manifest, alone, read_manifest, toolchain_label, write_manifest
 from fusekit.store.signature import Trust, generate, read_signing_key
 
 TOOLCHAIN = {
@@ -44,6 +45,27 @@ def test_there_and_back(manifest, tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to(path)
     assert read_manifest(link) == manifest
+
+
+def test_what_several_write_at_once_is_all_there(tmp_path):
+    def write(number):
+        with alone(tmp_path / "manifests"):
+            path = tmp_path / "manifests" / Manifest("sm_90a", TOOLCHAIN, {}).filename
+            manifest = read_manifest(path) if path.exists() else Manifest("sm_90a", TOOLCHAIN, {})
+            write_manifest(manifest.updated({f"quickstart/fc{number}@a": locked()}), path.parent)
+        return path
+
+    with ThreadPoolExecutor(8) as pool:
+        (path,) = set(pool.map(write, range(40)))
+    assert len(read_manifest(path).kernels) == 40
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_folder_that_cannot_be_written_is_said_to_be_none_of_a_store(manifest, tmp_path):
+    (tmp_path / "file").write_text("")
+    for write in (lambda folder: alone(folder).__enter__(), lambda folder: write_manifest(manifest, folder)):
+        with pytest.raises(StoreError, match=r"cannot write .*file.*; check the path and its file system, or choose"):
+            write(tmp_path / "file")
 
 
 def test_what_a_difference_is_called(manifest):
@@ -97,7 +119,7 @@ def test_what_is_no_manifest(manifest, tmp_path, change):
 )
 def test_another_file(tmp_path, content, absent):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; `fusekit lock --write` makes one"):
+    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; remove it, and"):
         read_manifest(tmp_path / "x.json")
 
 
