@@ -36,6 +36,18 @@ class Config:
     signing_key: Path | None = None
     allow_extern: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for values of other types."""
+        rule = "a pathlib.Path; fusekit.Config.from_environment(FOLDER) takes text as well"
+        for name, paths in (
+            ("store", [self.store]), ("layers", self.layers), ("trusted_keys", self.trusted_keys or ()),
+            ("signing_key", [] if self.signing_key is None else [self.signing_key]),
+        ):  # fmt: skip
+            several = rule if isinstance(paths, list) else f"a tuple of paths, each {rule}"
+            ArgumentError.unless(list | tuple, name, paths, several)
+            for path in paths:
+                ArgumentError.unless(Path, name, path, several)
+
     @classmethod
     def given(cls, config: "Config | None") -> "Config":
         """`config`, or that of the environment where there is none. Raises ArgumentError for anything else."""
@@ -56,8 +68,10 @@ class Config:
         FUSEKIT_SIGNING_KEY. Makes no folder and reads no file.
 
         A layer that is named twice, or is the writable store itself, counts once. Raises UsageError for a path that
-        cannot be expanded (`~nobody/x`) or is empty.
+        cannot be expanded (`~nobody/x`) or is empty, ArgumentError for what is no path.
         """
+        for name, path in (("store", store), ("signing_key", signing_key)):
+            ArgumentError.unless(str | os.PathLike | None, name, path, "a path")
         environ = os.environ if environ is None else environ
         root = _named("--store", store, "FUSEKIT_STORE", environ)
         if root is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusekit import Config
-from fusekit.errors import UsageError
+from fusekit.errors import ArgumentError, UsageError
 
 
 def test_default_is_the_user_cache_folder(tmp_path):
@@ -98,3 +98,21 @@ def test_a_trust_in_nobody_is_no_trust_in_everybody(value):
 def test_a_path_that_names_no_key(environ):
     with pytest.raises(UsageError, match=next(iter(environ))):
         Config.from_environment(environ=environ)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": "/store"}, {"store": Path("/s"), "layers": ("/l",)}, {"store": Path("/s"), "layers": Path("/l")},
+        {"store": Path("/s"), "trusted_keys": ("k",)}, {"store": Path("/s"), "signing_key": "k"},
+    ],
+)  # fmt: skip
+def test_paths_are_paths(fields):
+    with pytest.raises(ArgumentError, match=rf"{[*fields][-1]} = .*from_environment\(FOLDER\) takes text as well"):
+        Config(**fields)
+
+
+@pytest.mark.parametrize("given", [{"store": 5}, {"store": b"x"}, {"signing_key": 5}])
+def test_what_is_no_path_is_refused(given):
+    with pytest.raises(ArgumentError, match="it must be a path"):
+        Config.from_environment(environ={}, **given)

@@ -168,6 +168,15 @@ def build(
     be written, SignatureError when it would not trust what is built.
     """
     start = time.perf_counter()
+    ArgumentError.unless(Callable | None, "progress", progress, "a function of one argument")  # type: ignore[arg-type]
+    ArgumentError.unless(str | None, "namespace", namespace, "text")
+    for name, flag in (("prune", prune), ("allow_extern", allow_extern)):
+        ArgumentError.unless(bool, name, flag, "True or False")
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ArgumentError(
+            f"executor = {executor!r}; it must be a concurrent.futures.Executor or the like, with `submit`",
+            argument="executor",
+        )
     config = Config.given(config)
     store = Store.open(config)
     found = look_up(targets, namespace)
@@ -186,7 +195,7 @@ def look_up(targets: Targets = (), namespace: str | None = None) -> tuple[Found,
 
 def _several(argument: str, given: Any) -> list[Any]:
     """One name or several as a list. Raises ArgumentError for what are no names."""
-    alone = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
+    alone = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
     found = [given] if alone else [*given]
     for each in found:
         ArgumentError.unless(str | os.PathLike, argument, each, "a name, or a list of names")

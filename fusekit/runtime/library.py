@@ -228,6 +228,7 @@ class Library:
 
     def variants(self, name: str, arch: str) -> list[NameRecord]:
         """The records of `name` for `arch`: every variant of a kernel, or the one of a full name; empty when none."""
+        _check_name(name)
         if "@" in name:
             record = self.store.find_name(name, arch)
             return [] if record is None else [record]

@@ -3,11 +3,13 @@
 import json
 import math
 import re
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_VALUES = 256  # of a list
 MAX_PROBLEMS = 50  # of a file
 MAX_TEXT = 1000  # characters of a string
@@ -221,6 +223,9 @@ class Reader:
             return self.report(
                 where, key.name, value, "must be finite" + ("; leave limit out for none" if key.name == "limit" else "")
             )
+        if abs(number) > FLOAT32_MAX or (number and struct.unpack("<f", struct.pack("<f", number)) == (0.0,)):
+            rule = f"a launch passes a float32, up to {FLOAT32_MAX:.8g} and, but for 0, from 1.4e-45 on"
+            return self.report(where, key.name, value, rule)
         return number
 
     def _pair(self, where: str, key: Key, value: Any) -> Any:

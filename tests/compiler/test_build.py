@@ -217,6 +217,12 @@ def test_no_processes_are_refused(build, jobs):
     [
         ({"targets": 3}, "targets = 3; it must be a name, or a list"),
         ({"targets": ["quickstart", b"x"]}, "targets = b'x'"),
+        ({"targets": b"x"}, "targets = b'x'; it must be a name, or a list"),
+        ({"targets": "quickstart", "progress": 5}, "progress = 5; it must be a function"),
+        ({"targets": "quickstart", "executor": 5}, "executor = 5; it must be a concurrent.futures.Executor"),
+        ({"targets": "quickstart", "prune": "no"}, "prune = 'no'; it must be True or False"),
+        ({"targets": "quickstart", "allow_extern": "0"}, "allow_extern = '0'; it must be True or False"),
+        ({"targets": "quickstart", "namespace": 5}, "namespace = 5; it must be text"),
         ({"targets": "quickstart", "arch": 3}, "arch = 3; it must be a name, or a list"),
         ({"targets": "quickstart", "config": "/some/store"}, r"config = '/some/store'; it must be a fusekit\.Config; "),
     ],

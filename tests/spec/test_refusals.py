@@ -104,6 +104,11 @@ AT = "[[kernel]] 1 (fc1): "
         ('activation = { kind = "swiglu", limit = 0 }', "activation.limit = 0.0: must be above 0"),
         ('activation = { kind = "swiglu", limit = inf }', "activation.limit = inf: must be finite; leave limit out"),
         ('activation = { kind = "swiglu", alpha = nan }', "activation.alpha = nan: must be finite"),
+        (
+            'activation = { kind = "swiglu", alpha = 3.5e38 }',
+            "alpha = 3.5e+38: a launch passes a float32, up to 3.4028235e+38",
+        ),
+        ('activation = { kind = "swiglu", limit = 1e-60 }', "limit = 1e-60: a launch passes a float32"),
         ('activation = { kind = "swiglu", alpha = "1" }', 'activation.alpha = "1": must be a number, is a string'),
         ('glu_layout = "concat"', "the activation identity is not gated, so there is no gate to lay out"),
         ('glu_layout = "interleaved32"', 'did you mean "interleaved-32"?'),
