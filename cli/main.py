@@ -22,7 +22,7 @@ import click
 import fusekit
 from fusekit.errors import FusekitError, SpecWarning
 from fusekit_cli.options import Session, common
-from fusekit_cli.terminal import answering, open_streams
+from fusekit_cli.terminal import ClosedPipeError, answering, open_streams
 
 STOPS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show(shown)
         session.say(shown.getvalue().rstrip("\n"))
         return error.exit_code
+    except ClosedPipeError:
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if session.debug:
             import traceback

@@ -71,7 +71,7 @@ def notes(session: Session, document: dict[str, Any]) -> None:
     for kept in document["kept"]:
         first, *others = (each["name"] for each in kept["needed_by"])
         more = f" and {len(others)} more" if others else ""
-        session.note(f"kernel {kept['key'][:12]} stays: {first}{more} needs it")
+        session.note(f"kernel {kept['key'][:12]} stays: {first}{more} need{'' if others else 's'} it")
     for key in document["in_use"]:
         session.note(
             f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"

@@ -22,6 +22,10 @@ class AnswerError(FusekitError):
     """Stdout does not take the answer."""
 
 
+class ClosedPipeError(Exception):
+    """Whoever read stdout has seen enough. (Click makes an exit code of its own of a BrokenPipeError.)"""
+
+
 def printable(text: str) -> str:
     r"""`text` with control characters as their Python escapes, such as \x1b; newlines and tabs stay."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
@@ -84,8 +88,8 @@ class _Stdout(io.TextIOWrapper):
 def _answering() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # whoever read it has seen enough
-        raise
+    except BrokenPipeError as error:
+        raise ClosedPipeError from error
     except OSError as error:
         raise AnswerError(
             f"cannot write the answer to stdout: {error.strerror}; what was asked for is done all the same; look at "
@@ -107,7 +111,7 @@ def answering() -> Iterator[None]:
     try:
         yield
         stdout.flush()
-    except (AnswerError, BrokenPipeError):
+    except (AnswerError, ClosedPipeError):
         with contextlib.suppress(OSError):
             buffer.close()  # or Python tries once more when it ends, and exits as it likes
         raise

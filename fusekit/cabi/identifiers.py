@@ -20,6 +20,12 @@ _KEYWORDS = frozenset({
 })  # fmt: skip
 # Of the headers that the source includes, and of compilers for Unix.
 _MACROS = frozenset({"EOF", "INFINITY", "NAN", "NULL", "errno", "linux", "unix"})
+# PREFIX.h must not come before a header that this one, or the program around it, includes.
+_HEADERS = frozenset({
+    "assert", "complex", "ctype", "cuda", "dlfcn", "errno", "fcntl", "fenv", "inttypes", "limits", "locale", "math",
+    "pthread", "sched", "setjmp", "signal", "stdalign", "stdarg", "stdatomic", "stdbool", "stddef", "stdint", "stdio",
+    "stdlib", "stdnoreturn", "string", "tgmath", "threads", "time", "uchar", "unistd", "wchar", "wctype",
+})  # fmt: skip
 _STRIDE = re.compile(r"_stride[0-9]+$")  # the members beside a tensor's
 # Members that every structure of arguments has.
 COMMON = ("cluster_margin", "has_priority", "priority")
@@ -30,6 +36,10 @@ def check_prefix(prefix: str) -> None:
     if not _IDENTIFIER.fullmatch(prefix) or prefix in _KEYWORDS or prefix.startswith("_"):
         rule = "a prefix is letters, digits and _, begins with a letter, and is no keyword of C or C++"
         raise UsageError(f"prefix {prefix!r}; {rule}; choose another one")
+    if prefix in _HEADERS:
+        raise UsageError(
+            f"prefix {prefix!r}: {prefix}.h is a header of the system, and would hide it; choose another one"
+        )
     if prefix == "fk":
         raise UsageError("prefix 'fk' is used inside the launcher; choose another one")
 
@@ -43,7 +53,10 @@ def kernel_identifiers(names: Sequence[str]) -> list[str]:
     ]
     for index, identifier in enumerate(found):
         if identifier in found[:index]:
-            raise UsageError(f"{names[index]} and {names[found.index(identifier)]} would both be called {identifier}")
+            raise UsageError(
+                f"{names[index]} and {names[found.index(identifier)]} would both be called {identifier}; export one "
+                "of them apart, with another --prefix"
+            )
     return found
 
 

@@ -63,10 +63,18 @@ def unpermute(x: Array, inverse: Array, weights: Array | None) -> tuple[Array, A
     total = np.zeros((len(inverse), x.shape[1]))
     size = np.zeros_like(total)
     for k in range(inverse.shape[1]):
-        rows = np.where(there[:, k, None], x[inverse[:, k]], 0.0) * factor[:, k, None]
+        rows = rows_of(x, inverse[:, k]) * factor[:, k, None]
         total += rows
         size += np.abs(rows)
     return total, size
+
+
+def rows_of(x: Array, inverse: Array) -> Array:
+    """The rows of x [M, H] that an index names, zeros where it is -1, also where there are none."""
+    there = inverse >= 0
+    made: Array = np.zeros((*inverse.shape, x.shape[1]))
+    made[there] = x[inverse[there]]
+    return made
 
 
 def spread(x: Array, weights: Array) -> Array:
@@ -77,7 +85,8 @@ def spread(x: Array, weights: Array) -> Array:
 
 def weight_gradient(by_token: Array, by_expert: Array, inverse: Array) -> tuple[Array, Array]:
     """float64[T, K]: products of a token's row ([T, H]) and its choices' rows ([M, H]), and the magnitudes summed."""
-    products = np.where((inverse >= 0)[..., None], by_expert[inverse], 0.0) * by_token[:, None, :]
+    there = (inverse >= 0)[..., None]
+    products = np.where(there, rows_of(by_expert, inverse) * np.where(there, by_token[:, None, :], 0.0), 0.0)
     return products.sum(axis=-1), np.abs(products).sum(axis=-1)
 
 

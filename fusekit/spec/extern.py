@@ -95,7 +95,7 @@ class ExternSpec(TokenSpec):
     @property
     def variant(self) -> str:
         """The sweep's choice, such as `n4096-dtype-bf16`; `base` without one."""
-        return "-".join(_said(name, value) for name, value in self.sweep.items()) or "base"
+        return variant_of(self.sweep)
 
     @property
     def provider(self) -> str:
@@ -255,6 +255,11 @@ def is_json(value: Any) -> bool:
 def combinations(sweep: Mapping[str, list[Any]]) -> tuple[dict[str, Any], ...]:
     """Every choice of one value for each name."""
     return tuple(dict(zip(sweep, choice, strict=True)) for choice in itertools.product(*sweep.values()))
+
+
+def variant_of(choice: Mapping[str, Any]) -> str:
+    """What a choice of a sweep is called."""
+    return "-".join(_said(name, value) for name, value in choice.items()) or "base"
 
 
 def _said(name: str, value: Any) -> str:

@@ -270,7 +270,7 @@ class Reader:
         return tuple(value)
 
     def _combinations(self, where: str, key: Key, value: Any) -> Any:
-        from fusekit.spec.extern import MOST_COMBINATIONS, combinations
+        from fusekit.spec.extern import MOST_COMBINATIONS, combinations, variant_of
 
         if self._json(where, key, value) is BAD:
             return BAD
@@ -279,15 +279,22 @@ class Reader:
             if not isinstance(items, list) or not items:
                 rule = "must be a list of values, of which each makes a kernel; one value belongs into params"
                 return self.report(where, f"{key.name}.{bare(name)}", items, rule)
-            twice = next((item for index, item in enumerate(items) if item in items[:index]), None)
+            texts = [json.dumps(item, sort_keys=True) for item in items]  # where 0, 0.0 and false differ
+            twice = next((index for index, text in enumerate(texts) if text in texts[:index]), None)
             if twice is not None:
-                rule = f"{show(twice)} appears twice; a sweep names each value once"
+                rule = f"{show(items[twice])} appears twice; a sweep names each value once"
                 return self.report(where, f"{key.name}.{bare(name)}", items, rule)
             count *= len(items)
         if count > MOST_COMBINATIONS:
             rule = f"makes {count} kernels; at most {MOST_COMBINATIONS}; sweep less, or write several kernels"
             return self.report(where, key.name, value, rule)
-        return combinations(value)
+        found = combinations(value)
+        names = [variant_of(choice) for choice in found]
+        if len(set(names)) < len(names):
+            alike = next(name for index, name in enumerate(names) if name in names[:index])
+            rule = f"makes two variants {show(alike)}: names have letters, digits and dots of the values; choose others"
+            return self.report(where, key.name, value, rule)
+        return found
 
     def _tables(self, where: str, key: Key, value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(table, dict) and table for table in value):

@@ -136,10 +136,10 @@ def test_names_that_meet_in_c_compile(tmp_path, arguments, dims):
         compile_shared(tmp_path, [Exported("a/b@c", made, CUBIN)], "odd", language)
 
 
-@pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace"])
+@pytest.mark.parametrize("prefix", ["", "9x", "a-b", "int", "_x", "fk", "namespace", "stdint", "cuda"])
 def test_a_prefix_that_is_none(prefix):
     with pytest.raises(
-        UsageError, match=r"prefix '.*(is no keyword of C or C\+\+|inside the launcher); choose another"
+        UsageError, match=r"prefix '.*(is no keyword of C or C\+\+|inside the launcher|would hide it); choose another"
     ):
         generate([one()], prefix)
 

@@ -164,16 +164,17 @@ def test_interrupted_in_the_middle(fusekit):
     assert "Traceback" not in err
 
 
-def test_a_reader_that_goes_away_is_no_traceback(store, fusekit):
+@pytest.mark.parametrize("line", [["ls"], ["ls", "--json"], ["show", NAMES[0]], ["schema"], ["--help"]])
+def test_a_reader_that_goes_away_is_no_error_in_words(store, fusekit, line):
     process = subprocess.Popen(
-        [sys.executable, "-m", "fusekit_cli", "ls"],
+        [sys.executable, "-m", "fusekit_cli", *line],
         env=fusekit.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    process.wait()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -249,3 +249,13 @@ def test_terms_and_sums_are_checked_bit_for_bit():
     assert permutation_check(spec, inputs, {"y": np.array([[111.5, 222.25]], np.float32)}) == ([], [])
     order = {"x": np.array([[2**24, 0, 1, 0, 1, 0]], np.float32), "bias": np.zeros(2, np.float32)}  # the smallest first
     assert permutation_check(spec, order, {"y": np.array([[2**24 + 2, 0]], np.float32)}) == ([], [])
+
+
+def test_a_choice_without_a_row_takes_part_in_nothing():
+    """Not even with an infinity in the token's row, nor where no choice has a row."""
+    token, rows = np.array([[np.inf, 1.0]]), np.array([[2.0, 3.0]])
+    products, sizes = permutation.weight_gradient(token, rows, np.array([[0, -1]], np.int32))
+    assert products.tolist() == sizes.tolist() == [[np.inf, 0.0]]
+    none, empty = np.full((1, 2), -1, np.int32), np.zeros((0, 2))
+    assert not permutation.weight_gradient(token, empty, none)[0].any()
+    assert not permutation.unpermute(empty, none, None)[0].any()

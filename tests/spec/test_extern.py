@@ -65,6 +65,8 @@ def test_tables_of_defaults_and_of_a_kernel_are_joined():
         ("params = 3", "params = 3: must be a table of JSON values"),
         ("sweep.n = 3", "sweep.n = 3: must be a list of values, of which each makes a kernel"),
         ("sweep.n = [3, 3]", "sweep.n = [3, 3]: 3 appears twice"),
+        ('sweep.n = ["a b", "c", "a-b"]', 'makes two variants "n-a-b": names have letters, digits and dots'),
+        ("sweep.n = [[false], [false]]", "[false] appears twice"),
         (f"sweep = {{ a = [1, 2, 3], b = [0], n = {list(range(400))} }}", "makes 1200 kernels"),
         ("arguments.x = 3", "arguments.x = 3: must be a table"),
         ('arguments.x = { rule = "input" }', 'arguments.x.rule = "input": there is no such key; the keys are role'),
@@ -105,3 +107,8 @@ def test_the_packaged_catalogue():
     specs = [spec for spec in find(["quack", "cudnn"]) if isinstance(spec, ExternSpec)]
     assert len({(spec.full_name, spec.arch) for spec in specs}) >= 60
     assert all(spec.summary and spec.distributions for spec in specs)
+
+
+def test_values_that_python_takes_for_equal_are_several():
+    made = parse_text(HEAD + "sweep.n = [0, false, 1, 1.0]", "own")
+    assert [spec.variant for spec in made[:4]] == ["n0", "non", "n1", "n-1.0"]

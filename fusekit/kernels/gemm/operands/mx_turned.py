@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
+from fusekit.kernels.gemm.columns import SLABS, Place
 from fusekit.kernels.gemm.operands.base import Idle
-from fusekit.kernels.gemm.operands.columns import SLABS, Place
 from fusekit.kernels.gemm.operands.turned import LINE, SIDE, UNIT, DzTurned, YTurned
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom

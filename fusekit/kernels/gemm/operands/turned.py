@@ -13,9 +13,9 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
+from fusekit.kernels.gemm.columns import SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.base import Idle
 from fusekit.kernels.gemm.operands.codes import in_order
-from fusekit.kernels.gemm.operands.columns import SLABS, Columns, Place, Turned
 from fusekit.kernels.gemm.operands.saved_preactivation import z_place
 from fusekit.kernels.gemm.sm90.maps import box_map, not_empty, store_op
 from fusekit.kernels.gemm.sm90.staging import StagingBoxes
