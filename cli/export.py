@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -10,6 +15,8 @@ from fusekit.errors import UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import note_unbuilt
 from fusekit_cli.options import Session, common, one_arch, signing
+
+STDOUT = "-"
 
 
 @click.command("export")
@@ -27,7 +34,8 @@ def command(
     session: Session, file: str, patterns: tuple[str, ...], arch: str | None, lang: str | None, prefix: str,
     loader: bool,
 ) -> None:  # fmt: skip
-    """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes.
+    """Write the kernels that NAME means (none: all) to FILE, a bundle. The same kernels give the same bytes. FILE may
+    be - for standard output.
 
     With --lang c FILE is a folder, which gets PREFIX.h and PREFIX.c: typed functions that load and launch the kernels,
     whose cubins are inside. The source is C11 and C++17, needs no library but libdl, and finds the driver at run time.
@@ -56,7 +64,9 @@ def command(
     from fusekit.store.selection import select
 
     store = session.open_store()
-    done = export_bundle(store, select(store, patterns, arch), Path(file).absolute())
+    selection = select(store, patterns, arch)
+    with _place(session, file) as path:
+        done = export_bundle(store, selection, path)
     for name in patterns:
         note_unbuilt(session, name, [listed.record for listed in store.names(name, arch)])
     document = {
@@ -70,6 +80,26 @@ def command(
     def text() -> None:
         held = f"{output.plural(done.names, 'name')}, {output.plural(done.entries, 'entry')}, {output.size(done.bytes)}"
         signed = f", signed by {document['signed_by']}" if document["signed_by"] else ""
-        click.echo(f"{file}: {held}{signed}")
+        (session.note if file == STDOUT else click.echo)(f"{file}: {held}{signed}")
 
-    output.answer(session, document, text)
+    if file == STDOUT:
+        text()
+    else:
+        output.answer(session, document, text)
+
+
+@contextmanager
+def _place(session: Session, file: str) -> Iterator[Path]:
+    """Where a bundle is written; for stdout a temporary file, whose bytes go there in the end."""
+    if file != STDOUT:
+        yield Path(file).absolute()
+        return
+    if session.json:
+        raise UsageError("export - writes the bundle to stdout, where --json would write too; leave one of them out")
+    if sys.stdout.isatty():
+        raise UsageError("export - writes a bundle to stdout, and that is a terminal; lead it to a program")
+    with TemporaryDirectory(prefix="fusekit-export-") as folder:
+        path = Path(folder) / "bundle"
+        yield path
+        with path.open("rb") as bundle:
+            shutil.copyfileobj(bundle, sys.stdout.buffer)

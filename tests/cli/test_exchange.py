@@ -213,6 +213,18 @@ def test_what_a_bundle_or_a_remote_holds(fusekit, store, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_export_to_standard_output(fusekit, store, tmp_path):
+    fusekit("export", "kernels.tar")
+    line = [sys.executable, "-m", "fusekit_cli", "export", "-"]
+    run = {"env": fusekit.environment, "cwd": tmp_path, "capture_output": True, "check": False}
+    done = subprocess.run(line, **run)
+    assert (done.returncode, done.stdout) == (0, (tmp_path / "kernels.tar").read_bytes())
+    assert b"3 names, 3 entries" in done.stderr
+    assert not (tmp_path / "-").exists()
+    refused = subprocess.run([*line, "--json"], **run)
+    assert (refused.returncode, refused.stdout) == (2, b"")
+
+
 def test_import_from_standard_input(fusekit, store, tmp_path):
     fusekit("export", "kernels.tar")
     for arguments, file in ((["import", "-", "--json"], "kernels.tar"), (["import", "-"], "cut.tar")):

@@ -82,6 +82,11 @@ def problems(*tables, **defaults):
              for key, value in (("hidden", 100), ("intermediate", 36), ("shared", 4))],
         ),
         (
+            {"hidden": 2**23, "intermediate": 2**30},
+            [f"{key} = {value}: not all kernels of a layer take rows of so many elements; say 4194304 at most"
+             for key, value in (("hidden", 2**23), ("intermediate", 2**30))],
+        ),
+        (
             {"glu_layout": "interleaved-32", "intermediate": 40, "shared": 24},
             [f"{key} = {value}: interleaved-32 alternates 32 gate and 32 up columns; say a multiple of 32"
              for key, value in (("intermediate", 40), ("shared", 24))],

@@ -23,6 +23,7 @@ F32, NOTHING = "f32", "none"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 TOKENS = 8192  # of a layer without a problem
 CODES = 16  # in a row of them, or a multiple
+MOST_COLUMNS = 2**22  # of a tensor: quantise counts four times as many, gates and ups are two
 
 ROUTER_KEYS = (
     Key("input", "choice", 'What the layer is given: "x" alone (the logits come from its parameter router [X, H]); '
@@ -180,6 +181,10 @@ def make(file: str, values: Mapping[str, Any]) -> Options:
 
 def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
     """The rules that a layer breaks, beside those of its kernels: (key, its value, rule)."""
+    for key in ("hidden", "intermediate", "shared"):
+        if getattr(options, key) > MOST_COLUMNS:
+            rule = f"not all kernels of a layer take rows of so many elements; say {MOST_COLUMNS} at most"
+            yield key, getattr(options, key), rule
     if options.kind == MOE:
         for key in ("experts", "topk"):
             if getattr(options, key) < 1:
