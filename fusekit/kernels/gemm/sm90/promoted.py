@@ -7,7 +7,7 @@ what it holds in the end is added to float32 registers, times the scales of the 
 
 Both consumer warpgroups share a tile. Adding up hides behind the wgmma of the other. (In two halves of the columns,
 with an accumulator each, it would hide behind a warpgroup's own; but rows would be read twice from shared memory, whose
-128 bytes a clock are what binds.)
+128 bytes a clock are what binds. With rows in registers that is slower still.)
 """
 
 import cutlass
