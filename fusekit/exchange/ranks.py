@@ -34,9 +34,10 @@ class Ranks:
 
     @classmethod
     def in_process(cls, devices: Devices, ordinals: Sequence[int], timeout: int = TIMEOUT) -> list[Ranks]:
-        """The ranks of this process: rank r is on device `ordinals[r]`; several may be on one.
+        """The ranks of this process: rank r is on device `ordinals[r]`.
 
-        devices: `library.devices`. Raises ArgumentError for no ranks or too many.
+        devices: `library.devices`. A launch waits for those of the other ranks, so give each rank a device of its own;
+        on one, launch all of them before you wait. Raises ArgumentError for no ranks or too many.
         """
         count, made = len(ordinals), _Made(devices, ordinals)
         if not 1 <= count <= MOST_RANKS:

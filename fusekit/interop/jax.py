@@ -3,7 +3,7 @@
     fc1 = fusekit.interop.jax.operator(library.load("quickstart/moe-fc1"), "fc1")
     y = jax.jit(fc1)(x=x, w=w, offsets=offsets)
 
-    moe = fusekit.interop.jax.moe(library.layer("qwen3-30b/moe"), "moe")
+    moe = fusekit.interop.jax.moe(library.layer("qwen3-30b-a3b/moe"), "moe")
     gradients = jax.jit(jax.grad(lambda params, x: moe(x, params).sum()))(params, x)
 
 XLA hands the launcher the addresses of its own buffers and its stream, on one of its threads; the launches are queued

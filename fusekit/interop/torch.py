@@ -32,8 +32,9 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     The operator takes the kernel's inputs in the record's order, then its scalars (those with a default are optional),
     and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It queues every launch of
     the record on the current stream of the inputs' device, can be captured in a graph, and works under torch.compile,
-    dynamic shapes included. Raises ArgumentError for a kernel with an `inout` argument, an output whose shape its
-    inputs do not determine, and one of a type that this PyTorch lacks.
+    dynamic shapes included. Raises ArgumentError for a kernel with an `inout` argument, with windows of other ranks,
+    without an input tensor, or with an output of a type that this PyTorch lacks; a call raises it for inputs that do
+    not determine the outputs' shapes.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):

@@ -356,7 +356,8 @@ _ROWS = (
         (
             Operand("offsets", INPUT, "i32", "E", "The group ends to look at."),
             Operand("report", INOUT, "i32", "8",
-                    "Told of a wrong group: launches that told, group, begin, end, rows, launches that began to."),
+                    "What is wrong: launches that finished a report, the group, its begin, its end, the rows, launches that "
+                    "began one; two words are unused."),
             Operand("rows", SCALAR, "i32", "", "How many rows there are."),
         ),
     ),

@@ -70,12 +70,12 @@ class Library:
 
         name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.variants picks the
         variant for `problem` (E, M, N, K of a GEMM, T and H of a kernel that works token by token; default: the
-        spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that of the current context,
+        spec's; E, M, K, T of `quantise`). arch: the cubin's; default: the device's. device: an ordinal; default: that of the current context,
         else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
-        ArgumentError for a name, a problem or a device that cannot be one, ArchMismatchError, IntegrityError or
-        DriverError.
+        ArgumentError for a name, a problem or a device that cannot be one, UsageError for the name of a layer and where
+        the variants of a kernel do not compute the same, ArchMismatchError, IntegrityError or DriverError.
         """
         _check_name(name)
         device = None if device is None else ordinal_of(device)
@@ -103,7 +103,7 @@ class Library:
         """The layer `name`, as `file/layer`; arch and device as for `load`. Loads no kernel yet.
 
         ranks, tokens, rows: of a layer over ranks, whose device is the rank's; see fusekit.layers.ranked. Raises
-        NotBuiltError where the stores have no kernel of it, ArgumentError.
+        NotBuiltError where the stores have no kernel of it, UsageError for what names no layer, ArgumentError.
         """
         from fusekit.layers import open_layer
 
