@@ -356,8 +356,8 @@ _ROWS = (
         (
             Operand("offsets", INPUT, "i32", "E", "The group ends to look at."),
             Operand("report", INOUT, "i32", "8",
-                    "What is wrong: launches that finished a report, the group, its begin, its end, the rows, launches that "
-                    "began one; two words are unused."),
+                    "What is wrong: launches that finished a report, the group, its begin, its end, the rows, launches "
+                    "that began one; two words are unused."),
             Operand("rows", SCALAR, "i32", "", "How many rows there are."),
         ),
     ),

@@ -69,9 +69,9 @@ class Library:
         """The kernel `name`, loaded on `device` now and on other devices when their tensors come. Never compiles.
 
         name: ``file/kernel@variant``, or ``file/kernel``: then a tuning table or fusekit.choice.variants picks the
-        variant for `problem` (E, M, N, K of a GEMM, T and H of a kernel that works token by token; default: the
-        spec's; E, M, K, T of `quantise`). arch: the cubin's; default: the device's. device: an ordinal; default: that of the current context,
-        else 0.
+        variant for `problem` (E, M, N, K of a GEMM; E, M, K, T of `quantise`; T or M and H of a kernel that works token
+        by token; default: the spec's). arch: the cubin's; default: the device's. device: an ordinal; default: that of
+        the current context, else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
         ArgumentError for a name, a problem or a device that cannot be one, UsageError for the name of a layer and where
