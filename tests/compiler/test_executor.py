@@ -1,6 +1,7 @@
 """Building on executors: threads, processes, and a real Dask cluster, which share nothing but what is sent to them."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -63,23 +64,63 @@ def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
     made = []
 
     class Slow:
-        def __init__(self):
+        def __init__(self, stamp):
             made.append(self)
             time.sleep(0.05)
-            self.guard = threading.Lock()
+            self.guard, self.users, self.old = threading.Lock(), 0, False
+            self.stamp, self.process = stamp, os.getpid()
 
         def borrow(self):
             raise BuildError("enough")
 
     monkeypatch.setattr(executors, "_Processes", Slow)
-    executors._own.cache_clear()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
-    finally:
-        executors._own.cache_clear()
+    monkeypatch.setattr(executors, "_KEPT", [])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
     assert [str(answer) for answer in answers] == ["enough"] * 4
     assert len(made) == 1
+
+
+def test_what_was_imported_from_other_sources_compiles_nothing(monkeypatch):
+    """A worker of a cluster outlives an upgrade, and its compile processes have what was there before."""
+    stamps, closed, compiled = iter("aabbbc"), [], []
+
+    class Processes:
+        def __init__(self, stamp):
+            self.guard, self.users, self.old = threading.Lock(), 0, False
+            self.stamp, self.process = stamp, os.getpid()
+
+        @contextlib.contextmanager
+        def borrow(self):
+            yield self
+
+        def compile(self, job):
+            compiled.append(self.stamp)
+            return "done"
+
+        def close(self):
+            closed.append(self.stamp)
+
+    monkeypatch.setattr(executors, "_Processes", Processes)
+    monkeypatch.setattr(executors, "_KEPT", [])
+    monkeypatch.setattr(executors, "_stamp", lambda: next(stamps))
+    answers = [compile_here(Job("k", None, LINEAR)) for _ in range(3)]
+    assert answers[:2] == ["done", "done"]
+    assert "changed while k was compiled; run the build again" in str(answers[2])
+    assert (compiled, closed) == (["a", "b", "b"], ["a"])
+
+
+def test_the_stamp_is_of_contents(monkeypatch, tmp_path):
+    package = tmp_path / "fusekit" / "compiler"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(executors, "__file__", str(package / "executor.py"))
+    (package / "one.py").write_text("SIZE = 4")
+    os.utime(package / "one.py", (0, 0))
+    before = executors._stamp()
+    assert before == executors._stamp()
+    (package / "one.py").write_text("SIZE = 8")
+    os.utime(package / "one.py", (0, 0))
+    assert executors._stamp() != before
 
 
 def test_a_process_pool(tilecopy, store):
