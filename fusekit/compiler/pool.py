@@ -29,8 +29,29 @@ from fusekit.errors import BuildError, FusekitError, ToolchainError
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Arguments: the socket, then the entries of sys.path, so that the child finds what the parent would.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.forkserver import main; main(int(sys.argv[1]))"
+# Arguments: the socket, then the entries of sys.path, so that the child finds what the parent would. Keys are made of
+# the text of sources. Python takes byte code for a source's by its size and the second in which it was written, which
+# copies keep; so only what is installed is imported from byte code.
+_BOOT = """
+import os, sys
+from importlib.machinery import SourceFileLoader
+
+sys.path[:] = sys.argv[2:]
+stored = SourceFileLoader.get_code
+installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(os.__file__) + os.sep
+
+
+def get_code(self, name):
+    if any(part in self.path for part in installed):
+        return stored(self, name)
+    return self.source_to_code(self.get_data(self.path), self.path)
+
+
+SourceFileLoader.get_code = get_code
+from fusekit.compiler.forkserver import main
+
+main(int(sys.argv[1]))
+"""
 _LOG_TAIL = 2000
 _PATIENCE = 10.0
 _FAREWELL = 2.0
