@@ -28,6 +28,7 @@ class Ranks:
         if not isinstance(timeout, int) or not 1 <= timeout < 2**31:
             raise ArgumentError(f"timeout = {timeout!r}; it is a whole number of milliseconds, 1 or more")
         self.rank, self.count, self.device, self.timeout = rank, count, device, timeout
+        self.closed = False
         self._make = make
         self._windows: dict[tuple[Any, ...], Window] = {}
         self._side: Side | None = None
@@ -83,6 +84,7 @@ class Ranks:
 
     def close(self, *, alone: bool = False) -> None:
         """Gives the windows' memory back, when no launch is pending; all ranks together, or alone if one is gone."""
+        self.closed = True
         if self._side is not None:
             self._side.close()
             self._side = None

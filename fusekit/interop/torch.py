@@ -25,6 +25,8 @@ from fusekit.runtime import DeviceArray, Kernel
 
 __all__ = ["DTYPES", "MoE", "copy_of", "operator"]
 
+_DEFINED: dict[str, Any] = {}
+
 
 def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:
     """Registers `kernel` as the PyTorch operator `name` ("namespace::name") and returns it.
@@ -33,8 +35,9 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     and returns its outputs, newly allocated: one tensor, or a tuple in the record's order. It queues every launch of
     the record on the current stream of the inputs' device, can be captured in a graph, and works under torch.compile,
     dynamic shapes included. Raises ArgumentError for a kernel with an `inout` argument, with windows of other ranks,
-    without an input tensor, or with an output of a type that this PyTorch lacks; a call raises it for inputs that do
-    not determine the outputs' shapes.
+    without an input tensor, or with an output of a type that this PyTorch lacks, and for a name that stands for another
+    kernel; a call raises it for inputs that do not determine the outputs' shapes. torch.compile's cache on disk knows a
+    kernel by the name alone: give it another one when its types or shapes change.
     """
     record = kernel.record
     if any(tensor.role == "inout" for tensor in record.tensors):
@@ -50,6 +53,13 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
             raise ArgumentError(f"{tensor.name} is {tensor.dtype}, which PyTorch {torch.__version__} lacks; update it")
     if not inputs:
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
+    said = record, dict(kernel.defaults), cluster_margin
+    if _DEFINED.setdefault(name, said) != said:
+        raise ArgumentError(
+            f"the operator {name} is another kernel, or has another margin; what was compiled with it would launch this"
+            " one; choose another name",
+            argument="name",
+        )
     required = [scalar for scalar in record.scalars if kernel.defaults.get(scalar.name, scalar.default) is None]
     optional = [scalar for scalar in record.scalars if scalar not in required]
     names = [tensor.name for tensor in inputs] + [scalar.name for scalar in (*required, *optional)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import chain, count
@@ -30,6 +31,7 @@ NAMESPACE = "fusekit"
 _ALIGNMENT = 16  # of a tensor that kernels copy in boxes
 _SIZES_KEPT = 256
 _QUANTISE = "_quantise"
+_REGISTERING = threading.Lock()
 
 
 class Operator:
@@ -282,12 +284,14 @@ def operator_of(layer: Layer, cluster_margin: int | None = None, in_place: bool 
     """The operator of a layer with these settings, registered once: fusekit::NAME, NAME made of the layer's name and
     what it computes.
     """
-    return _registered(layer, cluster_margin, in_place)
+    with _REGISTERING:
+        return _registered(layer, cluster_margin, in_place)
 
 
 @cache
 def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Operator:
-    said = json.dumps(layer.options.canonical(), sort_keys=True)
+    # All that torch.compile's cache on disk takes a name for.
+    said = json.dumps([layer.options.canonical(), in_place], sort_keys=True)
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
     return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin, in_place)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -81,7 +81,8 @@ class MoE(nn.Module):  # type: ignore[misc]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
             _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
         self._codes: dict[str, Any] = {}
-        self._coded: list[tuple[int, int]] = []  # what they are of
+        self._coded: list[tuple[int, int]] = []  # what they are of, and the tensors themselves
+        self._sources: list[Any] = []
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_join)
 
@@ -136,6 +137,7 @@ class MoE(nn.Module):  # type: ignore[misc]
             raise ArgumentError(f"{self.layer.name} has no recipe, so there is nothing to quantise")
         tensors = {name: _at(self, self.names[name]) for name in operator.weights}
         self._coded = _versions(tensors.values()) if hold else []
+        self._sources = [ref(tensor) for tensor in tensors.values()] if hold else []
         if hold:
             _watch()
             _HOLDERS.add(self)
@@ -145,8 +147,9 @@ class MoE(nn.Module):  # type: ignore[misc]
     def _held(self) -> dict[str, Any]:
         """The codes that `quantise` holds."""
         if self._codes and not torch.compiler.is_compiling():
-            now = _versions(_at(self, self.names[name]) for name in self.operator.weights)
-            if now != self._coded:
+            tensors = [_at(self, self.names[name]) for name in self.operator.weights]
+            same = all(each() is tensor for each, tensor in zip(self._sources, tensors, strict=True))
+            if not same or _versions(tensors) != self._coded:  # another one may have come to the same address
                 raise ArgumentError(
                     f"the weights of {self.layer.name} have changed since quantise(); call quantise() again, or"
                     " quantise(hold=False), with which each call makes its own codes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,19 +14,23 @@ from fusekit.exchange import Ranks
 from fusekit.runtime import Devices
 
 TIMEOUT = 60_000
+_KNOWN: dict[tuple[Devices, Any, int], Ranks] = {}
 
 
 def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> Ranks:
     """This process's rank in `group` (default: all processes), on PyTorch's current device.
 
     devices: `library.devices`. timeout: milliseconds that a launch, and the making of windows, waits for the other
-    ranks. All processes of the group call this together, and each gets the same ranks again; they are of one machine.
+    ranks. All processes of the group call this together, and each gets the same ranks again, until they are
+    closed; they are of one machine.
     Raises PeerTimeoutError where one does not come in time.
     """
-    return _ranks(devices, distributed.group.WORLD if group is None else group, timeout)
+    key = devices, distributed.group.WORLD if group is None else group, timeout
+    if key not in _KNOWN or _KNOWN[key].closed:
+        _KNOWN[key] = _ranks(*key)
+    return _KNOWN[key]
 
 
-@cache
 def _ranks(devices: Devices, group: Any, timeout: int) -> Ranks:
     own = distributed.get_rank(group)
     return Ranks.of_process(devices, torch.cuda.current_device(), own, gather(group, timeout), timeout)

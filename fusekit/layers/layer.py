@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import ArgumentError, UsageError, some
+from fusekit.errors import ArgumentError, IntegrityError, NotBuiltError, UsageError, some
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
-from fusekit.plan.layer import Buffer, Options, Program, Step, check_table, program, stored_options
+from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime.devices import ordinal_of
@@ -63,6 +63,9 @@ class Layer:
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
         self._plans: dict[Any, _Plan] = {}
+        # What its names stand for now: a build meanwhile changes no kernel of a layer that is open.
+        listed = (listing.record for listing in library.store.names(f"{name}.*"))
+        self._records = {(record.name, record.arch): record for record in listed}
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
@@ -78,7 +81,8 @@ class Layer:
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        return id(self._library), self.name, self._arch, self._device
+        keys = frozenset(record.key for record in self._records.values())
+        return id(self._library), self.name, self._arch, self._device, keys
 
     def inputs(self, which: str) -> dict[str, Buffer]:
         """The inputs of "forward", "inference", "backward" or "quantise" by name; none where the layer lacks that pass.
@@ -394,9 +398,18 @@ class Layer:
         """A part for so many tokens, loaded once."""
         name = self.kernel_name(part, dims["T"])
         if name not in self._kernels:
-            found = self._library.find(name, self._arch, self._device)
+            now = self._library.find(name, self._arch, self._device)
+            found = self._records.get((now.name, now.arch), now)
             self._refuse_another_table(found)
-            self._kernels[name] = self._library.load_found(found, self._device)
+            try:
+                self._kernels[name] = self._library.load_found(found, self._device)
+            except NotBuiltError as error:
+                if found.key == now.key:
+                    raise
+                raise UsageError(
+                    f"{name} was built again since {self.name} was opened, and its kernel of before is gone; open the "
+                    "layer again, and bind its passes again"
+                ) from error
         return self._kernels[name]
 
     def _refuse_another_table(self, found: NameRecord) -> None:
@@ -426,17 +439,21 @@ def untrained(options: Options, which: str = BACKWARD) -> str:
 
 
 def layers_of(library: Library) -> dict[str, Options]:
-    """Every layer of the stores by name; those of another version of fusekit, and of wrong values, are left
-    out.
-    """
+    """Every layer of the stores by name, as `options_of` gives it; what that refuses is left out."""
+    names = {
+        listing.record.name.rpartition(".")[0] for listing in library.store.names("*/*.fc2*")
+    }  # every layer has one
     found: dict[str, Options] = {}
-    for listing in library.store.names("*/*.fc2*"):  # every layer has one
-        said = listing.record.spec.get("layer")
-        if isinstance(said, Mapping) and f"{said.get('file')}/{said.get('name')}" not in found:
-            with suppress(TypeError, ValueError):
-                options = check_table(said)
-                found[f"{options.file}/{options.name}"] = options
+    for name in sorted(names):
+        with suppress(IntegrityError, UsageError):
+            if (options := stored_options(name, _specs(library, name))) is not None:
+                found[name] = options
     return found
+
+
+def _specs(library: Library, name: str) -> dict[str, Mapping[str, Any]]:
+    """Those of a layer's kernels by their full names."""
+    return {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
 
 
 def options_of(library: Library, name: str) -> Options:
@@ -447,8 +464,7 @@ def options_of(library: Library, name: str) -> Options:
         there = [*layers_of(library)]
         stored = f"the store has {some(there)}" if there else "the store has none yet"
         raise UsageError(f"'{name}' names no layer; a layer is named file/layer, such as 'model/moe'; {stored}")
-    known = {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
-    options = stored_options(name, known)
+    options = stored_options(name, _specs(library, name))
     if options is None:
         if kernels := [listing.record.name for listing in library.store.names(f"{name}@*")]:
             raise UsageError(

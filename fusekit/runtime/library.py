@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class Library:
         self._source = store
         self._driver = driver
         self._devices: Devices | None = None
+        self._first = threading.Lock()  # of threads that ask at once
         self._checked = checked
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
@@ -60,7 +62,9 @@ class Library:
     def devices(self) -> Devices:
         """The GPUs of this process. Raises DriverError where there is no usable driver or GPU."""
         if self._devices is None:
-            self._devices = Devices(self._driver or Driver())
+            with self._first:
+                if self._devices is None:
+                    self._devices = Devices(self._driver or Driver())
         return self._devices
 
     def load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from operator import index
 from typing import Any
 
 from fusekit.dtypes import ARGUMENTS, DTYPES
@@ -23,6 +24,7 @@ class DeviceArray:
     ) -> None:
         if dtype not in ARGUMENTS:
             raise ArgumentError(f"dtype {dtype!r}; known are {', '.join(ARGUMENTS)}")
+        shape = tuple(index(extent) for extent in shape)  # those of NumPy overflow
         if any(extent < 0 for extent in shape):
             raise ArgumentError(f"shape {list(shape)}; extents are not negative")
         self.shape = tuple(shape)

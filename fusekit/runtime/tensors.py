@@ -66,7 +66,8 @@ class Slice:
     def __init__(
         self, address: int, shape: tuple[int, ...], dtype: Any, device: Any, strides: tuple[int, ...] | None = None
     ) -> None:
-        self._address, self.shape, self.dtype, self.device = address, shape, dtype, device
+        self._address, self.dtype, self.device = address, dtype, device
+        self.shape = shape = tuple(map(index, shape))  # those of NumPy overflow
         self._strides = strides_of(shape) if strides is None else strides
 
     def data_ptr(self) -> int:

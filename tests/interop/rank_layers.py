@@ -23,7 +23,7 @@ class StandIn(Layer):
         self.options = options(**{"dtype": "f32", **said})
         self.name = f"{self.options.file}/{self.options.name}"
         self.program = program(self.options)
-        self._library, self._arch, self._device = self, None, None
+        self._library, self._arch, self._device, self._records = self, None, None, {}
         self.passes = []
 
     def _call(self, which, kept, scratch, arguments, stream, cluster_margin=None, in_place=False):

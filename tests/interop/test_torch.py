@@ -6,6 +6,7 @@ import pytest
 
 from fusekit.abi import Dim, LaunchRecord, TensorArgument
 from fusekit.dtypes import ARGUMENTS, DTYPES
+from fusekit.errors import ArgumentError
 from tests.abi.test_schema_2 import whole
 from tests.runtime.samples import fake_for, load
 
@@ -41,3 +42,11 @@ def test_results_of_8_bits():
     call = interop.operator(load(made, fake_for(made))[0], "fusekit_test::codes")
     with torch._subclasses.FakeTensorMode():
         assert call(torch.empty((64,), dtype=torch.float8_e4m3fn)).dtype == torch.float8_e5m2
+
+
+def test_a_name_stands_for_one_kernel():
+    made = whole()
+    interop.operator(load(made, fake_for(made))[0], "fusekit_test::one")
+    interop.operator(load(made, fake_for(made))[0], "fusekit_test::one")  # again, as in a notebook
+    with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another margin"):
+        interop.operator(load(made, fake_for(made))[0], "fusekit_test::one", cluster_margin=1)

@@ -88,6 +88,10 @@ def test_every_call_makes_codes_unless_they_are_held():
         moe(x)
     moe.quantise()
     assert not torch.equal(moe(x), y)
+    moe.experts.down_proj = torch.nn.Parameter(moe.experts.down_proj.detach())  # where the one before was
+    moe._coded = [(data, 0 if data == moe.experts.down_proj.data_ptr() else version) for data, version in moe._coded]
+    with pytest.raises(ArgumentError, match="the weights of layers/moe have changed since quantise"):
+        moe(x)
     moe.quantise(hold=False)
     moe.layer.passes.clear()
     moe(x)

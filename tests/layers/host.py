@@ -26,6 +26,7 @@ class HostLayer(Layer):
         self.name, self.options, self.program = f"{options.file}/{options.name}", options, program(options)
         self._library = SimpleNamespace(devices=SimpleNamespace(driver=None, current=lambda: 0))
         self._arch = self._device = None
+        self._records = {}
         self._plans, self.passes, self.launched, self.loaded, self.margins, self.in_place = {}, [], [], [], [], []
 
     def load(self, tokens=None, *, devices=()):

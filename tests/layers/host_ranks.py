@@ -61,6 +61,7 @@ class HostLibrary:
         self.machine = self.driver.machine = Machine()
         self.devices = Devices(Driver(self.driver))
         self.layers = {}
+        self.store = SimpleNamespace(names=lambda pattern: [])
 
     def layer(self, name, *, ranks, **said):
         made = HostRanked(self, name, self.options, ranks=ranks, **said)

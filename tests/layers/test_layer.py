@@ -341,13 +341,29 @@ def test_an_output_has_memory_of_its_own(tmp_path, which, output, other):
 
 
 @pytest.mark.parametrize("more", [{"activation": {"kind": "geglu"}}, {"accumulate": True}])
-def test_kernels_that_another_table_has_replaced_are_refused(tmp_path, more):
+def test_a_layer_that_is_open_keeps_the_kernels_of_its_table(tmp_path, monkeypatch, more):
     layer, _ = opened(tmp_path, "llama4")
     kept = memory(layer)
     layer.bind_forward(**tensors(layer, FORWARD), **kept)
     opened(tmp_path, "llama4", tokens=layer.options.tokens + 1)  # which only says what variants are for
     layer.bind_forward(**tensors(layer, FORWARD, 2 * T), **memory(layer, 2 * T))
     opened(tmp_path, "llama4", **more)
-    layer.bind_forward(**tensors(layer, FORWARD, 3 * T), **memory(layer, 3 * T))  # with those that it has
+    told = []
+    load = layer._library.load_found
+    monkeypatch.setattr(layer._library, "load_found", lambda found, *rest: told.append(found) or load(found, *rest))
+    layer.bind_backward(**tensors(layer, BACKWARD), **kept)  # of the table that it had
+    assert {each.spec["layer"]["tokens"] for each in told} == {layer.options.tokens}
+    assert not any(each.spec["layer"] == replace(layer.options, **more).canonical() for each in told)
+    layer._records.clear()  # as of a variant that was not there when it was opened
+    layer._kernels.clear()
     with pytest.raises(UsageError, match=rf"since layers/moe was opened \(other {next(iter(more))}\); open the layer"):
-        layer.bind_backward(**tensors(layer, BACKWARD), **kept)
+        layer.bind_backward(**tensors(layer, BACKWARD, 2 * T), **memory(layer, 2 * T))
+
+
+def test_all_layers_and_one_are_of_the_same_table(tmp_path):
+    """A table that was edited has left kernels behind; of one for inference there are fewer than before."""
+    opened(tmp_path, "llama4")
+    changed = {"keep": "none", "activation": {"kind": "geglu"}}
+    made, _ = library(tmp_path / "store", options(**CASES["llama4"] | changed))
+    assert made.layers()["layers/moe"] == made.layer("layers/moe").options
+    assert made.layer("layers/moe").options.keep == "none"
