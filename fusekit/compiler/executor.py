@@ -248,8 +248,13 @@ class _Processes:
         self._folder.cleanup()
 
 
-_KEPT: list[_Processes] = []  # one at most
 _CHANGE = threading.Lock()
+
+
+@functools.cache
+def _kept() -> list[_Processes]:
+    """Those of this process: one at most."""
+    return []
 
 
 @contextlib.contextmanager
@@ -258,15 +263,15 @@ def _own() -> Iterator[_Processes]:
     kernel. They end with this process, or when what they have imported is no longer what is installed.
     """
     with _CHANGE:
-        stamp = _stamp()
-        if _KEPT and _KEPT[0].process != os.getpid():  # a fork does not use its parent's sockets
-            _KEPT.clear()
-        if _KEPT and _KEPT[0].stamp != stamp:
-            _KEPT[0].old = True
-            _close_old(_KEPT.pop())
-        if not _KEPT:
-            _KEPT.append(_Processes(stamp))
-        own = _KEPT[0]
+        kept, stamp = _kept(), _stamp()
+        if kept and kept[0].process != os.getpid():  # a fork does not use its parent's sockets
+            kept.clear()
+        if kept and kept[0].stamp != stamp:
+            kept[0].old = True
+            _close_old(kept.pop())
+        if not kept:
+            kept.append(_Processes(stamp))
+        own = kept[0]
         own.users += 1
     try:
         yield own

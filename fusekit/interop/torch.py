@@ -10,6 +10,7 @@ A kernel can also be called on tensors directly, without this module; it then wr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from fusekit.runtime import DeviceArray, Kernel
 
 __all__ = ["DTYPES", "MoE", "copy_of", "operator"]
 
-_DEFINED: dict[str, Any] = {}
+
+@cache
+def _defined() -> dict[str, Any]:
+    """What each operator's name stands for in this process."""
+    return {}
 
 
 def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) -> Callable[..., Any]:
@@ -54,7 +59,7 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
     if not inputs:
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
     said = record, dict(kernel.defaults), cluster_margin
-    if _DEFINED.setdefault(name, said) != said:
+    if _defined().setdefault(name, said) != said:
         raise ArgumentError(
             f"the operator {name} is another kernel, or has another margin; what was compiled with it would launch this"
             " one; choose another name",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from fusekit.exchange import Ranks
 from fusekit.runtime import Devices
 
 TIMEOUT = 60_000
-_KNOWN: dict[tuple[Devices, Any, int], Ranks] = {}
 
 
 def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> Ranks:
@@ -26,9 +26,16 @@ def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> 
     Raises PeerTimeoutError where one does not come in time.
     """
     key = devices, distributed.group.WORLD if group is None else group, timeout
-    if key not in _KNOWN or _KNOWN[key].closed:
-        _KNOWN[key] = _ranks(*key)
-    return _KNOWN[key]
+    known = _known()
+    if key not in known or known[key].closed:
+        known[key] = _ranks(*key)
+    return known[key]
+
+
+@cache
+def _known() -> dict[tuple[Devices, Any, int], Ranks]:
+    """Those of this process."""
+    return {}
 
 
 def _ranks(devices: Devices, group: Any, timeout: int) -> Ranks:

@@ -74,7 +74,8 @@ def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
             raise BuildError("enough")
 
     monkeypatch.setattr(executors, "_Processes", Slow)
-    monkeypatch.setattr(executors, "_KEPT", [])
+    kept = []
+    monkeypatch.setattr(executors, "_kept", lambda: kept)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
     assert [str(answer) for answer in answers] == ["enough"] * 4
@@ -102,7 +103,8 @@ def test_what_was_imported_from_other_sources_compiles_nothing(monkeypatch):
             closed.append(self.stamp)
 
     monkeypatch.setattr(executors, "_Processes", Processes)
-    monkeypatch.setattr(executors, "_KEPT", [])
+    kept = []
+    monkeypatch.setattr(executors, "_kept", lambda: kept)
     monkeypatch.setattr(executors, "_stamp", lambda: next(stamps))
     answers = [compile_here(Job("k", None, LINEAR)) for _ in range(3)]
     assert answers[:2] == ["done", "done"]

@@ -46,7 +46,8 @@ def test_results_of_8_bits():
 
 def test_a_name_stands_for_one_kernel():
     made = whole()
-    interop.operator(load(made, fake_for(made))[0], "fusekit_test::one")
-    interop.operator(load(made, fake_for(made))[0], "fusekit_test::one")  # again, as in a notebook
+    kernel, _ = load(made, fake_for(made, others={"second": [(0, 8)]}))
+    interop.operator(kernel, "fusekit_test::one")
+    interop.operator(kernel, "fusekit_test::one")  # again, as in a notebook
     with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another margin"):
-        interop.operator(load(made, fake_for(made))[0], "fusekit_test::one", cluster_margin=1)
+        interop.operator(kernel, "fusekit_test::one", cluster_margin=2)
