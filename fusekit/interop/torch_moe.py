@@ -36,7 +36,7 @@ class MoE(nn.Module):  # type: ignore[misc]
     Calls take x [..., H] of the layer's dtype, and after it, as `router.input` says: nothing; `logits` [..., X]; or
     `indices` and `weights` [..., K]. They give y [..., H]; of a layer with `router.aux_loss` (y, loss), where `loss` is
     float32 and already multiplied by `aux_coefficient`. Under autocast x and the parameters are cast to the layer's
-    dtype. Kernels are loaded in the first call for a count of tokens, or by `layer.load(tokens)`: before a capture.
+    dtype. Kernels are loaded in the first call for a count of tokens, or by `moe.layer.load(tokens)`: before a capture.
 
     The parameters of a layer for inference (`keep = "none"`) have `requires_grad = False`.
 
@@ -67,8 +67,9 @@ class MoE(nn.Module):  # type: ignore[misc]
         super().__init__()
         if group is not None:
             layer = _over(layer, group, timeout)
-        self.layer, self.aux_coefficient = layer, aux_coefficient
         self.operator = operator_of(layer, cluster_margin, in_place)
+        layer = self.operator.layer  # an equal one may have been here before, and has the kernels
+        self.layer, self.aux_coefficient = layer, aux_coefficient
         known = default_names(layer)
         unknown = sorted(set(names or ()) - known.keys())
         if unknown:

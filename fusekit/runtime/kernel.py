@@ -72,7 +72,11 @@ class Kernel:
             self._devices.apart(),
         ):  # the driver tells a kernel's parameters only inside a context
             self._library, self._kernels = _load(self._driver, name, record, cubin)
-        self._prepare(first)
+        try:
+            self._prepare(first)
+        except BaseException:
+            self.unload()
+            raise
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} for {self.arch}>"

@@ -148,3 +148,12 @@ def test_unloaded_kernels_are_refused_in_every_form() -> None:
     for action in (lambda: bound(9), lambda: kernel(**tensors()), lambda: kernel.bind(**tensors())):
         with pytest.raises(ArgumentError, match="unloaded; load it again"):
             action()
+
+
+def test_a_kernel_that_cannot_be_made_ready_leaves_nothing() -> None:
+    made = with_workspace()
+    fake = fake_for(made)
+    fake.cuKernelGetFunction = lambda kernel: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        load(made, fake)
+    assert (fake.loaded, fake.memory) == (0, {})
