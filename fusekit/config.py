@@ -39,14 +39,13 @@ class Config:
     def __post_init__(self) -> None:
         """Raises ArgumentError for values of other types."""
         rule = "a pathlib.Path; fusekit.Config.from_environment(FOLDER) takes text as well"
-        for name, paths in (
-            ("store", [self.store]), ("layers", self.layers), ("trusted_keys", self.trusted_keys or ()),
-            ("signing_key", [] if self.signing_key is None else [self.signing_key]),
-        ):  # fmt: skip
-            several = rule if isinstance(paths, list) else f"a tuple of paths, each {rule}"
-            ArgumentError.unless(list | tuple, name, paths, several)
-            for path in paths:
-                ArgumentError.unless(Path, name, path, several)
+        ArgumentError.unless(Path, "store", self.store, rule)
+        ArgumentError.unless(Path | None, "signing_key", self.signing_key, rule)
+        for name, paths in (("layers", self.layers), ("trusted_keys", self.trusted_keys)):
+            if paths is not None or name == "layers":
+                ArgumentError.unless(tuple, name, paths, f"a tuple of paths, each {rule}")
+                for path in paths or ():
+                    ArgumentError.unless(Path, name, path, rule)
 
     @classmethod
     def given(cls, config: "Config | None") -> "Config":

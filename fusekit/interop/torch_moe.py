@@ -82,8 +82,8 @@ class MoE(nn.Module):  # type: ignore[misc]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
             _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
         self._codes: dict[str, Any] = {}
-        self._coded: list[tuple[int, int]] = []  # what they are of, and the tensors themselves
-        self._sources: list[Any] = []
+        self._coded: list[tuple[int, int]] = []  # what they are of
+        self._sources: list[Any] = []  # weak references to those tensors: another may come to the same address
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_join)
 
@@ -150,7 +150,7 @@ class MoE(nn.Module):  # type: ignore[misc]
         if self._codes and not torch.compiler.is_compiling():
             tensors = [_at(self, self.names[name]) for name in self.operator.weights]
             same = all(each() is tensor for each, tensor in zip(self._sources, tensors, strict=True))
-            if not same or _versions(tensors) != self._coded:  # another one may have come to the same address
+            if not same or _versions(tensors) != self._coded:
                 raise ArgumentError(
                     f"the weights of {self.layer.name} have changed since quantise(); call quantise() again, or"
                     " quantise(hold=False), with which each call makes its own codes"

@@ -12,7 +12,7 @@ count. A pass may be captured in a CUDA graph.
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
-from fusekit.layers.layer import Layer, layers_of, options_of
+from fusekit.layers.layer import Layer, layers_of, options_of, records_of
 from fusekit.layers.passes import Pass, Sizes
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ def open_layer(
     library: "Library", name: str, arch: str | None, device: int | None, **over: Any
 ) -> "Layer | RankedLayer":
     """The layer `name`; over: ranks, tokens and rows of one over ranks, None for what is not said."""
-    options = options_of(library, name)
+    records = records_of(library, name)  # once: a build may come between two looks
+    options = options_of(library, name, records)
     if options.ranks > 1:
         from fusekit.layers.ranked import RankedLayer
 
-        return RankedLayer(library, name, options, arch, device, **over)
+        return RankedLayer(library, name, options, arch, device, records=records, **over)
     for key, value in over.items():
         if value is not None:
             raise ArgumentError(
                 f"{name} is a layer of one GPU, which takes no {key}; say ranks = R in its table, and build it again",
                 argument=key,
             )
-    return Layer(library, name, arch, device, options)
+    return Layer(library, name, arch, device, options, records)

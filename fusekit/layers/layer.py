@@ -55,17 +55,17 @@ class Layer:
 
     def __init__(
         self, library: Library, name: str, arch: str | None = None, device: int | None = None,
-        options: Options | None = None,
+        options: Options | None = None, records: Iterable[NameRecord] | None = None,
     ) -> None:  # fmt: skip
         self.name, self._library, self._arch = name, library, arch
         self._device = None if device is None else ordinal_of(device)
-        self.options = options or options_of(library, name)
+        records = records_of(library, name) if records is None else records
+        # What its names stand for: a build meanwhile changes no kernel of a layer that is open.
+        self._records = {(record.name, record.arch): record for record in records}
+        self.options = options or options_of(library, name, self._records.values())
         self.program: Program = program(self.options)
         self._kernels: dict[str, Kernel] = {}
         self._plans: dict[Any, _Plan] = {}
-        # What its names stand for now: a build meanwhile changes no kernel of a layer that is open.
-        listed = (listing.record for listing in library.store.names(f"{name}.*"))
-        self._records = {(record.name, record.arch): record for record in listed}
 
     def __repr__(self) -> str:
         return f"<Layer {self.name}: {len(self.program.parts)} kernels>"
@@ -440,31 +440,35 @@ def untrained(options: Options, which: str = BACKWARD) -> str:
 
 def layers_of(library: Library) -> dict[str, Options]:
     """Every layer of the stores by name, as `options_of` gives it; what that refuses is left out."""
-    names = {
-        listing.record.name.rpartition(".")[0] for listing in library.store.names("*/*.fc2*")
-    }  # every layer has one
+    of_fc2 = library.store.names("*/*.fc2*")  # every layer has one
     found: dict[str, Options] = {}
-    for name in sorted(names):
+    for name in sorted({listing.record.name.rpartition(".")[0] for listing in of_fc2}):
         with suppress(IntegrityError, UsageError):
-            if (options := stored_options(name, _specs(library, name))) is not None:
+            if (options := stored_options(name, _specs(_records(library, name)))) is not None:
                 found[name] = options
     return found
 
 
-def _specs(library: Library, name: str) -> dict[str, Mapping[str, Any]]:
-    """Those of a layer's kernels by their full names."""
-    return {listing.record.name: listing.record.spec for listing in library.store.names(f"{name}.*")}
+def _records(library: Library, name: str) -> list[NameRecord]:
+    return [listing.record for listing in library.store.names(f"{name}.*")]
 
 
-def options_of(library: Library, name: str) -> Options:
-    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel and for
-    what is no layer's name.
-    """
+def _specs(records: Iterable[NameRecord]) -> dict[str, Mapping[str, Any]]:
+    return {record.name: record.spec for record in records}
+
+
+def records_of(library: Library, name: str) -> list[NameRecord]:
+    """What the names of a layer's kernels stand for. Raises UsageError for what is no layer's name."""
     if not _NAME.fullmatch(name):
         there = [*layers_of(library)]
         stored = f"the store has {some(there)}" if there else "the store has none yet"
         raise UsageError(f"'{name}' names no layer; a layer is named file/layer, such as 'model/moe'; {stored}")
-    options = stored_options(name, _specs(library, name))
+    return _records(library, name)
+
+
+def options_of(library: Library, name: str, records: Iterable[NameRecord]) -> Options:
+    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel."""
+    options = stored_options(name, _specs(records))
     if options is None:
         if kernels := [listing.record.name for listing in library.store.names(f"{name}@*")]:
             raise UsageError(

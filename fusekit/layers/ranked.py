@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fusekit.runtime.side import Side
 
 if TYPE_CHECKING:
     from fusekit.runtime import Devices, Kernel, Library
+    from fusekit.store import NameRecord
 
 _SECONDS = 1.0  # between two looks at what went wrong
 
@@ -34,11 +35,12 @@ class RankedLayer(Layer):
     def __init__(
         self, library: Library, name: str, options: Options, arch: str | None = None, device: int | None = None, *,
         ranks: Ranks | None = None, tokens: int | None = None, rows: int | None = None,
+        records: Iterable[NameRecord] | None = None,
     ) -> None:  # fmt: skip
         if ranks is not None:
             rule = "one rank, of those that fusekit.exchange.Ranks.in_process or Ranks.of_process makes"
             ArgumentError.unless(Ranks, "ranks", ranks, rule)
-        super().__init__(library, name, arch, ranks.device if ranks is not None else device, options)
+        super().__init__(library, name, arch, ranks.device if ranks is not None else device, options, records)
         if ranks is not None and ranks.count != options.ranks:
             raise ArgumentError(
                 f"{name} is over {options.ranks} ranks, and there are {ranks.count}; start as many, or build the layer"
@@ -66,10 +68,10 @@ class RankedLayer(Layer):
 
     def over(self, ranks: Ranks) -> RankedLayer:
         """The same as the layer of a rank."""
-        tokens, device = self.capacity, self._device
         return RankedLayer(
-            self._library, self.name, self.options, self._arch, device, ranks=ranks, tokens=tokens, rows=self.rows
-        )
+            self._library, self.name, self.options, self._arch, self._device, ranks=ranks, tokens=self.capacity,
+            rows=self.rows, records=self._records.values(),
+        )  # fmt: skip
 
     @property
     def devices(self) -> Devices:
