@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +21,20 @@ class Ranks:
     """A rank of several, for `library.layer(name, ranks=...)`. Made by `Ranks.in_process` or `Ranks.of_process`.
 
     rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All
-    ranks make the same layers in the same order, since a window is made by all of them together.
+    ranks open the same layers in the same order, since a window is made by all of them together. layers: the digest of
+    each layer that was opened, and the rank that was first, by name; the ranks of a process have one in common.
     """
 
     def __init__(
-        self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window]
-    ) -> None:
+        self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window],
+        layers: dict[str, tuple[str, int]],
+    ) -> None:  # fmt: skip
         if not isinstance(timeout, int) or not 1 <= timeout < 2**31:
             raise ArgumentError(f"timeout = {timeout!r}; it is a whole number of milliseconds, 1 or more")
         self.rank, self.count, self.device, self.timeout = rank, count, device, timeout
         self.closed = False
         self._make = make
+        self._layers = layers
         self._windows: dict[tuple[Any, ...], Window] = {}
         self._side: Side | None = None
 
@@ -41,9 +46,10 @@ class Ranks:
         on one, launch all of them before you wait. Raises ArgumentError for no ranks or too many.
         """
         count, made = len(ordinals), _Made(devices, ordinals)
+        layers: dict[str, tuple[str, int]] = {}
         if not 1 <= count <= MOST_RANKS:
             raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
-        return [cls(rank, count, device, timeout, made.of(rank)) for rank, device in enumerate(ordinals)]
+        return [cls(rank, count, device, timeout, made.of(rank), layers) for rank, device in enumerate(ordinals)]
 
     @classmethod
     def of_process(cls, devices: Devices, device: int, rank: int, gather: Gather, timeout: int = TIMEOUT) -> Ranks:
@@ -57,13 +63,33 @@ class Ranks:
         if said != list(range(len(said))):
             raise ArgumentError(f"the ranks call themselves {said}; they are 0, 1, ..., in the order of `gather`")
 
-        def make(_: tuple[Any, ...], size: int) -> Window:
-            return between_processes(devices, device, rank, size, gather)
+        layers: dict[str, tuple[str, int]] = {}
 
-        return cls(rank, len(said), device, timeout, make)
+        def make(_: tuple[Any, ...], size: int) -> Window:
+            # Layers share windows, so each window that is made speaks of every layer that was opened by then.
+            opened = {name: digest for name, (digest, _) in layers.items()}
+            digest = hashlib.sha256(json.dumps(opened, sort_keys=True).encode()).digest()
+            return between_processes(devices, device, rank, size, gather, digest)
+
+        return cls(rank, len(said), device, timeout, make, layers)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.count} on device {self.device}, {len(self._windows)} windows>"
+
+    def opens(self, name: str, digest: str) -> None:
+        """A layer of this rank says what it is. digest: of its table, and of the kernels that ranks launch together.
+
+        Raises ArgumentError where this rank, or another rank of the process, opened the name with another digest. Ranks
+        of processes compare when they next make a window.
+        """
+        known, first = self._layers.setdefault(name, (digest, self.rank))
+        if known != digest:
+            before = "it did before" if first == self.rank else f"rank {first}"
+            raise ArgumentError(
+                f"rank {self.rank} opened another build of {name} than {before}, and kernels of two builds may not work"
+                " together; close these ranks, and open the layer on every rank with new ones, when no build runs",
+                argument="ranks",
+            )
 
     def window(self, key: tuple[Any, ...], size: int) -> Window:
         """The window that layers call `key`, of `size` bytes; made when it is first asked for."""
@@ -92,6 +118,7 @@ class Ranks:
             key = next(reversed(self._windows))
             self._windows[key].close(alone=alone)
             del self._windows[key]
+        self._layers.clear()
 
 
 class _Made:

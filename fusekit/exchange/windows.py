@@ -15,6 +15,7 @@ from fusekit.plan.exchange import MOST_RANKS, OPEN, STAGES, STATUS, STATUS_WORDS
 from fusekit.runtime.devices import Device, Devices
 
 GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
+_HANDLE = slice(8, 72)  # in what ranks tell each other: the window's size, its handle, the digest of layers
 Gather = Callable[[bytes], Sequence[bytes]]
 
 
@@ -108,18 +109,21 @@ def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Win
     return windows
 
 
-def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gather: Gather) -> Window:
+def between_processes(
+    devices: Devices, ordinal: int, rank: int, size: int, gather: Gather, layers: bytes = b""
+) -> Window:
     """This rank's window of `size` bytes on device `ordinal`; the other ranks are processes of the same machine.
 
     gather: gives every rank the bytes of all ranks, in their order, when all have called it: `comm.allgather` of
-    mpi4py, or a function around torch.distributed's `all_gather_object`. All ranks call this together. Raises
-    ArgumentError for sizes that differ, DriverError.
+    mpi4py, or a function around torch.distributed's `all_gather_object`. All ranks call this together. layers: a digest
+    of what this rank will launch on windows, which is the same on all ranks. Raises ArgumentError on every rank for
+    sizes or digests that differ, DriverError.
     """
     device = devices.get(ordinal)
     window = Window(devices, device, rank, (), size)
     own = _allocate(devices, device, size)
     try:
-        window.peers = _exchanged(window, own, gather)
+        window.peers = _exchanged(window, own, gather, layers)
     except BaseException:  # whatever the caller's `gather` raises
         window.close(alone=True)
         _free(devices, device, own)
@@ -128,14 +132,22 @@ def between_processes(devices: Devices, ordinal: int, rank: int, size: int, gath
     return window
 
 
-def _exchanged(window: Window, own: int, gather: Gather) -> list[int]:
+def _exchanged(window: Window, own: int, gather: Gather, layers: bytes) -> list[int]:
     """The address of each rank's window in this process; `own` is this rank's."""
     devices, device = window._devices, window._device
     api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
         handle = bytes(check(api.cuIpcGetMemHandle(own), "cuIpcGetMemHandle").reserved)
-    told = [bytes(each) for each in gather(window.size.to_bytes(8, "little") + handle)]
+    told = [bytes(each) for each in gather(window.size.to_bytes(8, "little") + handle + layers)]
     _check_ranks(len(told))
+    others = [rank for rank, each in enumerate(told) if each[_HANDLE.stop :] != told[0][_HANDLE.stop :]]
+    if others:
+        raise ArgumentError(
+            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} opened other layers than rank 0,"
+            " or other builds of them; close these ranks, and open the same layers on every rank with new ones, when no"
+            " build runs",
+            argument="ranks",
+        )
     sizes = [int.from_bytes(each[:8], "little") for each in told]
     if len(set(sizes)) > 1:
         raise ArgumentError(f"the ranks' windows have {sizes} bytes; give every rank the same size", argument="size")
@@ -147,7 +159,7 @@ def _exchanged(window: Window, own: int, gather: Gather) -> list[int]:
                 peers.append(own)
                 continue
             there = api.CUipcMemHandle()
-            there.reserved = each[8:]
+            there.reserved = each[_HANDLE]
             opened = int(check(api.cuIpcOpenMemHandle(there, flags), f"cuIpcOpenMemHandle of rank {rank}"))
             window._opened.append(opened)
             peers.append(opened)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -29,7 +31,8 @@ class RankedLayer(Layer):
 
     ranks: this rank, and where windows come from; None: sizes can be asked for, nothing launched. tokens: the most of
     any rank; default: the spec's. rows: the most that a rank's experts have room for; default: enough for any routing.
-    All ranks say the same tokens. They launch the same passes, asking for the same outputs, in the same order.
+    All ranks say the same tokens. They launch the same passes, asking for the same outputs, in the same order. Raises
+    ArgumentError for a build of the layer that `ranks` did not open first.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class RankedLayer(Layer):
         self._windows: dict[str, Window] = {}
         self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
         self._looked = 0.0
+        if ranks is not None:
+            ranks.opens(name, self._digest())
 
     def __deepcopy__(self, memo: Any) -> RankedLayer:
         return self  # a copy of a module stores into the same windows
@@ -81,6 +86,19 @@ class RankedLayer(Layer):
     @property
     def _identity(self) -> tuple[Any, ...]:
         return (*super()._identity, id(self.ranks), self.capacity, self.rows)
+
+    def _digest(self) -> str:
+        """Of what all ranks have in common: the table, but for the tokens that variants were chosen for, and the
+        kernels that ranks launch together.
+        """
+        together = {f"{self.name}.{part}" for part, keys in self.program.parts.items() if "ranks" in keys}
+        kernels = [
+            (name, arch, record.key)
+            for (name, arch), record in sorted(self._records.items())
+            if name.partition("@")[0] in together
+        ]
+        table = replace(self.options, tokens=0).canonical()
+        return hashlib.sha256(json.dumps([table, kernels], sort_keys=True).encode()).hexdigest()
 
     def sizes(
         self, tokens: int | None = None, gradients: Collection[str] | None = None, *, in_place: bool = False

@@ -187,6 +187,14 @@ def test_sizes_that_differ_are_refused_by_all(driver, devices):
     assert not driver.memory
 
 
+def test_layers_that_differ_are_refused_by_all(driver, devices):
+    gathering, layers = Gathering(4), [b"one", b"two", b"one", b"three"]
+    errors = together(4, lambda rank: between_processes(devices, 0, rank, 64, gathering.of(rank), layers[rank]))
+    assert all(isinstance(each, ArgumentError) and "ranks 1, 3 opened other layers than rank 0" in str(each)
+               for each in errors)  # fmt: skip
+    assert not driver.memory
+
+
 def test_a_rank_that_is_gone_is_not_waited_for(driver, devices):
     gathering = Gathering(2)
     windows = together(2, lambda rank: between_processes(devices, rank, rank, 4096, gathering.of(rank)))

@@ -12,7 +12,8 @@ from fusekit.layers.ranked import RankedLayer
 from fusekit.plan.exchange import MOST, STATUS
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
 from fusekit.runtime import Devices, Driver, Library
-from tests.exchange.test_windows import PeerDriver
+from fusekit.store import key_of
+from tests.exchange.test_windows import Gathering, PeerDriver, together
 from tests.layers.samples import library
 from tests.layers.test_layer import KEPT, SCRATCH, TYPES, opened
 from tests.plan.test_layer_ranks import LAYERS, over
@@ -190,6 +191,58 @@ def test_what_does_not_fit_is_refused_in_words(ranked, tokens, device, said, tex
         (layer, _), _ = ranked(over(2), **{"tokens": 100, **said})
         given = {name: replace(each, device=device) for name, each in tensors(layer, INFERENCE, tokens).items()}
         layer.bind_forward(**given, scratch=memory(layer)["scratch"])
+
+
+def build_again(store, part):
+    """The kernel of a part gets another key, as a build from other sources gives it."""
+    (record,) = (listing.record for listing in store.names(f"layers/moe.{part}@*"))
+    entry, cubin = store.load(record.key)
+    fields = {**entry.fields, "source": f"other than {record.key}"}
+    store.publish(replace(entry, key=key_of(fields), fields=fields), cubin)
+    store.publish_name(replace(record, key=key_of(fields)))
+
+
+def test_ranks_of_a_process_open_one_build_of_a_layer(ranked):
+    (layer, _), _ = ranked(over(2), tokens=100)
+    library = layer._library
+    first, second = Ranks.in_process(library.devices, [0, 1])
+    library.layer("layers/moe", ranks=first)
+    build_again(library.store, "index")  # which ranks launch alone
+    library.layer("layers/moe", ranks=second)
+    build_again(library.store, "dispatch")
+    for ranks, text in ((second, "rank 1 opened another build of layers/moe than rank 0"),
+                        (first, "rank 0 opened another build of layers/moe than it did before")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"{text}, .* with new ones"):
+            library.layer("layers/moe", ranks=ranks)
+    for each in (first, second):
+        each.close()
+    for each in (first, second):
+        opened = library.layer("layers/moe", ranks=each)
+    RankedLayer(library, "layers/moe", replace(opened.options, tokens=7), ranks=first)
+    with pytest.raises(ArgumentError, match="another build of layers/moe"):
+        RankedLayer(library, "layers/moe", replace(opened.options, bias=not opened.options.bias), ranks=first)
+
+
+@pytest.mark.parametrize("again", ["dispatch", "combine", ""])
+def test_ranks_of_processes_compare_their_layers_where_windows_are_made(tmp_path, again):
+    """Rank 1 opens a layer after a build, and it shares the windows of another one, which the build left as it was."""
+    made, fake = library(tmp_path / "store", over(2))
+    library(tmp_path / "store", replace(over(2), name="first"))
+    driver = PeerDriver(devices=2, symbol="", others=fake.others)
+    stores, gathering = Library(made.store, Driver(driver)), Gathering(2)
+    ranks = together(2, lambda rank: Ranks.of_process(stores.devices, rank, rank, gathering.of(rank)))
+    firsts = [stores.layer("layers/first", ranks=each) for each in ranks]
+    before = stores.layer("layers/moe", ranks=ranks[0])
+    if again:
+        build_again(stores.store, again)
+    stores.layer("layers/moe", ranks=ranks[1])
+    results = together(2, lambda rank: firsts[rank].connect())
+    if not again:
+        assert results == [None, None] and before._window("sums") is firsts[0]._windows["sums"]
+        return
+    text = "rank 1 opened other layers than rank 0, or other builds of them; close these ranks, and open the same"
+    assert all(isinstance(each, ArgumentError) and text in str(each) for each in results)
+    assert not driver.memory and not any(driver.opened.values())
 
 
 def test_another_number_of_ranks_is_refused(ranked):
