@@ -1,14 +1,18 @@
 /* ---- Device memory that a kernel needs beside its arguments, for each stream: launches that may overlap in time must not
  * share it. A launch leaves its workspace (a scheduler's counters) as the next one needs it. Workspaces are made in stocks,
  * the first at load: a launch in a stream not seen before takes one from it, and only where it is used up asks the driver.
- * Scratch (partial sums) is of any content, and grows with the largest launch there was in the stream. */
+ * Scratch (partial sums) is of any content, and grows with the largest launch there was in the stream. What a thread's
+ * default stream was given stays when the thread ends, since its launches may be pending: threads that come and go launch
+ * on streams that the program makes and keeps. */
 #include <pthread.h>
+#include <time.h>
 
 enum { FK_WORKSPACE_ALIGNMENT = 256, FK_STOCK_BYTES = 1 << 16, FK_MOST_STOCK = 64 };
 
 typedef struct {
     uintptr_t stream;
     pthread_t thread; /* of a per-thread default stream, of which every thread has one behind the same handle */
+    uint64_t begun;   /* tells that thread from those that had the same pthread_self() before it, and ended */
 } fk_owner;
 
 typedef struct fk_stock { /* memory for some workspaces; the stocks form a list, the newest first */
@@ -37,15 +41,26 @@ struct fk_workspaces {
     fk_piece *pieces;
 };
 
+/* Nanoseconds at which this thread first asked. */
+static uint64_t fk_begun(void) {
+    static __thread uint64_t begun;
+    struct timespec now;
+    if (begun == 0 && timespec_get(&now, TIME_UTC) == TIME_UTC)
+        begun = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    return begun;
+}
+
 static fk_owner fk_owner_of(void *handle) {
     fk_owner owner;
     owner.stream = handle == NULL ? (uintptr_t)FK_LEGACY : (uintptr_t)handle;
     owner.thread = pthread_self();
+    owner.begun = owner.stream == FK_PER_THREAD ? fk_begun() : 0;
     return owner;
 }
 
 static int fk_owns(const fk_owner *one, const fk_owner *other) {
-    return one->stream == other->stream && (one->stream != FK_PER_THREAD || pthread_equal(one->thread, other->thread));
+    if (one->stream != other->stream) return 0;
+    return one->stream != FK_PER_THREAD || (one->begun == other->begun && pthread_equal(one->thread, other->thread));
 }
 
 /* On a stream of its own, and finished on return: whichever stream launches next finds zeros. */

@@ -116,7 +116,7 @@ class Checks:
     def launch(self, kernel: str, plan: Plan, addresses: list[int], handle: int) -> None:
         """Checks the offsets of a launch of `plan` that follows in the stream."""
         device = plan.loaded.device
-        key = kernel, device.ordinal, owner_of(handle)
+        key = kernel, device.ordinal, owner_of(handle, self._devices)
         report = self._reports.get(key)
         if report is None:
             self.prepare(device.ordinal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Devices:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._devices: dict[int, Device] = {}
+        self._thread = threading.local()
         self.count: int = driver.check(driver.api.cuDeviceGetCount(), "cuDeviceGetCount")
         if self.count == 0:
             raise DriverError(
@@ -117,6 +119,13 @@ class Devices:
             if device is not opened:  # another thread was first: one retained context is enough
                 self.driver.check(self.driver.api.cuDevicePrimaryCtxRelease(opened.handle), "cuDevicePrimaryCtxRelease")
         return device
+
+    def thread(self) -> object:
+        """What stands for this thread, and never for another one: the ident of one that ended is soon another's."""
+        if not hasattr(self._thread, "own"):
+            self._thread.own = object()
+        own: object = self._thread.own
+        return own
 
     @contextmanager
     def apart(self, *, capturing: bool = False) -> Iterator[None]:

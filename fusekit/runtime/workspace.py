@@ -1,7 +1,9 @@
 """Device memory that a kernel needs beside its arguments: a workspace for its counters, scratch for partial results.
 
 A launch leaves its workspace as the next one needs it, so launches that share one must not overlap in time, and no more
-may those that share scratch. Those of one stream do not; so every stream has memory of its own.
+may those that share scratch. Those of one stream do not; so every stream has memory of its own, until `close`. A thread
+that ends leaves that of its default stream there: launches may be pending, and nobody can ask for them any more. So the
+memory grows where threads come and go, unless they launch on streams that the program makes and keeps.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ _ALIGNMENT = 256
 _STOCK_BYTES, _STOCK_MOST = 1 << 16, 64
 _SCRATCH_GRANULE = 1 << 21  # what the driver allocates at least
 
-_Stream = int | tuple[str, int]
+_Stream = int | object
 
 
-def owner_of(stream: int) -> _Stream:
+def owner_of(stream: int, devices: Devices) -> _Stream:
     """What tells streams apart: every thread has a per-thread default stream of its own behind the one handle."""
-    return ("thread", threading.get_ident()) if stream == PER_THREAD else stream or LEGACY
+    return devices.thread() if stream == PER_THREAD else stream or LEGACY
 
 
 class _Own:
@@ -62,7 +64,7 @@ class Workspaces(_Own):
 
     def of(self, stream: int) -> int:
         """The address of the workspace for launches in `stream`; 0 when closed."""
-        key = owner_of(stream)
+        key = owner_of(stream, self._devices)
         address: int | None = self._given.get(key)
         if address is not None or self._closed:
             return address or 0
@@ -103,7 +105,7 @@ class Scratch(_Own):
 
     def of(self, stream: int, size: int) -> int:
         """The address of `size` bytes at least for launches in `stream`; 0 when closed."""
-        key = owner_of(stream)
+        key = owner_of(stream, self._devices)
         address: int
         address, there = self._given.get(key, (0, 0))
         if there >= size or self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,24 @@ def test_threads_have_default_streams_of_their_own(made):
     assert all(len(by_stream[600 + number]) == 1 for number in range(12))
     every = [address for addresses in by_stream.values() for address in addresses]
     assert len(every) == len(set(every)) == 25
+    assert launcher.unload() == OK
+
+
+@pytest.mark.parametrize(("index", "what"), [(1, "workspace"), (3, "scratch")])
+def test_a_thread_has_nothing_of_one_that_ended(made, index, what):
+    """Whose launches may be pending."""
+    launcher = load(made, index)
+    args = usual(launcher)
+
+    def work() -> None:
+        assert [launcher.launch(args, 2) for _ in range(2)] == [OK, OK]
+
+    for _ in range(4):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    found = [workspace(launcher, launch, what) for launch in launcher.recorder.launches]
+    assert len(set(found)) == 4 and found[::2] == found[1::2]
     assert launcher.unload() == OK
 
 

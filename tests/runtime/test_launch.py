@@ -259,14 +259,16 @@ def test_scratch_is_a_streams_own_and_grows_with_its_launches() -> None:
 
 @pytest.mark.parametrize("made", [with_workspace, with_scratch])
 def test_threads_on_the_per_thread_default_stream_share_no_memory(made: Any) -> None:
+    """Nor does one that begins when another has ended, whose launches may be pending: it may get the same ident."""
     kernel, fake = load(made())
     bound = kernel.bind(**tensors())
     bound(2)
-    thread = threading.Thread(target=lambda: bound(2))
-    thread.start()
-    thread.join()
-    first, second = (launched.parameters[8] for launched in fake.launches)
-    assert first != second
+    for _ in range(4):
+        thread = threading.Thread(target=lambda: (bound(2), bound(2)))
+        thread.start()
+        thread.join()
+    found = [launched.parameters[8] for launched in fake.launches]
+    assert len(set(found)) == 5 and found[1::2] == found[2::2]
 
 
 def test_unloading_gives_everything_back_and_is_noticed() -> None:
