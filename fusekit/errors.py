@@ -7,6 +7,7 @@ defaults, so that every error survives pickling on its way out of a worker proce
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from operator import index
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar
@@ -96,6 +97,14 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def whole(value: Any) -> int | None:
+    """`value` as an int, also where it is an integer of NumPy or the like; None for a truth value, and what is none."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
+
+
 def _packaged_texts(stem: str) -> list[str]:
     """The packaged spec files of that stem, a glob too: inside an installed package, beside the package in a checkout.
 
@@ -174,11 +183,18 @@ class ArgumentError(FusekitError):
         self.argument = argument
 
     @classmethod
-    def unless(cls, kind: type | UnionType, argument: str, value: Any, rule: str, least: int | None = None) -> None:
-        """Raises this error unless `value` is of `kind` (a truth value is no number), and is `least` or more."""
-        odd = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
-        if odd or (least is not None and value < least):
+    def unless(cls, kind: type | UnionType, argument: str, value: Any, rule: str) -> None:
+        """Raises this error unless `value` is of `kind`."""
+        if not isinstance(value, kind):
             raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
+
+    @classmethod
+    def integer(cls, argument: str, value: Any, rule: str, least: int | None = None) -> int:
+        """`value` as `whole` gives it. Raises this error unless it is a whole number, `least` or more."""
+        number = whole(value)
+        if number is None or (least is not None and number < least):
+            raise cls(f"{argument} = {repr(value)[:80]}; it must be {rule}", argument=argument)
+        return number
 
 
 class DriverError(FusekitError):

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 
 import fusekit
@@ -56,6 +57,20 @@ def test_pickling_keeps_everything(name):
 def test_the_package_offers_it(name):
     assert getattr(fusekit, name) is every_error()[name]
     assert name in fusekit.__all__
+
+
+@pytest.mark.parametrize("value", [4, np.int64(4), np.uint8(4), np.array(4)])
+def test_whole_numbers_of_any_type_are_integers(value):
+    assert errors.ArgumentError.integer("tokens", value, "a whole number", 4) == 4
+    assert type(errors.ArgumentError.integer("tokens", value, "a whole number", 4)) is int
+    with pytest.raises(errors.ArgumentError, match="it must be 5 or more"):
+        errors.ArgumentError.integer("tokens", value, "5 or more", 5)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 4.0, np.float32(4), "4", None, int, np.array([4, 4])])
+def test_what_is_no_whole_number_is_refused(value):
+    with pytest.raises(errors.ArgumentError, match=r"tokens = .*; it must be a whole number"):
+        errors.ArgumentError.integer("tokens", value, "a whole number")
 
 
 def test_not_built_has_the_line_that_builds():

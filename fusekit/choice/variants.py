@@ -10,11 +10,10 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice.model import rank
-from fusekit.errors import ArgumentError, IntegrityError, UsageError
+from fusekit.errors import ArgumentError, IntegrityError, UsageError, whole
 from fusekit.plan.operations import EXTERN, GEMM, OPERATIONS, QUANTISE, Operation
 
 if TYPE_CHECKING:
@@ -191,25 +190,28 @@ def _checked(record: NameRecord, problem: Any) -> dict[str, int]:
         )
     operation = OPERATIONS.get(record.spec.get("op", ""))
     known = None if operation is None else _OF_TOKENS if operation.token_wise else _DIMS.get(operation.family)
+    extents: dict[str, int] = {}
     for name, value in problem.items():
         if known is not None and name not in known:
             raise ArgumentError(
                 f"problem has {repr(name)[:80]}; the extents of {kernel} are {', '.join(known)}; leave it out",
                 argument="problem",
             )
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= index(value) < _MOST:
+        extent = whole(value)
+        if extent is None or not 0 <= extent < _MOST:
             raise ArgumentError(
                 f"problem has {name} = {repr(value)[:80]}; it must be a whole number from 0 to {_MOST - 1}; give that,"
                 f" or leave {name} out for the spec's own",
                 argument="problem",
             )
+        extents[name] = extent
     if known == _OF_TOKENS and {"T", "M"} <= problem.keys():
         raise ArgumentError(
             f"problem has T = {problem['T']!r} and M = {problem['M']!r}; both are the tokens of {kernel}; give one of"
             " them",
             argument="problem",
         )
-    return {name: index(value) for name, value in problem.items()}
+    return extents
 
 
 def _whole(spec: Mapping[str, Any], operation: Operation, problem: Mapping[str, int] | None) -> dict[str, int]:

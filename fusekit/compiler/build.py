@@ -296,7 +296,7 @@ def execute(
     """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:
-        ArgumentError.unless(int, "jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
+        jobs = ArgumentError.integer("jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
     with store.lease() if wanted.misses else nullcontext():
         for task in wanted.hits:
             assert task.summary is not None

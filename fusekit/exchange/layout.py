@@ -48,8 +48,10 @@ class Layout:
     hidden: int
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.hidden < 1:
-            raise ArgumentError(f"tokens {self.tokens}, hidden {self.hidden}; both are at least 1")
+        """Raises ArgumentError for no tokens, or no elements."""
+        for name in ("tokens", "hidden"):
+            number = ArgumentError.integer(name, getattr(self, name), "a whole number, 1 or more", 1)
+            object.__setattr__(self, name, number)
 
     @property
     def capacity(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from fusekit.errors import ArgumentError
 from fusekit.exchange.windows import Gather, Window, between_processes, in_process
 from fusekit.plan.exchange import MOST_RANKS
-from fusekit.runtime.devices import Devices
+from fusekit.runtime.devices import Devices, ordinal_of
 from fusekit.runtime.side import Side
 
 TIMEOUT = 60_000
@@ -29,9 +29,7 @@ class Ranks:
         self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window],
         layers: dict[str, tuple[str, int]],
     ) -> None:  # fmt: skip
-        if not isinstance(timeout, int) or not 1 <= timeout < 2**31:
-            raise ArgumentError(f"timeout = {timeout!r}; it is a whole number of milliseconds, 1 or more")
-        self.rank, self.count, self.device, self.timeout = rank, count, device, timeout
+        self.rank, self.count, self.device, self.timeout = rank, count, ordinal_of(device), milliseconds(timeout)
         self.closed = False
         self._make = make
         self._layers = layers
@@ -59,6 +57,7 @@ class Ranks:
         such as `comm.allgather` of mpi4py; what it raises where a rank does not come is passed on. All ranks call this
         together. Raises ArgumentError where ranks do not say their numbers in order.
         """
+        rank = ArgumentError.integer("rank", rank, "a whole number, 0 or more")
         said = [int.from_bytes(each, "little", signed=True) for each in gather(rank.to_bytes(8, "little", signed=True))]
         if said != list(range(len(said))):
             raise ArgumentError(f"the ranks call themselves {said}; they are 0, 1, ..., in the order of `gather`")
@@ -119,6 +118,15 @@ class Ranks:
             self._windows[key].close(alone=alone)
             del self._windows[key]
         self._layers.clear()
+
+
+def milliseconds(timeout: int) -> int:
+    """`timeout` as an int. Raises ArgumentError for what a launch cannot wait."""
+    rule = f"a whole number of milliseconds, 1 to {2**31 - 1}"
+    number = ArgumentError.integer("timeout", timeout, rule, 1)
+    if number >= 2**31:
+        raise ArgumentError(f"timeout = {number}; it must be {rule}", argument="timeout")
+    return number
 
 
 class _Made:

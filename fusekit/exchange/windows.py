@@ -91,6 +91,7 @@ def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Win
     Ranks may share a device. Raises ArgumentError where one device cannot reach another, DriverError.
     """
     _check_ranks(len(ordinals))
+    size = _whole(size)
     placed = [devices.get(ordinal) for ordinal in ordinals]
     for device in placed:
         for other in placed:
@@ -119,7 +120,7 @@ def between_processes(
     of what this rank will launch on windows, which is the same on all ranks. Raises ArgumentError on every rank for
     sizes or digests that differ, DriverError.
     """
-    device = devices.get(ordinal)
+    device, size = devices.get(ordinal), _whole(size)
     window = Window(devices, device, rank, (), size)
     own = _allocate(devices, device, size)
     try:
@@ -171,10 +172,13 @@ def _check_ranks(count: int) -> None:
         raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
 
 
+def _whole(size: int) -> int:
+    """`size` as an int. Raises ArgumentError."""
+    return ArgumentError.integer("size", size, "the bytes of a window, 1 or more", 1)
+
+
 def _allocate(devices: Devices, device: Device, size: int) -> int:
     """Zeros: no launch was, and no flag is up."""
-    if size < 1:
-        raise ArgumentError(f"a window of {size} bytes; it has at least 1", argument="size")
     api, check = devices.driver.api, devices.driver.check
     with devices.active(device), devices.apart():
         address = int(check(api.cuMemAlloc(-(-size // GRANULE) * GRANULE), f"a window of {size} bytes on {device}"))

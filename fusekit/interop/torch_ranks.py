@@ -12,6 +12,7 @@ from torch import distributed
 
 from fusekit.errors import PeerTimeoutError
 from fusekit.exchange import Ranks
+from fusekit.exchange.ranks import milliseconds
 from fusekit.runtime import Devices
 
 TIMEOUT = 60_000
@@ -25,6 +26,7 @@ def ranks_of(devices: Devices, group: Any = None, *, timeout: int = TIMEOUT) -> 
     closed; they are of one machine.
     Raises PeerTimeoutError where one does not come in time.
     """
+    timeout = milliseconds(timeout)
     key = devices, distributed.group.WORLD if group is None else group, timeout
     known = _known()
     if key not in known or known[key].closed:

@@ -480,5 +480,4 @@ def options_of(library: Library, name: str, records: Iterable[NameRecord]) -> Op
 
 
 def _count(tokens: int) -> int:
-    ArgumentError.unless(int, "tokens", tokens, "a whole number, 0 or more", 0)
-    return tokens
+    return ArgumentError.integer("tokens", tokens, "a whole number, 0 or more", 0)

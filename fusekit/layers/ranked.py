@@ -50,9 +50,10 @@ class RankedLayer(Layer):
                 f" with ranks = {ranks.count}",
                 argument="ranks",
             )
-        for key, value in (("tokens", tokens), ("rows", rows)):
-            if value is not None:
-                ArgumentError.unless(int, key, value, "a whole number, 1 or more", 1)
+        tokens, rows = (
+            None if value is None else ArgumentError.integer(key, value, "a whole number, 1 or more", 1)
+            for key, value in (("tokens", tokens), ("rows", rows))
+        )
         self.ranks = ranks
         self._layouts = {
             window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
-from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build
+from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build, whole
 from fusekit.runtime.driver import Driver
 from fusekit.runtime.streams import LEGACY
 
@@ -38,11 +37,12 @@ def ordinal_of(device: Any) -> int:
     """The ordinal `device` as an int. Raises ArgumentError for what is no integer: 0.0 and False are equal to 0, and
     would be found where 0 is kept.
     """
-    if isinstance(device, bool) or not hasattr(device, "__index__"):
+    ordinal = whole(device)
+    if ordinal is None:
         raise ArgumentError(
             f"device is {device!r}; it must be the ordinal of a GPU, a whole number such as 0", argument="device"
         )
-    return index(device)
+    return ordinal
 
 
 def look_at(driver: Driver, ordinal: int) -> tuple[Any, str, tuple[int, int], int]:

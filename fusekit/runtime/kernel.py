@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
-from fusekit.errors import ArgumentError, DriverError, IntegrityError
+from fusekit.errors import ArgumentError, DriverError, IntegrityError, whole
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
@@ -289,22 +289,24 @@ class Kernel:
 
 def check_margin(value: Any) -> int:
     """`value` as a cluster margin; ArgumentError unless it is an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+    number = whole(value)
+    if number is None or not 0 <= number < 2**31:
         raise ArgumentError(
             f"cluster_margin is {value!r}; it must be an integer from 0: the clusters held back for other kernels",
             argument="cluster_margin",
         )
-    return value
+    return number
 
 
 def check_priority(value: Any) -> int | None:
     """`value` as a launch priority; ArgumentError unless it is None or an integer of 32 bits."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31):
+    number = whole(value)
+    if value is not None and (number is None or not -(2**31) <= number < 2**31):
         raise ArgumentError(
             f"priority is {value!r}; it must be None (the stream's) or an integer, lower being sooner",
             argument="priority",
         )
-    return value
+    return number
 
 
 def check_cubin(cubin: bytes, driver: Driver, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from fusekit.abi import LaunchRecord
@@ -204,6 +205,10 @@ def test_select():
     assert len(select("quickstart", ["sm_90a"])) == 4
     with pytest.raises(UsageError, match="arch 'sm_100a': none of the kernels named is for it; they are for sm_90a"):
         select("quickstart", "sm_100a")
+
+
+def test_the_number_of_processes_may_be_of_numpy(build):
+    assert not build(LINEAR, jobs=np.int64(2)).failed
 
 
 @pytest.mark.parametrize("jobs", [0, -1, "a", True, 1.5])

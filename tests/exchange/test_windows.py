@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusekit.abi import evaluate
@@ -115,7 +116,7 @@ def test_access_that_is_refused(driver, devices):
 
 
 @pytest.mark.parametrize(
-    ("ordinals", "size", "text"), [([], 64, "0 ranks"), ([0] * 33, 64, "33 ranks"), ([0], 0, "0 bytes")]
+    ("ordinals", "size", "text"), [([], 64, "0 ranks"), ([0] * 33, 64, "33 ranks"), ([0], 0, "size = 0; it must be")]
 )
 def test_windows_that_make_no_sense(devices, ordinals, size, text):
     with pytest.raises(ArgumentError, match=text):
@@ -301,6 +302,15 @@ def test_parts_lie_apart_and_fill_the_window(tokens, changes):
     assert set(layout.parts(0, 0)) == (names | {"weights"} if with_weights else names)
 
 
+def test_sizes_of_numpy_do_not_overflow(devices):
+    large = Layout(SPEC, np.int32(1 << 20), np.int32(7168))
+    assert large.bytes == Layout(SPEC, 1 << 20, 7168).bytes > 2**31
+    (window,) = in_process(devices, [np.int64(0)], np.int16(1 << 14))
+    assert type(window.size) is int
+    window = between_processes(devices, 0, 0, np.int64(4096), lambda own: [own])
+    assert window.size == 4096
+
+
 def test_a_layout_of_nothing():
-    with pytest.raises(ArgumentError, match="both are at least 1"):
+    with pytest.raises(ArgumentError, match="tokens = 0; it must be a whole number, 1 or more"):
         Layout(SPEC, 0, 96)

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fusekit.errors import ArgumentError, NotBuiltError, UsageError
@@ -320,8 +321,10 @@ def test_sizes_load_nothing_and_grow_with_tokens(tmp_path):
     layer, fake = opened(tmp_path)
     small, large = layer.sizes(1), layer.sizes(1000)
     assert small.kept < large.kept and small.scratch < large.scratch and not fake.loaded
-    with pytest.raises(ArgumentError, match="tokens = -1"):
-        layer.sizes(-1)
+    assert layer.sizes(np.int64(1000)) == large
+    for wrong in (-1, np.int64(-1), 1.0, True):
+        with pytest.raises(ArgumentError, match=r"tokens = .*; it must be a whole number, 0 or more"):
+            layer.sizes(wrong)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import ctypes
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fusekit.errors import ArgumentError, CapacityError, PeerTimeoutError
@@ -173,6 +174,7 @@ def test_sizes_are_said_before_anything_is_there(ranked):
     assert apart.sizes(apart.capacity) == apart.sizes()
     with pytest.raises(ArgumentError, match="1025 tokens; the windows have room for 1024; open the layer on every"):
         apart.sizes(1025)
+    assert layer._library.layer("layers/moe", tokens=np.int32(1000), rows=np.int64(2000)).sizes() == apart.sizes()
     assert apart.rows == 2000 and apart.sizes().kept < sizes.kept and apart.sizes().windows == sizes.windows
 
 
@@ -302,7 +304,11 @@ def test_ranks_of_processes_agree_on_their_numbers():
     assert (ranks.rank, ranks.count) == (1, 2)
     with pytest.raises(ArgumentError, match=r"the ranks call themselves \[1, 1\]"):
         Ranks.of_process(devices, 0, 1, lambda own: [own, own])
-    with pytest.raises(ArgumentError, match="timeout = 0"):
-        Ranks.in_process(devices, [0, 1], timeout=0)
+    for wrong in (0, 2**31, 1.5, True):
+        with pytest.raises(ArgumentError, match=f"timeout = {wrong}; it must be a whole number of milliseconds, 1 to"):
+            Ranks.in_process(devices, [0, 1], timeout=wrong)
+    first = np.int64(0)
+    ranks = Ranks.of_process(devices, first, first, lambda own: [own], timeout=np.int32(99))
+    assert [type(each) for each in (ranks.rank, ranks.device, ranks.timeout)] == [int] * 3
     with pytest.raises(ArgumentError, match="0 ranks"):
         Ranks.in_process(devices, [])

@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusekit.abi import PointerParameter, evaluate
@@ -111,7 +112,9 @@ def test_the_margin_defaults_to_the_specs_and_is_evaluated_by_the_grid() -> None
     kernel(**tensors())
     kernel(**tensors(), cluster_margin=0)
     kernel(**tensors(), cluster_margin=100_000)
-    assert [launched.grid[0] for launched in fake.launches] == [100, 132, 2]
+    kernel(**tensors(), cluster_margin=np.int64(16), priority=np.int32(-1))
+    assert [launched.grid[0] for launched in fake.launches] == [100, 132, 2, 100]
+    assert type(fake.launches[-1].attributes["CU_LAUNCH_ATTRIBUTE_PRIORITY"]) is int
 
 
 @pytest.mark.parametrize("margin", [-1, 1.5, "2", True])
