@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
-from fusekit.spec.keys import Broken, Key
+from fusekit.spec.keys import Bounded, Broken, Key
 from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
 from fusekit.spec.token import ARCH, NAME, SUMMARY, TokenProblem, TokenSpec, made
@@ -18,7 +18,8 @@ TIMEOUT = 60_000  # milliseconds
 _BLOCKS = Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64)
 _KEYS = (
     NAME, SUMMARY, ARCH,
-    Key("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1, required=True),
+    Bounded("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
+            maximum=MOST_RANKS, required=True),
     Key("experts", "int", "Experts of all ranks; rank r has the r-th part of them.", minimum=1, required=True),
     TOPK, DTYPE,
     _BLOCKS,
@@ -86,9 +87,7 @@ def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> Exc
 def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
     """Every rule that an expanded spec breaks; empty when it can be built."""
     found: list[Broken] = []
-    if spec.ranks > MOST_RANKS:
-        found.append(("ranks", spec.ranks, f"must be from 1 to {MOST_RANKS}"))
-    elif spec.experts % spec.ranks:
+    if spec.experts % spec.ranks:
         found.append(("experts", spec.experts, f"must be a multiple of ranks, {spec.ranks}: each has as many"))
     if spec.experts > MAX_EXPERTS * spec.ranks:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.spec.family import Family, families
-from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key
+from fusekit.spec.keys import FILE_KEYS, INT32_MAX, NAME_PATTERN, Key, most_of
 from fusekit.spec.layer import LAYER
 from fusekit.spec.parse import SCHEMA_VERSION
 from fusekit.spec.values import MAX_TEXT, MAX_VALUES
@@ -133,7 +133,7 @@ def _single(key: Key) -> dict[str, Any]:
         case "bool":
             return {"type": "boolean"}
         case "int":
-            return {"type": "integer", "minimum": key.minimum, "maximum": INT32_MAX}
+            return {"type": "integer", "minimum": key.minimum, "maximum": most_of(key)}
         case "float":
             return {"type": "number"}
         case _ if key.name == "name":

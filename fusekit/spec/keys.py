@@ -1,6 +1,6 @@
 """Every key of a spec file: type, allowed values, default, meaning. Parser and JSON Schema both read this table."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.plan.activations import kinds
@@ -16,6 +16,19 @@ NAME_RULE = "a name is lower-case letters, digits, '.', '_' or '-', begins with 
 INT32_MAX = 2**31 - 1
 
 Broken = tuple[str, Any, str]  # key, its value, the rule
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded(Key):
+    """An int with a bound of its own."""
+
+    maximum: int = INT32_MAX
+
+
+def most_of(key: Key) -> int:
+    """The largest value of an int."""
+    return key.maximum if isinstance(key, Bounded) else INT32_MAX
+
 
 ACTIVATION_KEYS = (
     Key(

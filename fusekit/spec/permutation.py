@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusekit.dtypes import DTYPES
-from fusekit.spec.keys import Broken, Key
+from fusekit.spec.keys import Bounded, Broken, Key
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK, ROUTER_DTYPES
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TOKENS_KEY, TokenProblem, TokenSpec, made
 
@@ -20,7 +20,7 @@ MOST_ADDENDS = 2
 MOST_TERMS = 3  # which are all bits of a float32
 
 _HEAD = (NAME, SUMMARY, ARCH)
-TOPK = Key("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, required=True)
+TOPK = Bounded("topk", "int", f"Choices of a token, K, {MAX_TOPK} at most.", minimum=1, maximum=MAX_TOPK, required=True)
 HIDDEN = Key("H", "int", "Elements of a row.", minimum=1, required=True)
 _EXPERTS = Key("experts", "int", f"Experts, {MAX_EXPERTS} at most.", minimum=1, required=True)
 _WARPS = Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8.", minimum=1, default=8, sweep=True)
@@ -36,8 +36,8 @@ _WEIGHTED = Key("weighted", "bool", "Takes weights[T, K]: unpermute multiplies b
                 default=False)  # fmt: skip
 _SCALED = Key("scaled", "bool", "Multiplies rows by weights[T, K], for router weights that scale the experts' input.",
               default=False)  # fmt: skip
-_TERMS = Key("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
-             default=MOST_TERMS)  # fmt: skip
+_TERMS = Bounded("terms", "int", f"Terms of each number, {MOST_TERMS} at most: 3 are all of a float32.", minimum=1,
+                 maximum=MOST_TERMS, default=MOST_TERMS)  # fmt: skip
 _INDEX = (
     *_HEAD, TOPK,
     Key("experts", "int", f"Experts whose rows are ordered, {MAX_EXPERTS} at most.", minimum=1, required=True),
@@ -118,8 +118,6 @@ def broken_permutation_rules(spec: PermutationSpec) -> list[Broken]:
         found.append(("scaled", True, "codes are moved as they are; scale the rows before they are quantised"))
     if spec.bounded and not spec.tokens:
         found.append(("bounded", True, "the rows' tokens say where rows end; say tokens = true"))
-    if spec.terms > MOST_TERMS:
-        found.append(("terms", spec.terms, f"must be from 1 to {MOST_TERMS}, which are all bits of a float32"))
     warps = {INDEX: (INDEX_WARPS,), CHECK: (1,)}.get(spec.op, (1, 2, 4, 8))
     if spec.warps not in warps:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, warps))}"))

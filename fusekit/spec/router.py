@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.spec.keys import Broken, Key
+from fusekit.spec.keys import Bounded, Broken, Key
 from fusekit.spec.token import ARCH, NAME, PROBLEM, SUMMARY, TokenProblem, TokenSpec, made
 
 FORWARD, BACKWARD, AUX, AUX_BACKWARD = "router-topk", "router-topk-bwd", "router-aux-score", "router-aux-score-bwd"
@@ -21,7 +21,8 @@ _COMMON = (
     Key("dtype", "choice", "Type of logits and grad_logits.", choices=ROUTER_DTYPES, default="f32"),
     Key("out_dtype", "choice", "Type of probs, scores and their gradients; default: dtype.", choices=ROUTER_DTYPES),
     Key("experts", "int", f"Experts X, {MAX_EXPERTS} at most.", minimum=1, required=True),
-    Key("topk", "int", f"Experts chosen for a token, K, {MAX_TOPK} at most.", minimum=1, required=True),
+    Bounded("topk", "int", f"Experts chosen for a token, K, {MAX_TOPK} at most.", minimum=1,
+            maximum=MAX_TOPK, required=True),
     Key("score_function", "choice", "What makes a score of a logit.", choices=SCORE_FUNCTIONS, default="softmax"),
     Key("warps", "int", "Warps of a thread block, 1, 2, 4 or 8; a token takes one; default: 8, from 1024 experts on 4.",
         minimum=1, sweep=True),

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key
+from fusekit.spec.keys import INT32_MAX, NAME_PATTERN, NAME_RULE, Key, most_of
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_VALUES = 256  # of a list
@@ -208,8 +208,8 @@ class Reader:
     def _int(self, where: str, key: Key, value: Any) -> Any:
         if not isinstance(value, int) or isinstance(value, bool):
             return self._wrong_type(where, key, value)
-        if not key.minimum <= value <= INT32_MAX:
-            return self.report(where, key.name, value, f"must be from {key.minimum} to {INT32_MAX}")
+        if not key.minimum <= value <= most_of(key):
+            return self.report(where, key.name, value, f"must be from {key.minimum} to {most_of(key)}")
         return value
 
     def _float(self, where: str, key: Key, value: Any) -> Any:

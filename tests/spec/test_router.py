@@ -117,7 +117,7 @@ def test_warps_are_swept():
     ("lines", "rule"),
     [
         ('op = "router-topk"\nexperts = 4097', "experts = 4097: a warp's registers hold 4096 experts at most"),
-        ('op = "router-topk"\ntopk = 65', "topk = 65: must be from 1 to 64, the lesser of 64 and the experts"),
+        ('op = "router-topk"\ntopk = 65', "topk = 65: must be from 1 to 64"),
         ('op = "router-topk"\nexperts = 7', "topk = 8: must be from 1 to 7"),
         ('op = "router-topk"\nwarps = 3', "warps = 3: must be 1, 2, 4 or 8"),
         ('op = "router-topk"\npre_softmax = true\nscore_function = "sigmoid"', "only softmax has it, not sigmoid"),
@@ -189,6 +189,7 @@ def test_refusals_between_router_and_gemm(lines, rule):
     ("lines", "rule"),
     [
         ("terms = 4", "terms = 4: must be from 1 to 3"),
+        ("terms = 0", "terms = 0: must be from 1 to 3"),
         ("problem = { T = 1, H = 12 }", "a row has 24 bytes, which must be a multiple of 16"),
         ("topk = 2", "there is no such key"),
     ],

@@ -52,6 +52,12 @@ def test_it_refuses_what_the_parser_refuses(change):
     assert not VALIDATOR.is_valid({**GOOD, "kernel": [{**kernel, **change}]})
 
 
+@pytest.mark.parametrize(("terms", "valid"), [(0, False), (1, True), (3, True), (4, False)])
+def test_it_knows_the_bounds_of_numbers(terms, valid):
+    kernel = {"name": "a", "op": "router-sum", "arch": "sm_90a", "experts": 8, "terms": terms}
+    assert VALIDATOR.is_valid({"schema": 1, "kernel": [kernel]}) == valid
+
+
 def test_top_level():
     assert not VALIDATOR.is_valid({})
     assert not VALIDATOR.is_valid({**GOOD, "schema": 2})
