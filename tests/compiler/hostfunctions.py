@@ -97,6 +97,21 @@ def either(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cud
         store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
 
+def same(function):
+    return function
+
+
+@same
+@cute.kernel
+def store_decorated(x: cute.Tensor, value: cutlass.Int32):
+    x[0] = cutlass.Float32(value)
+
+
+@cute.jit
+def decorated(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
+    store_decorated(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+
+
 @cute.jit
 def loop(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
     total = cutlass.Int32(1)

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import re
 import struct
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -278,6 +280,15 @@ def test_what_no_record_can_say_is_refused_in_words():
     given = (vector(), cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
     with pytest.raises(BuildError, match="launches no kernel"):
         fusekit.compile(hostfunctions.nothing, *given, options=ARCH)
+
+
+def test_a_launch_that_is_refused_is_said_with_the_line_of_its_kernel():
+    given = (vector(), cutlass.Int32(1), cutlass.Float32(1.0), CUstream(0))
+    source = Path(hostfunctions.__file__).read_text().splitlines()
+    with pytest.raises(BuildError, match="another stream than the one that it is given") as caught:
+        fusekit.compile(hostfunctions.decorated, *given, options=ARCH)
+    (line,) = re.findall(r"functions\.py, line (\d+)\)", str(caught.value))
+    assert source[int(line) - 1].startswith("def store_decorated(")
 
 
 class Pair(NamedTuple):

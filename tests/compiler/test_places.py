@@ -1,0 +1,37 @@
+"""Lines of sources in errors."""
+
+import pytest
+
+from fusekit.compiler.places import with_defs
+from fusekit.errors import BuildError, ProofError
+
+SOURCE = """@one
+@two(
+    3
+)
+def kernel():
+    pass
+
+
+def plain():
+    call(2)
+"""
+
+
+@pytest.mark.parametrize(("line", "shown"), [(1, 5), (2, 5), (3, 5), (5, 5), (6, 6), (9, 9), (10, 10), (99, 99)])
+def test_the_line_of_a_decorator_becomes_that_of_its_def(tmp_path, line, shown):
+    path = tmp_path / "a (copy).py"
+    path.write_text(SOURCE)
+    error = with_defs(ProofError(f"host code: a call ({path}, line {line}); say it otherwise", parameter="x"))
+    assert str(error) == f"host code: a call ({path}, line {shown}); say it otherwise"
+    assert (type(error), error.parameter) == (ProofError, "x")
+
+
+@pytest.mark.parametrize("text", ["a call (/nowhere.py, line 1)", "a call", "(<unknown>, line 3)"])
+def test_what_cannot_be_looked_up_stays_as_it_is(text):
+    assert str(with_defs(BuildError(text))) == text
+
+
+def test_a_file_that_is_no_source_stays_as_it_is(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"\0(")
+    assert str(with_defs(BuildError(f"a call ({tmp_path}/a.py, line 1)"))) == f"a call ({tmp_path}/a.py, line 1)"
