@@ -9,6 +9,9 @@ weights are random and given. Prints one JSON document. Times are medians of rou
 - `ms`, `tflops` of a GPU: the forward or backward pass as a CUDA graph;
 - `compute_ms`: those of its launches that a rank makes alone, on the rows that came, in turns with the pass;
   `communication_ms`: the others, which move rows between ranks; `ratio`: `ms` over the larger of both;
+- `alone_ms`: the same pass of one GPU that has the tokens of all ranks, and the rank's experts alone, in turns with the
+  pass. So it also adds up a token's rows, which over ranks is part of the communication; `alone_ratio`: `ms` over the
+  larger of this and `communication_ms`;
 - `peer_ms`: the same pass as one writes it in PyTorch. Counts go out by all_to_all_single, the host waits for them, a
   row goes out for each choice, fusekit's layer of one GPU computes on what came, and all comes back; autograd does the
   backward pass. `speedup`: how many times as fast the layer over ranks is; `apart`: how far both results are apart.
@@ -46,7 +49,9 @@ TIMEOUT = 20_000  # ms that a rank waits for another
 
 
 def tables(name: str, case: Case, tokens: int, ranks: int, overlap: bool = False) -> list[str]:
-    """In a spec file: the layer over ranks, with overlap as well, and the one that computes on rows of one choice."""
+    """In a spec file: the layer over ranks, with overlap as well, the one that computes on rows of one choice, and the
+    one of a rank's experts for all ranks' tokens.
+    """
     hidden, intermediate, experts, topk = case.shape
     over = replace(case, spec=f"{case.spec}ranks = {ranks}\n")
     rows = replace(case, shape=(hidden, intermediate, experts // ranks, 1))
@@ -54,7 +59,9 @@ def tables(name: str, case: Case, tokens: int, ranks: int, overlap: bool = False
     if overlap:
         over = replace(over, spec=f"{over.spec}overlap = true\n")
         found.append(over.table(f"{name}-{tokens}{OVERLAP}", tokens))
-    return [*found, rows.table(f"{name}-{tokens}-rows", tokens * topk)]
+    alone = replace(rows, shape=(hidden, intermediate, experts // ranks, topk))
+    found += [rows.table(f"{name}-{tokens}-rows", tokens * topk), alone.table(f"{name}-{tokens}-alone", tokens * ranks)]
+    return found
 
 
 def parts(layer: Layer, bound: Pass, which: str) -> dict[str, Pass]:
@@ -68,7 +75,7 @@ def parts(layer: Layer, bound: Pass, which: str) -> dict[str, Pass]:
 
 
 class Ours:
-    """The layer `name` of one rank with its tensors, on a stream."""
+    """The layer `name` with its tensors, on a stream: that of a rank, or one of one GPU, without `ranks`."""
 
     def __init__(self, library: Any, name: str, ranks: Any, tokens: int, stream: Any) -> None:
         import torch
@@ -76,9 +83,9 @@ class Ours:
         from fusekit.interop.torch_layer import DTYPES
 
         self._devices, self._stream, self.tokens = library.devices, stream, tokens
-        self.layer = layer = library.layer(name, ranks=ranks, tokens=tokens)
-        self.options, sizes = layer.options, layer.sizes()
-        torch.manual_seed(1 + ranks.rank)
+        self.layer = layer = library.layer(name, **({"ranks": ranks, "tokens": tokens} if ranks else {}))
+        self.options, sizes = layer.options, layer.sizes(tokens)
+        torch.manual_seed(1 + (ranks.rank if ranks else 0))
         passes, dims = (FORWARD, BACKWARD), layer.program.dims(tokens)
         inputs = {each: buffer for which in passes for each, buffer in layer.inputs(which).items()}
         outputs = {each: buffer for which in passes for each, buffer in layer.outputs(which).items()}
@@ -99,13 +106,18 @@ class Ours:
         names = (*self.layer.inputs(which), *self.layer.outputs(which))
         return bind(**{each: self.tensors[each] for each in names}, **self._memory)
 
-    def measure(self, which: str) -> dict[str, float]:
+    def has(self, indices: Any, rank: int) -> None:
+        """Takes the choices of all ranks' tokens, [ranks * T, K], as far as they are experts of `rank`."""
+        own = indices - rank * self.options.experts
+        self.tensors["indices"].copy_(own.where((own >= 0) & (own < self.options.experts), own.new_tensor(-1)))
+
+    def measure(self, which: str, alone: Ours) -> dict[str, float]:
         """Times of a pass, and what comes of them."""
         found: dict[str, float] = {}
         handle = self._stream.cuda_stream
-        runs = parts(self.layer, self.passes[which], which)
+        runs = parts(self.layer, self.passes[which], which) | {"alone_ms": alone.passes[which]}
         with ExitStack() as graphs:
-            for labels in (("ms", "compute_ms"), ("communication_ms",)):
+            for labels in (("ms", "compute_ms", "alone_ms"), ("communication_ms",)):
                 made = {label: Replay(self._devices, [runs[label]], 1, handle) for label in labels}
                 for graph in made.values():
                     graphs.callback(graph.close)
@@ -113,7 +125,10 @@ class Ours:
         o = self.options
         flops = 6.0 * self.tokens * o.topk * o.hidden * o.intermediate * (2 if which == BACKWARD else 1)
         found["tflops"] = flops / found["ms"] / 1e9
-        return found | {"ratio": found["ms"] / max(found["compute_ms"], found["communication_ms"])}
+        ratios = {"ratio": "compute_ms", "alone_ratio": "alone_ms"}
+        return found | {
+            ratio: found["ms"] / max(found[label], found["communication_ms"]) for ratio, label in ratios.items()
+        }
 
     def sent(self, ranks: int, rank: int) -> int:
         """Bytes of rows that a dispatch sends to other ranks."""
@@ -252,11 +267,18 @@ def agree(values: list[float]) -> list[float]:
 def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, end: str = "") -> dict[str, Any]:
     """The part of the document of one layer and count of tokens. Every rank calls this. end: of the layer's name."""
     import torch
+    from torch import distributed
 
     stream = torch.cuda.current_stream()
     ours = Ours(library, f"{FILE}/{name}-{tokens}{end}", ranks, tokens, stream)
+    alone = Ours(library, f"{FILE}/{name}-{tokens}-alone", None, tokens * ranks.count, stream)
+    indices = ours.tensors["indices"]
+    chosen = [torch.empty_like(indices) for _ in range(ranks.count)]
+    distributed.all_gather(chosen, indices)
+    alone.has(torch.cat(chosen), ranks.rank)
     for each in (FORWARD, BACKWARD):
         ours.passes[each](stream)
+        alone.passes[each](stream)
     found: dict[str, Any] = {"case": name, "tokens": tokens, "sent_mb": ours.sent(ranks.count, ranks.rank) / 1e6}
     if peer:
         other = Peer(
@@ -267,7 +289,7 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
         errors = [float((made[each] - ours.tensors[each]).norm() / made[each].norm()) for each in shared]
         found["apart"] = dict(zip(shared, agree(errors), strict=True))
     for which in (FORWARD, BACKWARD):
-        found[which] = ours.measure(which)
+        found[which] = ours.measure(which, alone)
     if peer:
         for which, ms in other.measure().items():
             found[which] |= {"peer_ms": ms, "speedup": ms / found[which]["ms"]}

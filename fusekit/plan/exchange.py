@@ -30,7 +30,7 @@ GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # the last launch for which its window may be written to. MOST is the layer's: the most rows that its experts wanted.
 # For kernels that read rows while they come, a dispatch leaves OWN, the first place of the rank's own tokens and their
 # end, and WAIT, the milliseconds to wait. Of a launch that sends rows apart: BEGUN, CAME, the last of which all blocks
-# began, and all rows are here; and what TICKET and DONE are, since the launch that sends choices runs meanwhile.
+# began, and all rows are here; and what TICKET and DONE are, since a launch of choices or of nothing runs meanwhile.
 # DRAWN: chunks that blocks drew of this launch, those that send to other ranks, and those that copy.
 EPOCH, TICKET, DONE, STATUS, CAME, OWN, WAIT = 0, 4, 8, 16, 28, 32, 40
 BEGUN, ROWS_TICKET, ROWS_DONE, DRAWN, MOST, OPEN, HEADER = 44, 48, 52, 56, 64, 128, 256
@@ -38,8 +38,8 @@ STATUS_WORDS = 3
 STAGES = ("", "let its window be written to", "send its rows", "launch the kernel that sends rows")
 OPENING, SENDING, BEGINNING = 1, 2, 3
 TELLERS = 64  # blocks of a rank that send choices, at most
-ALL, CHOICES, ROWS = "all", "choices", "rows"  # what a dispatch sends
-SENDS = (ALL, CHOICES, ROWS)
+ALL, CHOICES, ROWS, NOTHING = "all", "choices", "rows", "nothing"  # what a dispatch sends
+SENDS = (ALL, CHOICES, ROWS, NOTHING)
 LINE = 128  # bytes that regions are aligned to
 PER_LINE = LINE // 4 * CHUNK  # tokens with flags in a line
 MOST_RANKS = (HEADER - OPEN) // 4
@@ -80,7 +80,7 @@ def parts(keys: Mapping[str, Any]) -> tuple[int, int]:
 
 def wide(keys: Mapping[str, Any]) -> bool:
     """Whether rows are sent, not gradients of weights or choices alone."""
-    return bool(keys.get("rows", True)) and keys.get("sends", ALL) != CHOICES
+    return bool(keys.get("rows", True)) and keys.get("sends", ALL) in (ALL, ROWS)
 
 
 def coded(keys: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusekit.plan.exchange import GRAIN, ROWS, coded, wide, window_bytes
+from fusekit.plan.exchange import ALL, CHOICES, GRAIN, NOTHING, coded, wide, window_bytes
 from fusekit.plan.token_operation import (
     CHECK,
     EXCHANGE,
@@ -325,11 +325,11 @@ _ROWS = (
         (
             Operand("x", INPUT, "dtype", "T H", "The rows of tokens.", wide),
             _SCALES,
-            _INDICES,
-            replace(_WEIGHTS, when=lambda keys: keys["weighted"] and keys["sends"] != ROWS),
+            replace(_INDICES, when=lambda keys: keys["sends"] != NOTHING),
+            replace(_WEIGHTS, when=lambda keys: keys["weighted"] and keys["sends"] in (ALL, CHOICES)),
             *_EXCHANGED,
         ),
-        constraints=lambda keys: (_FITS,),
+        constraints=lambda keys: () if keys["sends"] == NOTHING else (_FITS,),
     ),
     TokenOperation(
         "moe-combine",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fusekit.plan.exchange import ALL, CHOICES, ROWS
+from fusekit.plan.exchange import ALL, CHOICES, NOTHING, ROWS
 from fusekit.reference.formats import Array, encode, held, values
 
 
@@ -28,7 +28,7 @@ def dispatch(
 ) -> list[dict[str, Array]]:  # fmt: skip
     """What each rank has received: rows [S, H], bool `sent` [S] (others are left as they were), indices [S, K] counted
     from its first expert and -1 where it has none, and weights [S, K], 0 there, unless None. Of codes also scales
-    [ceil(H / 128), S], 0 at a place that has no token. Of a dispatch of rows or choices alone, only what it sends.
+    [ceil(H / 128), S], 0 at a place that has no token. Of a dispatch that sends less, only what it sends.
 
     x: [T, H] of each rank, held as `held` says; indices, weights: [T, K]; scales: of codes, [ceil(H / 128), T]. T may
     differ from rank to rank.
@@ -56,7 +56,7 @@ def dispatch(
             room = [np.pad(each, ((0, 0), (0, capacity - each.shape[1]))) for each in scales]
             made["scales"] = np.concatenate(room, axis=1)
         made |= {} if weights is None else {"weights": factors.reshape(slots, topk)}
-        kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent", "scales")}
+        kept = {CHOICES: ("indices", "weights"), ROWS: ("rows", "sent", "scales"), NOTHING: ()}
         sent_alone = kept.get(spec.get("sends", ALL), tuple(made))
         received.append({name: each for name, each in made.items() if name in sent_alone})
     return received

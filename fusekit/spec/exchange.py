@@ -34,8 +34,8 @@ EXCHANGE_KEYS = {
         Key(
             "sends",
             "choice",
-            'What it sends: "all"; "choices", with their weights; or "rows", of the tokens whose '
-            "choices the launch before sent, by a kernel that is as weighted.",
+            'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, "choices", with their '
+            'weights, or "nothing", where choices that came before still hold.',
             choices=SENDS,
             default=ALL,
         ),

@@ -27,11 +27,14 @@ def layers_of(text: str) -> dict[str, Any]:
 def test_the_spec_has_the_layers_of_each_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--spec"]) == 0
     layers = layers_of(capsys.readouterr().out)
-    assert [*layers] == [f"{case}-{tokens}{end}" for case in CASES for tokens in (1024, 8192) for end in ("", "-rows")]
+    ends = ("", "-rows", "-alone")
+    assert [*layers] == [f"{case}-{tokens}{end}" for case in CASES for tokens in (1024, 8192) for end in ends]
     whole, rows = layers["qwen3-30b-a3b-8192"], layers["qwen3-30b-a3b-8192-rows"]
     assert (whole.hidden, whole.intermediate, whole.experts, whole.topk) == (2048, 768, 128, 8)
     assert (whole.ranks, whole.tokens, whole.router["input"]) == (2, 8192, "choices")
     assert (rows.experts, rows.topk, rows.ranks, rows.tokens) == (64, 1, 1, 65536)
+    alone = layers["qwen3-30b-a3b-8192-alone"]
+    assert (alone.experts, alone.topk, alone.ranks, alone.tokens) == (64, 8, 1, 16384)
     assert main(["gpt-oss-20b", "--spec", "--tokens", "512", "--ranks", "4"]) == 0
     layers = layers_of(capsys.readouterr().out)
     whole, rows = layers["gpt-oss-20b-512"], layers["gpt-oss-20b-512-rows"]
@@ -40,6 +43,7 @@ def test_the_spec_has_the_layers_of_each_case(capsys: pytest.CaptureFixture[str]
     layers = layers_of(capsys.readouterr().out)
     assert {name: layer.overlap for name, layer in layers.items()} == {
         "qwen3-30b-a3b-512": False, "qwen3-30b-a3b-512-overlap": True, "qwen3-30b-a3b-512-rows": False,
+        "qwen3-30b-a3b-512-alone": False,
     }  # fmt: skip
     with pytest.raises(SystemExit):
         main(["gpt-5"])
@@ -52,7 +56,7 @@ def test_launches_that_wait_for_other_ranks_are_apart(which: str) -> None:
     steps = made.needed(which, made.arguments(which)[1])
     bound: Any = SimpleNamespace(launches=tuple(step.part for step in steps))
     found = parts(layer, bound, which)
-    together = {FORWARD: ["dispatch", "combine"], BACKWARD: ["dispatch", "weights-return", "combine-dx", "dispatch"]}
+    together = {FORWARD: ["dispatch", "combine"], BACKWARD: ["dispatch", "combine-dx", "dispatch"]}
     assert [*found["communication_ms"].launches] == together[which]
     assert [each for each in bound.launches if each not in together[which]] == [*found["compute_ms"].launches]
     assert found["ms"] is bound

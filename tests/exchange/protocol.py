@@ -39,8 +39,8 @@ class Setting:
     """ranks, blocks that send, chunks of a rank (one token each), blocks resident at a time.
 
     program: the launches of every rank's stream, d for a dispatch and what reads its rows, a for one in two launches
-    with readers that wait, c for a combine. Where they take turns each does the other's waiting, so they are tried
-    alone as well.
+    with readers that wait, n for one whose choices are known, c for a combine. Where they take turns each does the
+    other's waiting, so they are tried alone as well.
     """
 
     ranks: int
@@ -75,7 +75,7 @@ class Rank:
         self.running: list[Running] = []
         self.joining = self.done = False
         # The launch of choices keeps a block until those of rows have begun.
-        self.resident = max(machine.setting.resident, 2 if "a" in machine.setting.program else 1)
+        self.resident = max(machine.setting.resident, 2 if {*"an"} & {*machine.setting.program} else 1)
 
     def _stream(self) -> Iterator[tuple[str, list[Block]]]:
         setting = self.machine.setting
@@ -83,13 +83,16 @@ class Rank:
             if kind == "d":
                 yield MAIN, [dispatch(self, launch) for _ in range(2 * setting.blocks + 1)]
                 yield MAIN, [consume(self, launch)]
-            elif kind == "a":
+            elif kind in "an":
                 yield SIDE, [send_rows(self, launch) for _ in range(2 * setting.blocks + 1)]
-                yield MAIN, [send_choices(self, launch) for _ in range(setting.blocks + 1)]
-                yield MAIN, [read_choices(self, launch)]
+                if kind == "a":
+                    yield MAIN, [send_choices(self, launch) for _ in range(setting.blocks + 1)]
+                    yield MAIN, [read_choices(self, launch)]
+                else:
+                    yield MAIN, [send_nothing(self)]
                 yield MAIN, [gather(self, launch) for _ in range(self.resident)]  # they take all multiprocessors
                 yield JOIN, []
-                yield MAIN, [consume(self, launch)]
+                yield MAIN, [consume(self, launch, kind == "a")]
             else:
                 yield MAIN, [combine(self, launch) for _ in range(setting.blocks + setting.chunks)]
 
@@ -300,6 +303,15 @@ def send_choices(rank: Rank, launch: int) -> Block:
     yield from leave(rank, "rows", epoch, setting.blocks + 1, draws=False)
 
 
+def send_nothing(rank: Rank) -> Block:
+    """The block of moe-dispatch that only sees to it that the rows are sent."""
+    _, epoch = yield from arrive(rank, "rows")
+    yield from open_window(rank, "rows", epoch)
+    if rank.machine.setting.fault != "choices end before the rows begin":
+        yield ("wait", ("rows", "begun"), epoch)
+    yield from leave(rank, "rows", epoch, 1, draws=False)
+
+
 def send_rows(rank: Rank, launch: int) -> Block:
     """A block of moe-dispatch that sends rows."""
     setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
@@ -367,11 +379,13 @@ def gather(rank: Rank, launch: int) -> Block:
                     raise BrokenError(f"rank {rank.number} reads row {row} of {source}, {token} in launch {launch}")
 
 
-def consume(rank: Rank, launch: int) -> Block:
-    """The launches between: they read what has come, bit by bit."""
+def consume(rank: Rank, launch: int, told: bool = True) -> Block:
+    """The launches between: they read what has come, bit by bit. told: whether choices came."""
     for source in range(rank.machine.setting.ranks):
         for token in range(rank.machine.setting.chunks):
-            sent = yield from read_choice(rank, launch, source, token)
+            sent = rank.number in rank.machine.routes[launch, source, token]
+            if told:
+                yield from read_choice(rank, launch, source, token)
             row = yield ("read", ("rows", "row", source, token))
             if sent and row != (launch, source, token):
                 raise BrokenError(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")

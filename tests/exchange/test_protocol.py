@@ -13,7 +13,7 @@ SETTINGS = st.builds(
     ranks=st.sampled_from([1, 2, 2, 3, 4, 8]),
     blocks=st.integers(1, 3),
     chunks=st.integers(1, 3),
-    program=st.text("dca", min_size=1, max_size=5),
+    program=st.text("dcan", min_size=1, max_size=5),
     resident=st.integers(1, 9),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -29,7 +29,7 @@ def test_every_row_arrives_and_nothing_is_overwritten(setting):
 def test_a_mistake_is_found(fault):
     """In some of a few hundred orders: no order shows every mistake."""
     for seed in range(500):
-        program = ("dddd", "cccc", "dcdc", "aaaa", "adca")[seed % 5]
+        program = ("dddd", "cccc", "dcdc", "aaaa", "adca", "nnnn", "ancn")[seed % 7]
         setting = Setting(2 + seed % 3 % 2, 1 + seed % 2, 2, program, 1 + seed % 4, seed, fault)
         try:
             Machine(setting).run()

@@ -71,8 +71,11 @@ def dispatch(keys, reads, world, step):
     """Into the windows: rows that are sent; all choices and weights of all places."""
     ranks, local = keys["ranks"], keys["experts"] // keys["ranks"]
     capacity = world.program.room["S"] // ranks
+    sends = keys.get("sends", "all")
+    if sends == "nothing":
+        return [{} for _ in range(ranks)]
     for target in range(ranks):
-        window, sends = world.windows[target], keys.get("sends", "all")
+        window = world.windows[target]
         rows = window[f"{step.window}.rows"].copy().reshape(ranks, capacity, -1)
         chosen = np.full((ranks, capacity, keys["topk"]), -1)
         weights = np.zeros(chosen.shape)

@@ -268,21 +268,23 @@ def shown(made, which):
 
 
 def test_rows_are_sent_aside_and_joined_before_they_are_read():
-    apart = "^dispatch-rows dispatch-choices"
+    apart, again = "^dispatch-rows dispatch-choices", "^dispatch-rows dispatch-begun"
     made = program(over(2, "plain", overlap=True, router={"input": "choices"}))
     assert shown(made, FORWARD) == f"{apart} index ~fc1-fwd |fc2 combine"
     assert shown(made, BACKWARD) == (
-        f"{apart} ~fc2-dgrad |fc1-dgrad weights-bwd weights-return combine-dx {apart} fc2-wgrad |fc1-wgrad"
+        f"{again} ~fc2-dgrad |fc1-dgrad weights-bwd combine-dx {again} fc2-wgrad |fc1-wgrad"
     )
     made = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
-    assert shown(made, BACKWARD).startswith(f"{apart} ~fc1-again {apart} ~fc2-dgrad |fc1-dgrad")
+    assert shown(made, BACKWARD).startswith(f"{again} ~fc1-again {again} ~fc2-dgrad |fc1-dgrad")
+    made = program(over(2, "choices-overlap"))
+    assert shown(made, BACKWARD).startswith(f"{apart} ~fc2-dgrad"), "dy . b2 is of the choices"
     for name in OVERLAP:
         made = program(over(2, name))
         for which in (FORWARD, INFERENCE, BACKWARD):
             aside = set()
             for step, late in zip(made.steps[which], made.late(made.steps[which]), strict=True):
                 keys = made.parts[step.part]
-                assert not (late and (step.aside or keys.get("awaits") or keys.get("sends") == "choices"))
+                assert not (late and (step.aside or keys.get("awaits") or keys.get("sends") in ("choices", "nothing")))
                 aside = set() if late or step.aside else aside
                 assert keys.get("awaits") or not aside & set(step.arguments.values()), (name, which, step.part)
                 aside |= set(step.writes.values()) if step.aside else set()

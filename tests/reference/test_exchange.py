@@ -48,10 +48,11 @@ def test_every_choice_is_at_the_rank_of_its_expert_and_nowhere_else(ranks):
                 assert not sent or np.array_equal(received[target]["rows"][place], x[source][token])
     for each in received:
         assert each["indices"].shape == (ranks * CAPACITY, TOPK)
-    for sends in ("rows", "choices"):
+    sent = {"rows": {"rows", "sent"}, "choices": {"indices", "weights"}, "nothing": set()}
+    for sends, names in sent.items():
         parts = reference.dispatch(spec_of(ranks, sends=sends), x, chosen, weights, CAPACITY)
         for whole, part in zip(received, parts, strict=True):
-            assert set(part) == ({"rows", "sent"} if sends == "rows" else {"indices", "weights"})
+            assert set(part) == names
             assert all(np.array_equal(part[name], whole[name]) for name in part)
 
 

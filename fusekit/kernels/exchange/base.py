@@ -14,7 +14,8 @@ the window that only its own rank reads and writes, so a graph can be replayed. 
 A dispatch may be two launches of one number, on two streams, which both open the window. One sends all choices, and
 behind those of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the
 rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not
-end before every block of the other has begun and has read in EPOCH which launch it is.
+end before every block of the other has begun and has read in EPOCH which launch it is. Where choices that came before
+still hold, that launch sends nothing, and does no more than this.
 
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
 never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run

@@ -8,7 +8,8 @@ base.py.
 Blocks of their own copy what stays here, so that the links are never idle for it. One more waits for what the ranks
 send.
 
-Which rows a warp sends: shares.py. Choices may go in a launch of their own, all at once.
+Which rows a warp sends: shares.py. Choices may go in a launch of their own, all at once; where those that came before
+still hold, a launch that sends nothing takes its place.
 """
 
 import cutlass
@@ -19,7 +20,21 @@ from fusekit.kernels import lanes
 from fusekit.kernels.exchange import shares, signals
 from fusekit.kernels.exchange.base import CHUNK, NANOSECONDS, SENDING, WARP, Exchange, chunks
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import ALL, BEGINNING, BEGUN, CAME, CHOICES, DRAWN, OWN, ROWS, STATUS, TELLERS, WAIT
+from fusekit.plan.exchange import (
+    ALL,
+    BEGINNING,
+    BEGUN,
+    CAME,
+    CHOICES,
+    DRAWN,
+    NOTHING,
+    OWN,
+    ROWS,
+    STATUS,
+    TELLERS,
+    WAIT,
+    wide,
+)
 from fusekit.plan.quantise import SIDE
 
 COPIES = 64  # blocks that copy what stays here, beside kernels that want it soon
@@ -32,30 +47,30 @@ class MoeDispatch(Exchange):
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.sends = spec.sends
+        self.sends, self.wide = spec.sends, wide(vars(spec))
         self.senders, self.copies = self.blocks, self.blocks
         self.apart = self.sends == ROWS
         if self.sends == CHOICES:
             self.senders, self.copies, self.draws = min(self.blocks, TELLERS), 0, False
+        elif self.sends == NOTHING:
+            self.senders, self.copies, self.draws = 0, 0, False
         elif self.apart:
             self.copies = COPIES
         self.grid_blocks = self.senders + self.copies + 1
 
     @cute.jit
     def __call__(
-        self, x, x_s, indices: cute.Tensor, weights, window: tuple, rank: Int32, capacity: Int32, timeout: Int32,
-        stream: CUstream,
-    ):  # fmt: skip
+        self, x, x_s, indices, weights, window: tuple, rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream
+    ):
         """Launch; what the spec does without is None. window: of every rank."""
-        rows = self.sends != CHOICES
         self.kernel(
-            self.rows_at(x) if cutlass.const_expr(rows) else None,
+            self.rows_at(x) if cutlass.const_expr(self.wide) else None,
             None if cutlass.const_expr(x_s is None) else x_s.iterator,
-            indices.iterator,
+            None if cutlass.const_expr(indices is None) else indices.iterator,
             None if cutlass.const_expr(weights is None) else weights.iterator,
             list(window),
-            indices.shape[0],
-            x.shape[1] * self.size if cutlass.const_expr(rows) else Int32(0),
+            indices.shape[0] if cutlass.const_expr(indices is not None) else Int32(0),
+            x.shape[1] * self.size if cutlass.const_expr(self.wide) else Int32(0),
             rank,
             capacity,
             timeout,
@@ -69,8 +84,8 @@ class MoeDispatch(Exchange):
 
     @cute.kernel
     def kernel(
-        self, x, x_s, indices: cute.Pointer, weights, windows: list, tokens: Int32, row_bytes: Int32, rank: Int32,
-        capacity: Int32, timeout: Int32,
+        self, x, x_s, indices, weights, windows: list, tokens: Int32, row_bytes: Int32, rank: Int32, capacity: Int32,
+        timeout: Int32,
     ):  # fmt: skip
         """See the module's docstring. x: as `rows_at` gives it."""
         cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began beside its end
@@ -82,7 +97,10 @@ class MoeDispatch(Exchange):
         if turn == 0:  # of both launches, whichever runs first
             self.open(windows, rank, thread, epoch)
             self.tell_readers(own, thread, rank, capacity, timeout)
-        if turn == self.grid_blocks - 1:
+        if cutlass.const_expr(self.sends == NOTHING):
+            if failed == 0:
+                self.rows_begun(own, thread, rank, epoch, deadline)
+        elif turn == self.grid_blocks - 1:
             if cutlass.const_expr(self.apart):  # noqa: SIM102
                 if thread == 0:
                     signals.release(own + BEGUN, epoch)
@@ -157,7 +175,7 @@ class MoeDispatch(Exchange):
         """`owners` of a token, none where there is no such token; L2 is asked for its row meanwhile."""
         found = Uint32(0)
         if token < sizes[0]:
-            if cutlass.const_expr(self.sends != CHOICES):
+            if cutlass.const_expr(self.wide):
                 rows, stride = source[0]
                 lanes.prefetch(rows.toint() + Int64(token) * stride, sizes[1], cute.arch.lane_idx() == 0)
             found = self.owners(source[1].toint(), token, cute.arch.lane_idx())
@@ -215,6 +233,15 @@ class MoeDispatch(Exchange):
                     self.store_piece(windows[target].toint() + place, start, row_bytes, words, wanted)
 
     @cute.jit
+    def rows_begun(self, own: Int64, thread: Int32, rank: Int32, epoch: Int32, deadline: Int64):
+        """Waits until all blocks of the launch of rows have begun: 1, or 0 where they have not in time."""
+        seen = Int32(1)
+        if thread == 0:
+            seen = signals.wait(own + BEGUN, epoch, deadline)
+            signals.fail(own + STATUS, rank, BEGINNING, epoch, seen == 0)
+        return seen
+
+    @cute.jit
     def receive(
         self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64, failed: Int32, sizes: tuple, rank: Int32
     ):
@@ -232,11 +259,8 @@ class MoeDispatch(Exchange):
                 seen = signals.wait(own + first + Int64(flag) * 4, epoch, deadline)
                 signals.fail(own + STATUS, source, SENDING, epoch, seen == 0)
                 came = came & seen
-            if cutlass.const_expr(self.sends == CHOICES):  # noqa: SIM102
-                if thread == 0:
-                    seen = signals.wait(own + BEGUN, epoch, deadline)
-                    signals.fail(own + STATUS, rank, BEGINNING, epoch, seen == 0)
-                    came = came & seen
+            if cutlass.const_expr(self.sends == CHOICES):
+                came = came & self.rows_begun(own, thread, rank, epoch, deadline)
         if signals.every(came) == 0:
             for choice in cutlass.range(thread, self.ranks * capacity * self.topk, self.threads):
                 lanes.store(own + layout.indices + Int64(choice) * 4, [Uint32(0xFFFFFFFF)], 4)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.exchange import CHOICES
+from fusekit.plan.exchange import CHOICES, NOTHING
 from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.quant import SIDE
 
@@ -155,7 +155,7 @@ class Program:
         found, aside, awaited = [], set[str](), False
         for step in steps:
             keys = self.parts[step.part]
-            beside = step.aside or bool(keys.get("awaits")) or keys.get("sends") == CHOICES
+            beside = step.aside or bool(keys.get("awaits")) or keys.get("sends") in (CHOICES, NOTHING)
             late = bool(aside) and not beside and (awaited or not aside.isdisjoint(step.arguments.values()))
             found.append(late)
             awaited = (awaited or bool(keys.get("awaits"))) and not late and not step.aside

@@ -4,11 +4,12 @@
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |
 
 With overlap, a dispatch is two launches: rows are sent aside, and the products that read them begin when the choices
-are there. When x is sent again, the gradients of other weights are made meanwhile.
+are there. The backward pass has what the forward pass made of the choices, so its products begin at once, unless they
+read the choices. When x is sent again, the gradients of other weights are made meanwhile.
 
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
-before, since the router's part of dx is made of them. x is sent again where a step needs it: to keep what came would
-take as much memory as a window for each layer.
+with dx; or before, where the router's part of dx is made of them. x is sent again where a step needs it: to keep what
+came would take as much memory as a window for each layer.
 
 By a recipe, the forward pass sends codes of x and their scales, which every rank would make of the same rows. The
 backward pass sends x and dy in bf16: it also reads codes along the tokens, whose scales are of 128 rows of an expert,
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fusekit.plan.exchange import CHOICES, GRAIN, ROWS, of_row, parts, regions, words
+from fusekit.plan.exchange import CHOICES, GRAIN, NOTHING, ROWS, of_row, parts, regions, wide, words
 from fusekit.plan.layer.factors import CODES as E4M3
 from fusekit.plan.layer.factors import Blocks, Rows
 from fusekit.plan.layer.options import Options
@@ -41,12 +42,14 @@ def arrives(options: Options) -> str:
 
 
 def stores(program: Program, which: str = "") -> dict[str, str]:
-    """The windows of all passes, or of one, with the first part that stores into each, which sends rows."""
-    chosen = [steps for name, steps in program.steps.items() if which in ("", name)]
+    """The windows of all passes, or of one, with the part that takes most of each."""
+    chosen = [step for name, steps in program.steps.items() if which in ("", name) for step in steps]
     found: dict[str, str] = {}
-    for step in (step for steps in chosen for step in steps):
-        found.setdefault(step.window, step.part)
-    return {window: found[window] for window in WINDOWS if window in found}
+    for window in WINDOWS:
+        into = [step.part for step in chosen if step.window == window]
+        if into:
+            found[window] = max(into, key=lambda part: (wide(program.parts[part]), sum(parts(program.parts[part]))))
+    return found
 
 
 def room(options: Options, tokens: int, rows: int | None = None) -> dict[str, int]:
@@ -101,8 +104,11 @@ class RankedExperts(Experts):
         """The table of a kernel that all ranks launch together."""
         return self.rows(op, ranks=self.o.ranks, experts=self.o.experts, **keys)
 
-    def dispatch(self, which: str | tuple[str, ...], x: str, window: str) -> None:
-        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where a product reads them."""
+    def dispatch(self, which: str | tuple[str, ...], x: str, window: str, chosen: bool) -> None:
+        """Rows of tokens, or of their gradients, to the ranks of their experts; aside where a product reads them.
+
+        chosen: whether the choices are read there.
+        """
         awaited = {SENT: self.rows_x, GRADS: self.rows_dy}[window].arrivals
         choices = {"indices": "indices", "weights": "weights"}
         made = {f"window.{part}": f"{window}.{part}" for part in ("rows", "indices", "weights")}
@@ -113,6 +119,10 @@ class RankedExperts(Experts):
         reads, rows = {"x": x, "indices": "indices"}, {"window.rows": f"{window}.rows"}
         aside = {**keys, "sends": ROWS, "blocks": BLOCKS}
         self.passes.step(which, "dispatch-rows", aside, reads, rows, window, aside=True)
+        if not chosen:
+            rows_alone = {**rows, "window.arrivals": awaited}
+            self.passes.step(which, "dispatch-begun", {**keys, "sends": NOTHING}, rows, rows_alone, window)
+            return
         made["window.arrivals"] = awaited
         self.passes.step(which, "dispatch-choices", {**keys, "sends": CHOICES}, choices | rows, made, window)
 
@@ -133,7 +143,7 @@ class RankedExperts(Experts):
         if self.first == CODES:
             self.dispatch_codes()
         else:
-            self.dispatch(BOTH, "x", SENT)
+            self.dispatch(BOTH, "x", SENT, True)
         reads = {"indices": f"{self.first}.indices"}
         made = {
             "offsets": p.buffer("offsets", o.local, dtype="i32", place=KEPT),
@@ -158,7 +168,7 @@ class RankedExperts(Experts):
 
     def forward(self) -> None:
         if self.again:
-            self.dispatch(AGAIN, "x", SENT)
+            self.dispatch(AGAIN, "x", SENT, self.by_input)
         if self.first == CODES:
             assert isinstance(self.factors, Blocks)
             if self.again:
@@ -170,11 +180,13 @@ class RankedExperts(Experts):
         super().forward()
 
     def through(self) -> None:
-        self.dispatch(THROUGH, "dy", GRADS)
+        self.dispatch(THROUGH, "dy", GRADS, self.o.bias)
         super().through()
 
     def rows_weights_backward(self) -> None:
         super().rows_weights_backward()
+        if self.given:
+            return
         keys = self.exchange("moe-combine", gradients=True, rows=False)
         reads = {"grad_weights": "row_dweights", "indices": "indices"}
         self.passes.step(THROUGH, "weights-return", keys, reads, {"returned": "dweights"}, RETURNED)
@@ -183,14 +195,17 @@ class RankedExperts(Experts):
         self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool
     ) -> None:
         """The sum of each token's rows on every rank, their sum on the token's rank, and `more`."""
-        keys = self.exchange("moe-combine", weighted=weighted, addends=len(more), gradients=False)
+        returned = which == THROUGH and self.given
+        keys = self.exchange("moe-combine", weighted=weighted, addends=len(more), gradients=returned)
         reads = {"x": x, "inverse": "inverse", "indices": "indices"}
         reads |= {"weights": f"{self.first}.weights"} if weighted else {}
         reads |= {f"addend{number}": name for number, name in enumerate(more)}
         part = {"unpermute": "combine", "unpermute-dx": "combine-dx"}[part]
-        self.passes.step(which, part, keys, reads, {"y": y}, SUMS)
+        reads |= {"grad_weights": "row_dweights"} if returned else {}
+        made = {"y": y, **({"returned": "dweights"} if returned else {})}
+        self.passes.step(which, part, keys, reads, made, SUMS)
 
     def weights(self) -> None:
         if not self.again:
-            self.dispatch(WEIGHTS, "x", SENT)
+            self.dispatch(WEIGHTS, "x", SENT, False)
         super().weights()
