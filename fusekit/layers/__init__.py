@@ -12,8 +12,9 @@ count. A pass may be captured in a CUDA graph.
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
-from fusekit.layers.layer import Layer, layers_of, options_of, records_of
+from fusekit.layers.layer import Layer
 from fusekit.layers.passes import Pass, Sizes
+from fusekit.layers.stored import layers_of, options_of, records_of
 
 if TYPE_CHECKING:
     from fusekit.layers.ranked import RankedLayer

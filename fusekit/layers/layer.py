@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import ArgumentError, IntegrityError, NotBuiltError, UsageError, some
+from fusekit.errors import ArgumentError, NotBuiltError, UsageError
 from fusekit.layers.memory import Slice, whole
 from fusekit.layers.passes import Pass, Sizes
+from fusekit.layers.stored import options_of, records_of
 from fusekit.plan.layer import Buffer, Options, Program, Step, program, stored_options
 from fusekit.plan.layer.program import ARGUMENT, BACKWARD, FORWARD, INFERENCE, KEPT, QUANTISE, SCRATCH, Arguments
 from fusekit.plan.operations import GEMM, OPERATIONS
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)
 _PLANS_KEPT = 64  # token counts differ from step to step
-_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _BY_TILE = ("dprob",)  # operands that sum a row tile by tile; all others add up in an order that no tile changes
 
 
@@ -436,47 +434,6 @@ def untrained(options: Options, which: str = BACKWARD) -> str:
         f'{options.file}/{options.name} was built for inference alone (keep = "none") and has no {which} pass; build it'
         ' with keep = "z" to train it'
     )
-
-
-def layers_of(library: Library) -> dict[str, Options]:
-    """Every layer of the stores by name, as `options_of` gives it; what that refuses is left out."""
-    of_fc2 = library.store.names("*/*.fc2*")  # every layer has one
-    found: dict[str, Options] = {}
-    for name in sorted({listing.record.name.rpartition(".")[0] for listing in of_fc2}):
-        with suppress(IntegrityError, UsageError):
-            if (options := stored_options(name, _specs(_records(library, name)))) is not None:
-                found[name] = options
-    return found
-
-
-def _records(library: Library, name: str) -> list[NameRecord]:
-    return [listing.record for listing in library.store.names(f"{name}.*")]
-
-
-def _specs(records: Iterable[NameRecord]) -> dict[str, Mapping[str, Any]]:
-    return {record.name: record.spec for record in records}
-
-
-def records_of(library: Library, name: str) -> list[NameRecord]:
-    """What the names of a layer's kernels stand for. Raises UsageError for what is no layer's name."""
-    if not _NAME.fullmatch(name):
-        there = [*layers_of(library)]
-        stored = f"the store has {some(there)}" if there else "the store has none yet"
-        raise UsageError(f"'{name}' names no layer; a layer is named file/layer, such as 'model/moe'; {stored}")
-    return _records(library, name)
-
-
-def options_of(library: Library, name: str, records: Iterable[NameRecord]) -> Options:
-    """What the kernels of a layer say of it. Raises NotBuiltError where there are none, UsageError for a kernel."""
-    options = stored_options(name, _specs(records))
-    if options is None:
-        if kernels := [listing.record.name for listing in library.store.names(f"{name}@*")]:
-            raise UsageError(
-                f"'{name}' is a kernel, and not a layer of a model: library.load('{name}') loads it; it is stored as "
-                f"{', '.join(sorted(kernels))}"
-            )
-        raise library.store.not_built(name)
-    return options
 
 
 def _count(tokens: int) -> int:
