@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fusekit.compiler import build, fakes, kept
+from fusekit.compiler import build, fakes
 from fusekit.compiler.capture import arch_of, captured, effective_options
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
@@ -54,8 +54,8 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     string; `--gpu-arch`, `--opt-level`, `--ptxas-options`, `--enable-assertions` count, those that dump files do not.
 
     The key is that of the same kernel in a spec file (see `fusekit.capture`), so a store that was filled by `fusekit
-    build --allow-extern` serves it. It is compiled in another process that sees no GPU, and is kept for a minute. No
-    leave is asked for: the caller runs code of their own.
+    build --allow-extern` serves it. It is compiled in a process of its own that sees no GPU. No leave is asked for: the
+    caller runs code of their own.
 
     What a tensor is for cannot be told from the call: each is `inout` in the store, and at a launch tensors may
     overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
@@ -74,13 +74,9 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     config = Config.from_environment()
     store = Store.open(config)
     identity = dataclasses.replace(_identity(), _foreign=Foreign())  # whose files may have been edited meanwhile
-    try:
-        report = build.execute(build.plan_build([spec], store, identity), store, team=kept.one())
-        for failed in report.failed:
-            raise BuildError(failed.error, name=failed.name)
-    except BaseException:
-        kept.end()  # which may have imported a source that was there for a moment
-        raise
+    report = build.execute(build.plan_build([spec], store, identity), store, jobs=1)
+    for failed in report.failed:
+        raise BuildError(failed.error, name=failed.name)
     (made,) = report.built + report.hits
     found = record_of(made.key, spec)  # the name may stand for the code of another checkout when it is launched
     return Compiled(_library(config), found, _Parameters(told.source, told.params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from fusekit.compiler.hostfunction import TracePlan
-    from fusekit.compiler.pool import Compiler, Team
+    from fusekit.compiler.pool import Compiler
 
 Targets = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Arches = str | Sequence[str] | None
@@ -292,11 +292,8 @@ def execute(
     progress: Callable[[Progress], None] | None = None,
     planner: Callable[[Spec], TracePlan] = plan,
     executor: Executor | None = None,
-    team: AbstractContextManager[Team] | None = None,
 ) -> BuildReport:
-    """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker.
-    team: what compiles, in the place of an executor or of processes of this build.
-    """
+    """Builds the plan's misses and names everything; see `build`. planner: importable by name; called in a worker."""
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:
         jobs = ArgumentError.integer("jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
@@ -311,7 +308,7 @@ def execute(
             else:
                 report.hits += _rows(task, task.summary)
         if wanted.misses:
-            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, team, report)
+            _build(wanted.misses, store, jobs, progress or (lambda _: None), planner, executor, report)
     order = {(spec.full_name, spec.arch): place for place, spec in enumerate(wanted.specs)}
     for rows in (report.built, report.hits, report.failed, report.moved):
         rows.sort(key=lambda row: order.get((row.name, row.arch), -1))
@@ -325,7 +322,6 @@ def _build(
     notify: Callable[[Progress], None],
     planner: Callable[[Spec], TracePlan],
     executor: Executor | None,
-    team: AbstractContextManager[Team] | None,
     report: BuildReport,
 ) -> None:
     store.sign("entry", b"")  # a store that would not trust what is built here says so before it is built
@@ -333,9 +329,7 @@ def _build(
 
     total = len(misses)
     notify(Progress(0, total))
-    if team is not None:
-        pass
-    elif executor is None:
+    if executor is None:
         team = processes(min(total, jobs or len(os.sched_getaffinity(0))))
     else:
         from fusekit.compiler.executor import IN_FLIGHT, remotes

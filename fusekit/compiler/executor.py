@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fusekit.compiler import kept
 from fusekit.compiler.identity import key_fields_for
-from fusekit.compiler.pool import Team
+from fusekit.compiler.memory import bound
+from fusekit.compiler.pool import ForkServer, Team, Worker
+from fusekit.compiler.scratch import Scratch
+from fusekit.compiler.toolchain import distributions
 from fusekit.compiler.worker import Done, Job
 from fusekit.errors import BuildError, FusekitError, ToolchainError, UsageError
 
@@ -98,13 +104,12 @@ class Remote:
 def compile_here(job: Job) -> Done | FusekitError:
     """Runs in an executor's process: compiles `job` there, in a child that sees no GPU. Any number of threads may."""
     try:
-        with kept.own(os.cpu_count() or 1) as own:
+        with _own() as own:
             with own.guard:  # several threads of CPython 3.11 cannot parse at once
                 _same_identity(job)
             with own.borrow() as worker:
                 done = worker.compile(job)
-        if kept.stamp_of() != own.stamp:
-            kept.end()  # they may have imported what was there for a moment
+        if _stamp() != own.stamp:
             raise BuildError(
                 f"the sources or the toolchain of the executor's process changed while {job.name} was compiled; run the"
                 " build again",
@@ -212,6 +217,84 @@ def _hand_on(outer: Future[T], future: Future[T]) -> None:
             outer.set_exception(error)
         else:
             outer.set_result(future.result())
+
+
+class _Processes:
+    """The compile processes of one executor's process: as many as its threads use at once. stamp: of what they have
+    imported.
+    """
+
+    def __init__(self, stamp: str) -> None:
+        self.stamp, self.process = stamp, os.getpid()
+        self.users, self.old = 0, False
+        self.guard = threading.Lock()
+        self._folder = Scratch("executor")
+        self._server = ForkServer(Path(self._folder.name), bound(os.cpu_count() or 1).bytes)
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
+
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[Worker]:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = self._server.worker()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        self._server.close()
+        self._folder.cleanup()
+
+
+_CHANGE = threading.Lock()
+
+
+@functools.cache
+def _kept() -> list[_Processes]:
+    """Those of this process: one at most."""
+    return []
+
+
+@contextlib.contextmanager
+def _own() -> Iterator[_Processes]:
+    """The compile processes of this process, kept from job to job, as the import of the compiler costs more than a
+    kernel. They end with this process, or when what they have imported is no longer what is installed.
+    """
+    with _CHANGE:
+        kept, stamp = _kept(), _stamp()
+        if kept and kept[0].process != os.getpid():  # a fork does not use its parent's sockets
+            kept.clear()
+        if kept and kept[0].stamp != stamp:
+            kept[0].old = True
+            _close_old(kept.pop())
+        if not kept:
+            kept.append(_Processes(stamp))
+        own = kept[0]
+        own.users += 1
+    try:
+        yield own
+    finally:
+        with _CHANGE:
+            own.users -= 1
+            _close_old(own)
+
+
+def _close_old(own: _Processes) -> None:
+    if own.old and not own.users:
+        own.close()
+
+
+def _stamp() -> str:
+    """Of every source of fusekit and of the toolchain, as they are installed now: no time of a file is trusted."""
+    digest = hashlib.sha256(json.dumps(distributions(), sort_keys=True).encode())
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        with contextlib.suppress(OSError):  # gone meanwhile
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _same_identity(job: Job) -> None:

@@ -184,14 +184,6 @@ class ForkServer:
                 server.close()
             self._end()
 
-    def forget(self) -> None:
-        """In a fork of the parent: closes what would keep the server alive without it. Nothing more is compiled."""
-        self._closed = True
-        for _, server in self._homes.values():
-            server.forget()
-        if self._control is not None:
-            self._control.close()
-
     def _running(self) -> socket.socket:
         if self._closed:
             raise BuildError("the build was stopped")

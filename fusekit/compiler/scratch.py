@@ -35,13 +35,6 @@ class Scratch(tempfile.TemporaryDirectory[str]):
             os.close(self._held)
             self._held = None
 
-    def forget(self) -> None:
-        """In a fork of the process that made it: the folder is not this one's to remove."""
-        self._finalizer.detach()  # type: ignore[attr-defined]
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-
 
 def remove_abandoned(folder: Path) -> None:
     """Removes from `folder` what killed processes of this user left: folders with our names, of this user, an hour old,

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from fusekit.compiler import executor as executors
-from fusekit.compiler import kept
 from fusekit.compiler.build import execute, plan_build
 from fusekit.compiler.executor import compile_here, connect
 from fusekit.compiler.identity import key_fields_for
@@ -65,18 +64,18 @@ def test_threads_that_ask_first_share_one_set_of_processes(monkeypatch):
     made = []
 
     class Slow:
-        def __init__(self, stamp, jobs):
+        def __init__(self, stamp):
             made.append(self)
             time.sleep(0.05)
-            self.guard, self.users, self.old, self.idle = threading.Lock(), 0, False, None
-            self.stamp, self.jobs = stamp, jobs
+            self.guard, self.users, self.old = threading.Lock(), 0, False
+            self.stamp, self.process = stamp, os.getpid()
 
         def borrow(self):
             raise BuildError("enough")
 
-    monkeypatch.setattr(kept, "Processes", Slow)
-    known = []
-    monkeypatch.setattr(kept, "_all", lambda: known)
+    monkeypatch.setattr(executors, "_Processes", Slow)
+    kept = []
+    monkeypatch.setattr(executors, "_kept", lambda: kept)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(compile_here, [Job("k", None, LINEAR)] * 4))
     assert [str(answer) for answer in answers] == ["enough"] * 4
@@ -88,9 +87,9 @@ def test_what_was_imported_from_other_sources_compiles_nothing(monkeypatch):
     stamps, closed, compiled = iter("aabbbc"), [], []
 
     class Processes:
-        def __init__(self, stamp, jobs):
-            self.guard, self.users, self.old, self.idle = threading.Lock(), 0, False, None
-            self.stamp, self.jobs = stamp, jobs
+        def __init__(self, stamp):
+            self.guard, self.users, self.old = threading.Lock(), 0, False
+            self.stamp, self.process = stamp, os.getpid()
 
         @contextlib.contextmanager
         def borrow(self):
@@ -103,27 +102,27 @@ def test_what_was_imported_from_other_sources_compiles_nothing(monkeypatch):
         def close(self):
             closed.append(self.stamp)
 
-    monkeypatch.setattr(kept, "Processes", Processes)
-    known = []
-    monkeypatch.setattr(kept, "_all", lambda: known)
-    monkeypatch.setattr(kept, "stamp_of", lambda: next(stamps))
+    monkeypatch.setattr(executors, "_Processes", Processes)
+    kept = []
+    monkeypatch.setattr(executors, "_kept", lambda: kept)
+    monkeypatch.setattr(executors, "_stamp", lambda: next(stamps))
     answers = [compile_here(Job("k", None, LINEAR)) for _ in range(3)]
     assert answers[:2] == ["done", "done"]
     assert "changed while k was compiled; run the build again" in str(answers[2])
-    assert (compiled, closed) == (["a", "b", "b"], ["a", "b"])
+    assert (compiled, closed) == (["a", "b", "b"], ["a"])
 
 
 def test_the_stamp_is_of_contents(monkeypatch, tmp_path):
     package = tmp_path / "fusekit" / "compiler"
     package.mkdir(parents=True)
-    monkeypatch.setattr(kept, "__file__", str(package / "kept.py"))
+    monkeypatch.setattr(executors, "__file__", str(package / "executor.py"))
     (package / "one.py").write_text("SIZE = 4")
     os.utime(package / "one.py", (0, 0))
-    before = kept.stamp_of()
-    assert before == kept.stamp_of()
+    before = executors._stamp()
+    assert before == executors._stamp()
     (package / "one.py").write_text("SIZE = 8")
     os.utime(package / "one.py", (0, 0))
-    assert kept.stamp_of() != before
+    assert executors._stamp() != before
 
 
 def test_a_process_pool(tilecopy, store):

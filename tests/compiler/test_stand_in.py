@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import re
 import struct
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import pytest
 import fusekit
 from fusekit import stand_in
 from fusekit.abi import LaunchRecord
-from fusekit.compiler import kept, pool
+from fusekit.compiler import pool
 from fusekit.compiler.build import build
 from fusekit.config import Config
 from fusekit.errors import ArgumentError, BuildError
@@ -55,11 +54,11 @@ def no_compiler(monkeypatch):
     """Compile processes are an error."""
 
     @contextlib.contextmanager
-    def one():
+    def processes(jobs):
         raise AssertionError("something was compiled")
         yield
 
-    monkeypatch.setattr(kept, "one", one)
+    monkeypatch.setattr(pool, "processes", processes)
 
 
 def vector():
@@ -95,50 +94,6 @@ def test_what_is_not_there_is_compiled_and_what_is_there_is_not(monkeypatch, req
     assert first.name.startswith("compiled/of_all_kinds-")
     with pytest.raises(AssertionError, match="something was compiled"):
         fusekit.compile(rows.SquareSum(8), *rows.arguments(8)[1], options=ARCH)
-
-
-EDITED = """
-import cutlass
-from cutlass import cute
-
-
-@cute.kernel
-def kernel(y: cute.Tensor, n: cutlass.Int32):
-    thread, _, _ = cute.arch.thread_idx()
-    y[thread] = cutlass.Float32({factor}) * n
-
-
-@cute.jit
-def launch(y: cute.Tensor, n: cutlass.Int32, stream):
-    kernel(y, n).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
-"""
-
-
-def test_calls_share_a_compile_process_until_a_source_is_edited(config, tmp_path, monkeypatch):
-    started, start = [], subprocess.Popen
-
-    def popen(*args, **kwargs):
-        started.append(start(*args, **kwargs))
-        return started[-1]
-
-    monkeypatch.setattr(pool.subprocess, "Popen", popen)
-    monkeypatch.syspath_prepend(tmp_path)
-    source, cubins = tmp_path / "of_this_test.py", []
-    for factor in (2, 3):
-        source.write_text(EDITED.format(factor=factor))
-        import of_this_test
-
-        for elements in (64, 128):
-            y = make_fake_tensor(cutlass.Float32, (elements,), (1,), assumed_align=16)
-            compiled = fusekit.compile(of_this_test.launch, y, cutlass.Int32(1), CUstream(0), options=ARCH)
-            cubins.append(Store.open(config).load(compiled._found.key)[1])
-        assert len(started) == factor - 1
-    assert cubins[0] != cubins[2] and cubins[1] != cubins[3]
-    kept.end()
-    assert [process.returncode for process in started] == [0, 0]
-    with pytest.raises(BuildError, match="their product at most 16"):
-        fusekit.compile(rows.SquareSum(32), *rows.arguments(32)[1], options=ARCH)
-    assert len(started) == 3 and not kept._all()  # one that failed may be of a source that was there for a moment
 
 
 def test_a_store_that_was_filled_from_a_captured_spec_serves(config, tmp_path, request):
