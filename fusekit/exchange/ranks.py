@@ -22,17 +22,18 @@ class Ranks:
 
     rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All
     ranks open the same layers in the same order, since a window is made by all of them together. layers: the digest of
-    each layer that was opened, and the rank that was first, by name; the ranks of a process have one in common.
+    each layer that was opened, and the rank that was first, by name; the ranks of a process have one in common. used:
+    the digests of those that asked for a window.
     """
 
     def __init__(
         self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window],
-        layers: dict[str, tuple[str, int]],
+        layers: dict[str, tuple[str, int]], used: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.count, self.device, self.timeout = rank, count, ordinal_of(device), milliseconds(timeout)
         self.closed = False
         self._make = make
-        self._layers = layers
+        self._layers, self._used = layers, {} if used is None else used
         self._windows: dict[tuple[Any, ...], Window] = {}
         self._side: Side | None = None
 
@@ -62,15 +63,14 @@ class Ranks:
         if said != list(range(len(said))):
             raise ArgumentError(f"the ranks call themselves {said}; they are 0, 1, ..., in the order of `gather`")
 
-        layers: dict[str, tuple[str, int]] = {}
+        used: dict[str, str] = {}
 
         def make(_: tuple[Any, ...], size: int) -> Window:
-            # Layers share windows, so each window that is made speaks of every layer that was opened by then.
-            opened = {name: digest for name, (digest, _) in layers.items()}
-            digest = hashlib.sha256(json.dumps(opened, sort_keys=True).encode()).digest()
+            # Layers share windows, so each window that is made speaks of every layer that was used by then.
+            digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode()).digest()
             return between_processes(devices, device, rank, size, gather, digest)
 
-        return cls(rank, len(said), device, timeout, make, layers)
+        return cls(rank, len(said), device, timeout, make, {}, used)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.count} on device {self.device}, {len(self._windows)} windows>"
@@ -79,7 +79,7 @@ class Ranks:
         """A layer of this rank says what it is. digest: of its table, and of the kernels that ranks launch together.
 
         Raises ArgumentError where this rank, or another rank of the process, opened the name with another digest. Ranks
-        of processes compare when they next make a window.
+        of processes compare the layers that they use when they make a window.
         """
         known, first = self._layers.setdefault(name, (digest, self.rank))
         if known != digest:
@@ -90,8 +90,10 @@ class Ranks:
                 argument="ranks",
             )
 
-    def window(self, key: tuple[Any, ...], size: int) -> Window:
-        """The window that layers call `key`, of `size` bytes; made when it is first asked for."""
+    def window(self, key: tuple[Any, ...], size: int, layer: str = "") -> Window:
+        """The window that layers call `key`, of `size` bytes; made when it is first asked for. layer: which asks."""
+        if layer:
+            self._used[layer] = self._layers[layer][0]
         if key not in self._windows:
             self._windows[key] = self._make(key, size)
         return self._windows[key]
@@ -118,6 +120,7 @@ class Ranks:
             self._windows[key].close(alone=alone)
             del self._windows[key]
         self._layers.clear()
+        self._used.clear()
 
 
 def milliseconds(timeout: int) -> int:

@@ -22,12 +22,14 @@ Gather = Callable[[bytes], Sequence[bytes]]
 class Window:
     """This rank's window, and where it finds those of the others. `peers` is what kernels take as `window`.
 
-    rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`.
+    rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`. user: stands
+    for the pass that was the last to be launched on it.
     """
 
     def __init__(self, devices: Devices, device: Device, rank: int, peers: Sequence[int], size: int) -> None:
         self.rank, self.peers, self.size, self.device = rank, list(peers), size, device.ordinal
         self._devices, self._device = devices, device
+        self.user: object = None
         self._opened: list[int] = []
         self._gather: Gather | None = None
 

@@ -19,6 +19,7 @@ from fusekit.runtime.streams import stream_handle
 from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
+    from fusekit.exchange import Window
     from fusekit.runtime import Kernel, Library
     from fusekit.store import NameRecord
 
@@ -194,7 +195,12 @@ class Layer:
     ) -> Pass:  # fmt: skip
         plan, calls = self._resolve(which, kept, scratch, arguments, cluster_margin, in_place)
         launches = self._in_order(plan, [kernel.bind(**given) for kernel, given in calls])
-        return Pass(launches, {**arguments, "kept": kept, "scratch": scratch}, plan.written)
+        given = {**arguments, "kept": kept, "scratch": scratch}
+        return Pass(launches, given, plan.written, self._shared(which))
+
+    def _shared(self, which: str) -> Sequence[Window]:
+        """The windows of a pass, which other layers may use, too."""
+        return ()
 
     def _call(
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
 from fusekit.runtime.side import Queue, run
 from fusekit.runtime.streams import stream_handle
+
+if TYPE_CHECKING:
+    from fusekit.exchange import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +41,43 @@ class Pass:
     It belongs to one thread at a time, and keeps its arguments alive.
     """
 
-    __slots__ = ("_arguments", "_written", "launches")
+    __slots__ = ("_after", "_arguments", "_turn", "_windows", "_written", "launches")
 
-    def __init__(self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int]) -> None:
-        """written: how many launches it takes until an output is there."""
+    def __init__(
+        self, launches: Sequence[Queue], arguments: Mapping[str, Any], written: Mapping[str, int],
+        windows: Sequence[Window] = (), after: object = None,
+    ) -> None:  # fmt: skip
+        """written: how many launches it takes until an output is there. windows: that passes share; after: the `_turn`
+        of the part that left there what this one reads.
+        """
         self.launches = tuple(launches)
         self._arguments, self._written = dict(arguments), dict(written)
+        self._windows, self._after, self._turn = tuple(windows), after, object()
 
     def __call__(self, stream: Any = None) -> None:
-        """Queues the launches on `stream`, as a kernel's."""
+        """Queues the launches on `stream`, as a kernel's. Raises ArgumentError where another pass used the windows
+        between two parts of this one.
+        """
         handle = stream if type(stream) is int else stream_handle(stream)
+        self._take_windows()
         run(self.launches, handle)
+
+    def _take_windows(self) -> None:
+        if self._after is not None and any(window.user is not self._after for window in self._windows):
+            raise ArgumentError(
+                "a pass that uses the same windows came between the parts of this one, and other rows may lie there"
+                " now; call the parts one after the other, or give the layers windows of their own: other `tokens` or"
+                " `rows`"
+            )
+        for window in self._windows:
+            window.user = self._turn
 
     def split(self, output: str) -> tuple[Pass, Pass]:
         """(the launches until `output` is there, the rest), to be called in this order on one stream or joined ones.
 
         So `dx, weights = backward.split("dx")`: what waits for dx can start between. All outputs serve as scratch
-        memory from the first launch on. Raises ArgumentError.
+        memory from the first launch on. Layers over ranks share windows: no other pass on them comes between the parts.
+        Raises ArgumentError.
         """
         if output not in self._written:
             raise ArgumentError(
@@ -63,6 +86,5 @@ class Pass:
         count = self._written[output]
         later = {name: at - count for name, at in self._written.items() if at > count}
         first = {name: at for name, at in self._written.items() if at <= count}
-        return (
-            Pass(self.launches[:count], self._arguments, first), Pass(self.launches[count:], self._arguments, later)
-        )  # fmt: skip
+        begin = Pass(self.launches[:count], self._arguments, first, self._windows, self._after)
+        return begin, Pass(self.launches[count:], self._arguments, later, self._windows, begin._turn)

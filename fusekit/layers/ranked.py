@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +93,11 @@ class RankedLayer(Layer):
         kernels that ranks launch together.
         """
         together = {f"{self.name}.{part}" for part, keys in self.program.parts.items() if "ranks" in keys}
+        own = self._arch or self.devices.get(self._ranks.device).arch
         kernels = [
-            (name, arch, record.key)
+            (name, record.key)
             for (name, arch), record in sorted(self._records.items())
-            if name.partition("@")[0] in together
+            if name.partition("@")[0] in together and arch == own
         ]
         table = replace(self.options, tokens=0).canonical()
         return hashlib.sha256(json.dumps([table, kernels], sort_keys=True).encode()).hexdigest()
@@ -142,6 +143,11 @@ class RankedLayer(Layer):
             self.check()
             self._looked = time.monotonic()
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
+        for window in self._shared(which):
+            window.user = None
+
+    def _shared(self, which: str) -> Sequence[Window]:
+        return [self._windows[name] for name in stores(self.program, which) if name in self._windows]
 
     def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
         tokens, device, compact = super()._check(which, given)
@@ -177,7 +183,7 @@ class RankedLayer(Layer):
             layout = self._layouts[name]
             # Rows are counted in a window, so layers share it that have room for as many.
             key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == self._first else ()))
-            window = self._windows[name] = self._ranks.window(key, layout.bytes)
+            window = self._windows[name] = self._ranks.window(key, layout.bytes, self.name)
             parts = layout.parts(window.address, self._ranks.device)
             parts["most"] = Part(window.address + MOST, (1,), "i32", self._ranks.device)
             parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self._ranks.device)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, how_to_build, whole
@@ -121,9 +122,13 @@ class Devices:
         return device
 
     def thread(self) -> object:
-        """What stands for this thread, and never for another one: the ident of one that ended is soon another's."""
+        """What stands for this thread, and never for another one: the ident of one that ended is soon another's.
+
+        A thread that C made may get a new Python thread for each call, so the system says when it began.
+        """
         if not hasattr(self._thread, "own"):
-            self._thread.own = object()
+            ident = threading.get_native_id()
+            self._thread.own = ident, Path(f"/proc/self/task/{ident}/stat").read_bytes().rpartition(b")")[2].split()[19]
         own: object = self._thread.own
         return own
 

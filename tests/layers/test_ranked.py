@@ -55,6 +55,11 @@ def memory(layer):
     return {"kept": kept, "scratch": Torchlike((sizes.scratch,), "torch.uint8", FIRST + SCRATCH, device=device)}
 
 
+def needed(layer, which):
+    """The steps of a pass with all outputs."""
+    return layer.program.needed(which, layer.outputs(which))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
     layers, fake = ranked(over(2, name), tokens=100)
@@ -63,7 +68,7 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
         fake.launches.clear()
         layer.forward(**given, **kept, stream=0)
         layer.backward(**told, **kept, stream=0)
-        steps = [(which, step) for which in (FORWARD, BACKWARD) for step in layer.program.steps[which]]
+        steps = [(which, step) for which in (FORWARD, BACKWARD) for step in needed(layer, which)]
         assert len(fake.launches) == len(steps)
         dims = layer.program.dims(T)
         places = layer.program.kept(dims)[0]
@@ -100,7 +105,7 @@ def test_rows_are_sent_on_a_stream_of_the_rank(ranked):
         fake.launches.clear()
         fake.waits.clear()
         backward(77)
-        steps = layer.program.steps[BACKWARD]
+        steps = needed(layer, BACKWARD)
         streams = {step.aside: {launch.stream for launch, one in zip(fake.launches, steps, strict=True)
                                 if one.aside == step.aside} for step in steps}  # fmt: skip
         (side,) = streams[True]
@@ -229,7 +234,8 @@ def test_ranks_of_a_process_open_one_build_of_a_layer(ranked):
 def test_ranks_of_processes_compare_their_layers_where_windows_are_made(tmp_path, again):
     """Rank 1 opens a layer after a build, and it shares the windows of another one, which the build left as it was."""
     made, fake = library(tmp_path / "store", over(2))
-    library(tmp_path / "store", replace(over(2), name="first"))
+    for name in ("first", "moe-again"):
+        library(tmp_path / "store", replace(over(2), name=name))
     driver = PeerDriver(devices=2, symbol="", others=fake.others)
     stores, gathering = Library(made.store, Driver(driver)), Gathering(2)
     ranks = together(2, lambda rank: Ranks.of_process(stores.devices, rank, rank, gathering.of(rank)))
@@ -237,13 +243,19 @@ def test_ranks_of_processes_compare_their_layers_where_windows_are_made(tmp_path
     before = stores.layer("layers/moe", ranks=ranks[0])
     if again:
         build_again(stores.store, again)
-    stores.layer("layers/moe", ranks=ranks[1])
+    layers = [before, stores.layer("layers/moe", ranks=ranks[1])]
+    stores.layer("layers/moe-again", ranks=ranks[0])  # which is not used
+    for each in (firsts, layers):
+        assert together(2, lambda rank, each=each: each[rank].connect(training=False)) == [None, None]
+    held = len(driver.memory)
     results = together(2, lambda rank: firsts[rank].connect())
     if not again:
         assert results == [None, None] and before._window("sums") is firsts[0]._windows["sums"]
         return
     text = "rank 1 opened other layers than rank 0, or other builds of them; close these ranks, and open the same"
     assert all(isinstance(each, ArgumentError) and text in str(each) for each in results)
+    assert len(driver.memory) == held  # of the windows that were there
+    together(2, lambda rank: ranks[rank].close())
     assert not driver.memory and not any(driver.opened.values())
 
 
@@ -312,3 +324,25 @@ def test_ranks_of_processes_agree_on_their_numbers():
     assert [type(each) for each in (ranks.rank, ranks.device, ranks.timeout)] == [int] * 3
     with pytest.raises(ArgumentError, match="0 ranks"):
         Ranks.in_process(devices, [])
+
+
+def test_no_pass_on_the_same_windows_comes_between_two_parts(ranked):
+    (layer, _), fake = ranked(over(2, "choices"), tokens=100)
+    given, told, kept = tensors(layer, FORWARD), tensors(layer, BACKWARD), memory(layer)
+    first, rest = layer.bind_backward(**told, **kept).split("dx")
+    forward = layer.bind_forward(**given, **kept)
+    for _ in range(2):
+        first(0)
+        rest(0)
+    for between in (forward, lambda stream: layer.backward(**told, **kept, stream=stream)):
+        first(0)
+        between(0)
+        fake.launches.clear()
+        with pytest.raises(ArgumentError, match="came between the parts of this one, and other rows may lie there"):
+            rest(0)
+        assert not fake.launches
+    apart = RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=200)
+    first(0)
+    apart.forward(**tensors(apart, FORWARD), **memory(apart), stream=0)
+    rest(0)
+    layer.ranks.close()

@@ -290,6 +290,19 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
                 aside |= set(step.writes.values()) if step.aside else set()
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if "choices" in name])
+def test_gradients_of_given_weights_come_with_dx_or_alone(name):
+    """And no pass needs more scratch memory than the one with all outputs."""
+    made = program(over(2, name)).within(ranks_meaning.room(over(2, name), 100))
+    outputs = made.arguments(BACKWARD)[1].keys()
+    for left in ((), ("dx",), ("dw1", "dw2"), ("dx", "dweights"), ("dx", "dw1", "dw2")):
+        asked = outputs - set(left)
+        parts = [step.part for step in made.needed(BACKWARD, asked)]
+        alone = "dx" not in asked and "dweights" in asked
+        assert ("combine-dx" in parts, "weights-return" in parts) == ("dx" in asked, alone)
+        assert made.scratch(BACKWARD, asked, made.dims(100))[1] <= made.scratch(BACKWARD, outputs, made.dims(100))[1]
+
+
 @pytest.mark.parametrize(
     ("said", "key", "text"),
     [

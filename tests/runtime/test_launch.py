@@ -272,6 +272,9 @@ def test_threads_on_the_per_thread_default_stream_share_no_memory(made: Any) -> 
         thread.join()
     found = [launched.parameters[8] for launched in fake.launches]
     assert len(set(found)) == 5 and found[1::2] == found[2::2]
+    kernel._devices._thread = threading.local()  # of a thread that C made, Python forgets this between two calls
+    bound(2)
+    assert fake.launches[-1].parameters[8] == found[0]
 
 
 def test_unloading_gives_everything_back_and_is_noticed() -> None:

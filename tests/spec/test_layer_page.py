@@ -71,7 +71,7 @@ def test_the_memory_of_a_rank_is_what_the_page_says(name):
     kept = [buffer for buffer in made.buffers.values() if buffer.place == "kept"]
     assert sum(buffer.bytes(made.dims(tokens)) for buffer in kept) == want
     sizes, row, choices = window_sizes(made, o), 2 * slots * o.hidden, 4 * slots * o.topk
-    parts = {"sent": 2, "grads": 2, **({"sums": 1} if given == "choices" else {"sums": 0, "returned": 1})}
+    parts = {"sent": 2, "grads": 2, "sums": int(given == "choices"), "returned": 1}
     assert [*sizes] == [*parts]
     beside = {each: sizes[each] - (row * (each != "returned") + choices * count) for each, count in parts.items()}
     assert all(0 < each < 2048 for each in beside.values())  # the header and the flags

@@ -76,15 +76,15 @@ class Passes:
 
     def step(
         self, which: str | tuple[str, ...], part: str, keys: Mapping[str, Any], reads: Names, writes: Names,
-        window: str = "", aside: bool = False,
+        window: str = "", aside: bool = False, needs: str = "", spared: str = "",
     ) -> None:  # fmt: skip
-        """A launch of `part`, whose table has `keys`, in the passes `which`."""
+        """A launch of `part`, whose table has `keys`, in the passes `which`; the rest as in `Step`."""
         asked = (which,) if isinstance(which, str) else which
         asked = asked if self.options.trained else tuple(each for each in asked if each in (QUANTISE, INFERENCE))
         if asked:
             self.parts[part] = dict(keys)
         for each in asked:
-            self.steps[each].append(Step(part, dict(reads), dict(writes), window, aside))
+            self.steps[each].append(Step(part, dict(reads), dict(writes), window, aside, needs, spared))
 
     def gemm(self, op: str, n: int, k: int, **keys: Any) -> dict[str, Any]:
         """The table of a GEMM of N by K."""

@@ -49,7 +49,8 @@ class Step:
     """A launch of the kernel `part`; its arguments by name, as buffers that it reads and buffers that it writes.
 
     window: of a launch that all ranks make together, the one that they store into; what then is in a window is no
-    argument. aside: it is queued on another stream, behind what was queued there and before (`Program.late`).
+    argument. aside: it is queued on another stream, behind what was queued there and before (`Program.late`). needs,
+    spared: outputs of which it is there only if the first is asked for, or only if the second is not.
     """
 
     part: str
@@ -57,6 +58,8 @@ class Step:
     writes: Mapping[str, str]
     window: str = ""
     aside: bool = False
+    needs: str = ""
+    spared: str = ""
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -126,7 +129,8 @@ class Program:
             wanted |= {name for name, each in self.buffers.items() if each.place == KEPT}
         found: list[Step] = []
         for step in reversed(self.steps.get(which, ())):
-            if wanted & set(step.writes.values()):
+            out = (step.needs and step.needs not in given) or step.spared in given
+            if wanted & set(step.writes.values()) and not out:
                 found.append(step)
                 wanted |= set(step.reads.values())
         found.reverse()

@@ -8,8 +8,8 @@ are there. The backward pass has what the forward pass made of the choices, so i
 read the choices. When x is sent again, the gradients of other weights are made meanwhile.
 
 Backward, a dispatch of dy takes the place of that of x, and a combine of dx that of y. The gradients of weights go back
-with dx; or before, where the router's part of dx is made of them. x is sent again where a step needs it: to keep what
-came would take as much memory as a window for each layer.
+with dx; or before, where the router's part of dx is made of them, or nobody asks for dx. x is sent again where a step
+needs it: to keep what came would take as much memory as a window for each layer.
 
 By a recipe, the forward pass sends codes of x and their scales, which every rank would make of the same rows. The
 backward pass sends x and dy in bf16: it also reads codes along the tokens, whose scales are of 128 rows of an expert,
@@ -185,11 +185,10 @@ class RankedExperts(Experts):
 
     def rows_weights_backward(self) -> None:
         super().rows_weights_backward()
-        if self.given:
-            return
         keys = self.exchange("moe-combine", gradients=True, rows=False)
         reads = {"grad_weights": "row_dweights", "indices": "indices"}
-        self.passes.step(THROUGH, "weights-return", keys, reads, {"returned": "dweights"}, RETURNED)
+        spared = "dx" if self.given else ""  # combine-dx brings them
+        self.passes.step(THROUGH, "weights-return", keys, reads, {"returned": "dweights"}, RETURNED, spared=spared)
 
     def unpermute(
         self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool
@@ -203,7 +202,7 @@ class RankedExperts(Experts):
         part = {"unpermute": "combine", "unpermute-dx": "combine-dx"}[part]
         reads |= {"grad_weights": "row_dweights"} if returned else {}
         made = {"y": y, **({"returned": "dweights"} if returned else {})}
-        self.passes.step(which, part, keys, reads, made, SUMS)
+        self.passes.step(which, part, keys, reads, made, SUMS, needs=y if returned else "")
 
     def weights(self) -> None:
         if not self.again:
