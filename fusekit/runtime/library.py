@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusekit.choice import tuning
@@ -42,6 +43,7 @@ class Library:
 
     def __init__(self, store: Store | Config, driver: Driver | None = None, *, checked: bool = False) -> None:
         self._source = store
+        self._store = None if isinstance(store, Config) else store
         self._driver = driver
         self._devices: Devices | None = None
         self._first = threading.Lock()  # of threads that ask at once
@@ -49,14 +51,19 @@ class Library:
         self._checks: Checks | None = None
         self._tuning: dict[str, tuning.Tuning] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one in another process, opens the store and starts the driver itself."""
+        return partial(Library, checked=self._checked), (self._source, self._driver)
+
     @property
     def store(self) -> Store:
         """The layered stores."""
-        if isinstance(self._source, Config):
+        if self._store is None:
             from fusekit.store import Store
 
-            self._source = Store.open(self._source)
-        return self._source
+            assert isinstance(self._source, Config)
+            self._store = Store.open(self._source)
+        return self._store
 
     @property
     def devices(self) -> Devices:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,18 @@ def test_a_name_becomes_a_kernel(tmp_path: Path) -> None:
     assert len(fake.launches) == 1
     opened.close()
     assert fake.calls[-1] == "cuDevicePrimaryCtxRelease"
+
+
+def test_a_copy_opens_store_and_driver_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path)
+    monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
+    opened = open_library()
+    assert len(opened.store.names("*/*")) == 1
+    for copied in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
+        assert copied is not opened and copied.store is not opened.store
+        assert [each.record for each in copied.store.names("*/*")] == [
+            each.record for each in opened.store.names("*/*")
+        ]
 
 
 def test_a_name_without_variant_takes_the_cheapest(tmp_path: Path) -> None:
