@@ -304,9 +304,10 @@ def send_choices(rank: Rank, launch: int) -> Block:
 
 
 def send_nothing(rank: Rank) -> Block:
-    """The block of moe-dispatch that only sees to it that the rows are sent."""
+    """The block of moe-dispatch that only sees to it that all ranks send their rows."""
     _, epoch = yield from arrive(rank, "rows")
     yield from open_window(rank, "rows", epoch)
+    yield from opened(rank, "rows", epoch)
     if rank.machine.setting.fault != "choices end before the rows begin":
         yield ("wait", ("rows", "begun"), epoch)
     yield from leave(rank, "rows", epoch, 1, draws=False)

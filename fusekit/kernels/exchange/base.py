@@ -15,7 +15,8 @@ A dispatch may be two launches of one number, on two streams, which both open th
 behind those of a block writes e to a word of TOLD. The other sends the rows; kernels that wait for the flags of the
 rows they read run meanwhile. They may need all multiprocessors, so the launch of choices, which they follow, does not
 end before every block of the other has begun and has read in EPOCH which launch it is. Where choices that came before
-still hold, that launch sends nothing, and does no more than this.
+still hold, that launch sends nothing. Either way it ends when all ranks have begun: kernels that wait for rows, and
+may leave no multiprocessor to others, do not wait for a rank that is behind because it needs one of those others.
 
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
 never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run

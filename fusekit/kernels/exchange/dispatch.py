@@ -98,8 +98,10 @@ class MoeDispatch(Exchange):
             self.open(windows, rank, thread, epoch)
             self.tell_readers(own, thread, rank, capacity, timeout)
         if cutlass.const_expr(self.sends == NOTHING):
-            if failed == 0:
-                self.rows_begun(own, thread, rank, epoch, deadline)
+            # A rank that is behind may need another kernel of this GPU, for which what follows may leave no room.
+            if failed == 0:  # noqa: SIM102
+                if self.opened(own, thread, epoch, epoch, deadline) != 0:
+                    self.rows_begun(own, thread, rank, epoch, deadline)
         elif turn == self.grid_blocks - 1:
             if cutlass.const_expr(self.apart):  # noqa: SIM102
                 if thread == 0:
