@@ -106,7 +106,7 @@ class Ours:
         names = (*self.layer.inputs(which), *self.layer.outputs(which))
         return bind(**{each: self.tensors[each] for each in names}, **self._memory)
 
-    def has(self, indices: Any, rank: int) -> None:
+    def choose(self, indices: Any, rank: int) -> None:
         """Takes the choices of all ranks' tokens, [ranks * T, K], as far as they are experts of `rank`."""
         own = indices - rank * self.options.experts
         self.tensors["indices"].copy_(own.where((own >= 0) & (own < self.options.experts), own.new_tensor(-1)))
@@ -275,7 +275,7 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
     indices = ours.tensors["indices"]
     chosen = [torch.empty_like(indices) for _ in range(ranks.count)]
     distributed.all_gather(chosen, indices)
-    alone.has(torch.cat(chosen), ranks.rank)
+    alone.choose(torch.cat(chosen), ranks.rank)
     for each in (FORWARD, BACKWARD):
         ours.passes[each](stream)
         alone.passes[each](stream)

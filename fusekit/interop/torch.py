@@ -58,7 +58,7 @@ def operator(kernel: Kernel, name: str, *, cluster_margin: int | None = None) ->
             raise ArgumentError(f"{tensor.name} is {tensor.dtype}, which PyTorch {torch.__version__} lacks; update it")
     if not inputs:
         raise ArgumentError(f"{kernel.name} has no input tensor to take the device from; call it directly")
-    said = record, dict(kernel.spec), dict(kernel.defaults), cluster_margin
+    said = record, kernel.digest, dict(kernel.defaults), cluster_margin  # equal records may have other code
     if _defined().setdefault(name, said) != said:
         raise ArgumentError(
             f"the operator {name} is another kernel, or has another margin; what was compiled with it would launch this"

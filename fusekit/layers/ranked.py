@@ -64,6 +64,7 @@ class RankedLayer(Layer):
         self.program = self.program.within(room(options, self.capacity, rows))
         self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
+        self._used = {which: tuple(stores(self.program, which)) for which in self.program.steps}  # windows of a pass
         self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
         self._looked = 0.0
         if ranks is not None:
@@ -147,7 +148,7 @@ class RankedLayer(Layer):
             window.user = None
 
     def _shared(self, which: str) -> Sequence[Window]:
-        return [self._windows[name] for name in stores(self.program, which) if name in self._windows]
+        return [self._windows[name] for name in self._used[which] if name in self._windows]
 
     def _check(self, which: str, given: Mapping[str, Any]) -> tuple[int, int, dict[str, int]]:
         tokens, device, compact = super()._check(which, given)

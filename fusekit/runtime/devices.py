@@ -128,7 +128,11 @@ class Devices:
         """
         if not hasattr(self._thread, "own"):
             ident = threading.get_native_id()
-            self._thread.own = ident, Path(f"/proc/self/task/{ident}/stat").read_bytes().rpartition(b")")[2].split()[19]
+            try:
+                told = Path(f"/proc/self/task/{ident}/stat").read_bytes()
+                self._thread.own = ident, told.rpartition(b")")[2].split()[19]
+            except OSError:  # the system says nothing of its threads
+                self._thread.own = object()
         own: object = self._thread.own
         return own
 

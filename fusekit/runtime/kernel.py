@@ -8,6 +8,7 @@ question: which context is current).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -34,8 +35,8 @@ _Scalars = list[float | int]
 class Kernel:
     """A kernel from a store, ready on `device` and made ready on other devices as their tensors come.
 
-    Calling it from several threads is fine. `name`, `arch`, `record`, `spec` (canonical form) and `defaults` (of the
-    scalars) say what it is.
+    Calling it from several threads is fine. `name`, `arch`, `record`, `digest` (SHA-256 of the cubin), `spec`
+    (canonical form) and `defaults` (of the scalars) say what it is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Kernel:
         self.arch = record.arch
         self.record = record
         self.device = device
+        self.digest = hashlib.sha256(cubin).hexdigest()
         self.spec = dict(spec or {})
         self.defaults = dict(defaults)
         self.margin = check_margin(self.defaults.pop("cluster_margin", 0))

@@ -52,6 +52,6 @@ def test_a_name_stands_for_one_kernel():
     with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel, or has another margin"):
         interop.operator(kernel, "fusekit_test::one", cluster_margin=2)
     other, _ = load(made, fake_for(made, others={"second": [(0, 8)]}))
-    other.spec["score_function"] = "sigmoid"  # of an equal record, and other code
+    other.digest = "of other code"
     with pytest.raises(ArgumentError, match="fusekit_test::one is another kernel"):
         interop.operator(other, "fusekit_test::one")
