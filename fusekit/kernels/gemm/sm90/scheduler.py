@@ -276,8 +276,7 @@ class OwnFirst(Scheduler):
         begin, end = Scheduler.rows_of_lane(self, source.offsets, self.group(first), groups, rows, lane)
         if first <= 0:
             own = source.arrivals.toint() + OWN
-            low = first_from(source.index, begin, end, load_word(own))
-            high = first_from(source.index, begin, end, load_word(own + 4))
+            low, high = first_from(source.index, begin, end, (load_word(own), load_word(own + 4)))
             low = cutlass.min(begin + divide(cutlass.max(low - begin, 0) + (tile_m - 1), tile_m) * tile_m, end)
             if high < end:  # a last tile that is not full is its own where all of its rows are
                 high = begin + divide(cutlass.max(high - begin, 0), tile_m) * tile_m
@@ -300,15 +299,29 @@ class OwnRows(NamedTuple):
 
 
 @cute.jit
-def first_from(index, begin: Int32, end: Int32, bound: Int32):
-    """The first row in [begin, end) with index[row] >= bound; end where there is none. All lanes, each its own rows."""
-    low, high = begin, end
-    while cute.arch.vote_any_sync(low < high):
-        middle = low + divide(cutlass.max(high - low, 0), 2)
-        below = (low < high) & (load_below(index, middle, end) < bound)
-        high = cutlass.select_((low < high) & (not below), middle, high)
-        low = cutlass.select_(below, middle + 1, low)
-    return low
+def first_from(index, begin: Int32, end: Int32, bounds: tuple):
+    """For each of two bounds the first row in [begin, end) with index[row] >= bound; end where there is none.
+
+    All lanes, each its own rows. The tiles wait for it, so it is as few loads behind one another as registers allow.
+    """
+    end = cutlass.max(begin, end)
+    low, low_end, high, high_end = begin, end, begin, end
+    while cute.arch.vote_any_sync((low < low_end) | (high < high_end)):
+        low, low_end = narrowed(index, low, low_end, bounds[0])
+        high, high_end = narrowed(index, high, high_end, bounds[1])
+    return low, high
+
+
+def narrowed(index, begin: Int32, end: Int32, bound: Int32) -> tuple:
+    """The third of [begin, end] that `bound` lies in, by two loads side by side."""
+    third = divide(end - begin + 2, 3)
+    until = cutlass.select_(third > 0, end, -1)
+    first, row = begin, begin - 1
+    for _ in range(2):  # with three, some kernels spill
+        row = row + third
+        below = (row < until) & (load_below(index, row, until) < bound)
+        first = cutlass.select_(below, row + 1, first)
+    return first, cutlass.select_(row < first, end, cutlass.min(first + third - 1, end))
 
 
 class GroupScheduler(Scheduler):
