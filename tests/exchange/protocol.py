@@ -213,7 +213,7 @@ def draw_anew(rank: Rank, window: str) -> Block:
             yield ("set", (window, "drawn", copying), 0)
 
 
-def leave(rank: Rank, window: str, epoch: int, blocks: int, draws: bool = True) -> Generator[Operation, Any, bool]:
+def leave(rank: Rank, window: str, epoch: int, blocks: int, draws: bool = True) -> Block:
     ended = (yield ("add", (window, "done"))) + 1
     last = ended == blocks
     if last:
@@ -223,18 +223,17 @@ def leave(rank: Rank, window: str, epoch: int, blocks: int, draws: bool = True) 
         yield ("set", (window, "done"), 0)
     if last or (ended == 1 and rank.machine.setting.fault == "the epoch is counted by the first block to end"):
         yield ("set", (window, "epoch"), epoch)
-    return last
 
 
-def open_window(rank: Rank, window: str, word: int) -> Block:
+def open_window(rank: Rank, window: str, epoch: int) -> Block:
     for other in range(rank.machine.setting.ranks):
-        yield ("release", other, (window, "open", rank.number), word)
+        yield ("release", other, (window, "open", rank.number), epoch)
 
 
-def opened(rank: Rank, window: str, word: int) -> Block:
+def opened(rank: Rank, window: str, epoch: int) -> Block:
     if rank.machine.setting.fault != "rows are sent to windows that are not open":
         for other in range(rank.machine.setting.ranks):
-            yield ("wait", (window, "open", other), word)
+            yield ("wait", (window, "open", other), epoch)
 
 
 def tell(rank: Rank, target: int, window: str, chunk: int, epoch: int) -> Block:
@@ -258,7 +257,9 @@ def dispatch(rank: Rank, launch: int) -> Block:
     early = setting.fault == "windows open before they were read"
     if turn == 0:
         yield from open_window(rank, "rows", epoch + early)
-    if turn == 2 * setting.blocks:
+    receiving = turn == 2 * setting.blocks
+    if receiving:
+        yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
         for source in range(setting.ranks):
             for chunk in range(setting.chunks):
                 yield from seen(rank, "rows", source, chunk, epoch)
@@ -276,7 +277,8 @@ def dispatch(rank: Rank, launch: int) -> Block:
             for target in targets:
                 yield from tell(rank, target, "rows", chunk, epoch)
             chunk = setting.blocks + (yield ("add", drawn))
-    yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
+    if not receiving:
+        yield from leave(rank, "rows", epoch, 2 * setting.blocks + 1)
 
 
 def send_choices(rank: Rank, launch: int) -> Block:
@@ -396,9 +398,10 @@ def combine(rank: Rank, launch: int) -> Block:
     """A block of moe-combine."""
     setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
     turn, epoch = yield from arrive(rank, "parts")
-    if setting.fault == "a window opens before its sums are made" and turn == 0:
-        yield from open_window(rank, "parts", epoch)
+    if turn == 0:
+        yield from open_window(rank, "parts", epoch + (setting.fault == "a window opens before its sums are made"))
     if turn >= setting.blocks:
+        yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
         chunk = turn - setting.blocks
         for source in range(setting.ranks):
             if source != own:
@@ -408,7 +411,7 @@ def combine(rank: Rank, launch: int) -> Block:
             if source != own and source in routes[launch, own, chunk] and part != (launch, source, own, chunk):
                 raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
     else:
-        yield from opened(rank, "parts", epoch - 1)
+        yield from opened(rank, "parts", epoch)
         at = turn
         while at < setting.chunks * (setting.ranks - 1):
             chunk, step = divmod(at, setting.ranks - 1)
@@ -417,6 +420,4 @@ def combine(rank: Rank, launch: int) -> Block:
                 yield ("store", target, ("parts", "row", own, chunk), (launch, own, target, chunk))
             yield from tell(rank, target, "parts", chunk, epoch)
             at = setting.blocks + (yield ("add", ("parts", "drawn", False)))
-    last = yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
-    if last:
-        yield from open_window(rank, "parts", epoch)
+        yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)

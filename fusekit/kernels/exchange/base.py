@@ -3,9 +3,8 @@
 Every rank launches the same operations on its windows in the same order. A launch is numbered by its epoch, a word of
 the window that only its own rank reads and writes, so a graph can be replayed. In launch e
 
-1. a rank says to the others, in the OPEN words of their windows, that its own may be written to: a dispatch writes e
-   when it begins, since the launches before it in its stream have read what came; a combine writes e when it ends, for
-   launch e + 1, since it alone reads what it is sent;
+1. a rank says to the others, by e in the OPEN words of their windows, that its own may be written to, when the launch
+   begins: the launches before it in its stream have read what came;
 2. a block that sends waits until all ranks have opened theirs for this launch, stores rows into their windows with
    ordinary 16-byte stores, and for each chunk of tokens writes e to its flag there, with release at system scope; a
    word of DRAWN says which chunks blocks have taken;
@@ -20,7 +19,8 @@ may leave no multiprocessor to others, do not wait for a rank that is behind bec
 
 Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
 never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run
-at a time, or in which order. The last block to end counts the launch as done.
+at a time, or in which order. The last block to leave counts the launch as done. Where a launch has its number to
+itself, blocks that wait for rows leave before they wait, since no other block needs them any more.
 
 Each wait ends by a deadline. Then the first failure is kept in the STATUS words, nothing more is sent, and later
 launches on this window wait for nothing.
@@ -119,8 +119,7 @@ class Exchange(Permutation):
 
     @cute.jit
     def leave(self, own: Int64, thread: Int32, epoch: Int32, blocks: Int32):
-        """Ends the block: 1 in every thread of the last one, which counts the launch as done, else 0."""
-        shared = cutlass.memory.SmemAllocator().allocate(16, 16).toint()
+        """Takes leave of the launch's other blocks; the last one to do so counts the launch as done."""
         cute.arch.sync_threads()
         if thread == 0:
             ended = Int32(signals.add(own + (ROWS_DONE if self.apart else DONE), 1)) + 1
@@ -132,22 +131,19 @@ class Exchange(Permutation):
                     signals.store(own + (DRAWN + 4), 0)
                 if cutlass.const_expr(not self.apart):
                     signals.store(own + EPOCH, epoch)
-            lanes.shared_store_u32(shared, Uint32(ended == blocks))
-        cute.arch.sync_threads()
-        return Int32(lanes.shared_load_u32(shared))
 
     @cute.jit
-    def open(self, windows: list, rank: Int32, thread: Int32, word: Int32):
-        """Writes `word` to this rank's place among the OPEN words of all windows."""
+    def open(self, windows: list, rank: Int32, thread: Int32, epoch: Int32):
+        """Writes `epoch` to this rank's place among the OPEN words of all windows."""
         if thread < self.ranks:
-            signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, word)
+            signals.release(self.of_rank(windows, thread) + OPEN + Int64(rank) * 4, epoch)
 
     @cute.jit
-    def opened(self, own: Int64, thread: Int32, word: Int32, epoch: Int32, deadline: Int64):
-        """Waits until all ranks have written `word` or more: 1, or 0 where one has not in time."""
+    def opened(self, own: Int64, thread: Int32, epoch: Int32, deadline: Int64):
+        """Waits until all ranks have written `epoch` or more: 1, or 0 where one has not in time."""
         came = Int32(1)
         if thread < self.ranks:
-            came = signals.wait(own + OPEN + Int64(thread) * 4, word, deadline)
+            came = signals.wait(own + OPEN + Int64(thread) * 4, epoch, deadline)
             signals.fail(own + STATUS, thread, OPENING, epoch, came == 0)
         return signals.every(came)
 

@@ -84,12 +84,13 @@ class MoeCombine(Exchange):
         own = self.of_rank(windows, rank)
         turn, epoch, failed, drawing = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
+        if turn == 0:
+            self.open(windows, rank, thread, epoch)
+        if (turn < self.blocks) & (failed == 0):
+            self.send_all(windows, source, drawing, turn, sizes, rank, epoch, deadline)
+        self.leave(own, thread, epoch, blocks)
         if turn >= self.blocks:
             self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
-        elif failed == 0:
-            self.send_all(windows, source, drawing, turn, sizes, rank, epoch, deadline)
-        if self.leave(own, thread, epoch, blocks) != 0:
-            self.open(windows, rank, thread, epoch)
 
     @cute.jit
     def send_all(
@@ -104,7 +105,7 @@ class MoeCombine(Exchange):
         share, last = (drawing, own + DRAWN, turn, Int32(self.blocks)), chunks(capacity) * others
         slot, at, row = shares.draw(*share)
         placed = self.placed_there(source, at, row, sizes, rank)  # read while the others open their windows
-        if self.opened(own, thread, epoch - 1, epoch, deadline) != 0:
+        if self.opened(own, thread, epoch, deadline) != 0:
             while at < last:
                 chunk, target = self.there(at, rank)
                 there = self.of_rank(windows, target)

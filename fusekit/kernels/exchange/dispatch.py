@@ -94,15 +94,19 @@ class MoeDispatch(Exchange):
         own = self.of_rank(windows, rank)
         turn, epoch, failed, drawing = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, indices, weights, x_s)
+        receiving = turn == self.grid_blocks - 1
         if turn == 0:  # of both launches, whichever runs first
             self.open(windows, rank, thread, epoch)
             self.tell_readers(own, thread, rank, capacity, timeout)
+        early = receiving & (self.sends == ALL)  # else the other launch may not have read EPOCH yet
+        if early:
+            self.leave(own, thread, epoch, Int32(self.grid_blocks))
         if cutlass.const_expr(self.sends == NOTHING):
             # A rank that is behind may need another kernel of this GPU, for which what follows may leave no room.
             if failed == 0:  # noqa: SIM102
-                if self.opened(own, thread, epoch, epoch, deadline) != 0:
+                if self.opened(own, thread, epoch, deadline) != 0:
                     self.rows_begun(own, thread, rank, epoch, deadline)
-        elif turn == self.grid_blocks - 1:
+        elif receiving:
             if cutlass.const_expr(self.apart):  # noqa: SIM102
                 if thread == 0:
                     signals.release(own + BEGUN, epoch)
@@ -112,7 +116,7 @@ class MoeDispatch(Exchange):
             here = Uint32(1) << Uint32(rank)
             targets = cutlass.select_(copying, here, ~here if self.copies else Uint32(0xFFFFFFFF))
             if cutlass.const_expr(self.sends == CHOICES):
-                if self.opened(own, thread, epoch, epoch, deadline) != 0:
+                if self.opened(own, thread, epoch, deadline) != 0:
                     self.send_choices(windows, source, turn, sizes, rank, epoch, targets)
             else:
                 first = cutlass.select_(copying, turn - self.senders, turn)
@@ -120,7 +124,8 @@ class MoeDispatch(Exchange):
                 counter = own + DRAWN + cutlass.select_(copying, Int64(4), Int64(0))
                 share = (drawing, counter, first, step)
                 self.send(windows, source, share, sizes, rank, epoch, targets, copying, deadline)
-        self.leave(own, thread, epoch, Int32(self.grid_blocks))
+        if ~early:
+            self.leave(own, thread, epoch, Int32(self.grid_blocks))
 
     @cute.jit
     def tell_readers(self, own: Int64, thread: Int32, rank: Int32, capacity: Int32, timeout: Int32):
@@ -156,7 +161,7 @@ class MoeDispatch(Exchange):
         owners = self.owners_of(source, chunk * CHUNK + at, sizes)  # read while the others open their windows
         last = count
         if ~copying:  # noqa: SIM102
-            if self.opened(self.of_rank(windows, rank), thread, epoch, epoch, deadline) == 0:
+            if self.opened(self.of_rank(windows, rank), thread, epoch, deadline) == 0:
                 last = Int32(0)
         while chunk < last:
             piece = (at * WARP + lane, CHUNK * WARP)
