@@ -28,6 +28,5 @@ ATOM = 512  # bytes of the scales of 128 x 128
 # Of R, for the largest numbers behind a rotation of 16 tokens.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 SIDE = 128  # of a block, and of the tile that a thread block works on
-STRIP = 4  # tiles side by side that it takes one after the other
 WARPS = 8
 MOST_TOPK = 16  # rows that a row becomes: their numbers lie in shared memory

@@ -1,21 +1,23 @@
 """quantise by blocks of 128: rows, and in the same pass columns, or squares of tokens; or squares of a weight, in both
 orientations.
 
-A thread block takes STRIP tiles of 128 x 128 numbers side by side, one after the other, while the next one is on its
-way to the other half of shared memory. Rows: eight threads have one, as two pieces of 16 bytes each. Columns: a thread
-has 32 rows of two; four threads share their largest numbers. The transposed codes take the tile's place in shared
-memory, so that a warp stores whole lines of 128 bytes. A row's 16-byte pieces are exchanged by its number, so that no
-two accesses of a warp meet in a bank; those of transposed codes by half the column's.
+A thread block takes a tile of 128 x 128 numbers; while that is on its way to shared memory, others compute. Rows: eight
+threads have one, as two pieces of 16 bytes each. Columns: a thread has 32 rows of two; four threads share their largest
+numbers. The transposed codes take the tile's place in shared memory, so that a warp stores whole lines of 128 bytes. A
+row's 16-byte pieces are exchanged by its number, so that no two accesses of a warp meet in a bank; those of transposed
+codes by half the column's.
 
 Transposed, group e begins at the next multiple of 128 behind group e - 1, so that tile number t of all groups writes
 tokens 128 t to 128 t + 127. What lies behind a group's last row is zeros.
 
-Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. Thread blocks that follow each
-other then have the same columns of other tiles, so that L2 holds those columns of every token until all groups have
-read them. Where each row of x becomes several of x_q, shared memory holds theirs, `topk` for each; so x is read once.
+Where an index chooses the rows of x, shared memory holds the numbers of a tile's rows. They serve for STRIP tiles side
+by side, one after the other, while the next one is on its way to the other half of shared memory. Thread blocks that
+follow each other then have the same columns of other tiles, so that L2 holds those columns of every token until all
+groups have read them. Where each row of x becomes several of x_q, shared memory holds theirs, `topk` for each; so x is
+read once.
 
 Float32 goes through registers, which round it to bf16 on its way to shared memory: AHEAD loads of a thread are under
-way at a time. There is one tile in shared memory then, and the other thread blocks compute meanwhile.
+way at a time. There is one tile in shared memory then.
 """
 
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from fusekit.kernels import lanes
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, load_shared_v4, store_shared_b32x2, store_shared_v4
 from fusekit.kernels.quantise import codes
-from fusekit.plan.quantise import BF16, SIDE, SQUARE, STRIP, WARPS, WIDE
+from fusekit.plan.quantise import BF16, F32, SIDE, SQUARE, WARPS, WIDE
 
 THREADS = WARPS * WARP
 LINE = SIDE * 2  # bytes of a tile's row
@@ -41,7 +43,9 @@ COPIED = THREADS // PIECES  # rows that are copied at a time
 TURNS = SIDE // COPIED
 DEEP = SIDE * PAIRS // THREADS  # rows of a thread that has two columns
 PARTS = SIDE // DEEP  # threads that share two columns
-RESIDENT = 3  # thread blocks of a multiprocessor, at least
+RESIDENT, FEWER = 4, 3  # thread blocks of a multiprocessor, at least; FEWER where registers or two tiles allow no more
+STRIP = 3
+EACH = 4  # groups whose ends a lane reads at a time
 AHEAD = 8
 
 
@@ -62,10 +66,12 @@ class QuantiseTiles:
         gather: bool, topk: int,
     ) -> None:  # fmt: skip
         self.wide = dtype == WIDE
-        self.tiles = 1 if self.wide else 2  # in shared memory
         self.square, self.scales, self.transpose = blocks == SQUARE, scales, transpose
         self.grouped, self.matrices = transpose and groups and not self.square, groups and self.square
         self.by_row, self.gather, self.topk = rows, gather, topk
+        self.strip = STRIP if gather else 1
+        self.resident = FEWER if gather or self.square or (transpose and scales == F32) else RESIDENT
+        self.tiles = 1 if self.wide else min(self.strip, 2)  # in shared memory
         self.turned_square = transpose_blocks == SQUARE
         # Without rows, one group still has a block of zeros, for a weight gradient to read.
         self.never_empty = transpose and not groups and not self.square
@@ -87,7 +93,7 @@ class QuantiseTiles:
         if cutlass.const_expr(self.grouped):
             groups = offsets.shape[0]
             tiles = tiles + groups
-        strips = (columns + (STRIP * SIDE - 1)) // (STRIP * SIDE)
+        strips = (columns + (self.strip * SIDE - 1)) // (self.strip * SIDE)
         self.kernel(
             x.iterator,
             index.iterator if cutlass.const_expr(self.gather or self.topk) else None,
@@ -107,7 +113,7 @@ class QuantiseTiles:
         ).launch(
             grid=[strips * tiles, 1, 1],
             block=[THREADS, 1, 1],
-            min_blocks_per_mp=RESIDENT,
+            min_blocks_per_mp=self.resident,
             preferred_smem_carveout=-1,
             stream=stream,
         )
@@ -123,7 +129,7 @@ class QuantiseTiles:
         shared = allocator.allocate(parts + PARTS * PAIRS * 4 + SIDE * 4 * self.indexed, 128).toint()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        strips = divide(columns + (STRIP * SIDE - 1), STRIP * SIDE)
+        strips = divide(columns + (self.strip * SIDE - 1), self.strip * SIDE)
         number = divide(block, strips)
         strip = block - number * strips
         if cutlass.const_expr(self.gather):
@@ -132,8 +138,8 @@ class QuantiseTiles:
             strip = divide(block, tiles)
             number = block - strip * tiles
         place = self.place(offsets, groups, rows, number, thread & 31)
-        first = strip * STRIP
-        last = cutlass.min(first + STRIP, divide(columns + (SIDE - 1), SIDE))
+        first = strip * self.strip
+        last = cutlass.min(first + self.strip, divide(columns + (SIDE - 1), SIDE))
         chosen = shared + parts + PARTS * PAIRS * 4
         source, target, turned = (x.toint(), x_strides, chosen), None, None
         if cutlass.const_expr(self.by_row):
@@ -151,6 +157,8 @@ class QuantiseTiles:
                 tile = shared
                 if cutlass.const_expr(self.wide):
                     self.fetch_rounded(source, place, columns, step, tile, thread)
+                elif cutlass.const_expr(self.tiles == 1):
+                    cute.arch.cp_async_wait_group(0)
                 else:
                     tile = shared + ((step - first) & 1) * TILE
                     if step + 1 < last:
@@ -380,28 +388,36 @@ class QuantiseTiles:
 @cute.jit
 def rows_of(offsets, groups: Int32, rows: Int32, number: Int32, lane: Int32):
     """First row of tile `number` of all groups, the end of its group, and which that is."""
-    begin, end, group_of, before, first = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    begin, end, group_of, before, first, last = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     more = groups > 0
     while more:
-        low, high = Int32(0), Int32(0)
-        group = first + lane
-        if group < groups:
-            high = cutlass.min(offsets[group], rows)
-            if group > 0:
-                low = cutlass.max(offsets[group - 1], 0)
-        tiles = divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE)
-        until = before + tiles + lanes.before(tiles, lane)
+        group = first + lane * EACH
+        ends = [end_of(offsets, group + each, groups) for each in range(EACH)]
+        below = cute.arch.shuffle_sync_up(ends[-1], 1, mask_and_clamp=0)
+        starts = [cutlass.select_(lane == 0, last, below), *ends[:-1]]
+        highs, lows = [cutlass.min(each, rows) for each in ends], [cutlass.max(each, 0) for each in starts]
+        tiles = [divide(cutlass.max(high - low, 0) + (SIDE - 1), SIDE) for high, low in zip(highs, lows, strict=True)]
+        until = before + lanes.before(tiles[0] + tiles[1] + tiles[2] + tiles[3], lane)
+        found = (group, lows[0], highs[0], until)  # of the group that has the tile, if it is the lane's
+        for each in cutlass.range_constexpr(1, EACH):
+            until = until + tiles[each - 1]
+            other = (group + each, lows[each], highs[each], until)
+            found = tuple(cutlass.select_(until <= number, b, a) for a, b in zip(found, other, strict=True))
+        until = until + tiles[-1]
         owner = cute.arch.popc(cute.arch.vote_ballot_sync(until <= number))
-        before = cute.arch.shuffle_sync(until, 31)
-        first += 32
+        before, last = cute.arch.shuffle_sync(until, 31), cute.arch.shuffle_sync(ends[-1], 31)
+        first += WARP * EACH
         more = first < groups
-        if owner < 32:
+        if owner < WARP:
             more = first < 0
-            group_of = first - 32 + owner
-            inside = number - cute.arch.shuffle_sync(until - tiles, owner)
-            begin = cute.arch.shuffle_sync(low, owner) + inside * SIDE
-            end = cute.arch.shuffle_sync(high, owner)
+            group_of, begin, end, until = [cute.arch.shuffle_sync(each, owner) for each in found]
+            begin += (number - until) * SIDE
     return begin, end, group_of
+
+
+def end_of(offsets: cute.Pointer, group: Int32, groups: Int32) -> Int32:
+    """That of a group, as it stands there; 0 where there is none. L1 keeps it for the next thread block."""
+    return cutlass.select_(group < groups, offsets[cutlass.min(group, groups - 1)], Int32(0))
 
 
 def copy_async(destination: Int32, source: Int64, there) -> None:
