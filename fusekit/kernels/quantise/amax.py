@@ -2,10 +2,12 @@
 
 R = H diag(signs) / 4, H Sylvester's of 16, for every 16 tokens of a column from the group's first on; the last ones are
 filled with zeros. Source: Transformer Engine, NVFP4 recipe, its fixed signs. A warp takes 16 rows of 256 columns, a
-thread block 128 rows of one group.
+thread block 128 rows of one group. It changes a group's number in memory once: changes of one number wait for each
+other.
 """
 
 import cutlass
+import cutlass.memory
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, cute
 
@@ -14,7 +16,7 @@ from fusekit.kernels.lanes import WARP
 from fusekit.kernels.ptx import divide, maximum_in_memory
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.tiles import THREADS, rows_of
-from fusekit.plan.quantise import SIDE, SIGNS
+from fusekit.plan.quantise import SIDE, SIGNS, WARPS
 
 COLUMNS = 8  # of a thread
 RUN = len(SIGNS)  # rows
@@ -58,14 +60,15 @@ class Amax:
         strips: Int32,
     ):  # fmt: skip
         """See the module's docstring."""
+        shared = cutlass.memory.SmemAllocator().allocate(WARPS * 4 * len(found), 16).toint()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        lane = thread & (WARP - 1)
+        lane, warp = thread & (WARP - 1), divide(thread, WARP)
         tile = divide(block, strips)
         begin, end, group = rows_of(offsets, groups, rows, tile, lane)
-        row = begin + divide(thread, WARP) * RUN
+        row = begin + warp * RUN
         column = ((block - tile * strips) * WARP + lane) * COLUMNS
-        if row < end:
+        if begin < end:
             source = x.toint() + (Int64(row) * stride + Int64(column)) * 2
             lines = []
             for number in cutlass.range_constexpr(RUN):
@@ -74,10 +77,15 @@ class Amax:
             most = [codes.larger(*codes.numbers(codes.largest([word for line in lines for word in line])))]
             if cutlass.const_expr(self.rotated):
                 most.append(self.rotate(lines))
-            for each, a in zip(found, most, strict=True):
-                for distance in cutlass.range_constexpr(5):
-                    a = codes.larger(a, cute.arch.shuffle_sync_bfly(a, 1 << distance))
-                maximum_in_memory(each.toint() + Int64(group) * 4, lanes.bits_of(a), lane == 0)
+            for number in cutlass.range_constexpr(len(found)):
+                own = lanes.redux(lanes.bits_of(most[number]), "max")
+                lanes.shared_store_u32_if(shared + (number * WARPS + warp) * 4, own, lane == 0)
+            cute.arch.sync_threads()
+            for number in cutlass.range_constexpr(len(found)):
+                if warp == number:
+                    own = lanes.shared_load_u32(shared + (number * WARPS + (lane & (WARPS - 1))) * 4)
+                    at = found[number].toint() + Int64(group) * 4
+                    maximum_in_memory(at, lanes.redux(own, "max"), lane == 0)
 
     def rotate(self, lines: list) -> Float32:
         """The largest |R v| of a thread's columns, rounded to bf16; a NaN does not count."""
