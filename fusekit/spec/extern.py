@@ -97,12 +97,6 @@ class ExternSpec(TokenSpec):
         """The sweep's choice, such as `n4096-dtype-bf16`; `base` without one."""
         return variant_of(self.sweep)
 
-    @property
-    def provider(self) -> str:
-        """The top-level package whose code is run to build it, or, in fusekit's own providers, the module."""
-        module = self.source.partition(":")[0]
-        return module if module.startswith("fusekit.") else module.partition(".")[0]
-
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted; `status` says whether it was run on this architecture."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
