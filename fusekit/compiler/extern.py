@@ -14,7 +14,7 @@ from typing import Any
 
 from fusekit.abi import Argument, Constraint, Dim, Expr, ScalarArgument, TensorArgument, render, variables
 from fusekit.abi.expr import evaluate, freeze, validate
-from fusekit.compiler import fakes
+from fusekit.compiler import fakes, hardware
 from fusekit.compiler.hostfunction import (
     HostArgument,
     HostInteger,
@@ -58,7 +58,9 @@ def plan(spec: ExternSpec) -> TracePlan:
     what the trace cannot tell.
     """
     if not spec.lift:
-        return replace(_plan(spec, {}), again=lambda: _plan(spec, {}))
+        with hardware.answering(LIFT_VALUES[0]) as asked:
+            first = _plan(spec, {})
+        return replace(first, again=lambda: _plan(spec, {}), asked=asked)
     first, second = (_plan(spec, dict.fromkeys(spec.lift, value)) for value in LIFT_VALUES)
     exprs = {freeze(expr) for expr in spec.lift.values()}
     if len(exprs) > 1:

@@ -1,4 +1,4 @@
-"""What is asked of the device while a host function is traced. There is none.
+"""What is asked of the device while a source runs and its host function is traced. There is none.
 
 Persistent kernels ask for their grid: the answer is a number that becomes a variable of the record (see `lift`).
 Where a kernel says how many of its blocks are to fit into a multiprocessor, the DSL asks for its shared memory: that is
@@ -7,7 +7,7 @@ a fact of the architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -39,13 +39,13 @@ def shared_memory(arch: str) -> Iterator[None]:
 
 
 @contextmanager
-def answering(value: int) -> Iterator[dict[Expr, int]]:
-    """Meanwhile the DSL's `HardwareInfo` answers `value`. What was asked for is in the table, with the size of the
-    cluster. Imports the DSL.
+def answering(value: int, before: Mapping[Expr, int] | None = None) -> Iterator[dict[Expr, int]]:
+    """Meanwhile the DSL's `HardwareInfo` answers `value`. What was asked for, now or `before`, is in the table, with
+    the size of the cluster. Imports the DSL.
     """
     from cutlass.utils import HardwareInfo
 
-    asked: dict[Expr, int] = {}
+    asked = dict(before or {})
 
     def multiprocessors(*_: Any, **__: Any) -> int:
         asked[MULTIPROCESSORS] = 1

@@ -83,7 +83,8 @@ class TracePlan:
     `cute.compile` by name. leaves: the run-time arguments among both, in the host function's order, where they are
     others than those of `arguments` that are not None. options: of the DSL, that change the cubin. traced: what the
     trace was given for i32 scalars that are fixed at it where a launch record has a constant. again: makes this plan
-    anew; with it the function may ask for facts of the device while it is traced.
+    anew; with it the function may ask for facts of the device while it is traced. asked: what was asked for already
+    when it was made (see `hardware.answering`).
     """
 
     function: Callable[..., Any]
@@ -96,6 +97,7 @@ class TracePlan:
     options: str = ""
     traced: Mapping[str, int] = field(default_factory=dict)
     again: Callable[[], TracePlan] | None = None
+    asked: Mapping[Expr, int] = field(default_factory=dict)
 
     def fixed(self, scalars: Collection[str]) -> TracePlan:
         """The same with these scalars at what the trace was given: callers do not pass them."""

@@ -44,13 +44,16 @@ def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> 
 
 def main(request: str) -> None:
     """Prints the run-time arguments of the host function as JSON, on the last line."""
+    from fusekit.compiler.hardware import answering
     from fusekit.compiler.leaves import STREAM, leaves
+    from fusekit.compiler.lift import LIFT_VALUES
     from fusekit.compiler.source_call import call_source
     from fusekit.errors import FusekitError
 
     wanted = json.loads(request)
     try:
-        found = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
+        with answering(LIFT_VALUES[0]):
+            found = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
     except FusekitError as error:
         answer: dict[str, Any] = {"error": str(error)}
     else:

@@ -69,25 +69,25 @@ def _proved(plan: TracePlan, scratch: Path) -> tuple[Traced, LaunchRecord, dict[
 def _proved_without_device(
     plan: TracePlan, again: Callable[[], TracePlan], scratch: Path
 ) -> tuple[Traced, LaunchRecord, dict[str, Any]]:
-    """`_proved`; what the function asks of the device becomes a variable of the record."""
-    with hardware.answering(LIFT_VALUES[0]) as asked:
+    """`_proved`; what the source or its function asks of the device becomes a variable of the record."""
+    with hardware.answering(LIFT_VALUES[0], plan.asked) as asked:
         traced, record, proof = _proved(plan, scratch)
     if not asked:
         return traced, record, proof
     (expr, cluster), *others = asked.items()
     if others or cluster != math.prod(record.launches[-1].cluster if expr == hardware.CLUSTERS else (1,)):
         raise BuildError(
-            "the host function asks the device for several things while it is traced; a launch record can have one of"
-            " them, the count of multiprocessors, or that of the launch's own clusters; give the host function the"
-            " others as arguments"
+            "the source and its host function ask the device for several things; a launch record can have one of them,"
+            " the count of multiprocessors, or that of the launch's own clusters; give the host function the others as"
+            " arguments"
         )
     try:
         with hardware.answering(LIFT_VALUES[1]):
             record, proof = _lifted(Lifted(expr, LIFT_VALUES, again()), traced.cubin, record, proof, scratch)
     except BuildError as error:
         raise BuildError(
-            f"the host function asks the device for {render(expr)} while it is traced, and makes of it what a launch"
-            f" record cannot say: {error}; give it the number as an argument"
+            f"the source or its host function asks the device for {render(expr)}, and makes of it what a launch record"
+            f" cannot say: {error}; give it the number as an argument"
         ) from error
     return traced, record, proof
 

@@ -271,6 +271,22 @@ def asking(what):
 
 
 @cute.jit
+def of_so_many(y: cute.Tensor, clusters: cutlass.Constexpr, what: cutlass.Constexpr, stream: CUstream):
+    """A persistent kernel that is given its clusters of two, as many examples of CUTLASS are."""
+    blocks = 2 * cutlass.min(clusters, cute.ceil_div(y.shape[0], 128))
+    if cutlass.const_expr(what is not None):
+        blocks = cutlass.min(blocks, _blocks(what))
+    fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(
+        grid=[blocks, 1, 1], block=[128, 1, 1], cluster=[2, 1, 1], stream=stream
+    )
+
+
+def asking_itself(what="clusters", more=None):
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return of_so_many, (y, _blocks(what), more, CUstream(0))
+
+
+@cute.jit
 def four_blocks(y: cute.Tensor, shared: cutlass.Constexpr, stream: CUstream):
     fill_kernel(y, y.iterator, cutlass.Int64(0)).launch(
         grid=[1, 1, 1], block=[128, 1, 1], smem=shared, min_blocks_per_mp=4, stream=stream

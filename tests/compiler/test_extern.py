@@ -372,6 +372,20 @@ def test_what_is_asked_of_the_device_in_a_trace_is_a_variable(tmp_path):
         assert made.proof["launches"] >= 128
 
 
+def test_a_source_may_ask_the_device_as_well(tmp_path):
+    """As examples of CUTLASS do, which give the host function the answer."""
+    record, made = compiled(tmp_path, "asking_itself", FLAGGED)
+    values = {"N": 128 * 200, "sm_count": 131, "active_clusters": 66, "cluster_margin": 2}
+    assert (evaluate(record.grid[0], values), evaluate(record.grid[0], values | {"N": 128})) == (2 * 64, 2)
+    assert made.proof["launches"] >= 128
+    for params, words in (
+        ('params.more = "multiprocessors"', "the source and its host function ask the device for several things"),
+        ('params.what = "other clusters"', "several things"), ('params.what = "half"', "the source or its host .*lift"),
+    ):  # fmt: skip
+        with pytest.raises(BuildError, match=words):
+            compiled(tmp_path, "asking_itself", FLAGGED + params)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
     """They prefer as much shared memory as they need together: 4 x 16 KiB, and what the driver keeps."""
@@ -385,8 +399,8 @@ def test_blocks_that_are_to_fit_into_a_multiprocessor(tmp_path, arch):
 
 def test_what_is_made_of_the_device_and_cannot_be_said_is_refused(tmp_path):
     for what, words in (
-        ("both", "asks the device for several things"), ("other clusters", "asks the device for several things"),
-        ("half", "asks the device for sm_count while it is traced, and makes of it what .*lift: record.grid"),
+        ("both", "ask the device for several things"), ("other clusters", "ask the device for several things"),
+        ("half", "asks the device for sm_count, and makes of it what .*lift: record.grid"),
     ):  # fmt: skip
         with pytest.raises(BuildError, match=words):
             compiled(tmp_path, "asking", ASKED + f'"{what}"')
