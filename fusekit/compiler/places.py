@@ -1,13 +1,16 @@
 """Lines of sources in errors.
 
-Of a launch the DSL says where its kernel is decorated, and `fusekit.compiler.hostcode` repeats that. Every key covers
-hostcode, so what a reader wants is looked up here: another text of an error must not have all kernels built again.
+What Python raised while a kernel was traced, such as an IndexError, says no place: its traceback does. Of a launch the
+DSL says where its kernel is decorated, and `fusekit.compiler.hostcode` repeats that. Every key covers hostcode, so what
+a reader wants is looked up here: another text of an error must not have all kernels built again.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
+import traceback
 from pathlib import Path
 
 from fusekit.errors import FusekitError
@@ -15,10 +18,24 @@ from fusekit.errors import FusekitError
 _PLACE = re.compile(r"\((/[^\n]+?), line ([0-9]+)\)")
 
 
-def with_defs(error: FusekitError) -> FusekitError:
-    """The error, in whose text the line of a decorator is that of the `def` behind it."""
-    error.args = tuple(_PLACE.sub(_of_def, each) if isinstance(each, str) else each for each in error.args)
+def with_places(error: FusekitError) -> FusekitError:
+    """The error, in whose text the line of a decorator is that of the `def` behind it; and where a kernel's source was
+    when Python raised its cause. The DSL's own errors say that themselves.
+    """
+    args = [_PLACE.sub(_of_def, each) if isinstance(each, str) else each for each in error.args]
+    cause = error.__cause__
+    if args and cause is not None and not type(cause).__module__.startswith("cutlass"):
+        args[0] = f"{args[0]}{_raised_at(cause)}"
+    error.args = tuple(args)
     return error
+
+
+def _raised_at(cause: BaseException) -> str:
+    """The innermost line that is neither the DSL's nor fusekit's own, in brackets; nothing where there is none."""
+    of_dsl = getattr(sys.modules.get("cutlass"), "__path__", ())
+    own = ("<", *(f"{folder}/" for folder in (Path(__file__).parents[1], *of_dsl)))
+    frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(own)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def _of_def(place: re.Match[str]) -> str:

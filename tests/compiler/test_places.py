@@ -1,8 +1,10 @@
 """Lines of sources in errors."""
 
+from functools import partial
+
 import pytest
 
-from fusekit.compiler.places import with_defs
+from fusekit.compiler.places import with_places
 from fusekit.errors import BuildError, ProofError
 
 SOURCE = """@one
@@ -22,16 +24,29 @@ def plain():
 def test_the_line_of_a_decorator_becomes_that_of_its_def(tmp_path, line, shown):
     path = tmp_path / "a (copy).py"
     path.write_text(SOURCE)
-    error = with_defs(ProofError(f"host code: a call ({path}, line {line}); say it otherwise", parameter="x"))
+    error = with_places(ProofError(f"host code: a call ({path}, line {line}); say it otherwise", parameter="x"))
     assert str(error) == f"host code: a call ({path}, line {shown}); say it otherwise"
     assert (type(error), error.parameter) == (ProofError, "x")
 
 
 @pytest.mark.parametrize("text", ["a call (/nowhere.py, line 1)", "a call", "(<unknown>, line 3)"])
 def test_what_cannot_be_looked_up_stays_as_it_is(text):
-    assert str(with_defs(BuildError(text))) == text
+    assert str(with_places(BuildError(text))) == text
+
+
+def test_what_python_raised_has_the_line_of_the_source(tmp_path):
+    """Not that of the function of fusekit in which it came about."""
+    path, told = tmp_path / "mine.py", {}
+    path.write_text("def host(call):\n    return call()\n")
+    exec(compile(path.read_text(), str(path), "exec"), told)
+    with pytest.raises(BuildError) as caught:
+        try:
+            told["host"](partial(with_places, None))
+        except AttributeError as error:
+            raise BuildError("the CuTe DSL refuses the kernel: x") from error
+    assert str(with_places(caught.value)) == f"the CuTe DSL refuses the kernel: x ({path}, line 2)"
 
 
 def test_a_file_that_is_no_source_stays_as_it_is(tmp_path):
     (tmp_path / "a.py").write_bytes(b"\0(")
-    assert str(with_defs(BuildError(f"a call ({tmp_path}/a.py, line 1)"))) == f"a call ({tmp_path}/a.py, line 1)"
+    assert str(with_places(BuildError(f"a call ({tmp_path}/a.py, line 1)"))) == f"a call ({tmp_path}/a.py, line 1)"
