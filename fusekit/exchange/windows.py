@@ -90,7 +90,8 @@ class Window:
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
     """A window of `size` bytes for each rank of this process: rank r is on device `ordinals[r]`.
 
-    Ranks may share a device. Raises ArgumentError where one device cannot reach another, DriverError.
+    Ranks may share a device, if their blocks fit it together (exchange.md, "Rules"). Raises ArgumentError where one
+    device cannot reach another, DriverError.
     """
     _check_ranks(len(ordinals))
     size = _whole(size)

@@ -3,7 +3,7 @@
 fusekit --store STORE build tests/gpu/exchange-matrix.toml          on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_exchange.py
 
-Ranks on one device run in streams of their own. Their blocks are few enough to be resident together.
+Ranks on one device run in streams of their own. All but one of them leave room for a block more.
 """
 
 import threading
