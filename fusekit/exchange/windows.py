@@ -23,13 +23,14 @@ class Window:
     """This rank's window, and where it finds those of the others. `peers` is what kernels take as `window`.
 
     rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`. user: stands
-    for the pass that was the last to be launched on it.
+    for the pass that was the last to be launched on it. shared: other ranks of the process have the same device.
     """
 
     def __init__(self, devices: Devices, device: Device, rank: int, peers: Sequence[int], size: int) -> None:
         self.rank, self.peers, self.size, self.device = rank, list(peers), size, device.ordinal
         self._devices, self._device = devices, device
         self.user: object = None
+        self.shared = False
         self._opened: list[int] = []
         self._gather: Gather | None = None
 
@@ -49,10 +50,16 @@ class Window:
         """
         missing, stage, launch = self.words()[STATUS // 4 :][:STATUS_WORDS]
         if missing:
+            shared = ""
+            if self.shared:
+                shared = (
+                    f"; ranks share device {self.device} and may lack room there: give each a device of its own, or"
+                    ' fewer tokens (exchange.md, "Rules")'
+                )
             raise PeerTimeoutError(
                 f"rank {self.rank} waited in launch {launch} on this window for rank {missing - 1} to {STAGES[stage]}, "
                 "and it did not in time; what this launch and later ones gave is of no use; look for what ended or held"
-                " up that rank, make new windows, or give a longer timeout",
+                f" up that rank, make new windows, or give a longer timeout{shared}",
                 rank=missing - 1,
             )
 
@@ -109,7 +116,7 @@ def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Win
             _free(devices, device, address)
         raise
     for window in windows:
-        window.peers = list(addresses)
+        window.peers, window.shared = list(addresses), list(ordinals).count(window.device) > 1
     return windows
 
 

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # tokens that one flag speaks of
 GRAIN = 128  # every region then begins at a multiple of 128 bytes
-# Words of the header, in bytes. EPOCH: launches that are done; TICKET and DONE: blocks of this launch that began, that
-# ended; STATUS: what went wrong first, 0: nothing (1 + the rank that did not come, stage, launch); OPEN: of each rank,
-# the last launch for which its window may be written to. MOST is the layer's: the most rows that its experts wanted.
+# Words of the header, in bytes. EPOCH: launches of which all blocks took leave; TICKET and DONE: blocks of this launch
+# that began, that took leave, some of them to wait for rows; STATUS: what went wrong first, 0: nothing (1 + the rank
+# that did not come, stage, launch); OPEN: of each rank, the last launch for which its window may be written to. MOST is
+# the layer's: the most rows that its experts wanted.
 # For kernels that read rows while they come, a dispatch leaves OWN, the first place of the rank's own tokens and their
 # end, and WAIT, the milliseconds to wait. Of a launch that sends rows apart: BEGUN, CAME, the last of which all blocks
 # began, and all rows are here; and what TICKET and DONE are, since a launch of choices or of nothing runs meanwhile.

@@ -4,7 +4,8 @@ A block is a generator of operations, step by step what fusekit/kernels/exchange
 Ordinary stores of a block are delivered whenever the scheduler likes, in any order but that of one address; a release
 is delivered when all stores of its block before it are. Loads after a wait see what is delivered. A launch ends when
 its blocks have and all their stores are delivered. At most `resident` blocks of a launch run at a time, begun in any
-order. Of timeouts there are none: a rank that waits for ever is a deadlock, which is found.
+order, or `pool` of all ranks, which then share a GPU. Of timeouts there are none: a rank that waits for ever is a
+deadlock, which is found.
 
 `Faults` are mistakes that the protocol could have. Each must be found (test_protocol.py).
 """
@@ -36,7 +37,7 @@ class BrokenError(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """ranks, blocks that send, chunks of a rank (one token each), blocks resident at a time.
+    """ranks, blocks that send, chunks of a rank (one token each), blocks resident at a time; pool: of all ranks.
 
     program: the launches of every rank's stream, d for a dispatch and what reads its rows, a for one in two launches
     with readers that wait, n for one whose choices are known, c for a combine. Where they take turns each does the
@@ -50,6 +51,12 @@ class Setting:
     resident: int
     seed: int
     fault: str = ""
+    pool: int = 10**6
+
+    @property
+    def largest(self) -> int:
+        """Blocks of the largest launch of `program`."""
+        return max(self.blocks + self.chunks if kind == "c" else 2 * self.blocks + 1 for kind in self.program)
 
 
 @dataclass
@@ -109,13 +116,18 @@ class Rank:
     def actions(self) -> list[Callable[[], None]]:
         """What could happen next."""
         found: list[Callable[[], None]] = []
-        if self.waiting and sum(each.next is not None for each in self.running) < self.resident:
+        if self.waiting and self.active < self.resident and self.machine.active < self.machine.setting.pool:
             found.append(self._begin)
         for block in self.running:
             if block.next is not None and self._enabled(block.next):
                 found += [lambda block=block: self._step(block)] * 2
             found += [lambda block=block, store=store: self._deliver(block, store) for store in self._ready(block)]
         return found
+
+    @property
+    def active(self) -> int:
+        """Blocks that run."""
+        return sum(each.next is not None for each in self.running)
 
     def _begin(self) -> None:
         lane, body = self.waiting.pop(self.machine.source.randrange(len(self.waiting)))
@@ -182,6 +194,11 @@ class Machine:
             for token in range(setting.chunks)
         }
         self.ranks = [Rank(self, number) for number in range(setting.ranks)]
+
+    @property
+    def active(self) -> int:
+        """Blocks that run, of all ranks."""
+        return sum(rank.active for rank in self.ranks)
 
     def run(self) -> int:
         """Until all streams are empty; how many steps. Raises BrokenError for wrong rows and for a deadlock."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,25 @@ SETTINGS = st.builds(
 @given(SETTINGS)
 def test_every_row_arrives_and_nothing_is_overwritten(setting):
     assert Machine(setting).run() > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(SETTINGS.filter(lambda setting: not {*"an"} & {*setting.program}))
+def test_ranks_share_a_gpu_where_all_but_one_leave_room_for_a_block(setting):
+    """As exchange.md has it."""
+    room = (setting.ranks - 1) * setting.largest + 1
+    assert Machine(replace(setting, pool=room, resident=setting.largest)).run() > 0
+
+
+def test_ranks_do_not_share_a_gpu_with_less_room():
+    """Two ranks with two blocks each that send and two that sum, and room for three in all."""
+    broken = 0
+    for seed in range(20):
+        try:
+            Machine(Setting(2, 2, 2, "c", 4, seed, pool=3)).run()
+        except BrokenError:
+            broken += 1
+    assert broken
 
 
 @pytest.mark.parametrize("fault", FAULTS)

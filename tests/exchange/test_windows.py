@@ -270,7 +270,11 @@ def test_a_timeout_names_the_rank(devices):
         window.check()
     assert caught.value.rank == 1
     ctypes.memmove(window.address + STATUS, struct.pack("<3i", 1, 2, 7), 12)
-    with pytest.raises(PeerTimeoutError, match="for rank 0 to send its rows"):
+    with pytest.raises(PeerTimeoutError, match=r"for rank 0 to send its rows.* longer timeout$"):
+        window.check()
+    window, _ = in_process(devices, [0, 0], 4096)
+    ctypes.memmove(window.address + STATUS, struct.pack("<3i", 2, 1, 1), 12)
+    with pytest.raises(PeerTimeoutError, match=r"ranks share device 0.* a device of its own"):
         window.check()
 
 

@@ -17,10 +17,11 @@ end before every block of the other has begun and has read in EPOCH which launch
 still hold, that launch sends nothing. Either way it ends when all ranks have begun: kernels that wait for rows, and
 may leave no multiprocessor to others, do not wait for a rank that is behind because it needs one of those others.
 
-Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks,
-never for blocks of their own, and those that wait for rows come after them. So it does not matter how many blocks run
-at a time, or in which order. The last block to leave counts the launch as done. Where a launch has its number to
-itself, blocks that wait for rows leave before they wait, since no other block needs them any more.
+Which block does what is drawn by ticket: the first `blocks` to run are those that send. They wait for other ranks, and
+of their own for the first block alone, which opens the window before it waits. Those that wait for rows come after
+them. So it does not matter how many blocks run at a time, or in which order. The last block to leave counts the launch
+as done. Where a launch has its number to itself, blocks that wait for rows leave before they wait, since no other block
+needs them any more.
 
 Each wait ends by a deadline. Then the first failure is kept in the STATUS words, nothing more is sent, and later
 launches on this window wait for nothing.
