@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from fusekit.errors import FusekitError
+from fusekit.errors import FusekitError, is_glob
 from fusekit_cli.options import Session
 
 
@@ -62,8 +62,6 @@ def _staged(incomplete: str, stems: Iterable[str], names: Callable[[str], Iterab
 
 def _inside(file: str, rest: str, inside: list[str]) -> list[str]:
     """The kernels of one file, then the variants of one. rest: what is typed behind `file`."""
-    from fusekit.store.names import is_glob
-
     kernel, at, variant = rest.partition("@")
     if at:
         variants = [name.partition("@")[2] for name in inside if fnmatchcase(name.partition("@")[0], kernel)]
@@ -86,8 +84,6 @@ def _whole(names: Iterable[str]) -> list[str]:
 
 def _offers(typed: str, values: Iterable[str]) -> list[str]:
     """The values that begin with `typed`; or `typed` itself, where it is a glob that means one of them."""
-    from fusekit.store.names import is_glob
-
     if is_glob(typed):
         return [typed] if any(fnmatchcase(value, f"{typed}*") for value in values) else []
     return sorted({value for value in values if value.startswith(typed)})

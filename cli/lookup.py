@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fusekit.errors import IntegrityError, UsageError
+from fusekit.errors import IntegrityError, UsageError, is_glob
 from fusekit.store import NameListing, NameRecord, Store
-from fusekit.store.names import is_glob
 from fusekit_cli.options import Session
 
 

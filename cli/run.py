@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
-from fusekit.errors import UsageError
+from fusekit.errors import UsageError, is_glob
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
@@ -85,8 +85,6 @@ def _setting(text: str) -> tuple[str, float]:
 
 
 def _names(library: Library, name: str, arch: str | None) -> list[str]:
-    from fusekit.store.names import is_glob
-
     if "/" in name and not is_glob(name):
         return [name]
     from fusekit_cli.lookup import stored

@@ -75,11 +75,11 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     he knows where its file is.
     """
     # Whether there is such a variant only its spec knows: all of its kernel are built.
-    wanted, variant = (name, "") if _is_glob(name) else name.partition("@")[::2]
+    wanted, variant = (name, "") if is_glob(name) else name.partition("@")[::2]
     stem, _, kernel = wanted.partition("@")[0].partition("/")
     texts = _packaged_texts(stem)
     words = {f'"{kernel}"', f'"{kernel.partition(".")[0]}"'}  # its own name, or that of the layer that it is a part of
-    with_kernel = [text for text in texts if _is_glob(kernel) or not kernel or any(word in text for word in words)]
+    with_kernel = [text for text in texts if is_glob(kernel) or not kernel or any(word in text for word in words)]
     if with_kernel and arch is not None and not any(f'"{arch}"' in text for text in with_kernel):
         return "", f"the packaged spec of it is not for {arch}, so it cannot be had for that"
     if with_kernel:
@@ -87,7 +87,7 @@ def how_to_build(name: str, arch: str | None = None) -> tuple[str, str]:
     else:
         target = f"{stem}.toml{wanted[len(stem) :]}"
         tell = f"no packaged spec has it; build it from its spec file{f', if that names {arch}' if arch else ''}"
-    command = f"fusekit build '{target}'" if _is_glob(target) or " " in target else f"fusekit build {target}"
+    command = f"fusekit build '{target}'" if is_glob(target) or " " in target else f"fusekit build {target}"
     command += f" --arch {arch}" if arch is not None else ""
     return command, f"{tell}: {command}"
 
@@ -119,7 +119,8 @@ def _packaged_texts(stem: str) -> list[str]:
         return []
 
 
-def _is_glob(text: str) -> bool:
+def is_glob(text: str) -> bool:
+    """Whether `text` has a wildcard, so that it may match any number of names."""
     return any(character in text for character in "*?[")
 
 

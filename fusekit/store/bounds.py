@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,20 +42,15 @@ def within(seconds: float, step: Callable[[], T]) -> T:
 
     For libraries that wait without end: there is no other way to stop them.
     """
-    done: list[tuple[T | None, BaseException | None]] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.append((step(), None))
+            result.set_result(step())
         except BaseException as error:
-            done.append((None, error))
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([result], seconds).done:
         raise TimeoutError(f"not done within {seconds:.1f} s")
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return result.result()

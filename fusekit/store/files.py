@@ -9,10 +9,13 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fusekit.errors import IntegrityError, StoreError
 
+T = TypeVar("T")
 AnyPath = Path | str
 """A listing looks at thousands of files, and to take a `Path` together costs as much as to look at one."""
 
@@ -76,6 +79,14 @@ def read_file(path: AnyPath, *, limit: int, exactly: int | None = None, at: int 
             if not (isinstance(cause, OSError) and cause.errno == errno.ESTALE):
                 raise
     return _read(path, limit, exactly, at)
+
+
+def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
+    """What `look` finds; None where it is damaged or cannot be read."""
+    try:
+        return look(*arguments)
+    except (IntegrityError, StoreError):
+        return None
 
 
 def revalidate(directory: Path) -> None:

@@ -145,7 +145,7 @@ class _Collection:
         self.total = found.other_bytes + sum(file.bytes for file in found.blobs.values())
         self.total += sum(item.bytes for item in found.entries.values())
 
-    def run(self, max_bytes: int | None, max_age: float | None) -> CollectReport:
+    def run(self, max_bytes: int | None, max_age: float | None) -> None:
         report = self.report
         if self.scan.unread:
             report.notes.append(
@@ -168,9 +168,8 @@ class _Collection:
         report.kept = len(self.scan.entries)
         report.kept_bytes = self.total
         report.in_use = len(stay)
-        return report
 
-    def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> DiscardReport:
+    def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> None:
         """Remove `unwanted` names, and what only they kept."""
         paths = {self.layer.name_path(*name): name for name in unwanted}
         gone: set[Path] = set()
@@ -204,7 +203,6 @@ class _Collection:
         report.names = sorted(paths[path] for path in gone)
         report.missing = sorted(paths[path] for path in paths.keys() - gone)
         report.entries, report.freed_bytes = len(self.report.evicted), self.report.freed_bytes
-        return report
 
     def _remove_name(self, file: File) -> bool:
         if not self.report.dry_run and not self.remover.unchanged(file):

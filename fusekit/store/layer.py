@@ -24,10 +24,10 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fusekit.errors import IntegrityError, StoreError
 from fusekit.store import names
@@ -38,7 +38,9 @@ from fusekit.store.folders import Folders
 from fusekit.store.keys import is_digest, sha256
 from fusekit.store.marker import check_format
 from fusekit.store.names import Brief, NameRecord
-from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
+from fusekit.store.signature import Trust, is_key_id, read_signatures
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,8 @@ class Layer:
 
     def signatures(self, digest: str) -> dict[str, bytes]:
         """Key id -> signature, of every signature over the document of SHA-256 `digest`; unchecked."""
-        folder = self.root / "signatures" / digest[:2]
-        found = {}
-        for name in self._listing("signatures", digest[:2]):
-            if name.startswith(f"{digest}.") and is_key_id(name.removeprefix(f"{digest}.")):
-                data = read_file(folder / name, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-                if data is not None:
-                    found[name.removeprefix(f"{digest}.")] = data
-        return found
+        there = self._listing("signatures", digest[:2], start=f"{digest}.")
+        return self._signatures_by(filter(is_key_id, (name.removeprefix(f"{digest}.") for name in there)), digest)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of `key`, checked whole; None when there is none. IntegrityError, StoreError."""
@@ -201,18 +197,13 @@ class Layer:
             self.check()
         data = read_file(path, limit=LIMIT)
         if data is not None and self.trust is not None:
-            self.trust.check(kind, data, self._signatures_by(self.trust, sha256(data)), path)
+            # Asked for by name: listing a folder would cost more, and is not needed to launch.
+            signatures = self._signatures_by((key.id for key in self.trust.keys), sha256(data))
+            self.trust.check(kind, data, signatures, path)
         return data
 
-    def _signatures_by(self, trust: Trust, digest: str) -> dict[str, bytes]:
-        # Asked for by name: listing a folder would cost more, and is not needed to launch.
-        found = {}
-        for key in trust.keys:
-            path = self.signature_path(digest, key.id)
-            data = read_file(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-            if data is not None:
-                found[key.id] = data
-        return found
+    def _signatures_by(self, key_ids: Iterable[str], digest: str) -> dict[str, bytes]:
+        return read_signatures(((key_id, self.signature_path(digest, key_id)) for key_id in key_ids), read_file)
 
     def entry_file(self, key: str) -> str:
         """As `entry_path`, but cheap: to make a `Path` costs as much as to look at a file."""
@@ -241,6 +232,22 @@ class Layer:
                 return []
             raise store_error(self.root.joinpath(*parts), "list", error) from error
         return sorted(name for name in found if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX) == temporary)
+
+
+def first_good(layers: Sequence[Layer], read: Callable[[Layer], T | None]) -> T | None:
+    """What `read` finds in the first layer where it is good; None where none has it. Raises what was wrong with the
+    first one that is damaged or cannot be read, if no other is good.
+    """
+    problem: IntegrityError | StoreError | None = None
+    for layer in layers:
+        try:
+            if (found := read(layer)) is not None:
+                return found
+        except (IntegrityError, StoreError) as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None
 
 
 SHELL = Layer(Path())  # the layout of a store, relative to its root

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fusekit.errors import IntegrityError, OtherSchemaError, StoreError
+from fusekit.errors import IntegrityError, OtherSchemaError, StoreError, is_glob
 from fusekit.store import names
-from fusekit.store.layer import Layer
+from fusekit.store.layer import Layer, first_good
 from fusekit.store.names import Brief, NameRecord
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def recorded(layer: Layer, pattern: str, arch: str | None = None) -> list[tuple[
     """
     stem = pattern.partition("/")[0]
     found = []
-    for folder, filename in layer.name_files(None if names.is_glob(stem) else stem) if stem else ():
+    for folder, filename in layer.name_files(None if is_glob(stem) else stem) if stem else ():
         with contextlib.suppress(IntegrityError):
             where = names.of_path(folder, filename)
             if names.matches(pattern, where[0]) and arch in (None, where[1]):
@@ -141,11 +141,11 @@ def _matching(
     problems: _Problems,
 ) -> list[tuple[T, Layer]]:
     stem, _, kernel = pattern.partition("/")
-    if not names.is_glob(stem) and not names.is_part(stem):
+    if not is_glob(stem) and not names.is_part(stem):
         return []
-    file = None if names.is_glob(stem) else stem
+    file = None if is_glob(stem) else stem
     # A folder may hold thousands of names: what cannot be meant is not even taken apart.
-    exact = bool(kernel) and not names.is_glob(pattern)
+    exact = bool(kernel) and not is_glob(pattern)
     start = kernel + ("." if "@" in kernel else "@") if exact else re.split(r"[*?[]", kernel, maxsplit=1)[0]
 
     def look() -> list[tuple[T, Layer]]:
@@ -181,17 +181,13 @@ def _summary(layers: Sequence[Layer], brief: Brief) -> Mapping[str, Any] | None:
     does not, or where an entry has to be signed, that itself is read. None where there is none; IntegrityError or
     StoreError where it cannot be.
     """
-    problem: IntegrityError | StoreError | None = None
-    for layer in layers:
-        try:
-            size = layer.size_of_entry(brief.key)
-            same = size is not None and size == brief.summary.get("entry_bytes")
-            if same and brief.summary.keys() >= SUMMARY and layer.trust is None:
-                return brief.summary
-            if size is not None and (entry := layer.entry(brief.key)) is not None:
-                return entry.summary()
-        except (IntegrityError, StoreError) as error:
-            problem = problem or error
-    if problem is not None:
-        raise problem
-    return None
+
+    def read(layer: Layer) -> Mapping[str, Any] | None:
+        size = layer.size_of_entry(brief.key)
+        same = size is not None and size == brief.summary.get("entry_bytes")
+        if same and brief.summary.keys() >= SUMMARY and layer.trust is None:
+            return brief.summary
+        entry = None if size is None else layer.entry(brief.key)
+        return None if entry is None else entry.summary()
+
+    return first_good(layers, read)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusekit.errors import FusekitError, IntegrityError, NotBuiltError, StoreError, some
+from fusekit.errors import IntegrityError, NotBuiltError, StoreError, is_glob, some
 from fusekit.store import listing, marker, marks, names
 from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
-from fusekit.store.files import exists, read_file, revalidate
+from fusekit.store.files import exists, quietly, read_file, revalidate
 from fusekit.store.keys import sha256
-from fusekit.store.layer import Layer
+from fusekit.store.layer import Layer, first_good
 from fusekit.store.listing import Listing, NameListing, Overview
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Publisher
@@ -212,7 +212,7 @@ class Lookup:
     def not_built(self, name: str, arch: str | None = None, detail: str = "") -> NotBuiltError:
         """The error for `name`, which no layer has: with the variants of its kernel that there are."""
         kernel, variant = name.partition("@")[::2]
-        if variant and not detail and not names.is_glob(name):
+        if variant and not detail and not is_glob(name):
             there = sorted({listed.record.name for listed in self.names(kernel, arch)})
             detail = f"there are {some(there)}" if there else ""
         return NotBuiltError.of(name, arch, detail, self.absent())
@@ -224,18 +224,7 @@ class Lookup:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _first_good(self, read: Callable[[Layer], T | None]) -> T | None:
-        problem: FusekitError | None = None
-        for layer in self.layers:
-            try:
-                found = read(layer)
-            except (IntegrityError, StoreError) as error:
-                problem = problem or error
-            else:
-                if found is not None:
-                    return found
-        if problem is not None:
-            raise problem
-        return None
+        return first_good(self.layers, read)
 
     def _mark(self, key: str) -> bool:
         for lease in self._leases:
@@ -261,11 +250,3 @@ class Lookup:
                 break  # put back since, or gone
             time.sleep(pause)
         return look()
-
-
-def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
-    """What `look` finds; None where it is damaged or cannot be read."""
-    try:
-        return look(*arguments)
-    except (IntegrityError, StoreError):
-        return None

@@ -26,7 +26,7 @@ from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Publisher
-from fusekit.store.signature import SIGNATURE_BYTES, SigningKey, Trust, is_key_id
+from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signatures
 from fusekit.store.verify import Inspect
 
 SCHEMA = 1
@@ -176,12 +176,8 @@ def read_manifest(path: Path, trust: Trust | None = None) -> Manifest:
             raise IntegrityError(f"{path} has {status.st_size} bytes; a manifest has at most {LIMIT}; check the path")
         data = file.read(LIMIT)
     if trust is not None:
-        found = {}
-        for key in trust.keys:
-            signature = read_file(_signature_path(path, key.id), limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-            if signature is not None:
-                found[key.id] = signature
-        trust.check("manifest", data, found, path)
+        signatures = read_signatures(((key.id, _signature_path(path, key.id)) for key in trust.keys), read_file)
+        trust.check("manifest", data, signatures, path)
     return _parse(data, path)
 
 

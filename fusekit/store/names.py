@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fusekit.errors import IntegrityError, UsageError
+from fusekit.errors import IntegrityError, UsageError, is_glob
 from fusekit.store.documents import check_schema, damaged, members, seal, unseal
 from fusekit.store.files import AnyPath
 from fusekit.store.keys import canonical_json, is_digest, sha256
@@ -181,11 +181,6 @@ def check_arch(arch: str) -> str:
     if _ARCH.fullmatch(arch) is None:
         raise UsageError(f"{arch!r} is no architecture; one is of lower-case letters, digits and '_', such as sm_90a")
     return arch
-
-
-def is_glob(pattern: str) -> bool:
-    """True when `pattern` has a wildcard, so that it may match any number of names."""
-    return any(character in pattern for character in "*?[")
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -15,9 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusekit.errors import IntegrityError, StoreError
 from fusekit.store.documents import LIMIT
-from fusekit.store.files import read_file
+from fusekit.store.files import quietly, read_file
 from fusekit.store.folders import Folders
 from fusekit.store.keys import sha256
 from fusekit.store.layout import (
@@ -186,7 +185,4 @@ def _digests(data: bytes) -> frozenset[str]:
 
 
 def _read(path: Path, at: int | None = None) -> bytes | None:
-    try:
-        return read_file(path, limit=LIMIT, at=at) or b""
-    except (IntegrityError, StoreError):
-        return None
+    return quietly(lambda: read_file(path, limit=LIMIT, at=at) or b"")

@@ -15,13 +15,13 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError, SignatureError, StoreError, UsageError
-from fusekit.store.files import file_error
+from fusekit.store.files import AnyPath, file_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import sha256
 
@@ -95,14 +95,13 @@ class Trust:
     A file that is missing, or holds no key, is a `UsageError`: a trust that cannot be read refuses everything.
     """
 
-    def __init__(self, paths: Sequence[Path] = (), keys: Iterable[PublicKey] = ()) -> None:
+    def __init__(self, paths: Sequence[Path] = ()) -> None:
         self._paths = tuple(paths)
-        self._given = tuple(keys)
 
     @functools.cached_property
     def keys(self) -> tuple[PublicKey, ...]:
         """Every trusted key, once."""
-        found = [*self._given, *(key for path in self._paths for key in read_public_keys(path))]
+        found = [key for path in self._paths for key in read_public_keys(path)]
         if not found:
             raise UsageError(
                 "FUSEKIT_TRUSTED_KEYS is set and names no file; without a trusted key nothing is loaded; name a file "
@@ -138,6 +137,12 @@ class Trust:
 def is_key_id(text: object) -> bool:
     """True for 16 lower-case hexadecimal digits."""
     return isinstance(text, str) and _KEY_ID.fullmatch(text) is not None
+
+
+def read_signatures(paths: Iterable[tuple[str, AnyPath]], read: Callable[..., bytes | None]) -> dict[str, bytes]:
+    """Key id -> signature, of the files of `paths`, each with the id of its key, that `read` finds; unchecked."""
+    found = {key_id: read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES) for key_id, path in paths}
+    return {key_id: data for key_id, data in found.items() if data is not None}
 
 
 def generate(path: Path, comment: str = "") -> PublicKey:

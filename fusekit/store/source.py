@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusekit.errors import StoreError, UsageError
-from fusekit.store.bounds import Bounds
 
 STDIN = "-"
 _SUFFIXES = (".tar", ".fkb")
@@ -45,7 +44,7 @@ def check_url(text: str) -> str:
     return text
 
 
-def bundle_source(text: str, stdin: BinaryIO, bounds: Bounds | None = None) -> Source:
+def bundle_source(text: str, stdin: BinaryIO) -> Source:
     """The bundle that `text` names: `-` (then `stdin` is read), a URL, or the path of a file."""
     if text == STDIN:
         if stdin.isatty():
@@ -55,7 +54,7 @@ def bundle_source(text: str, stdin: BinaryIO, bounds: Bounds | None = None) -> S
         return Path(text).absolute()
     from fusekit.store.remote import Remote
 
-    remote = Remote(text, bounds=bounds)
+    remote = Remote(text)
 
     def pieces() -> Iterator[bytes]:
         try:

@@ -14,10 +14,10 @@ from fusekit.errors import IntegrityError, SignatureError
 from fusekit.store import marker, marks
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
-from fusekit.store.files import read_file
+from fusekit.store.files import quietly, read_file
 from fusekit.store.keys import sha256
 from fusekit.store.locks import PATIENCE, HeldError, acquire
-from fusekit.store.lookup import Lookup, quietly
+from fusekit.store.lookup import Lookup
 from fusekit.store.names import NameRecord
 from fusekit.store.publishing import Disk, Publisher
 from fusekit.store.reports import CollectReport, DiscardReport

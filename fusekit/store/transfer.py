@@ -14,7 +14,7 @@ from fusekit.store.layer import SHELL
 from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
 from fusekit.store.selection import Step
-from fusekit.store.signature import SIGNATURE_BYTES, Trust, is_key_id
+from fusekit.store.signature import Trust, is_key_id, read_signatures
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -105,13 +105,8 @@ class Exchange:
         wanted = self._signatures.get(digest, set())
         if self.trust is not None:  # a server that does not list is asked by name
             wanted = wanted | {key.id for key in self.trust.keys}
-        found = {}
-        for key_id in sorted(wanted):
-            path = SHELL.signature_path(digest, key_id).as_posix()
-            data = self.remote.read(path, limit=SIGNATURE_BYTES, exactly=SIGNATURE_BYTES)
-            if data is not None:
-                found[key_id] = data
-        return found
+        paths = ((key_id, SHELL.signature_path(digest, key_id).as_posix()) for key_id in sorted(wanted))
+        return read_signatures(paths, self.remote.read)
 
     def document(self, kind: str, path: str) -> tuple[bytes, dict[str, bytes]] | None:
         """A document of the remote and its signatures; with a trust, refused here unless they are good."""

@@ -12,7 +12,7 @@ from fusekit.errors import IntegrityError, NoStoreError, OtherSchemaError, Store
 from fusekit.store import names
 from fusekit.store.documents import LIMIT, damaged
 from fusekit.store.entries import Entry
-from fusekit.store.files import read_file, size_of
+from fusekit.store.files import quietly, read_file, size_of
 from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
@@ -145,14 +145,12 @@ class _Check:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
                     cubins[entry.cubin_sha256] = entry
-                except OtherSchemaError:  # whole, for another version: what it names is not looked at
-                    self._damaged.add(key)
-                    spoken_for |= digests_of(path) or frozenset()
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
                     spoken_for |= digests_of(path) or frozenset()
-                    told.add(at)
-                    self._add(layer, at, error, key if is_digest(key) else "")
+                    if not isinstance(error, OtherSchemaError):  # whole, for another version: not looked at any closer
+                        told.add(at)
+                        self._add(layer, at, error, key if is_digest(key) else "")
             self._blobs_of(layer, cubins, spoken_for, told)
         except StoreError as error:
             self._add(layer, layer.root, error, "")
@@ -245,11 +243,7 @@ class _Check:
         return size_of(path)
 
     def _published_since(self, key: str) -> Entry | None:
-        for layer in self.layers:
-            with contextlib.suppress(IntegrityError, StoreError):
-                if (entry := layer.entry(key)) is not None:
-                    return entry
-        return None
+        return next(filter(None, (quietly(layer.entry, key) for layer in self.layers)), None)
 
     def _add(self, layer: Layer, path: Path, error: Exception, key: str) -> None:
         self.bad.append(Problem(key=key, problem=str(error), path=path, layer=layer.root))
