@@ -7,6 +7,7 @@ zeros: they may be indices, of which no other is known to be inside of what they
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from fusekit.abi import Dim, LaunchRecord, ScalarArgument, TensorArgument, evaluate
 from fusekit.bench.arrays import BLOCK
 from fusekit.bench.roofline import Work
-from fusekit.bench.trial import GUARD, Trial, Verdict
+from fusekit.bench.trial import GUARD, Trial, Verdict, written_around
 from fusekit.dtypes import DTYPES, FLOAT
 from fusekit.errors import UsageError
 from fusekit.reference import POISON
@@ -77,7 +78,7 @@ class ForeignTrial(Trial):
     def check(self) -> Verdict:
         """Looks at the bytes around what the kernel writes. There is no error to tell."""
         written = (tensor.name for tensor in self.kernel.record.tensors if tensor.written)
-        problems = [problem for name in written for problem in self._around(name)]
+        problems = [problem for name in written for problem in written_around(name, self.arrays[name])]
         return Verdict(not problems, None, problems)
 
 
@@ -120,10 +121,7 @@ def layout(tensor: TensorArgument, dims: Mapping[str, int]) -> tuple[tuple[int, 
 
 
 def _bytes(tensor: TensorArgument, dims: Mapping[str, int]) -> int:
-    count = DTYPES[tensor.dtype].bytes
-    for extent in tensor.shape:
-        count *= evaluate(extent, dims)
-    return count
+    return DTYPES[tensor.dtype].bytes * prod(evaluate(extent, dims) for extent in tensor.shape)
 
 
 def numbers(dtype: str, nbytes: int, seed: int) -> NDArray[Any]:

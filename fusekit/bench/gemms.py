@@ -317,12 +317,8 @@ def alike(library: Library, name: str, arch: str) -> list[NameRecord]:
 
 def roles(names: Sequence[str]) -> list[str]:
     """`names` in the order of a training step; the others after them, as they came."""
-    order = [*ROLES]
-    return sorted(names, key=lambda name: order.index(role) if (role := _role(name)) in ROLES else len(order))
-
-
-def _role(name: str) -> str:
-    return name.rpartition("/")[2].partition("@")[0]
+    order = {role: index for index, role in enumerate(ROLES)}
+    return sorted(names, key=lambda name: order.get(name.rpartition("/")[2].partition("@")[0], len(order)))
 
 
 def _keeping(twin: Callable[[], Mapping[str, Any]], kept: dict[str, Any]) -> Callable[[], None]:

@@ -64,7 +64,8 @@ class TokenBench(Bench):
             records = [self.library.find(name, self.arch, self.device.ordinal, asked)]
         kernels = [self.library.load(each.name, self.arch, self.device.ordinal) for each in records]
         for kernel in kernels:
-            self._resize(kernel, hidden)
+            if hidden is not None and OPERATIONS[kernel.spec["op"]].wide:
+                kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
         opened: list[Any] = [*kernels]
         try:
             trials = self._trials(kernels[0], tokens, opened)
@@ -76,18 +77,10 @@ class TokenBench(Bench):
                 _close(opened.pop())
         return self._document(name, trials[0], lines, verdicts)
 
-    def _resize(self, kernel: Kernel, hidden: int | None) -> None:
-        if hidden is None or not OPERATIONS[kernel.spec["op"]].wide:
-            return
-        kernel.spec["problem"] = {**(kernel.spec.get("problem") or {"T": 4096}), "H": hidden}
-
     def _trials(self, kernel: Kernel, tokens: int | None, opened: list[Any]) -> list[TokenTrial]:
-        first = TokenTrial(self.library, kernel, tokens, self.options.seed)
-        opened.append(first)
-        trials = [first]
-        held = sum(array.nbytes for array in first.arrays.values())
-        for number in range(1, sets_for(held)):
-            trials.append(TokenTrial(self.library, kernel, tokens, self.options.seed + number))
+        trials: list[TokenTrial] = []
+        while not trials or len(trials) < sets_for(sum(array.nbytes for array in trials[0].arrays.values())):
+            trials.append(TokenTrial(self.library, kernel, tokens, self.options.seed + len(trials)))
             opened.append(trials[-1])
         return trials
 

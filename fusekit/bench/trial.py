@@ -146,17 +146,15 @@ class Trial:
     def fetch(self, names: Iterable[str] | None = None) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
         """The outputs (None: all) as they are on the device, and what was written around them."""
         wanted = list(self.outputs if names is None else names)
-        return {name: self._values(name) for name in wanted}, [line for name in wanted for line in self._around(name)]
-
-    def _around(self, name: str) -> list[str]:
-        return written_around(name, self.arrays[name])
+        around = [line for name in wanted for line in written_around(name, self.arrays[name])]
+        return {name: self._values(name) for name in wanted}, around
 
     def _values(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         shape, dtype = self.outputs[name]
         return np.frombuffer(self.arrays[name].download(), held(dtype)).reshape(shape)
 
     def _fetch(self, name: str, problems: list[str]) -> np.ndarray[Any, np.dtype[Any]]:
-        problems += self._around(name)
+        problems += written_around(name, self.arrays[name])
         values = self._values(name)
         untouched = poisoned(values)
         if name not in BY_GROUP:
