@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fusekit.compiler.sources import stated
+from fusekit.compiler.toolchain import normal, version
 from fusekit.errors import BuildError
 from fusekit.spec import ExternSpec
 
@@ -66,7 +67,7 @@ class Foreign:
                 self._files[name] = _digest_of(name)
             found[f"foreign.files.{name}"] = self._files[name]
             for needed in _requires(name):
-                found.setdefault(f"foreign.version.{needed}", _version(needed))
+                found.setdefault(f"foreign.version.{needed}", version(needed, _ABSENT))
         return dict(sorted(found.items()))
 
     def behind(self, start: str, module: str) -> list[str] | None:
@@ -133,11 +134,6 @@ def distribution(name: str) -> metadata.Distribution:
         raise BuildError(f"{name} is not installed, whose kernels the spec names; pip install '{wanted}'") from None
 
 
-def normal(name: str) -> str:
-    """A distribution's name as the index compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def search_path() -> list[str]:
     """Where the module of a source is looked for: as an import would, then the current folder."""
     here = str(Path.cwd())
@@ -170,13 +166,6 @@ def _requires(name: str) -> list[str]:
 
 def _builds_on_dsl(name: str) -> bool:
     return any(normal(line).startswith(_DSL) for line in distribution(name).requires or ())
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return _ABSENT
 
 
 # -- modules that belong to no distribution

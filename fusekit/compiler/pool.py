@@ -92,7 +92,7 @@ class ForkServer:
         self._workers = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._closed = False
+        self.closed = False
         self._users = 0
         self._guard = threading.Lock()
 
@@ -103,10 +103,6 @@ class ForkServer:
             self._workers += 1
         scratch.mkdir()
         return Worker(self, scratch)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def fork(self, scratch: Path, log: Path) -> tuple[Connection[Any, Any], io.FileIO]:
         """A new compile process: the connection to it, and the end of the pipe that tells its exit code."""
@@ -142,7 +138,7 @@ class ForkServer:
         foreign = {label: value for label, value in (job.fields or {}).items() if label.startswith("foreign.")}
         digest = json.dumps(foreign, sort_keys=True)
         with self._guard:
-            if self._closed:
+            if self.closed:
                 raise BuildError("the build was stopped")
             known, server = self._homes.pop(job.home, (None, None))
             if server is None or known != digest:
@@ -179,13 +175,13 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server and all its processes at once. Safe to call while they work."""
         with self._guard:
-            self._closed = True
+            self.closed = True
             for _, server in self._homes.values():
                 server.close()
             self._end()
 
     def _running(self) -> socket.socket:
-        if self._closed:
+        if self.closed:
             raise BuildError("the build was stopped")
         if self._control is not None:
             return self._control

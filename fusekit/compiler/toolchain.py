@@ -31,9 +31,9 @@ def distributions() -> dict[str, str]:
     for distribution in metadata.distributions():
         # The folder's name tells as much as the metadata in it, which take a millisecond to read.
         folder = getattr(getattr(distribution, "_path", None), "name", None)
-        if folder is not None and not _normal(folder).startswith(_FAMILY):
+        if folder is not None and not normal(folder).startswith(_FAMILY):
             continue
-        name = _normal(distribution.name or "")
+        name = normal(distribution.name or "")
         if name.startswith(_FAMILY):
             found.setdefault(name, distribution.version)  # the first on the path is the one that is imported
     if _FAMILY not in found:
@@ -61,7 +61,7 @@ def describe(versions: dict[str, str]) -> dict[str, Any]:
     return {
         "distributions": versions,
         "fusekit": fusekit.__version__,
-        "llvmlite": _version("llvmlite"),
+        "llvmlite": version("llvmlite"),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
@@ -85,20 +85,22 @@ def _unused_libraries(found: dict[str, str]) -> set[str]:
 
 def _driver_major() -> int | None:
     """The major version of CUDA that the driver supports, asked as the DSL does; None where there is no driver."""
-    version = ctypes.c_int()
+    found = ctypes.c_int()
     try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
     except (OSError, AttributeError):
         return None
-    return None if failed else version.value // 1000
+    return None if failed else found.value // 1000
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """A distribution's name as the index compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _version(name: str) -> str:
+def version(name: str, absent: str = "") -> str:
+    """That of an installed distribution; `absent` where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return ""
+        return absent
