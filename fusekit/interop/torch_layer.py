@@ -294,7 +294,9 @@ def _registered(layer: Layer, cluster_margin: int | None, in_place: bool) -> Ope
     said = json.dumps([layer.options.canonical(), in_place], sort_keys=True)
     name = re.sub(r"\W", "_", layer.name) + "_" + hashlib.sha256(said.encode()).hexdigest()[:8]
     others = (f"{name}_{number}" for number in count(2))  # the same layer of another library, or with other settings
-    return Operator(layer, next(each for each in chain([name], others) if not _known(each)), cluster_margin, in_place)
+    known = getattr(torch.ops, NAMESPACE)
+    free = next(each for each in chain([name], others) if not hasattr(known, each))
+    return Operator(layer, free, cluster_margin, in_place)
 
 
 def _within(tensor: Any, dtype: str) -> Any:
@@ -312,10 +314,6 @@ def casting(device: str) -> bool:
 def op_of(name: str) -> Any:
     """The forward operator of that name. torch.compile follows this."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _known(name: str) -> bool:
-    return hasattr(getattr(torch.ops, NAMESPACE), name)
 
 
 def _dense(tensor: Any) -> Any:

@@ -18,6 +18,7 @@ from fusekit.layers import Layer
 
 _HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold codes of their weights
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
+_BIASES = ("b1", "b2", "router_bias", "expert_bias")
 
 
 class MoE(nn.Module):  # type: ignore[misc]
@@ -95,7 +96,7 @@ class MoE(nn.Module):  # type: ignore[misc]
                 tensor, shape = _at(self, path), buffers[name].shape
                 across = -2 if options.b_major == "n" and name in ("w1", "w2") else -1
                 bound = float(shape[across]) ** -0.5
-                tensor.zero_() if _is_bias(name) else tensor.uniform_(-bound, bound)
+                tensor.zero_() if name in _BIASES else tensor.uniform_(-bound, bound)
 
     def forward(self, x: Any, *more: Any, total_tokens: Any = None) -> Any:
         """y, or (y, loss).
@@ -258,10 +259,6 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     for module in _HOLDERS:
         if any(id(_at(module, module.names[name])) in written for name in module.operator.weights):
             module._coded = []
-
-
-def _is_bias(name: str) -> bool:
-    return name in ("b1", "b2", "router_bias", "expert_bias")
 
 
 def _place(module: Any, path: str, tensor: Any) -> None:

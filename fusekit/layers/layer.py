@@ -76,7 +76,7 @@ class Layer:
         return hash(self._identity)
 
     def __deepcopy__(self, memo: Any) -> Layer:
-        return self  # a copy of a module launches the same kernels
+        return self  # a copy of a module launches the same kernels, into the same windows
 
     @property
     def _identity(self) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from fusekit.dtypes import DTYPES
@@ -22,9 +23,7 @@ def whole(tensor: Any, name: str, needed: int, device: int, driver: Driver) -> i
         raise ArgumentError(f"{name} is missing; give {needed} bytes on device {device}", argument=name)
     address, meta = read(tensor, name, driver)
     view = describe(meta, name)
-    size = DTYPES[view.dtype].bytes
-    for extent in view.shape:
-        size *= extent
+    size = DTYPES[view.dtype].bytes * prod(view.shape)
     if view.strides != compact_strides(view.shape) or size < needed or address % ALIGNMENT or view.device != device:
         raise ArgumentError(
             f"{name} is {size} bytes of shape {list(view.shape)}, strides {list(view.strides)}, at {address:#x} on"

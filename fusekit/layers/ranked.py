@@ -70,9 +70,6 @@ class RankedLayer(Layer):
         if ranks is not None:
             ranks.opens(name, self._digest())
 
-    def __deepcopy__(self, memo: Any) -> RankedLayer:
-        return self  # a copy of a module stores into the same windows
-
     def over(self, ranks: Ranks) -> RankedLayer:
         """The same as the layer of a rank."""
         return RankedLayer(

@@ -6,7 +6,9 @@ launch moves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from fusekit.plan.exchange import ALL, CHOICES, GRAIN, NOTHING, coded, wide, window_bytes
 from fusekit.plan.token_operation import (
@@ -26,30 +28,12 @@ from fusekit.plan.token_operation import (
 )
 
 
-def _compact(keys: Keys) -> bool:
-    return bool(keys["outputs"] == "compact")
+def _where(key: str, *values: Any) -> Callable[[Keys], bool]:
+    """Of kernels whose `key` has one of these values."""
+    return lambda keys: keys[key] in values
 
 
-def _dense(keys: Keys) -> bool:
-    return not _compact(keys)
-
-
-def _bytes(keys: Keys) -> bool:
-    return bool(keys["routing_map"] == "bytes")
-
-
-def _bits(keys: Keys) -> bool:
-    return bool(keys["routing_map"] == "bits")
-
-
-def _summed(keys: Keys) -> bool:
-    return bool(keys["score_function"] != "softmax")
-
-
-def _weighted(keys: Keys) -> bool:
-    return bool(keys["weighted"] or keys["scaled"])
-
-
+_COMPACT, _DENSE = _where("outputs", "compact"), _where("outputs", "dense")
 _LOGITS = Operand("logits", INPUT, "dtype", "T X", "The router's logits of each token, x . Wr^T.")
 _GRAD_LOGITS = Operand("grad_logits", OUTPUT, "dtype", "T X", "The gradient of logits.")
 _CHOSEN = "The experts of each token, best first; outside [0, X): no expert."
@@ -59,7 +43,8 @@ _SCORES = Operand("scores", INPUT, "out_dtype", "T X", "As router-aux-score stor
 _SUM = "Sum of each token's scores before they were divided by it."
 _ROW = "The row of each choice in expert order; -1: it has none."
 _INVERSE = Operand("inverse", INPUT, "i32", "T K", _ROW)
-_WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.", _weighted)
+_WEIGHTS = Operand("weights", INPUT, "f32", "T K", "The router's weights.",
+                   lambda keys: keys["weighted"] or keys["scaled"])  # fmt: skip
 _SCALES = Operand("x_s", INPUT, "f32", "B T", "Of codes, the scale of each 128 elements of a row.", coded)
 _ROW_SCALE = "The weight of each row, which the second projection takes as row_scale."
 _GRAD_WEIGHTS = Operand("grad_weights", OUTPUT, "f32", "T K", "The gradient of weights.")
@@ -92,8 +77,8 @@ def _room(keys: Keys) -> tuple[Rule, ...]:
 def _map(role: str) -> tuple[Operand, ...]:
     words = "Which experts each token chose: a byte an expert, or a bit in i32 words, the lowest expert lowest."
     return (
-        Operand("routing_map", role, "u8", "T X", words, _bytes),
-        Operand("routing_map", role, "i32", "T W", words, _bits),
+        Operand("routing_map", role, "u8", "T X", words, _where("routing_map", "bytes")),
+        Operand("routing_map", role, "i32", "T W", words, _where("routing_map", "bits")),
     )
 
 
@@ -107,11 +92,10 @@ def _of_rows(operand: Operand) -> tuple[Operand, ...]:
 
 def _loss_scalars(coefficient: str) -> tuple[Operand, ...]:
     both = (
-        Operand("coefficient", SCALAR, "f32", "", coefficient, lambda keys: keys["scalars"] == "launch"),
-        Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.",
-                lambda keys: keys["scalars"] == "launch"),
-    )  # fmt: skip
-    there = [replace(each, role=INPUT, shape="1", when=lambda keys: keys["scalars"] == "device") for each in both]
+        Operand("coefficient", SCALAR, "f32", "", coefficient, _where("scalars", "launch")),
+        Operand("total_tokens", SCALAR, "i32", "", "Tokens that the counts count.", _where("scalars", "launch")),
+    )
+    there = [replace(each, role=INPUT, shape="1", when=_where("scalars", "device")) for each in both]
     return (*both, *there)
 
 
@@ -125,11 +109,11 @@ _ROWS = (
             Operand("expert_bias", INPUT, "f32", "X", "Added to the scores for the selection alone.",
                     lambda keys: keys["expert_bias"]),
             Operand("probs", OUTPUT, "out_dtype", "T X",
-                    "The weight of each expert for each token; 0 where it was not chosen.", _dense),
+                    "The weight of each expert for each token; 0 where it was not chosen.", _DENSE),
             *_map(OUTPUT),
-            Operand("indices", OUTPUT, "i32", "T K", _CHOSEN, _compact),
+            Operand("indices", OUTPUT, "i32", "T K", _CHOSEN, _COMPACT),
             Operand("weights", OUTPUT, "f32", "T K", "The weights of the chosen experts, in the order of indices.",
-                    _compact),
+                    _COMPACT),
             Operand("scaling_factor", SCALAR, "f32", "", "Factor of the weights; left out: the spec's."),
         ),
         1024,
@@ -142,9 +126,9 @@ _ROWS = (
             replace(_LOGITS, when=lambda keys: keys["pre_softmax"]),
             replace(_LOGITS, when=lambda keys: not keys["pre_softmax"], sparse=True),
             *_map(INPUT),
-            Operand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _dense, sparse=True),
-            Operand("indices", INPUT, "i32", "T K", _CHOSEN, _compact),
-            Operand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _compact),
+            Operand("grad_probs", INPUT, "out_dtype", "T X", "The gradient of probs.", _DENSE, sparse=True),
+            Operand("indices", INPUT, "i32", "T K", _CHOSEN, _COMPACT),
+            Operand("grad_weights", INPUT, "f32", "T K", "The gradient of weights.", _COMPACT),
             Operand("addend", INPUT, "f32", "T X", "Added to the gradient, before it is rounded.",
                     lambda keys: keys["addend"]),
             replace(_GRAD_LOGITS, dtype="grad_dtype"),
@@ -160,7 +144,7 @@ _ROWS = (
             _LOGITS,
             Operand("scores", OUTPUT, "out_dtype", "T X",
                     "The scores of all experts, which add up to 1 for each token."),
-            Operand("score_sum", OUTPUT, "f32", "T", _SUM, _summed),
+            Operand("score_sum", OUTPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
             *_map(OUTPUT),
         ),
         1024,
@@ -171,7 +155,7 @@ _ROWS = (
         "fusekit.kernels.router.aux_score:RouterAuxScoreBackward",
         (
             _SCORES,
-            Operand("score_sum", INPUT, "f32", "T", _SUM, _summed),
+            Operand("score_sum", INPUT, "f32", "T", _SUM, lambda keys: keys["score_function"] != "softmax"),
             Operand("grad_scores", INPUT, "out_dtype", "T X", "The gradient of scores."),
             _GRAD_LOGITS,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from math import prod
 from operator import index
 from typing import Any
 
@@ -27,12 +28,10 @@ class DeviceArray:
         shape = tuple(index(extent) for extent in shape)  # those of NumPy overflow
         if any(extent < 0 for extent in shape):
             raise ArgumentError(f"shape {list(shape)}; extents are not negative")
-        self.shape = tuple(shape)
+        self.shape = shape
         self.dtype = dtype
         self.device = device
-        self.nbytes = DTYPES[dtype].bytes
-        for extent in shape:
-            self.nbytes *= extent
+        self.nbytes = DTYPES[dtype].bytes * prod(shape)
         self.offset = offset
         self.tail = tail
         self._strides = compact_strides(self.shape)

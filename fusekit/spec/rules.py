@@ -62,14 +62,10 @@ def _activation(spec: KernelSpec) -> list[Broken]:
         rule = f"only {_names(each.sloped for each in _forward())} has it, not {act.kind}; leave it out"
         found.append(("activation.alpha", act.alpha, rule))
     if not act.gated:
-        if act.limit is not None:
-            found.append(
-                ("activation.limit", act.limit, f"only gated activations have it, not {act.kind}; leave it out")
-            )
-        if act.up_offset != 0.0:
-            found.append(
-                ("activation.up_offset", act.up_offset, f"only gated activations have it, not {act.kind}; leave it out")
-            )
+        for name, value, unsaid in (("limit", act.limit, None), ("up_offset", act.up_offset, 0.0)):
+            if value != unsaid:
+                rule = f"only gated activations have it, not {act.kind}; leave it out"
+                found.append((f"activation.{name}", value, rule))
         if spec.glu_layout != "none":
             rule = f'the activation {act.kind} is not gated, so there is no gate to lay out; leave it out or say "none"'
             found.append(("glu_layout", spec.glu_layout, rule))

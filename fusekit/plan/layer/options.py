@@ -194,17 +194,11 @@ def broken(options: Options) -> Iterator[tuple[str, Any, str]]:
         if options.topk > options.experts > 0:
             yield "topk", options.topk, f"a token cannot have more than all {options.experts} experts; say fewer"
         if not 1 <= options.ranks <= MOST_RANKS or options.experts % max(options.ranks, 1):
-            rule = (
-                f"each rank has as many of the {options.experts} experts; say a divisor of them from 1 to {MOST_RANKS}"
-            )
-            yield "ranks", options.ranks, rule
+            rule = f"each rank has as many of the {options.experts} experts"
+            yield "ranks", options.ranks, f"{rule}; say a divisor of them from 1 to {MOST_RANKS}"
         if options.router["scale"] == "input" and options.bias:
-            yield (
-                "bias",
-                True,
-                'the weights multiply the experts\' input (scale = "input"), and b2 has no row to '
-                "belong to; leave one of the two out",
-            )
+            rule = 'the weights multiply the experts\' input (scale = "input"), and b2 has no row to belong to'
+            yield "bias", True, f"{rule}; leave one of the two out"
         if options.bias and options.ranks > 1 and options.experts % options.ranks == 0 and options.local % 8:
             rule = "dy . b2, of which the router weights' gradients are made, has a column for each of a rank's experts"
             yield "ranks", options.ranks, f"{rule}; say a number of ranks that leaves each a multiple of 8"
@@ -262,17 +256,12 @@ def _broken_recipe(options: Options) -> Iterator[tuple[str, Any, str]]:
     if options.dtype != "bf16" and options.kind != MOE:
         yield "dtype", options.dtype, 'codes are made of bf16; say dtype = "bf16", or leave recipe out'
     if options.kind == MLP and options.bias:
-        yield (
-            "bias",
-            True,
-            "b2's gradient is the sum of dy, which no weight gradient of codes has; leave bias or recipe out",
-        )
+        rule = "b2's gradient is the sum of dy, which no weight gradient of codes has"
+        yield "bias", True, f"{rule}; leave bias or recipe out"
     for key in ("hidden", "intermediate", "shared"):
         size = getattr(options, key)
         if size % CODES:
             yield key, size, f"a row of codes must be a multiple of {CODES} bytes; say a multiple of {CODES}"
         elif key != "hidden" and options.glu_layout == "concat" and size % SEGMENT:
-            rule = (
-                f"{SEGMENT} columns of gate or up have one scale of w1; say a multiple of {SEGMENT}, or another layout"
-            )
-            yield key, size, rule
+            rule = f"{SEGMENT} columns of gate or up have one scale of w1"
+            yield key, size, f"{rule}; say a multiple of {SEGMENT}, or another layout"

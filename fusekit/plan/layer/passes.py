@@ -99,10 +99,6 @@ class Passes:
         keys: dict[str, Any] = {"activation": {**o.activation, "kind": before + o.activation["kind"]}}
         return keys | ({"glu_layout": o.glu_layout} if o.gated else {})
 
-    def gradient(self) -> dict[str, Any]:
-        """The keys of a weight gradient."""
-        return {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
-
     def parameter(self, name: str, *shape: int, grad: str = "", dtype: str = "", major: str = "") -> tuple[str, str]:
         """A parameter and its gradient. major: of a projection's weight."""
         own = self.buffer(name, *shape, dtype=self.options.weights if major else dtype, place=ARGUMENT)
@@ -135,7 +131,8 @@ class Passes:
         dy, x = (rows, columns) if major == "k" else (columns, rows)
         read = Plain(self) if plain else self.factors
         given = read.tokens("dy", dy) | read.tokens("x", x)
-        keys = {**self.gemm(op, dy.columns, x.columns), **self.gradient(), **given.keys}
+        own = {"out_dtype": self.options.grad_dtype, "accumulate": self.options.accumulate}
+        keys = {**self.gemm(op, dy.columns, x.columns), **own, **given.keys}
         keys |= {"dbias": True} if "dbias" in writes else {}
         if op == "dense-wgrad" and "quant" not in keys and parts(keys["problem"]) > 1:
             keys["split"] = True

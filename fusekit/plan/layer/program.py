@@ -168,7 +168,12 @@ class Program:
 
     def kept(self, dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each kept buffer begins, and the bytes of all."""
-        return _one_after_another([each for each in self.buffers.values() if each.place == KEPT], dims)
+        places, end = {}, 0
+        for each in self.buffers.values():
+            if each.place == KEPT:
+                places[each.name] = end
+                end += _padded(each.bytes(dims))
+        return places, end
 
     def kept_line(self) -> tuple[int, int]:
         """(a, b): for T tokens `kept` needs at most a T + b bytes, and little less; for callers with a symbol for T."""
@@ -270,14 +275,6 @@ class _Home:
             return None
         self.taken.append((begin, begin + size, life))
         return self.name, self.begin + begin
-
-
-def _one_after_another(buffers: Iterable[Buffer], dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    places, end = {}, 0
-    for each in buffers:
-        places[each.name] = end
-        end += _padded(each.bytes(dims))
-    return places, end
 
 
 def _padded(size: int) -> int:
