@@ -34,14 +34,8 @@ from fusekit.reference.inputs import group_sizes, offsets_of
 if TYPE_CHECKING:
     from fusekit.spec.quantise import QuantiseSpec
 
-USUAL = {
-    "dtype": BF16,
-    "transpose_blocks": ROWS,
-    "rows": True,
-    "groups": True,
-    "gather": False,
-    "topk": 0,
-}  # what a spec may leave out
+# What a spec may leave out.
+USUAL = {"dtype": BF16, "transpose_blocks": ROWS, "rows": True, "groups": True, "gather": False, "topk": 0}
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 

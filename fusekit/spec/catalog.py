@@ -92,7 +92,7 @@ def _found(pattern: str, namespace: str | None) -> list[Found]:
     packaged = _packaged(pattern, namespace)
     if packaged:
         return packaged
-    if _is_folder(pattern):
+    if os.path.isdir(pattern):  # noqa: PTH112 - False for a path that cannot be looked at, too
         files = sorted(Path(pattern).glob("*.toml"))
         if not files:
             raise UsageError(f"'{pattern}' is a folder without a .toml file; name the folder of the spec files")
@@ -121,10 +121,6 @@ def _files(path: str) -> list[Path]:
         raise UsageError(f"'{path}' matches no file; give the path of a spec file, a folder or a packaged name")
     packaged = packaged_folder() / path
     return [packaged if plain.name == path and os.path.isfile(packaged) else plain]  # noqa: PTH113 - likewise
-
-
-def _is_folder(pattern: str) -> bool:
-    return os.path.isdir(pattern)  # noqa: PTH112 - False for a path that cannot be looked at, too
 
 
 def _of_path(path: Path, kernels: str, namespace: str | None) -> Found:

@@ -31,14 +31,9 @@ EXCHANGE_KEYS = {
     DISPATCH: (
         *(CODED_DTYPE if key is DTYPE else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[T, K], and sends them with the choices.", default=False),
-        Key(
-            "sends",
-            "choice",
-            'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, "choices", with their '
-            'weights, or "nothing", where choices that came before still hold.',
-            choices=SENDS,
-            default=ALL,
-        ),
+        Key("sends", "choice", 'What it sends: "all"; "rows"; and beside these, by a kernel that is as weighted, '
+            '"choices", with their weights, or "nothing", where choices that came before still hold.',
+            choices=SENDS, default=ALL),
     ),
     COMBINE: (
         *(replace(key, default=48) if key is _BLOCKS else key for key in _KEYS),
@@ -47,7 +42,7 @@ EXCHANGE_KEYS = {
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
         ADDENDS,
     ),
-}
+}  # fmt: skip
 EXCHANGE_OPS = tuple(EXCHANGE_KEYS)
 
 

@@ -42,6 +42,7 @@ PLAIN = {
 
 SEPARATE = "w1 is gate_proj.weight over up_proj.weight, stacked once; w2 is down_proj.weight"
 STACKED = "w1[e] is gate_proj.weight over up_proj.weight of expert e, w2[e] its down_proj.weight; both stacked once"
+NUMBERED = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
 FUSED = "w1 is gate_up_proj.weight and w2 is down_proj.weight, as the checkpoint has them"
 LINEARS = "w1 is {0}.input_linear.weight and w2 is {0}.output_linear.weight, as the checkpoint has them"
 AS_STORED = "w1 is gate_up_proj [X, H, 2 I] and w2 is down_proj [X, I, H], as the checkpoint has them"
@@ -231,8 +232,7 @@ def _mixtral(fields: Fields, noise: str = "router_jitter_noise") -> tuple[tuple[
         fields.notes.append(
             f"{noise} = {show(fields.values[noise])}: in training x is multiplied by noise, left to you"
         )
-    weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
-    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
+    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=NUMBERED)
     experts, topk = fields.size("num_local_experts", "num_experts"), fields.size("num_experts_per_tok")
     return (mlp,), _softmax(fields, experts, topk, normalised=True)
 
@@ -377,8 +377,7 @@ def _ernie(fields: Fields) -> Parts:
 
 def _minimax_m2(fields: Fields) -> Parts:
     """Sigmoid scores with a bias in the selection, normalised; every layer sparse."""
-    weights = "w1[e] is w1.weight over w3.weight of expert e, stacked once; w2[e] is its w2.weight"
-    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=weights)
+    mlp = _mlp(fields, "experts", fields.size("intermediate_size"), weights=NUMBERED)
     keys = {"score_function": "sigmoid", "expert_bias": True}
     scoring = fields.peek("scoring_func", "sigmoid")
     why = "" if scoring == "sigmoid" else f"scoring_func = {show(scoring)}, and this model type computes sigmoid"

@@ -31,24 +31,14 @@ def most_of(key: Key) -> int:
 
 
 ACTIVATION_KEYS = (
-    Key(
-        "kind",
-        "choice",
-        'The function; "d" before one is its derivative, for the backward pass.',
-        choices=tuple(kinds()),
-        required=True,
-    ),
-    Key(
-        "approximate",
-        "choice",
-        "How gelu and geglu (and dgelu, dgeglu) compute gelu.",
-        choices=("none", "tanh"),
-        default="none",
-    ),
+    Key("kind", "choice", 'The function; "d" before one is its derivative, for the backward pass.',
+        choices=tuple(kinds()), required=True),
+    Key("approximate", "choice", "How gelu and geglu (and dgelu, dgeglu) compute gelu.", choices=("none", "tanh"),
+        default="none"),
     Key("alpha", "float", "swiglu's slope in sigmoid(alpha.g); may be changed at launch.", default=1.0),
     Key("limit", "float", "Gated kinds: g <= limit and |u| <= limit; left out: no clamp. May be changed at launch."),
     Key("up_offset", "float", "Gated kinds: added to u; may be changed at launch.", default=0.0),
-)
+)  # fmt: skip
 
 QUANT_KEYS = (
     Key("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype.',
