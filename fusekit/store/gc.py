@@ -11,6 +11,10 @@ be built again. What is put back was out of sight for a moment: who marked it an
 reader that cannot mark (a read-only mount) may find an entry and then miss its cubin: it looks again, and sees the
 miss.
 
+Two collections at once could mislead each other: what one has aside, names above all, the other does not see, so it
+might remove an entry whose name the first one puts back. So they take turns, as far as locks work there. Where they do
+not, a name may be left that leads nowhere, which `verify` tells and the next build mends.
+
 **Order.** Names go before their entry, an entry before its cubin, so at any moment, and after a kill at any moment,
 no name leads nowhere and no entry lacks its cubin. What was moved aside and not removed is a temporary, for the next
 collection, which puts a cubin back that an entry came to need meanwhile; until then readers find it where it lies.
@@ -41,11 +45,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from fusekit.errors import IntegrityError, some
-from fusekit.store import marker, marks, process
+from fusekit.errors import IntegrityError, StoreError, some
+from fusekit.store import locks, marker, marks, process
 from fusekit.store.files import exists, store_error
 from fusekit.store.folders import said
-from fusekit.store.keys import is_digest
+from fusekit.store.keys import is_digest, sha256
 from fusekit.store.layer import Layer
 from fusekit.store.names import of_path
 from fusekit.store.publishing import Disk, Publisher
@@ -58,6 +62,7 @@ STALE_SECONDS = 3600
 _TICK = 50_000_000
 _SECOND = 10**9
 _BATCH = 256
+_TURN = sha256(b"collection")  # the name of its lock, which no kernel's key is
 _NAMED = 5  # strangers' files in a note
 
 
@@ -94,7 +99,7 @@ def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collec
         raise store_error(layer.root, "collect", NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     publisher = Publisher(layer.root, disk, marker.admit)
     try:
-        with publisher.folders.pinned():
+        with publisher.folders.pinned(), contextlib.ExitStack() as turns:
             if marker.is_empty(publisher.folders):
                 yield None
                 return
@@ -102,12 +107,28 @@ def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collec
                 marker.check(publisher.folders)
             else:
                 publisher.admit()
+                turns.enter_context(_alone(layer, publisher))
             clock = time.time_ns if report.dry_run else lambda: _now(publisher)
             began = clock()
             found = scan(publisher.folders)
             yield _Collection(layer, publisher, began, clock(), found, report)
     except OSError as error:
         raise store_error(layer.root, "collect", error) from error
+
+
+@contextlib.contextmanager
+def _alone(layer: Layer, publisher: Publisher) -> Iterator[None]:
+    """While no other collection runs; beside it where locks do not work, or where it takes more than `PATIENCE`."""
+    path, release = layer.lock_path(_TURN), None
+    with contextlib.suppress(locks.HeldError, StoreError):  # a full disk has no room for a lock, and needs collecting
+        release = locks.acquire(path, publisher, locks.PATIENCE)
+    try:
+        yield
+    finally:
+        if release is not None:
+            release()
+            with contextlib.suppress(OSError), publisher.at(path.parent) as at:
+                locks.discard(path.name, at)
 
 
 def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:

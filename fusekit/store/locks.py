@@ -1,4 +1,5 @@
-"""Locks of builders. They save work and guarantee nothing: every answer of theirs may be wrong, and the store is right.
+"""Locks of builders and of collections. They guarantee nothing: every answer of theirs may be wrong. Those of builders
+save work, and the store is right without them.
 
 An advisory lock (flock) is held by an open file, so the system lets go of it when its holder dies. On many network
 mounts it stops at the host: then two hosts may compile one kernel twice, and the first one's stands.
@@ -16,7 +17,7 @@ from fusekit.store.files import store_error
 from fusekit.store.publishing import Publisher
 
 PATIENCE = 600.0
-"""Seconds that a builder waits for another one's kernel before he makes it himself."""
+"""Seconds that a builder waits for another one's kernel before he makes it himself, and a collection for another."""
 
 _POLL_SECONDS = 0.05
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

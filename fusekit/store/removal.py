@@ -132,7 +132,7 @@ class Remover:
         """Whether somebody marked `item` or changed a file of it since it was looked at."""
         if self._state(mark_path(self.root, item.key)) is not None:
             return True
-        if its_mark is not None and item.mark is not None and self._state(its_mark) != item.mark.state:
+        if its_mark is not None and (item.mark is None or self._state(its_mark) != item.mark.state):
             return True
         known = {file.path: file.state for file in (*item.names, item.file)}
         return any(self._state(aside) != known[path] for path, aside in moved.items())

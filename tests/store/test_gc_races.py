@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusekit.store import Store
+from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
 from tests.store.collecting import DAY, age, everything, fill, held
 from tests.store.samples import build_entry, build_record
@@ -45,6 +46,38 @@ def test_who_marks_an_entry_and_finds_it_keeps_it(tmp_path, top, before):
         assert store.load(entries[0].key) == found[0]
     assert found[0] is not None or (top, before) == ("entries", False)
     assert not [name for name in everything(tmp_path) if name.endswith(".tmp")]
+
+
+def test_a_mark_that_comes_at_the_last_moment_where_there_was_none_holds(tmp_path):
+    """It goes aside with the entry's names, and is seen there."""
+    store, entries = fill(tmp_path)
+    for entry in entries:
+        mark_path(tmp_path, entry.key).unlink()
+    disk = Meddler("used", before=True)
+    disk.meddle = lambda: [store.load(entry.key) for entry in entries]
+    report = Store(tmp_path, disk=disk).collect(max_age=50)
+    assert (report.removed, report.in_use) == (0, 4)
+    assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
+
+
+def test_collections_take_turns(tmp_path):
+    """A second one waits; then it sees all names, also those that the first one put back."""
+    store, entries = fill(tmp_path)
+    second, waited = threading.Thread(target=lambda: Store(tmp_path).collect(max_bytes=0)), []
+    disk = Meddler("entries", before=True)
+
+    def meddle():
+        store.load(entries[0].key)  # so the first one puts it back
+        second.start()
+        second.join(0.3)
+        waited.append(second.is_alive())
+
+    disk.meddle = meddle
+    report = Store(tmp_path, disk=disk).collect(max_age=350)
+    second.join()
+    assert waited == [True]
+    assert (report.removed, report.in_use) == (0, 1)
+    assert not store.verify(full=True).bad
 
 
 class Between(Disk):
