@@ -15,6 +15,7 @@ from fusekit.errors import UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import note_unbuilt
 from fusekit_cli.options import Session, common, one_arch, signing
+from fusekit_cli.terminal import writing
 
 STDOUT = "-"
 
@@ -101,5 +102,6 @@ def _place(session: Session, file: str) -> Iterator[Path]:
     with TemporaryDirectory(prefix="fusekit-export-") as folder:
         path = Path(folder) / "bundle"
         yield path
-        with path.open("rb") as bundle:
+        with path.open("rb") as bundle, writing():
             shutil.copyfileobj(bundle, sys.stdout.buffer)
+            sys.stdout.buffer.flush()

@@ -70,22 +70,23 @@ def open_streams() -> None:
 
 class _Stdout(io.TextIOWrapper):
     def write(self, text: str) -> int:
-        with _answering():
+        with writing():
             super().write(printable(text))
         return len(text)
 
     def write_drawn(self, text: str) -> None:
         """Writes `text` as it is."""
-        with _answering():
+        with writing():
             super().write(text)
 
     def flush(self) -> None:
-        with _answering():
+        with writing():
             super().flush()
 
 
 @contextlib.contextmanager
-def _answering() -> Iterator[None]:
+def writing() -> Iterator[None]:
+    """While bytes go to stdout: says so where it does not take them."""
     try:
         yield
     except BrokenPipeError as error:

@@ -14,7 +14,7 @@ step, for launchers in any language; `fusekit.runtime` is the one in Python. Not
 NumPy.
 """
 
-from fusekit.abi.arguments import Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of
+from fusekit.abi.arguments import F32_END, Argument, Dim, PeersArgument, ScalarArgument, TensorArgument, tensors_of
 from fusekit.abi.expr import Expr, RecordError, evaluate, evaluate_address, render, validate, variables
 from fusekit.abi.parameters import (
     FloatParameter,
@@ -28,6 +28,7 @@ from fusekit.abi.parameters import (
 from fusekit.abi.record import SCHEMAS, Constraint, LaunchRecord, LaunchStep
 
 __all__ = [
+    "F32_END",
     "SCHEMAS",
     "Argument",
     "Constraint",

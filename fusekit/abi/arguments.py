@@ -14,6 +14,8 @@ from fusekit.dtypes import ARGUMENTS, DTYPES, SCALARS
 ROLES = ("input", "output", "inout")
 PEER = "peer"
 MOST_PEERS = 32
+F32_END = float(2**128 - 2**103)
+"""From here on a number is rounded to infinity, as an f32."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED = frozenset({
     "sm_count", "active_clusters", "cluster_margin", "workspace", "scratch", "stream", "inf", "nan",
@@ -187,6 +189,10 @@ class ScalarArgument:
                 f"{where}: minimum {self.minimum}, maximum {self.maximum}, divisor {self.divisor}; minimum <= maximum,"
                 " both of 32 bits, and the divisor at least 1"
             )
+        if isinstance(self.default, int) and self.dtype == "i32" and not self.allows(self.default):
+            raise RecordError(f"{where}.default: {self.default}; it {self.rule}")
+        if self.default is not None and self.dtype == "f32" and F32_END <= abs(self.default) < math.inf:
+            raise RecordError(f"{where}.default: {self.default}; an f32 ends at 3.4028235e38; say inf, or less")
 
     def to_json(self) -> dict[str, Any]:
         default: Any = self.default

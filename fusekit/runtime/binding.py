@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.abi import (
+    F32_END,
     Expr,
     LaunchRecord,
     PeersArgument,
@@ -25,7 +26,6 @@ from fusekit.errors import ArgumentError
 from fusekit.runtime.tensors import View, compact_strides
 
 _ADDRESSES = 2**64
-_F32 = 2.0**128 - 2.0**103  # the least that is rounded to infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def check_scalar(argument: ScalarArgument, value: Any) -> float | int:
         ) from None
     if argument.bounded and not argument.allows(int(number)):
         raise ArgumentError(f"{argument.name} is {number}; it {argument.rule}", argument=argument.name)
-    low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-_F32, _F32)
-    if math.isfinite(number) and (not low <= number < high or number == -_F32):
+    low, high = (-(2.0**31), 2.0**31) if argument.dtype == "i32" else (-F32_END, F32_END)
+    if math.isfinite(number) and (not low <= number < high or number == -F32_END):
         raise ArgumentError(
             f"{argument.name} is {float(number):g}; it does not fit into {argument.dtype}, which ends at"
             f" {2**31 - 1 if argument.dtype == 'i32' else 3.4028235e38}",

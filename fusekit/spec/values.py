@@ -279,6 +279,9 @@ class Reader:
             if not isinstance(items, list) or not items:
                 rule = "must be a list of values, of which each makes a kernel; one value belongs into params"
                 return self.report(where, f"{key.name}.{bare(name)}", items, rule)
+            if len(items) > MAX_VALUES:
+                rule = f"{len(items)} values; a list has at most {MAX_VALUES}"
+                return self.report(where, f"{key.name}.{bare(name)}", items, rule)
             texts = [json.dumps(item, sort_keys=True) for item in items]  # where 0, 0.0 and false differ
             twice = next((index for index, text in enumerate(texts) if text in texts[:index]), None)
             if twice is not None:

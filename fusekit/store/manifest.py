@@ -244,13 +244,13 @@ def _parse(data: bytes, path: Path) -> Manifest:
         manifest = None if absent else _manifest(document, path)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise IntegrityError(
-            f"{path} is no cache manifest ({type(error).__name__}: {error}); remove it, and `fusekit lock --write` "
-            "makes another"
+            f"{path} is no cache manifest ({type(error).__name__}: {error}); check the path; `fusekit lock --write` "
+            "makes one"
         ) from None
     if manifest is None:
         raise UsageError(
-            f"{path} is no cache manifest: it has no {', '.join(absent)}; remove it, and "
-            "`fusekit lock --write` makes one"
+            f"{path} is no cache manifest: it has no {', '.join(absent)}; check the path; `fusekit lock --write` "
+            "makes one"
         )
     return manifest
 

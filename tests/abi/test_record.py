@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.abi import (
+    F32_END,
     Constraint,
     Dim,
     FloatParameter,
@@ -28,6 +29,27 @@ from fusekit.abi.checks import ATTRIBUTES
 from fusekit.abi.expr import OPERATORS
 from fusekit.dtypes import ARGUMENTS
 from tests.runtime.samples import again, record
+
+
+@pytest.mark.parametrize(
+    ("scalar", "words"),
+    [
+        (ScalarArgument("n", "i32", 3_000_000_000), "default: 3000000000; it must be -2147483648 to 2147483647"),
+        (ScalarArgument("flag", "i32", 2, 0, 1), "default: 2; it must be 0 to 1"),
+        (ScalarArgument("n", "i32", 12, 0, 100, 8), "default: 12; it must be a multiple of 8 from 0 to 100"),
+        (ScalarArgument("a", "f32", -1e300), "default: -1e\\+300; an f32 ends at 3.4028235e38"),
+        (ScalarArgument("a", "f32", 10**400), "an f32 ends at 3.4028235e38"),
+        (ScalarArgument("a", "f32", F32_END), "an f32 ends at 3.4028235e38"),
+    ],
+)
+def test_a_default_that_no_launch_could_take(scalar, words) -> None:
+    with pytest.raises(RecordError, match=words):
+        scalar.check("arguments[0]")
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3.4028234663852886e38, 0, 1e-300])
+def test_a_default_that_launches_take(value) -> None:
+    ScalarArgument("a", "f32", value).check("arguments[0]")
 
 
 def test_the_sample_comes_back() -> None:

@@ -164,7 +164,9 @@ def test_interrupted_in_the_middle(fusekit):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("line", [["ls"], ["ls", "--json"], ["show", NAMES[0]], ["schema"], ["--help"]])
+@pytest.mark.parametrize(
+    "line", [["ls"], ["ls", "--json"], ["show", NAMES[0]], ["schema"], ["--help"], ["export", "-"]]
+)
 def test_a_reader_that_goes_away_is_no_error_in_words(store, fusekit, line):
     process = subprocess.Popen(
         [sys.executable, "-m", "fusekit_cli", *line],

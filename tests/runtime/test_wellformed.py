@@ -155,6 +155,16 @@ def test_variants_are_chosen_among_what_can_be_used():
                 look(variants)
 
 
+def test_members_of_a_sweep_are_not_compared():
+    """They are kernels of their own; beside what else has their name they are."""
+    entry, _ = build_entry(0)
+    specs = [{"op": "extern", "params": {"n": n}} for n in (1, 2)]
+    sweep = [dataclasses.replace(build_record(entry, f"own/k@n-{s['params']['n']}"), spec=s) for s in specs]
+    check_alike(sweep)
+    with pytest.raises(IntegrityError, match="its spec lacks"):
+        check_alike([dataclasses.replace(build_record(entry, "own/k@a"), spec=SPEC), *sweep])
+
+
 def resealed(change):
     entry, _ = build_entry(0)
     document = json.loads(build_record(entry, NAME).to_bytes())

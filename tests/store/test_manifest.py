@@ -119,7 +119,7 @@ def test_what_is_no_manifest(manifest, tmp_path, change):
 )
 def test_another_file(tmp_path, content, absent):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; remove it, and"):
+    with pytest.raises(UsageError, match=f"is no cache manifest: it has no {absent}; check the path;"):
         read_manifest(tmp_path / "x.json")
 
 
