@@ -20,7 +20,7 @@ from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
 from fusekit.compiler.trace import without_colours
-from fusekit.errors import BuildError, SpecError, UsageError
+from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError
 from fusekit.spec.extern import EXTERN_ARCHES
 from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
 
@@ -176,7 +176,10 @@ def _describe(compiler: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def effective_options(options: Any, compiler: Any = None) -> Any:
     """The DSL's `CompileOptions` of a call: of its string, else of `cute.compile[...]`."""
-    from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
+    try:
+        from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
+    except ImportError as error:
+        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
 
     if isinstance(options, str) and options:
         try:

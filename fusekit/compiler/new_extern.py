@@ -13,6 +13,7 @@ from typing import Any
 from fusekit.compiler.capture import toml_key, toml_value
 from fusekit.compiler.foreign import search_path
 from fusekit.compiler.options import environment
+from fusekit.compiler.toolchain import distributions
 from fusekit.errors import BuildError
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from fusekit.compiler.new_extern import main; main(sys.argv[1])"
@@ -20,10 +21,12 @@ _UNKNOWN = "?"
 
 
 def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> str:
-    """The text of a spec of one kernel. Runs `source` in a process of its own; BuildError says what fails there.
+    """The text of a spec of one kernel. Runs `source` in a process of its own; BuildError says what fails there;
+    ToolchainError where there is no compiler.
 
     Its tensors have their dtypes, ranks and fixed extents; a role that is to be filled in is "?".
     """
+    distributions()
     request = json.dumps({"source": source, "arch": arch, "params": dict(params)})
     with tempfile.TemporaryDirectory(prefix="fusekit-new-") as folder:
         paths = [str(Path(entry).absolute()) for entry in search_path()]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,8 +17,9 @@ from fusekit import stand_in
 from fusekit.abi import LaunchRecord
 from fusekit.compiler import pool
 from fusekit.compiler.build import build
+from fusekit.compiler.new_extern import new_extern
 from fusekit.config import Config
-from fusekit.errors import ArgumentError, BuildError
+from fusekit.errors import ArgumentError, BuildError, ToolchainError
 from fusekit.runtime.driver import Driver
 from fusekit.store import Store
 from tests.runtime.fake import FakeDriver
@@ -47,6 +49,15 @@ def environment(config, monkeypatch):
     monkeypatch.setenv("FUSEKIT_STORE", str(config.store))
     for name in ("FUSEKIT_STORES", "FUSEKIT_ALLOW_EXTERN"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_without_the_compiler_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cutlass.base_dsl.compiler", None)
+    with pytest.raises(ToolchainError, match=r"pip install 'fusekit\[build\]'"):
+        fusekit.compile(print)
+    monkeypatch.setattr("importlib.metadata.distributions", list)
+    with pytest.raises(ToolchainError, match=r"pip install 'fusekit\[build\]'"):
+        new_extern("a/b", "foreignkernels:nothing", "sm_90a", {})
 
 
 @pytest.fixture
