@@ -7,8 +7,8 @@ a weight gradient a group's rows),
 
 - `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
 - `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
-  epilogue takes as long as 90 elements of the reduction, and as 300 more if it runs backward through an activation;
-  as 500 with 8-bit factors, whose products take half the time.
+  epilogue takes as long as 90 elements of the reduction, as 90 more if it also stores the pre-activation, and as 300
+  more if it runs backward through an activation; as 500 with 8-bit factors, whose products take half the time.
 - What is fetched costs time and, at the power limit, clock: 5 products for each element that goes through shared
   memory, and 5 for each that comes from L2, from where a cluster has the operand that its CTAs share but once.
 
@@ -44,6 +44,7 @@ BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
+SAVED = 90.0  # as many more where it stores the pre-activation
 CODES_EPILOGUE = 500.0  # the same where factors have 8 bits
 BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not say
@@ -120,7 +121,8 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    own = EPILOGUE if spec.get("quant", "none") == "none" else CODES_EPILOGUE
+    own = EPILOGUE + SAVED * bool(spec.get("save_preactivation"))
+    own = own if spec.get("quant", "none") == "none" else CODES_EPILOGUE
     return own + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 
