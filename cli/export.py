@@ -14,7 +14,7 @@ import click
 from fusekit.errors import UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import note_unbuilt
-from fusekit_cli.options import Session, common, one_arch, signing
+from fusekit_cli.options import Session, common, given, one_arch, signing
 from fusekit_cli.terminal import writing
 
 STDOUT = "-"
@@ -46,7 +46,11 @@ def command(
     """
     if loader and lang != "c":
         raise UsageError("export --loader writes source; give --lang c with it")
+    if lang != "c" and given("prefix"):
+        raise UsageError("export --prefix names what source has; give --lang c with it")
     if lang == "c":
+        if session.sign is not None:
+            raise UsageError("export --lang c writes source, which is not signed; leave --sign out")
         from fusekit_cli.export_c import run, run_loader
 
         if loader:

@@ -11,7 +11,7 @@ import click
 
 from fusekit.errors import FusekitError, UsageError
 from fusekit_cli import complete, output
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, given
 
 
 @click.command("new")
@@ -65,9 +65,13 @@ def command(
     if (model is None) == (source is None):
         raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
     if source is not None:
+        if of_models := given("tokens", "ranks", "kernels", "training", "inference", "family"):
+            raise UsageError(f"{', '.join(of_models)}: of a MODEL, not of a function; leave out with --from")
         _foreign(session, source, params, arch, name, out, force)
         return
     assert model is not None
+    if params is not None:
+        raise UsageError("--params are those of a function; give --from MODULE:FUNCTION with it, not a MODEL")
     from fusekit.spec.hf_config import read_model
     from fusekit.spec.model import ARCHES
     from fusekit.spec.model_kernels import Request

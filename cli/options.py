@@ -118,6 +118,14 @@ namespaced = click.option(
 one_arch = click.option("--arch", help="Only this architecture, such as sm_90a.")
 
 
+def given(*names: str) -> list[str]:
+    """Those of the verb's options `names`, as --name, that the command line has."""
+    context = click.get_current_context()
+    said = {name: context.get_parameter_source(name) for name in names}
+    options = {option.name: option.opts[-1] for option in context.command.params}
+    return [str(options[name]) for name in names if said[name] is click.core.ParameterSource.COMMANDLINE]
+
+
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a verb the options that all have; its function takes a `Session` as its first argument."""
     function = click.make_pass_decorator(Session, ensure=True)(function)

@@ -43,7 +43,7 @@ def inspecting(session: Session, manifest: str | None) -> tuple[Inspect, Manifes
 
 def look(
     session: Session, source: str, patterns: Sequence[str] = (), arch: str | None = None, *, entries: bool = False,
-    cubins: bool = False,
+    cubins: bool | None = None,
 ) -> Survey:  # fmt: skip
     """What `source` holds of `patterns`, checked and, with trusted keys, signed. Of a bundle all is checked."""
     from fusekit.runtime.wellformed import WELLFORMED

@@ -38,7 +38,8 @@ def new_extern(name: str, source: str, arch: str, params: Mapping[str, Any]) -> 
         answer = json.loads(ran.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise BuildError(
-            f"source {source}: its process ended with {ran.returncode}: {ran.stderr[-2000:].strip()}"
+            f"source {source}: its process ended with {ran.returncode}, without an answer; a source returns what"
+            f" cute.compile takes, and ends no process: {ran.stderr[-2000:].strip() or 'it printed nothing'}"
         ) from None
     if "error" in answer:
         raise BuildError(answer["error"])
@@ -50,6 +51,7 @@ def main(request: str) -> None:
     from fusekit.compiler.hardware import answering
     from fusekit.compiler.leaves import STREAM, leaves
     from fusekit.compiler.lift import LIFT_VALUES
+    from fusekit.compiler.places import with_places
     from fusekit.compiler.source_call import call_source
     from fusekit.errors import FusekitError
 
@@ -58,7 +60,7 @@ def main(request: str) -> None:
         with answering(LIFT_VALUES[0]):
             found = leaves(*call_source(wanted["source"], wanted["params"], wanted["arch"]))
     except FusekitError as error:
-        answer: dict[str, Any] = {"error": str(error)}
+        answer: dict[str, Any] = {"error": str(with_places(error))}
     else:
         symbols: dict[int, str] = {}
         answer = {"leaves": [_leaf(leaf, symbols) for leaf in found if leaf.kind != STREAM]}

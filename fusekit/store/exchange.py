@@ -63,7 +63,7 @@ def pull(
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What lies somewhere, checked. records: sorted by name and architecture. entries: by key. cubins: how many were
-    hashed. failed: (name, key or nothing, why) of what was refused.
+    looked at. failed: (name, key or nothing, why) of what was refused.
     """
 
     records: tuple[NameRecord, ...]
@@ -79,33 +79,39 @@ def survey(
     arch: str | None = None,
     *,
     entries: bool = False,
-    cubins: bool = False,
+    cubins: bool | None = None,
     inspect: Inspect | None = None,
 ) -> Survey:
-    """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` and `cubins` these
-    too, each checked as `pull` does. Writes nothing anywhere. Errors as for `pull`.
+    """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` these too, each
+    checked as `pull` does. cubins: of entries, whether each is there with its size; True: and has its digest. Writes
+    nothing anywhere. Errors as for `pull`.
     """
     puller = _Reading(trust, remote, None, inspect)
     found = puller.records(patterns, arch)
     records = tuple(found[where][0] for where in sorted(found))
     failed = [(name, "", why) for name, why in puller.report.failed]
     good: dict[str, Entry] = {}
+    sizes = remote.sizes("blobs") if cubins is False else {}
 
     def look(key: str) -> Entry:
         def take() -> Entry:
             entry = puller.entry(key)[0]
             if cubins:
                 puller.cubin(entry)
+            elif cubins is False:
+                puller.check_size(entry, sizes)
             return entry
 
         return twice(take)
 
-    for key, outcome in puller.each(sorted({each.key for each in records}), look) if entries or cubins else ():
+    wanted = sorted({each.key for each in records}) if entries or cubins is not None else []
+    for key, outcome in puller.each(wanted, look):
         if isinstance(outcome, FusekitError):
             failed += [(each.name, key, str(outcome)) for each in records if each.key == key]
         else:
             good[key] = outcome
-    return Survey(records, good, len({entry.cubin_sha256 for entry in good.values()}) if cubins else 0, tuple(failed))
+    looked = {entry.cubin_sha256 for entry in good.values()} if cubins is not None else ()
+    return Survey(records, good, len(looked), tuple(failed))
 
 
 class _Push(Exchange):
@@ -311,8 +317,18 @@ class _Reading(Exchange):
         cubin = self.remote.read(blob, limit=entry.cubin_bytes, exactly=entry.cubin_bytes)
         if cubin is None or sha256(cubin) != entry.cubin_sha256:
             what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
-            raise IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
+            raise self._broken(blob, what)
         return cubin
+
+    def check_size(self, entry: Entry, sizes: Mapping[str, int | None]) -> None:
+        """IntegrityError where `sizes`, of all cubins there, lack that of `entry`, or have another for it."""
+        blob = SHELL.blob_path(entry.cubin_sha256).as_posix()
+        if sizes.get(blob, -1) not in (None, entry.cubin_bytes):
+            there = f"has {sizes[blob]} bytes, not {entry.cubin_bytes}" if blob in sizes else "is missing"
+            raise self._broken(blob, there)
+
+    def _broken(self, blob: str, what: str) -> IntegrityError:
+        return IntegrityError(f"{self.remote.at(blob)} {what}; push it again with --full from a whole store")
 
 
 class _Pull(_Reading):

@@ -100,8 +100,11 @@ def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
     (tmp_path / "begun.toml").write_text(text.replace('role = "?"', 'role = "inout"'))
     assert fusekit("build", "begun.toml", "--allow-extern", "--json").json["built"][0]["name"] == "begun/twice@base"
     said = fusekit("new", "--from", "mykernels:broken", code=1)
-    assert said.err == "fusekit: source mykernels:broken raised RuntimeError: no luck\n"
+    assert said.err.startswith("fusekit: source mykernels:broken raised RuntimeError: no luck (")
+    assert "mykernels.py, line " in said.err
     assert "one of the two" in fusekit("new", code=2).err
+    assert "--tokens, --kernels" in fusekit("new", "--from", "a:b", "--tokens", "8192", "--kernels", code=2).err
+    assert "--params" in fusekit("new", "-", "--params", "{}", code=2).err
 
 
 def test_the_table_of_a_store(fusekit, spec):

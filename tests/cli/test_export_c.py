@@ -53,7 +53,9 @@ def test_the_loader_is_the_same_for_every_kernel(fusekit, stocked, tmp_path):
         (("--loader", "out"), "give --lang c"),
         (("--lang", "c", "--loader", "out", "sample/fc1"), "fusekit export kernels.tar NAME"),
         (("--lang", "c", "--loader", "out", "--arch", "sm_90a"), "takes no NAME"),
+        (("--lang", "c", "out", "sample/fc1", "--sign", "key"), "leave --sign out"),
+        (("--prefix", "moe", "kernels.tar"), "give --lang c"),
     ],
 )
-def test_a_loader_that_makes_no_sense(stocked, arguments, text):
+def test_options_that_make_no_sense_together(stocked, arguments, text):
     assert text in stocked("export", *arguments, code=2).err

@@ -185,10 +185,13 @@ def test_what_lies_in_a_bundle_or_a_remote(store, bundle, url):
     entry, _ = build_entry(0)
     damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: data[:-1] + b"!")
     assert survey(Remote(url), entries=True).failed == ()
-    bad = survey(Remote(url), cubins=True).failed
-    assert {key for _, key, _ in bad} == {
-        key for key, each in entries.items() if each.cubin_sha256 == entry.cubin_sha256
-    }
+    assert survey(Remote(url), entries=True, cubins=False).failed == ()  # it has its size
+    with_it = {key for key, each in entries.items() if each.cubin_sha256 == entry.cubin_sha256}
+    assert {key for _, key, _ in survey(Remote(url), cubins=True).failed} == with_it
+    damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: data[:-1])
+    found = survey(Remote(url), cubins=False)
+    assert {key for _, key, _ in found.failed} == with_it
+    assert found.cubins == 2
 
 
 def test_trust_counts_where_it_lies_too(keys, url):
