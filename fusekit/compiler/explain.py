@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusekit.errors import BuildError, IntegrityError, OtherSchemaError
+from fusekit.errors import BuildError, IntegrityError, OtherSchemaError, SignatureError
 from fusekit.store import Entry, Store, key_of
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """key: None where it cannot be made. status: `hit`, `miss`, `damaged` (a build replaces it), or `unknown` without a
-    compiler. reason: in words. differs: where the store knows the name under another key.
+    """key: None where it cannot be made. status: `hit`, `miss`, `damaged` (a build replaces it), `untrusted` (so does
+    one that signs with a trusted key), or `unknown` without a compiler. reason: in words. differs: where the store
+    knows the name under another key.
     """
 
     name: str
@@ -79,6 +80,8 @@ def _met(
         entry = None if record is None else store.find_entry(record.key)
     except OtherSchemaError as error:
         return "miss", str(error), ()
+    except SignatureError as error:
+        return "untrusted", str(error), ()
     except IntegrityError as error:
         return "damaged", f"a build would replace it: {error}", ()
     if record is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from fusekit.choice import tuning
 from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
 from fusekit.choice.variants import choose
-from fusekit.errors import ArgumentError
+from fusekit.errors import ArgumentError, UsageError
 from fusekit.plan.tiles import CLUSTERS, default_mainloop, refusals
 from fusekit.spec import find
 from fusekit.store import NameRecord
@@ -142,6 +143,13 @@ def test_one_of_the_built_variants_whatever_their_order(
     price = cost(found.spec, problem)
     assert math.isfinite(price)
     assert price == min(cost(record.spec, problem) for record in records)
+
+
+def test_several_kernels_are_not_variants_of_one() -> None:
+    one, *rest = variants()
+    others = [dataclasses.replace(each, name=each.name.replace("f/k", "f/other")) for each in rest]
+    with pytest.raises(UsageError, match="f/k, f/other are kernels of their own"):
+        choose([one, *others])
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.sampled_from([64, 128, 256]))

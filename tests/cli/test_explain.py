@@ -94,6 +94,16 @@ def test_damage(explain, tmp_path):
     assert str(path) in document["reason"]
 
 
+def test_a_kernel_that_no_trusted_key_signed_is_not_damaged(explain, tmp_path, monkeypatch):
+    fill(tmp_path)
+    assert main(["key", "new", str(tmp_path / "key")]) == 0
+    monkeypatch.setenv("FUSEKIT_TRUSTED_KEYS", str(tmp_path / "key.pub"))
+    said = explain(SPEC.full_name).out
+    assert "untrusted: " in said
+    assert "fusekit key sign" in said
+    assert "damaged" not in said
+
+
 def test_several_are_a_list(explain):
     documents = json.loads(explain("quickstart", "--json").out)
     assert [document["name"] for document in documents] == [spec.full_name for spec in find(["quickstart"])]
