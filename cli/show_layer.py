@@ -30,7 +30,7 @@ def describe(store: Store, name: str, records: Sequence[NameRecord], layer: str)
         windows = window_sizes(made, options)
     wanted = {f"{name}.{part}": keys["op"] for part, keys in made.parts.items()}
     taken = [record for record in to_load(store, records, name) if record.name.partition("@")[0] in wanted]
-    rest = options.canonical()
+    rest = options.canonical() | {"weight_dtype": options.weights}
     for known in ("file", "name", "kind", "tokens"):
         del rest[known]
     return {

@@ -33,7 +33,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: list it in FUSEKIT_STORES and name a writable store with FUSEKIT_STORE",
     errno.ENOSPC: "free some space, or name another store with --store or FUSEKIT_STORE; what is there is intact",
     errno.EDQUOT: "free some quota, or name another store with --store or FUSEKIT_STORE; what is there is intact",
-    errno.ENOTDIR: "a part of the path is a file: remove it, or name another store with --store or FUSEKIT_STORE",
+    errno.ENOTDIR: "a part of the path is a file; name another store with --store or FUSEKIT_STORE",
     errno.ELOOP: "a store follows no link below its own folder: remove it; the folder itself may be one",
     errno.ENOENT: "a directory of the store has vanished: check that its file system is still mounted",
     errno.ESTALE: "the network file system lost the file: try again, or remount it",
@@ -108,7 +108,7 @@ def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> byt
             raise _not_plain(path, "a socket or a device") from None
         if error.errno == errno.ENOTDIR:
             raise IntegrityError(
-                f"{path}: a part of its path is no directory; a store has directories there; remove it"
+                f"{path}: a part of its path is no directory; a store has directories there; move what is there"
             ) from None
         raise store_error(path, "open", error) from error
     try:

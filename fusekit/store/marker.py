@@ -55,12 +55,14 @@ def check_format(root: Path, at: int | None = None) -> bool:
 
 
 def absence(root: Path) -> str | None:
-    """Why nothing can be found at `root`, in words: there is no folder, it is empty, it is something else. None for a
-    store, and where that cannot be told.
+    """Why nothing can be found at `root`, in words: there is no folder, or a file, it is empty, it is something else.
+    None for a store, and where that cannot be told.
     """
     try:
         if not exists(root):
             return f"there is no folder {said(root)}"
+        if is_file(root):
+            return f"{said(root)} is a file, and no store of fusekit"
         if check_format(root):
             return None
         folders = Folders(root)
@@ -69,6 +71,11 @@ def absence(root: Path) -> str | None:
         return None if is_known(folders) else f"{said(root)} is no store of fusekit"
     except (StoreError, IntegrityError):
         return None
+
+
+def is_file(root: Path) -> bool:
+    """Whether it is a file; not where that cannot be told."""
+    return os.path.isfile(root)  # noqa: PTH113 - `Path.is_file` raises where nobody may look
 
 
 def is_empty(folders: Folders) -> bool:

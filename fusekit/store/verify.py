@@ -17,7 +17,7 @@ from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
 from fusekit.store.layout import MARKER, strays
-from fusekit.store.marker import absence, check_format
+from fusekit.store.marker import absence, check_format, is_file
 from fusekit.store.names import NameRecord
 from fusekit.store.scan import digests_of
 
@@ -83,9 +83,10 @@ def verify(layers: tuple[Layer, ...], full: bool, inspect: Inspect | None = None
     """
     check = _Check(layers, full, inspect if full else None)
     absent = {layer.root: why for layer in layers if (why := absence(layer.root)) is not None}
-    for layer in layers:
+    folders = [layer for layer in layers if not is_file(layer.root)]
+    for layer in folders:
         check.entries_of(layer)
-    for layer in layers:
+    for layer in folders:
         check.names_of(layer)
         if layer.root not in absent:
             check.strays_of(layer)

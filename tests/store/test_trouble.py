@@ -231,9 +231,11 @@ def test_a_file_in_the_place_of_a_store_is_no_empty_store(tmp_path, place):
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
     store = Store(root)
-    problems = [problem.problem for problem in store.verify().bad]
-    assert any("a part of the path is a file" in problem for problem in problems)
+    report = store.verify()
+    problems = [problem.problem for problem in report.bad]
+    assert any("a part of the path is a file" in problem for problem in problems) == bool(place)
     if not place:
+        assert report.absent == {root: f"{root} is a file, and no store of fusekit"}
         with pytest.raises(StoreError, match="a part of the path is a file"):
             store.collect()
     if place != "entries":
