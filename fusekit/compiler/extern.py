@@ -122,6 +122,14 @@ class _Reading:
                 f' arguments.NAME.shape, or say arguments.{both[0]}.rename = "TEXT"'
             )
         dims = tuple(self._dim(name) for name in self._divisors)
+        for dim in dims:
+            dim.check(f"dims.{dim.name}")
+        for place, (_, argument) in made.items():  # a record's own checks, by the spec's names
+            where = f"arguments.{self._leaves[place].name}"
+            if isinstance(argument, TensorArgument):
+                argument.check(where, frozenset(self._divisors))
+            elif isinstance(argument, ScalarArgument):
+                argument.check(where)
         for name in self._spec.dims:
             if name not in self._divisors:
                 known = ", ".join(self._divisors) or "none"

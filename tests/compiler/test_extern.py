@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusekit.abi import Dim, LaunchRecord, TensorArgument, evaluate, flat
+from fusekit.abi import Dim, LaunchRecord, RecordError, TensorArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.lift import LIFT_VALUES, unify
 from fusekit.errors import BuildError, FusekitError
@@ -136,6 +136,11 @@ def test_a_truth_value_may_be_fixed(tmp_path):
     record, _ = compiled(tmp_path, "flagged", FLAGGED + "arguments.wide = { value = 1 }")
     assert [argument.name for argument in record.arguments] == ["y"]
     assert record.grid[0] == ("ceildiv", "N", 128)
+
+
+def test_what_no_record_can_have_is_said_by_the_specs_names(tmp_path):
+    with pytest.raises(RecordError, match=r"^arguments\.wide\.default: 2; "):
+        compiled(tmp_path, "flagged", FLAGGED + "arguments.wide = { default = 2 }")
 
 
 CONFIGURED = FLAGGED + "arguments.threads = { value = 64 }\narguments.shared = { value = 1024 }\n"
