@@ -285,7 +285,7 @@ class _Reader:
             try:
                 inspect.entry(document) if isinstance(document, Entry) else inspect.name(document)
             except IntegrityError as error:
-                raise self._bad(f"has {member.path}, which cannot be used: {error}") from None
+                raise self._bad(f"has {member.path}, which cannot be used: {error}", remedy="") from None
         return document
 
     def _offsets(self, index: Index) -> Iterator[tuple[Member, int]]:
@@ -347,8 +347,8 @@ class _Reader:
             raise self._bad("ends too early" if self._file.tell() > BLOCK else "is no bundle, or ends too early")
         return data
 
-    def _bad(self, what: str) -> IntegrityError:
-        return IntegrityError(f"{self._path} {what}; a bundle is taken whole or not at all; get it again")
+    def _bad(self, what: str, remedy: str = "; get it again") -> IntegrityError:
+        return IntegrityError(f"{self._path} {what}; a bundle is taken whole or not at all{remedy}")
 
 
 def _has(store: Store, record: NameRecord) -> bool:
