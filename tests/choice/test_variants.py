@@ -212,6 +212,7 @@ def test_the_cost_of_an_epilogue_by_hand() -> None:
         problem = None if k is None else {"K": k}
         assert cost(cooperative, problem) == pytest.approx(1 + 90 / reduction + fetched)
         assert cost(cooperative | backward, problem) == pytest.approx(1 + 390 / reduction + fetched)
+        assert cost(cooperative | {"save_preactivation": True}, problem) == pytest.approx(1 + 180 / reduction + fetched)
         for kind in ("identity", "swiglu"):
             assert cost(cooperative | {"activation": {"kind": kind}}, problem) == cost(cooperative, problem)
         assert cost(cooperative | backward | {"mainloop": "pingpong"}, problem) == pytest.approx(1 + fetched)
