@@ -83,8 +83,8 @@ def survey(
     inspect: Inspect | None = None,
 ) -> Survey:
     """What `remote` holds of `patterns` (none: everything): its name records, and with `entries` these too, each
-    checked as `pull` does. cubins: of entries, whether each is there with its size; True: and has its digest. Writes
-    nothing anywhere. Errors as for `pull`.
+    checked as `pull` does. cubins: of entries, whether each is there with its size; True, and where none is
+    listed: and has its digest. Writes nothing anywhere. Errors as for `pull`.
     """
     puller = _Reading(trust, remote, None, inspect)
     found = puller.records(patterns, arch)
@@ -96,10 +96,10 @@ def survey(
     def look(key: str) -> Entry:
         def take() -> Entry:
             entry = puller.entry(key)[0]
-            if cubins:
-                puller.cubin(entry)
-            elif cubins is False:
+            if sizes:
                 puller.check_size(entry, sizes)
+            elif cubins is not None:  # of a server that lists none only reading tells
+                puller.cubin(entry)
             return entry
 
         return twice(take)

@@ -20,7 +20,7 @@ from fusekit.store.selection import select
 from fusekit.store.signature import Trust
 from fusekit.store.source import Stream, bundle_source, is_bundle
 from tests.store.bundles import NAMES, bundled, fill
-from tests.store.remotes import damage
+from tests.store.remotes import damage, remote
 from tests.store.samples import build_entry, files
 
 
@@ -192,6 +192,19 @@ def test_what_lies_in_a_bundle_or_a_remote(store, bundle, url):
     found = survey(Remote(url), cubins=False)
     assert {key for _, key, _ in found.failed} == with_it
     assert found.cubins == 2
+
+
+def test_a_missing_cubin_is_found_where_none_is_read_and_where_none_is_listed(store, url, monkeypatch):
+    push(store, select(store), Remote(url))
+    entry, _ = build_entry(0)
+    listed, silent = remote(url), remote(url)
+    monkeypatch.setattr(silent, "sizes", lambda folder: {} if folder == "blobs" else Remote.sizes(silent, folder))
+    assert [survey(each, cubins=False).failed for each in (listed, silent)] == [(), ()]
+    assert (listed._fs.count("open", "/blobs/"), silent._fs.count("open", "/blobs/") > 0) == (0, True)
+    damage(url, f"blobs/sha256/{entry.cubin_sha256[:2]}/{entry.cubin_sha256}", lambda data: None)
+    for each in (listed, silent):
+        (why,) = {why for _, _, why in survey(each, cubins=False).failed}
+        assert f"{entry.cubin_sha256} is missing; " in why
 
 
 def test_trust_counts_where_it_lies_too(keys, url):
