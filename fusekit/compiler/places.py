@@ -8,6 +8,7 @@ a reader wants is looked up here: another text of an error must not have all ker
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 import traceback
@@ -31,9 +32,9 @@ def with_places(error: FusekitError) -> FusekitError:
 
 
 def _raised_at(cause: BaseException) -> str:
-    """The innermost line that is neither the DSL's nor fusekit's own, in brackets; nothing where there is none."""
+    """The innermost line that is not the DSL's, fusekit's or the importer's, in brackets; nothing without one."""
     of_dsl = getattr(sys.modules.get("cutlass"), "__path__", ())
-    own = ("<", *(f"{folder}/" for folder in (Path(__file__).parents[1], *of_dsl)))
+    own = ("<", *(f"{folder}/" for folder in (Path(__file__).parents[1], Path(importlib.__file__).parent, *of_dsl)))
     frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(own)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 

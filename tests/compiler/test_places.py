@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from fusekit.compiler.places import with_places
+from fusekit.compiler.source_call import call_source
 from fusekit.errors import BuildError, ProofError
 
 SOURCE = """@one
@@ -45,6 +46,14 @@ def test_what_python_raised_has_the_line_of_the_source(tmp_path):
         except AttributeError as error:
             raise BuildError("the CuTe DSL refuses the kernel: x") from error
     assert str(with_places(caught.value)) == f"the CuTe DSL refuses the kernel: x ({path}, line 2)"
+
+
+def test_a_module_that_cannot_be_parsed_says_its_line_itself(tmp_path, monkeypatch):
+    (tmp_path / "unparsed.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BuildError) as caught:
+        call_source("unparsed:f", {}, "sm_90a")
+    assert str(with_places(caught.value)).endswith(": SyntaxError: invalid syntax (unparsed.py, line 1)")
 
 
 def test_a_file_that_is_no_source_stays_as_it_is(tmp_path):
