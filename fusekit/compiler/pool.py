@@ -263,8 +263,10 @@ class Worker:
             return BuildError(f"{job.name}: the build was stopped", name=job.name)
         if code is None and (crash := server.crash()) is not None:
             return crash
-        words = f"the compile process died of {job.name} ({_cause(code)}){_last_words(self._log)}"
-        return BuildError(words, name=job.name)
+        words = f"the compile process died of {job.name} ({_cause(code)})"
+        if job.home is not None and code is not None and code >= 0:
+            words += "; a source returns what cute.compile takes, and ends no process"
+        return BuildError(f"{words}{_last_words(self._log)}", name=job.name)
 
 
 Team = tuple[Sequence[Compiler], Callable[[], None]]

@@ -102,6 +102,11 @@ def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
     said = fusekit("new", "--from", "mykernels:broken", code=1)
     assert said.err.startswith("fusekit: source mykernels:broken raised RuntimeError: no luck (")
     assert "mykernels.py, line " in said.err
+    spec.with_name("ending.py").write_text("import os\n\n\ndef ends():\n    os._exit(3)\n")
+    assert "ended with 3, without an answer; a source" in fusekit("new", "--from", "ending:ends", code=1).err
+    spec.write_text(SPEC.replace("mykernels:twice", "ending:ends"))
+    (failed,) = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
+    assert "(exit code 3); a source returns what cute.compile takes, and ends no process" in failed["error"]
     assert "one of the two" in fusekit("new", code=2).err
     assert "--tokens, --kernels" in fusekit("new", "--from", "a:b", "--tokens", "8192", "--kernels", code=2).err
     assert "--params" in fusekit("new", "-", "--params", "{}", code=2).err
