@@ -1,4 +1,4 @@
-"""Lines of sources in errors.
+"""Lines of sources, and keys of specs, in errors.
 
 What Python raised while a kernel was traced, such as an IndexError, says no place: its traceback does. Of a launch the
 DSL says where its kernel is decorated, and `fusekit.compiler.hostcode` repeats that. Every key covers hostcode, so what
@@ -13,10 +13,14 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
+from fusekit.abi import RecordError
 from fusekit.errors import FusekitError
+from fusekit.spec import ExternSpec
 
 _PLACE = re.compile(r"\((/[^\n]+?), line ([0-9]+)\)")
+_FIELD = re.compile(r"(arguments|dims)\[[0-9]+\]\.name: |(workspace|scratch)\.bytes")
 
 
 def with_places(error: FusekitError) -> FusekitError:
@@ -28,6 +32,19 @@ def with_places(error: FusekitError) -> FusekitError:
     if args and cause is not None and not type(cause).__module__.startswith("cutlass"):
         args[0] = f"{args[0]}{_raised_at(cause)}"
     error.args = tuple(args)
+    return error
+
+
+def with_keys(error: FusekitError, spec: Any) -> FusekitError:
+    """The error, in which a field of the launch record is the key of the foreign `spec` that it comes of."""
+    if isinstance(error, RecordError) and isinstance(spec, ExternSpec) and (field := _FIELD.match(str(error))):
+        key, remedy = f"{field[1]}: ", ""
+        if memory := field[2]:
+            sized = {said.get("zeroed", False): name for name, said in spec.arguments.items() if "bytes" in said}
+            key = f"arguments.{sized[memory == 'workspace']}.bytes"
+        elif field[1] == "arguments":
+            remedy = '; say arguments.NAME.rename = "TEXT" of one'
+        error.args = (f"{key}{str(error)[field.end() :]}{remedy}",)
     return error
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fusekit.compiler import foreign
 from fusekit.compiler.hostfunction import TracePlan
-from fusekit.compiler.places import with_places
+from fusekit.compiler.places import with_keys, with_places
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError, ToolchainError
@@ -87,7 +87,7 @@ def _work(job: Job) -> Done | FusekitError:
         versions = distributions()
         check_loaded(versions)
     except FusekitError as error:
-        return with_places(error)
+        return with_keys(with_places(error), job.spec)
     except ImportError as error:  # what is imported for a kernel is the compiler, or made for one version of it
         return unusable(_said(error))
     except MemoryError:

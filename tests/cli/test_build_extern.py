@@ -112,6 +112,29 @@ def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
     assert "--params" in fusekit("new", "-", "--params", "{}", code=2).err
 
 
+REFUSED = {
+    "renamed": 'x = { role = "input", shape = ["M", "N"] }\ny = { role = "output", shape = ["M", "N"], rename = "x" }',
+    "scratch": 'y = { role = "output", shape = ["N"] }\nmemory = { role = "workspace", bytes = ["mul", 4, "Q"] }',
+    "zeroed": 'y = { role = "output", shape = ["N"] }\nmemory = { role = "workspace", bytes = "N", zeroed = true }',
+    "inside": 'y = { role = "output", shape = [["mul", "N", 2]] }\nmemory = { role = "workspace", bytes = 4 }',
+}
+
+
+def test_a_record_that_cannot_be_is_refused_by_the_keys_of_the_spec(fusekit, spec):
+    told = 'schema = 1\n[defaults]\nop = "extern"\narch = "sm_90a"\n'
+    for name, arguments in REFUSED.items():
+        source = "twice" if "x = " in arguments else "filled"
+        told += f'[[kernel]]\nname = "{name}"\nsource = "mykernels:{source}"\n[kernel.arguments]\n{arguments}\n'
+    spec.write_text(told)
+    failed = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
+    assert {each["name"].partition("/")[2].partition("@")[0]: each["error"] for each in failed} == {
+        "renamed": "arguments: 'x' stands twice; names are unique; say arguments.NAME.rename = \"TEXT\" of one",
+        "scratch": "arguments.memory.bytes[2]: unknown variable 'Q'; known are N, sm_count",
+        "zeroed": "arguments.memory.bytes: unknown variable 'N'; known are sm_count",
+        "inside": "dims: 'N' stands only inside expressions; some shape must be its bare name",
+    }
+
+
 def test_the_table_of_a_store(fusekit, spec):
     import subprocess
     import sys
