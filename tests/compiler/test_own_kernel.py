@@ -52,6 +52,12 @@ def run_block(holds, place):
     return done
 
 
+def test_the_page_says_what_a_workspace_is():
+    (size, zeroed) = re.findall(r"^\| `arguments\.NAME\.(?:bytes|zeroed)` .*$", PAGE, re.MULTILINE)
+    assert all(said in size for said in ("needs", "in place of a shape", "of dims", "fixed extents"))
+    assert all(said in zeroed for said in ("before the first launch", "the last one left", "`sm_count` at most"))
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A newcomer's folder, with the kernels built as the page says."""
