@@ -1,6 +1,7 @@
 """A layer by its name, `file/layer`: every verb that takes a name takes it, and means all its kernels."""
 
 import json
+import re
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_show_says_what_a_layer_is(fusekit, store):
     document = fusekit("show", "model/moe", "--json").json
     made = program(OPTIONS)
     assert (document["name"], document["kind"], document["missing"]) == ("model/moe", "moe", [])
-    assert document["options"]["hidden"] == OPTIONS.hidden
+    assert (document["options"]["hidden"], document["options"]["weight_dtype"]) == (OPTIONS.hidden, OPTIONS.dtype)
     assert [kernel["name"] for kernel in document["kernels"]] == [f"{part}@one" for part in PARTS]
     for which in ("forward", "inference", "backward"):
         inputs, outputs = made.arguments(which)
@@ -110,6 +111,9 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
     text = fusekit("show", "coded/moe").out
     for said in ("codes of the weights", "quantise-x-turned", "w1_q"):
         assert said in text
+    told = options(file="own", recipe="fp8-block", weight_dtype="f32", hidden=144, intermediate=192, tokens=1024)
+    publish(fusekit.root, told)
+    assert re.search(r"^  weight_dtype +f32$", fusekit("show", "own/moe").out, re.MULTILINE)
     assert "codes of the weights" not in fusekit("show", "model/moe").out
 
 
