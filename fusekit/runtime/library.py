@@ -85,8 +85,9 @@ class Library:
         the current context, else 0.
 
         Raises NotBuiltError (with the build command; a checked library also where the store lacks `checks/offsets`),
-        ArgumentError for a name, a problem or a device that cannot be one, UsageError for the name of a layer and where
-        the variants of a kernel do not compute the same, ArchMismatchError, IntegrityError or DriverError.
+        ArgumentError for a name, a problem or a device that cannot be one, UsageError for what names a layer or
+        several kernels (a file, a glob) and where the variants of a kernel do not compute the same, ArchMismatchError,
+        IntegrityError or DriverError.
         """
         _check_name(name)
         device = None if device is None else ordinal_of(device)
