@@ -20,7 +20,8 @@ def launch_record(entry: Entry) -> LaunchRecord:
     try:
         return LaunchRecord.from_json(dict(entry.launch))
     except RecordError as error:
-        raise IntegrityError(f"entry {entry.key}: launch record: {error}", key=entry.key) from error
+        remedy = "" if "rebuild" in str(error) else "; build it again"  # of another schema it says so itself
+        raise IntegrityError(f"entry {entry.key}: launch record: {error}{remedy}", key=entry.key) from error
 
 
 def check_entry(entry: Entry) -> None:

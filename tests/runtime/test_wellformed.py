@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -92,8 +93,9 @@ def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
     write(store, *made())
     assert len(store.verify(full=True, inspect=WELLFORMED).bad) == 1
     export_bundle(store, select(store), tmp_path / "k.tar")
-    with pytest.raises(IntegrityError, match=r"which cannot be used: .*; a bundle is taken whole"):
+    with pytest.raises(IntegrityError, match=r"which cannot be used: .*; a bundle is taken whole") as refused:
         import_bundle(Store(tmp_path / "imported"), tmp_path / "k.tar", inspect=WELLFORMED)
+    assert len(re.findall("build it again|build the kernel again|rebuild the kernel", str(refused.value))) == 1
     push(store, select(store), Remote(str(tmp_path / "remote")))
     report = pull(Store(tmp_path / "pulled"), Remote(str(tmp_path / "remote")), inspect=WELLFORMED)
     assert [name for name, _ in report.failed] == [NAME]
