@@ -44,8 +44,8 @@ BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
-SAVED = 90.0  # as many more where it stores the pre-activation
 CODES_EPILOGUE = 500.0  # the same where factors have 8 bits
+SAVED = 90.0  # as many more where it stores the pre-activation, of 16-bit factors
 BACKWARD = 300.0  # as many more where it takes a gradient through an activation
 DEPTH = 4096  # the reduction of a problem that does not say
 PADDING = 0.25  # what a padded column costs, of one that is not
@@ -121,8 +121,9 @@ def _epilogue(spec: Mapping[str, Any]) -> float:
     """What the epilogue adds to a tile's time, in elements of the reduction."""
     if spec.get("mainloop") != "cooperative":
         return 0.0
-    own = EPILOGUE + SAVED * bool(spec.get("save_preactivation"))
-    own = own if spec.get("quant", "none") == "none" else CODES_EPILOGUE
+    own = CODES_EPILOGUE
+    if spec.get("quant", "none") == "none":
+        own = EPILOGUE + (SAVED if spec.get("save_preactivation") else 0.0)
     return own + (BACKWARD if is_backward(spec.get("activation", {}).get("kind")) else 0.0)
 
 

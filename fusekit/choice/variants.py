@@ -161,9 +161,10 @@ def choose(
     if len(variants) == 1:
         return first
     check_name(first)
-    if several := sorted({record.name.partition("@")[0] for record in variants})[1:]:
-        others = f"{several[0]} and {len(several) - 1} more" if len(several) > 1 else several[0]
-        raise UsageError(f"{first.name.partition('@')[0]}, {others} are kernels of their own; give the name of one")
+    kernels = sorted({record.name.partition("@")[0] for record in variants})
+    if len(kernels) > 1:
+        more = f" and {len(kernels) - 2} more" if len(kernels) > 2 else ""
+        raise UsageError(f"{', '.join(kernels[:2])}{more} are kernels of their own; give the name of one")
     operation = _operation(first)
     if operation.family == EXTERN:
         names = ", ".join(record.name for record in variants[:4])
