@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fusekit.bench.gemms import Options
     from fusekit.bench.shape import Shape
     from fusekit.choice.tuning import Row
-    from fusekit.runtime import Device, Library
+    from fusekit.library import Library
+    from fusekit.runtime import Device
     from fusekit.store import NameRecord
 
 GROUPS = ("uneven", "even", "one")
@@ -112,7 +113,7 @@ def command(
         from fusekit.bench.shape import Shape
     except ImportError as error:
         raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
-    from fusekit.runtime import open_library
+    from fusekit.library import open_library
 
     _check_files(html, csv)
     library = open_library(session.config)

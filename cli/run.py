@@ -16,7 +16,8 @@ from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
     from fusekit.bench.trial import Trial
-    from fusekit.runtime import Kernel, Library
+    from fusekit.library import Library
+    from fusekit.runtime import Kernel
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def command(
 
     waking = Waking(device)  # 0.1 s in which Python is idle, while everything else is still to be imported
     try:
-        from fusekit.runtime import open_library
+        from fusekit.library import open_library
 
         library = open_library(session.config)
         if _is_layer(library, name, arch):

@@ -14,7 +14,7 @@ from fusekit_cli.run import rates
 
 if TYPE_CHECKING:
     from fusekit.layers import Layer
-    from fusekit.runtime import Library
+    from fusekit.library import Library
 
 
 def run(

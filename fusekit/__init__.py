@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fusekit.compiler.build import build
     from fusekit.compiler.capture import capture
     from fusekit.config import Config
-    from fusekit.runtime import open_library
+    from fusekit.library import open_library
     from fusekit.stand_in import compile
 
 __version__ = "0.1.0"
@@ -69,7 +69,7 @@ __all__ = [
 
 
 _HOMES = {
-    "open_library": "runtime", "build": "compiler.build", "capture": "compiler.capture", "compile": "stand_in",
+    "open_library": "library", "build": "compiler.build", "capture": "compiler.capture", "compile": "stand_in",
     "Config": "config",
 }  # fmt: skip
 

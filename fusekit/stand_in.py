@@ -34,7 +34,7 @@ from fusekit.store import NameRecord, Store
 
 if TYPE_CHECKING:
     from fusekit.abi import LaunchRecord
-    from fusekit.runtime import Library
+    from fusekit.library import Library
     from fusekit.runtime.driver import Driver
     from fusekit.runtime.kernel import Kernel
 
@@ -209,7 +209,7 @@ def _library(config: Config) -> Library:
 def _overlapping(store: Store | Config, driver: Driver | None = None) -> Library:
     """A library whose kernels take any tensors, also ones that overlap: no role is known, so no output is."""
     from fusekit.abi import TensorArgument
-    from fusekit.runtime import Library
+    from fusekit.library import Library
 
     class Overlapping(Library):
         def _read(self, found: NameRecord) -> tuple[LaunchRecord, bytes]:

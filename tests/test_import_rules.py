@@ -11,15 +11,16 @@
 | store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
-| runtime | errors, config, abi, store, choice, cuda.bindings; layers and exchange, for `library.layer` |
+| runtime | errors, config, abi, store, choice, cuda.bindings |
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
-| interop | errors, abi, runtime, layers, exchange; each framework in the module of its name alone |
+| library | errors, config, abi, store, choice, runtime, layers, exchange |
+| interop | errors, abi, library, runtime, layers, exchange; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
 | providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
-| stand_in | compiler, runtime, what these may import |
-| bench | runtime, layers, exchange, reference, interop, what these may import; PyTorch (`torch_*`), matplotlib |
+| stand_in | compiler, library, what these may import |
+| bench | library, runtime, layers, exchange, reference, interop, what these may import; PyTorch, matplotlib |
 """
 
 import ast
@@ -58,25 +59,29 @@ MAY = {
     },
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
-        "fusekit.layers", "fusekit.exchange",
     },
     "layers": {"fusekit.errors", "fusekit.plan", "fusekit.runtime", "fusekit.exchange"},
     "exchange": {"fusekit.errors", "fusekit.plan", "fusekit.runtime"},
-    "interop": {"fusekit.errors", "fusekit.abi", "fusekit.runtime", "fusekit.layers", "fusekit.exchange"},
+    "library": {
+        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "fusekit.runtime",
+        "fusekit.layers", "fusekit.exchange",
+    },
+    "interop": {
+        "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",
+    },
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
-        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.runtime",
-        "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
-        "fusekit.exchange", "cuda.bindings",
-        "transformer_engine", "matplotlib",
+        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.library",
+        "fusekit.runtime", "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers",
+        "fusekit.exchange", "numpy", "cuda.bindings", "transformer_engine", "matplotlib",
     },
     "stand_in": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
-        "fusekit.runtime",
+        "fusekit.library", "fusekit.runtime",
     },
     "__init__": {
-        "fusekit.errors", "fusekit.config", "fusekit.runtime", "fusekit.compiler", "fusekit.stand_in",
+        "fusekit.errors", "fusekit.config", "fusekit.library", "fusekit.compiler", "fusekit.stand_in",
     },
 }  # fmt: skip
 
@@ -104,7 +109,14 @@ LAZY = {
     "cryptography", "distributed", "filelock", "platformdirs", "transformer_engine", "matplotlib",
 }  # fmt: skip
 LAZY_ROOMS = {"cutlass": {"kernels"}, "numpy": {"reference", "bench"}, "cuda": {"kernels", "runtime", "bench"}}
-CLI_LAZY = LAZY | {"fusekit.compiler", "fusekit.runtime", "fusekit.reference", "fusekit.bench", "fusekit.kernels"}
+CLI_LAZY = LAZY | {
+    "fusekit.compiler",
+    "fusekit.library",
+    "fusekit.runtime",
+    "fusekit.reference",
+    "fusekit.bench",
+    "fusekit.kernels",
+}
 
 # Device code is a pure function of its arguments: nothing here reaches files, processes or the environment.
 KERNEL_STDLIB = {
@@ -243,7 +255,7 @@ def test_a_fresh_process_loads_nothing_heavy(room, tmp_path):
     modules = loaded(f"import fusekit.{room}", tmp_path)
     heavy = {"cutlass", "torch", "numpy", "llvmlite", "rich", "click", "hypothesis"}
     assert not modules & heavy
-    if room != "runtime":
+    if room not in ("runtime", "library"):
         assert "cuda" not in modules
 
 
@@ -264,12 +276,12 @@ def test_launching_needs_neither_the_lock_nor_the_tables(tmp_path):
     """A machine that only launches may have no more than click, platformdirs and cuda-bindings."""
     absent = "filelock", "rich", "numpy", "cutlass", "llvmlite", "torch", "fsspec", "tenacity", "cryptography"
     statement = "".join(f"sys.modules['{name}'] = None; " for name in absent)
-    assert "fusekit.runtime" in loaded(f"{statement}import fusekit.runtime, fusekit.store, fusekit_cli.main", tmp_path)
+    assert "fusekit.library" in loaded(f"{statement}import fusekit.library, fusekit.store, fusekit_cli.main", tmp_path)
 
 
 def test_a_cold_start_reads_no_specs(tmp_path):
     """`fusekit run` counts its milliseconds: what only a build needs is not loaded."""
-    modules = loaded("import fusekit.runtime, fusekit.bench.trial", tmp_path)
+    modules = loaded("import fusekit.library, fusekit.bench.trial", tmp_path)
     assert not modules & {"tomllib", "statistics", "fusekit.spec.parse", "fusekit.spec.catalog", "fusekit.spec.keys"}
 
 

@@ -23,8 +23,9 @@ import numpy as np
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import median
 from fusekit.exchange import Layout, Ranks
+from fusekit.library import Library, open_library
 from fusekit.plan.quantise import SIDE
-from fusekit.runtime import DeviceArray, Library, open_library
+from fusekit.runtime import DeviceArray
 from fusekit.runtime.side import Aside, run
 
 FILE = "bench-exchange"

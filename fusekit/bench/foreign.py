@@ -19,9 +19,10 @@ from fusekit.bench.roofline import Work
 from fusekit.bench.trial import GUARD, Trial, Verdict, written_around
 from fusekit.dtypes import DTYPES, FLOAT
 from fusekit.errors import UsageError
+from fusekit.library import Library
 from fusekit.reference import POISON
 from fusekit.reference.inputs import bits
-from fusekit.runtime import DeviceArray, Devices, Kernel, Library
+from fusekit.runtime import DeviceArray, Devices, Kernel
 
 EXTENT = 1024  # of a dim that nobody gave, where all tensors together then take at most
 MOST_BYTES = 1 << 30

@@ -22,7 +22,8 @@ from fusekit.bench.shape import ROLES, STEPS, Shape, is_gated
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.choice.tuning import Row, features
 from fusekit.choice.variants import check_alike
-from fusekit.runtime import Device, Kernel, Library
+from fusekit.library import Library
+from fusekit.runtime import Device, Kernel
 from fusekit.store import NameRecord
 
 # Two ways to compute the same in 16 bits differ by what each rounds on the way: an eager epilogue several times.

@@ -20,7 +20,8 @@ from typing import Any
 from fusekit.bench.timing import ROUND, host_us, own_stream
 from fusekit.bench.trial import Trial
 from fusekit.bench.trials import open_trial
-from fusekit.runtime import DeviceArray, open_library
+from fusekit.library import open_library
+from fusekit.runtime import DeviceArray
 from fusekit.runtime.tensors import Slice
 
 ROUNDS, WARM_UP = 400, 40

@@ -17,6 +17,7 @@ from fusekit.bench.timing import Run, Timing, own_stream, time_launch
 from fusekit.bench.trial import GUARD, Verdict, written_around
 from fusekit.errors import UsageError
 from fusekit.layers import Layer
+from fusekit.library import Library
 from fusekit.plan.layer import Options
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, X
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
@@ -24,7 +25,7 @@ from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.plan.quant import NONE
 from fusekit.reference import POISON, decode, encode, held, poisoned
 from fusekit.reference import layer as definition
-from fusekit.runtime import DeviceArray, Library
+from fusekit.runtime import DeviceArray
 from fusekit.spec import Activation
 
 # Relative Frobenius errors. y is rounded three times on its way, each time by about 1.5e-3; gradients more often. What

@@ -15,9 +15,10 @@ from fusekit.bench.roofline import Work, peak_of
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import median
 from fusekit.choice.tuning import Row
+from fusekit.library import Library
 from fusekit.plan.layer.program import QUANTISE
 from fusekit.plan.operations import GEMM, OPERATIONS
-from fusekit.runtime import Device, Library
+from fusekit.runtime import Device
 
 
 class LayerBench(Bench):

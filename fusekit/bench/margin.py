@@ -20,7 +20,8 @@ from typing import Any
 from fusekit.bench.arrays import Tensors, sizes_of
 from fusekit.bench.timing import median, own_stream
 from fusekit.errors import UsageError
-from fusekit.runtime import DeviceArray, Kernel, Library, open_library
+from fusekit.library import Library, open_library
+from fusekit.runtime import DeviceArray, Kernel
 
 ROUNDS = 15
 COPY_THREADS = 1024

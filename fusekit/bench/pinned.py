@@ -21,7 +21,8 @@ from fusekit.bench.layers import LayerBench
 from fusekit.bench.shape import Shape
 from fusekit.bench.timing import own_stream
 from fusekit.layers.layer import pinned
-from fusekit.runtime import Device, Library, open_library
+from fusekit.library import Library, open_library
+from fusekit.runtime import Device
 
 
 def measure(library: Library, device: Device, name: str, tokens: int | None, options: Options) -> list[dict[str, Any]]:

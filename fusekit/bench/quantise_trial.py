@@ -7,9 +7,10 @@ import numpy as np
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import Trial, Verdict
 from fusekit.dtypes import DTYPES
+from fusekit.library import Library
 from fusekit.plan.quantise import SQUARE
 from fusekit.reference import quantise_check, quantise_inputs, quantise_output_shapes
-from fusekit.runtime import Kernel, Library
+from fusekit.runtime import Kernel
 
 CODES = "e4m3"
 DEFAULT = {"E": 4, "M": 4096, "K": 2880}  # where a spec has no problem

@@ -36,8 +36,8 @@ from fusekit.bench.timing import median
 from fusekit.bench.torch_blocks import CASES as BLOCKS
 from fusekit.bench.torch_blocks import Case
 from fusekit.layers import Layer, Pass
+from fusekit.library import Library, open_library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
-from fusekit.runtime import Library, open_library
 
 FILE = "bench-ranks"
 CASES = ("qwen3-30b-a3b", "mixtral-8x7b")

@@ -29,7 +29,8 @@ from fusekit.abi import (
 from fusekit.bench.timing import median
 from fusekit.dtypes import DTYPES
 from fusekit.errors import UsageError
-from fusekit.runtime import Kernel, open_library
+from fusekit.library import open_library
+from fusekit.runtime import Kernel
 
 OURS = """
 import fusekit

@@ -11,6 +11,7 @@ import numpy as np
 from fusekit.bench.roofline import Work
 from fusekit.bench.trial import Trial, Verdict
 from fusekit.dtypes import DTYPES
+from fusekit.library import Library
 from fusekit.plan.token_operation import INOUT, ROUTER
 from fusekit.plan.tokens import TOKENS
 from fusekit.reference import (
@@ -22,7 +23,7 @@ from fusekit.reference import (
     token_output_shapes,
 )
 from fusekit.reference.tokens import token_tensors
-from fusekit.runtime import Kernel, Library
+from fusekit.runtime import Kernel
 
 DEFAULT_TOKENS, DEFAULT_HIDDEN = 4096, 2880  # where a spec has no problem
 # The reference needs several float64 copies of what it looks at: so many elements of a row-by-row matrix at a time.

@@ -18,8 +18,9 @@ from fusekit.bench.roofline import peak_of
 from fusekit.bench.timing import Run, Stopwatch, median
 from fusekit.bench.token_trial import TokenTrial
 from fusekit.choice.tuning import Row, features
+from fusekit.library import Library
 from fusekit.plan.operations import OPERATIONS
-from fusekit.runtime import Device, DeviceArray, Kernel, Library
+from fusekit.runtime import Device, DeviceArray, Kernel
 
 PEERS = ("torch", "te")
 _LEAST_ROUNDS = 7

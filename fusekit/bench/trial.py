@@ -14,6 +14,7 @@ from fusekit.bench.compare import Inputs, compare, inputs_of
 from fusekit.bench.roofline import Work, gemm_work
 from fusekit.bench.timing import Timing, own_stream, time_launch
 from fusekit.errors import UsageError
+from fusekit.library import Library
 from fusekit.plan.operations import OPERATIONS
 from fusekit.reference import (
     BY_GROUP,
@@ -26,7 +27,7 @@ from fusekit.reference import (
 )
 from fusekit.reference.codes import coded, largest_shapes
 from fusekit.reference.meaning import meaning
-from fusekit.runtime import DeviceArray, Kernel, Library
+from fusekit.runtime import DeviceArray, Kernel
 
 # Bytes of poison before and after every output; a multiple of every alignment that a record asks for.
 GUARD = 4096

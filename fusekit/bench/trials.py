@@ -8,9 +8,10 @@ from fusekit.bench.quantise_trial import QuantiseTrial
 from fusekit.bench.token_trial import TokenTrial
 from fusekit.bench.trial import Trial
 from fusekit.errors import UsageError
+from fusekit.library import Library
 from fusekit.plan.operations import EXTERN, OPERATIONS, QUANTISE
 from fusekit.plan.token_operation import CHECK, EXCHANGE
-from fusekit.runtime import Kernel, Library
+from fusekit.runtime import Kernel
 
 
 def open_trial(

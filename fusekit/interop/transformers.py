@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.interop.torch_layer import DTYPES, casting, launch, op_of, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
-from fusekit.runtime import Library, open_library
+from fusekit.library import Library, open_library
 
 if TYPE_CHECKING:
     from fusekit.plan.layer import Options

@@ -18,7 +18,7 @@ from fusekit.layers.stored import layers_of, options_of, records_of
 
 if TYPE_CHECKING:
     from fusekit.layers.ranked import RankedLayer
-    from fusekit.runtime import Library
+    from fusekit.library import Library
 
 __all__ = ["Layer", "Pass", "Sizes", "layers_of", "open_layer"]
 

@@ -20,7 +20,8 @@ from fusekit.runtime.tensors import View, describe, read, strides_of
 
 if TYPE_CHECKING:
     from fusekit.exchange import Window
-    from fusekit.runtime import Kernel, Library
+    from fusekit.library import Library
+    from fusekit.runtime import Kernel
     from fusekit.store import NameRecord
 
 PASSES = (FORWARD, INFERENCE, BACKWARD, QUANTISE)

@@ -20,7 +20,8 @@ from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
 from fusekit.runtime.side import Side
 
 if TYPE_CHECKING:
-    from fusekit.runtime import Devices, Kernel, Library
+    from fusekit.library import Library
+    from fusekit.runtime import Devices, Kernel
     from fusekit.store import NameRecord
 
 _SECONDS = 1.0  # between two looks at what went wrong

@@ -11,7 +11,7 @@ from fusekit.errors import IntegrityError, UsageError, some
 from fusekit.plan.layer import Options, stored_options
 
 if TYPE_CHECKING:
-    from fusekit.runtime import Library
+    from fusekit.library import Library
     from fusekit.store import NameRecord
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)

@@ -1,4 +1,4 @@
-"""Launching from a store: open it, load a cubin, bind tensors, launch.
+"""Loading cubins, binding tensors, launching. `fusekit.library` finds the kernels in a store.
 
 Stands on the standard library, fusekit's `abi` and `store`, and cuda.bindings, which is imported at the first load.
 Nothing here imports the compiler, the DSL, PyTorch or NumPy; tensors and streams of any framework are taken by
@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from fusekit.runtime.driver import Driver as Driver
     from fusekit.runtime.kernel import Kernel as Kernel
     from fusekit.runtime.launch import Launch as Launch
-    from fusekit.runtime.library import Library as Library
-    from fusekit.runtime.library import open_library as open_library
     from fusekit.runtime.memory import DeviceArray as DeviceArray
 
 _HOMES = {
     "Device": "devices", "DeviceArray": "memory", "Devices": "devices", "Driver": "driver", "Kernel": "kernel",
-    "Launch": "launch", "Library": "library", "OffsetsProblem": "checked", "open_library": "library",
+    "Launch": "launch", "OffsetsProblem": "checked",
 }  # fmt: skip
 
 

@@ -59,6 +59,6 @@ class StandIn(Layer):
 def install(monkeypatch: Any, rig: Rig, wrong: Any = lambda part, made: None) -> None:
     """Layers of every library are stand-ins from now on."""
     monkeypatch.setattr(
-        "fusekit.runtime.library.Library.layer",
+        "fusekit.library.Library.layer",
         lambda library, name, arch=None, device=None: StandIn(rig, wrong, library, name, arch, device),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusekit.layers.layer import pinned
-from fusekit.runtime import open_library
+from fusekit.library import open_library
 from tests.bench.rig import Rig
 from tests.gpu import batches
 from tests.gpu.batches import Batches

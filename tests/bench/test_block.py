@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusekit.runtime import open_library
+from fusekit.library import open_library
 from tests.bench.rig import Rig
 from tests.gpu.block import Block, made, wrong
 

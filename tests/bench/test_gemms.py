@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusekit.choice.tuning import Tuning
-from fusekit.runtime import open_library
+from fusekit.library import open_library
 from fusekit_cli.main import main
 from tests.bench.rig import PEER_MS, Rig, bench
 from tests.runtime.fake import CUresult

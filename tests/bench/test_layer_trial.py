@@ -17,9 +17,9 @@ from fusekit.bench.layer_trial import LayerTrial
 from fusekit.bench.pinned import main as bench_pinned
 from fusekit.choice.tuning import Tuning
 from fusekit.errors import UsageError
+from fusekit.library import open_library
 from fusekit.plan.layer import program
 from fusekit.plan.operations import GEMM, OPERATIONS
-from fusekit.runtime import open_library
 from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish

@@ -15,9 +15,10 @@ import pytest
 from fusekit.bench.replay import ROTATED_BYTES, Replay, launches_for, sets_for
 from fusekit.bench.timing import Stopwatch
 from fusekit.errors import DriverError
+from fusekit.library import open_library
 from fusekit.reference import router as reference
 from fusekit.reference.permutation import permutation_inputs
-from fusekit.runtime import Devices, Driver, open_library
+from fusekit.runtime import Devices, Driver
 from fusekit.spec import parse_text
 from fusekit_cli.main import main
 from tests.bench.rig import COPY_MS, PEER_MS, Rig

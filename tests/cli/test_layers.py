@@ -7,8 +7,8 @@ import pytest
 
 from fusekit.errors import IntegrityError, NotBuiltError, UsageError
 from fusekit.layers import Layer
+from fusekit.library import Library
 from fusekit.plan.layer import program, stored_options
-from fusekit.runtime import Library
 from fusekit.store import NameRecord, Store
 from tests.bench.layer_stand_in import publish
 from tests.plan.test_layer_program import options
@@ -120,7 +120,7 @@ def test_show_says_what_a_recipe_quantises(fusekit, store):
 def test_show_of_a_layer_imports_little(fusekit, store, tmp_path):
     code = (
         "import sys; from fusekit_cli.main import main; main(['show', 'model/moe', '-q']); "
-        "print(*({'cutlass', 'numpy', 'cuda', 'rich', 'torch', 'fusekit.runtime.library'} & set(sys.modules)))"
+        "print(*({'cutlass', 'numpy', 'cuda', 'rich', 'torch', 'fusekit.library'} & set(sys.modules)))"
     )
     import subprocess
     import sys

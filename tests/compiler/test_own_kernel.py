@@ -15,8 +15,8 @@ import pytest
 
 from fusekit.abi import LaunchRecord
 from fusekit.config import Config
+from fusekit.library import Library
 from fusekit.runtime.driver import Driver
-from fusekit.runtime.library import Library
 from fusekit.store import Store
 from tests.cabi.launcher import OK, Launcher, compile_shared
 from tests.runtime.fake import FakeDriver

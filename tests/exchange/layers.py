@@ -13,11 +13,12 @@ import numpy as np
 from fusekit.bench.layer_tensors import LOSS, definitions, made_up
 from fusekit.bench.layer_trial import _limit, _router_keys
 from fusekit.exchange import Ranks
+from fusekit.library import Library
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD, QUANTISE
 from fusekit.reference import decode, encode, held
 from fusekit.reference import layer as definition
-from fusekit.runtime import DeviceArray, Library
+from fusekit.runtime import DeviceArray
 from fusekit.spec import Activation
 
 PARTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its own experts

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from fusekit.exchange import Layout, Window, in_process
+from fusekit.library import Library
 from fusekit.reference import encode, held
 from fusekit.reference import exchange as reference
 from fusekit.reference.formats import values
 from fusekit.reference.permutation import index
-from fusekit.runtime import DeviceArray, Kernel, Library
+from fusekit.runtime import DeviceArray, Kernel
 
 POISON = 77  # of what is written
 ALL_TO_ONE, NONE, RANDOM, LOCAL = "all-to-one", "none", "random", "local"

@@ -11,11 +11,12 @@ import numpy as np
 from fusekit.bench.layer_tensors import LOSS, made_up
 from fusekit.layers import Layer
 from fusekit.layers.layer import pinned
+from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.reference import held
 from fusekit.reference.inputs import bits
-from fusekit.runtime import DeviceArray, Library
+from fusekit.runtime import DeviceArray
 
 POOL = 160  # tokens whose bits are compared
 MOST = 700  # of a batch, with those in between

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from fusekit.library import Library
 from fusekit.reference import encode, gemm, route
 from fusekit.reference.formats import decode
 from fusekit.reference.permutation import index, unpermute
-from fusekit.runtime import DeviceArray, Library
+from fusekit.runtime import DeviceArray
 from fusekit.spec import parse_file
 
 SPECS = {spec.kernel: spec for spec in parse_file(Path(__file__).with_name("block.toml"))}

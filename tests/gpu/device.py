@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusekit.runtime import DeviceArray, Kernel, Library
+from fusekit.library import Library
+from fusekit.runtime import DeviceArray, Kernel
 from fusekit.spec import KernelSpec
 
 from .cases import Case

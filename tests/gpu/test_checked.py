@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from fusekit import NotBuiltError
+from fusekit.library import Library
 from fusekit.reference.offsets import first_wrong
-from fusekit.runtime import DeviceArray, Library
+from fusekit.runtime import DeviceArray
 from fusekit.runtime.checked import CHECK, CheckedKernel
 
 from .cases import Case

@@ -8,10 +8,11 @@ from typing import Any
 
 from fusekit.abi import Dim, LaunchRecord, PeersArgument, PointerParameter, ScalarArgument, TensorArgument, tensors_of
 from fusekit.config import Config
+from fusekit.library import Library
 from fusekit.plan.layer import Options, program
 from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.operations import GEMM, OPERATIONS
-from fusekit.runtime import Driver, Library
+from fusekit.runtime import Driver
 from fusekit.store import Entry, NameRecord, Store, key_of
 from tests.runtime.fake import FakeDriver
 from tests.runtime.samples import CUBIN

@@ -10,8 +10,9 @@ from fusekit.abi import LaunchRecord, PointerParameter
 from fusekit.compiler.families import family
 from fusekit.compiler.naming import record_of as named
 from fusekit.config import Config
+from fusekit.library import Library
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE, QUANTISE
-from fusekit.runtime import Driver, Library
+from fusekit.runtime import Driver
 from fusekit.spec import parse_file
 from fusekit.store import Store, key_of
 from tests.layers.test_layer import TYPES

@@ -10,9 +10,10 @@ import pytest
 from fusekit.errors import ArgumentError, CapacityError, PeerTimeoutError
 from fusekit.exchange import Layout, Ranks
 from fusekit.layers.ranked import RankedLayer
+from fusekit.library import Library
 from fusekit.plan.exchange import MOST, STATUS
 from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
-from fusekit.runtime import Devices, Driver, Library
+from fusekit.runtime import Devices, Driver
 from fusekit.store import key_of
 from tests.exchange.test_windows import Gathering, PeerDriver, together
 from tests.layers.samples import library

@@ -20,7 +20,8 @@ from fusekit.abi import (
     TensorMapParameter,
 )
 from fusekit.config import Config
-from fusekit.runtime import Devices, Driver, Kernel, Library
+from fusekit.library import Library
+from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.runtime.tensors import compact_strides
 from fusekit.store import Entry, NameRecord, Store, key_of
 from tests.runtime.fake import FakeDriver

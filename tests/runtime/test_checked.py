@@ -15,8 +15,9 @@ from fusekit.abi import IntegerParameter, LaunchRecord, PointerParameter, Tensor
 from fusekit.bench.trials import open_trial
 from fusekit.compiler.tokens import signature
 from fusekit.errors import ArgumentError, DriverError, NotBuiltError, UsageError
+from fusekit.library import Library
 from fusekit.reference.offsets import first_wrong
-from fusekit.runtime import DeviceArray, Kernel, Launch, Library
+from fusekit.runtime import DeviceArray, Kernel, Launch
 from fusekit.runtime.driver import Driver
 from fusekit.spec import parse_text
 from tests.abi.test_schema_2 import step

@@ -15,7 +15,8 @@ import pytest
 
 from fusekit.abi import IntegerParameter
 from fusekit.errors import ArchMismatchError, ArgumentError, DriverError, IntegrityError, NotBuiltError, UsageError
-from fusekit.runtime import Devices, Driver, Kernel, Library, open_library
+from fusekit.library import Library, open_library
+from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.runtime.devices import archs_of
 from tests.runtime.fake import CUresult, FakeDriver
 from tests.runtime.samples import CUBIN, fake_for, library, load, publish, record, tensors
@@ -91,7 +92,7 @@ def test_a_device_that_is_none_is_refused_before_the_driver_is_woken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken: list[Any] = []
-    monkeypatch.setattr("fusekit.runtime.library.Waking", lambda ordinal: woken.append(ordinal))
+    monkeypatch.setattr("fusekit.library.Waking", lambda ordinal: woken.append(ordinal))
     for device in (0.0, False, "0", [0]):
         with pytest.raises(ArgumentError, match=r"device is .*; it must be the ordinal of a GPU, a whole number"):
             Library(publish(tmp_path)).load("sample/fc1", device=device)  # type: ignore[arg-type]

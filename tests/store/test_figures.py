@@ -62,7 +62,7 @@ def command(store, *arguments):
 LOAD = """
 import sys, time
 from pathlib import Path
-import fusekit.runtime.library
+import fusekit.library
 from fusekit.choice.variants import choose
 from fusekit.store import Store
 start = time.perf_counter()
