@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusekit.errors import IntegrityError, SignatureError
+from fusekit.errors import IntegrityError, SignatureError, StoreError
 from fusekit.store import marker, marks
 from fusekit.store.documents import check_readable
 from fusekit.store.entries import Entry
@@ -160,8 +160,11 @@ class Store(Lookup):
             there = self._first_good(lambda layer: layer.name(record.name, record.arch))
             if there is not None and there == record and there.summary == record.summary:
                 self.publish_signatures(data, signatures or {})
-                # Younger than an entry that was mended: see `settled`.
-                self._publisher.touch(own.name_path(record.name, record.arch), data)
+                path = own.name_path(record.name, record.arch)
+                # Younger than an entry that was repaired: see `settled`.
+                self._publisher.touch(path, data)
+                with contextlib.suppress(StoreError):  # read-only
+                    self._publisher.settle(path)  # whoever placed it may have been killed before it synced
                 return
         self.publish_signatures(data, self._vouched("name", data, signatures, record.name))
         self._publisher.put(own.name_path(record.name, record.arch), data)

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from fusekit.abi import IntegerParameter
+from fusekit.abi import IntegerParameter, ScalarArgument
+from fusekit.cabi import Exported
+from tests.runtime.samples import record
 
 from .launcher import (
+    CUBIN,
     CUDA_ERROR,
     INVALID_ARGUMENT,
     LANGUAGES,
@@ -20,6 +23,7 @@ from .launcher import (
     WRONG_ARCH,
     Launcher,
     compile_shared,
+    complete,
 )
 from .proof import prove, prove_refusals
 from .recorder import NO_TENSOR_MAPS, Recorder
@@ -42,6 +46,29 @@ def test_the_c_launcher_refuses_what_the_runtime_refuses(exported):
     prove_refusals(kernels, lambda index, recorder: Launcher(shared, kernels, index, "demo", recorder))
 
 
+@pytest.mark.parametrize(("exponent", "status"), [(62, OK), (63, INVALID_ARGUMENT), (-1, INVALID_ARGUMENT)])
+def test_the_largest_power_of_two(powers, exponent, status):
+    """What a signed 64-bit number holds, in C as in Python."""
+    shared, kernels = powers
+    launcher = Launcher(shared, kernels, 0, "powers")
+    assert launcher.load() == OK, str(launcher.error)
+    values = usual_values(launcher) | {"shift": exponent}
+    assert launcher.launch(launcher.arguments(values, {"act_alpha": 1.5}), 9) == status, str(launcher.error)
+    if status == OK:
+        assert launcher.recorder.launches[-1].parameters[-1] == (2**exponent).to_bytes(8, "little")
+
+
+@pytest.fixture(scope="module")
+def powers(tmp_path_factory):
+    base = record()
+    made = replace(
+        base, arguments=(*base.arguments, ScalarArgument("shift", "i32", 3)),
+        parameters=(*base.parameters, IntegerParameter("power", "i64", ("exp2", "shift"), 296)),
+    )  # fmt: skip
+    kernels = [Exported("sample/powers@1", complete(made), CUBIN, {})]
+    return compile_shared(tmp_path_factory.mktemp("powers"), kernels, "powers", "c11"), kernels
+
+
 @pytest.fixture
 def loaded(exported):
     shared, kernels = exported
@@ -50,12 +77,16 @@ def loaded(exported):
     return launcher
 
 
-def usual(launcher: Launcher) -> Any:
+def usual_values(launcher: Launcher) -> dict[str, int]:
     values = {"M": 96, "K": 128, "E": 4, "I": 160, "cluster_margin": 0}
     for number, tensor in enumerate(launcher.record.tensors):
         values[f"{tensor.name}.address"] = 0x10_0000_0000 * (number + 1)
         values.update((tensor.stride_variable(index), 0) for index in range(tensor.rank))
-    return launcher.arguments(values, {"act_alpha": 1.5})
+    return values
+
+
+def usual(launcher: Launcher) -> Any:
+    return launcher.arguments(usual_values(launcher), {"act_alpha": 1.5})
 
 
 def test_strides_of_zero_are_compact_and_defaults_are_the_specs(loaded):

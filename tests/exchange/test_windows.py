@@ -42,6 +42,14 @@ class PeerDriver(FakeDriver):
         self.CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
         self.CUipcMemHandle = lambda: SimpleNamespace(reserved=b"")
 
+    def cuMemAlloc(self, size: int) -> Any:  # noqa: N802
+        status, address = super().cuMemAlloc(size)
+        ctypes.memset(address, 0xA5, size)
+        return status, address
+
+    def cuMemsetD8Async(self, address: int, value: int, count: int, stream: int) -> Any:  # noqa: N802
+        return self.cuMemsetD8(address, value, count)
+
     def cuDeviceCanAccessPeer(self, device: int, other: int) -> Any:  # noqa: N802
         return OK, self.able
 

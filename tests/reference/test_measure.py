@@ -137,3 +137,18 @@ def test_nothing_to_compare_and_wrong_shapes():
     assert "nothing" in str(result)
     with pytest.raises(ValueError, match="shape"):
         measure("y", np.zeros((1, 4)), want)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "f32"])
+@pytest.mark.parametrize("slack", [0.0, 0.25])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_bound_is_where_it_is_said_to_be(dtype, slack, sign):
+    """One unit in the last place of the value, and the slack: just below passes, just above does not."""
+    value = 3.0
+    significand, smallest = {"bf16": (8, 2.0**-133), "fp16": (11, 2.0**-24), "f32": (24, 2.0**-149)}[dtype]
+    room = value * 2.0 ** (1 - significand) + slack + smallest
+    want = Expected(dtype, np.arange(1), np.array([[value]]), np.array([[slack]]), limit=1.0)
+    for part, right in ((0.999, True), (1.001, False)):
+        result = measure("y", np.array([[value + sign * part * room]]), want)
+        assert result.ok == right, str(result)
+        assert result.max_scaled == pytest.approx(part, rel=1e-5)

@@ -75,6 +75,11 @@ def test_several_at_once_are_checked_together() -> None:
         ({"y": Torchlike((96, 160), address=0)}, "null address"),
         ({"y": Torchlike((96, 160), address=0x1000_0000)}, "y overlaps x"),
         ({"x": Torchlike((96, 128), address=0x4000_0000)}, "y overlaps x"),
+        # w, 320 KiB, has y, 30 KiB, inside it; whichever of the two moves
+        ({"y": Torchlike((96, 160), address=0x2000_0000 + 1024)}, "y overlaps w"),
+        ({"w": Torchlike((4, 320, 128), address=0x4000_0000 - 1024)}, "y overlaps w"),
+        ({"y": Torchlike((96, 160), address=0x2000_0000 + 4 * 320 * 128 * 2 - 16)}, "y overlaps w"),
+        ({"w": Torchlike((4, 320, 128), address=0x4000_0000 + 96 * 160 * 2 - 16)}, "y overlaps w"),
         ({"y": Torchlike((97, 160), address=0x6000_0000)}, "it must have M = 96"),
         ({"y": Torchlike((96, 160), "torch.float32", address=0x6000_0000)}, "must be bf16"),
         ({"z": Y}, "z is no argument"),
@@ -92,6 +97,21 @@ def test_what_is_refused_changes_nothing(changed: dict[str, Any], text: str) -> 
     assert parameters(fake) == before
     launch.update(y=Y)(9)
     assert struct.unpack("<Q", parameters(fake)[3]) == (0x6000_0000,)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"y": Torchlike((96, 160), address=0x2000_0000 + 4 * 320 * 128 * 2)},
+        {"y": Torchlike((96, 160), address=0x2000_0000 - 96 * 160 * 2)},
+        {"w": Torchlike((4, 320, 128), address=0x4000_0000 + 96 * 160 * 2)},
+        {"w": Torchlike((4, 320, 128), address=0x4000_0000 - 4 * 320 * 128 * 2)},
+    ],
+)
+def test_an_output_may_touch_an_input(changed: dict[str, Any]) -> None:
+    kernel, fake = load()
+    kernel.bind(**tensors()).update(**changed)(9)
+    assert len(fake.launches) == 1
 
 
 def test_a_map_that_the_driver_refuses_changes_nothing() -> None:

@@ -42,6 +42,28 @@ def published(store):
     return {listed.record.name for listed in store.names()}
 
 
+def test_publishing_what_a_killed_process_left(tmp_path):
+    """A process is killed at each moment; the next one publishes the same, then the power goes: its entry is there."""
+    for stop in range(500):
+        root = tmp_path / "store"
+        disk = PowerDisk(root, stop)
+        root.mkdir()
+        killed = False
+        try:
+            publish(Store(root, disk=disk), 0)
+        except KeyboardInterrupt:
+            killed = True
+        disk.stop = None
+        publish(Store(root, disk=disk), 0)
+        for left in states(disk, tmp_path / "left", 1):
+            assert published(left) == {"f/k@0"}
+        shutil.rmtree(root)
+        if not killed:
+            assert stop > 5
+            return
+    pytest.fail("the store never stopped publishing")
+
+
 def test_publishing(tmp_path, soak):
     """Two kernels, the second one twice; the power goes at each moment."""
     for stop in range(500):
