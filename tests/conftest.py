@@ -2,13 +2,17 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 FIGURES = pytest.StashKey[list[str]]()
 WORKERS = 8  # at most: with the compiler loaded a process has half a gigabyte, and starts others
+
+sys.path.append(str(Path(__file__).parents[1]))  # for `examples`; an installed fusekit comes first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""The recipes of tests/examples/deploy: what each runs is run here, as far as a machine without their services can.
+"""The recipes of examples/deploy: what each runs is run here, as far as a machine without their services can.
 
 `--soak` installs what the Dockerfile installs, into a new environment for each of its images.
 """
@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 ROOT = Path(__file__).parents[1]
-HERE = Path(__file__).parent / "examples" / "deploy"
+HERE = ROOT / "examples" / "deploy"
 KERNELS = "quickstart/moe-fc1"
 SCRIPTS = sorted((HERE / "slurm").glob("*.sbatch"))
 NO_GPU = 4

@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 PAGES = (
     README,
     ROOT / "CHANGELOG.md",
-    *sorted(path for folder in ("fusekit", "cli", "tests/examples") for path in (ROOT / folder).glob("**/*.md")),
+    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).glob("**/*.md")),
 )
 CODE = re.compile(r"```sh\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 
@@ -52,7 +52,7 @@ def options(*verbs):
 
 def test_the_readme_shows_the_first_example():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert (ROOT / "tests" / "examples" / "first.py").read_text() in blocks
+    assert (ROOT / "examples" / "first.py").read_text() in blocks
 
 
 def test_commands_and_their_options_exist(page):
@@ -66,7 +66,7 @@ def test_commands_and_their_options_exist(page):
         assert named <= known, f"fusekit {' '.join(words)}"
 
 
-@pytest.mark.parametrize("where", [README, ROOT / "cli" / "commands.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("where", [README, ROOT / "docs" / "commands.md"], ids=lambda path: path.name)
 def test_every_command_is_there(where):
     assert {words[0] for words in commands(where.read_text()) if words} >= set(VERBS)
 

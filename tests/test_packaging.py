@@ -22,7 +22,7 @@ FOLDERS = {
     "kernel_specs": "fusekit/kernel_specs",
     "cache_manifests": "fusekit/cache_manifests",
 }
-TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests", *FOLDERS}
+TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "docs", "examples", "tests", *FOLDERS}
 
 
 def git(*arguments: str) -> list[str]:
@@ -83,7 +83,7 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(tree, wheel):
     found = {name: data for name, data in members(wheel).items() if ".dist-info/" not in name}
     assert found.keys() == expected.keys()
     assert found == expected
-    assert {"fusekit/py.typed", "fusekit_cli/py.typed", "fusekit/store/store.md", "fusekit/cabi/core.h"} <= found.keys()
+    assert {"fusekit/py.typed", "fusekit_cli/py.typed", "fusekit/cabi/core.h"} <= found.keys()
 
 
 def test_the_sdist_holds_the_tests_and_the_examples(tree, sdist):

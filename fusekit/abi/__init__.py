@@ -9,7 +9,7 @@ them as closed integer expressions (`fusekit.abi.expr`) over
 - ``"sm_count"``, the multiprocessors of the device, and ``"cluster_margin"``, the clusters held back for other kernels.
 
 A launcher binds the dims from the tensors' shapes, checks what the record demands, evaluates the expressions, writes
-the parameters at the offsets that the cubin prescribes, and launches. launch-record.md beside this file says it step by
+the parameters at the offsets that the cubin prescribes, and launches. docs/launch-record.md says it step by
 step, for launchers in any language; `fusekit.runtime` is the one in Python. Nothing here knows the driver, the DSL or
 NumPy.
 """

@@ -22,7 +22,7 @@ from fusekit.dtypes import INTEGERS
 if TYPE_CHECKING:
     from fusekit.abi.record import LaunchRecord, LaunchStep
 
-# Each is an integer. What the names mean to the driver stands in launch-record.md.
+# Each is an integer. What the names mean to the driver is in docs/launch-record.md.
 ATTRIBUTES = (
     "cooperative",
     "non_portable_cluster_size_allowed",

@@ -1,1 +1,1 @@
-"""Launches looked at; benchmarks.md, beside this file, says how to use it."""
+"""Launches looked at; docs/benchmarks.md says how to use it."""

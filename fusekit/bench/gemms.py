@@ -147,7 +147,7 @@ class GemmBench(Bench):
         self._subjects: list[Subject] = []
 
     def measure(self, shape: Shape, stream: int, timed: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-        """Times everything at `shape`. The document of one problem: a member of `models` in benchmarks.md.
+        """Times everything at `shape`. The document of one problem: a member of `models` in docs/benchmarks.md.
 
         timed: told of each kernel when its times are there.
         """

@@ -84,7 +84,7 @@ def sweep(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Times every variant of each GEMM of the layer `name` for `tokens` (None: the spec's), one kernel after the other.
 
-    What `models` in benchmarks.md has of it, and the rows of a tuning table.
+    What `models` in docs/benchmarks.md has of it, and the rows of a tuning table.
     """
     kernels: list[dict[str, Any]] = []
     rows: list[Row] = []

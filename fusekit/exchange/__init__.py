@@ -1,4 +1,4 @@
-"""Experts on several GPUs: the windows into which ranks store each other's rows. The page is exchange.md.
+"""Experts on several GPUs: the windows into which ranks store each other's rows; docs/expert-parallelism.md.
 
 A rank has a window for each kernel of `moe-dispatch` or `moe-combine` that must not wait for another. All ranks launch
 the kernels of a window in the same order. Nothing here imports a framework; processes find each other through whatever

@@ -42,8 +42,8 @@ class Ranks:
         """The ranks of this process: rank r is on device `ordinals[r]`.
 
         devices: `library.devices`. A launch waits for those of the other ranks, so give each rank a device of its own;
-        on one, launch all of them before you wait, and see that their blocks fit it together (exchange.md, "Rules").
-        Raises ArgumentError for no ranks or too many.
+        on one, launch all of them before you wait, and see that their blocks fit it together
+        (docs/expert-parallelism.md, "Rules"). Raises ArgumentError for no ranks or too many.
         """
         count, made = len(ordinals), _Made(devices, ordinals)
         layers: dict[str, tuple[str, int]] = {}

@@ -54,7 +54,7 @@ class Window:
             if self.shared:
                 shared = (
                     f"; ranks share device {self.device} and may lack room there: give each a device of its own, or"
-                    ' fewer tokens (exchange.md, "Rules")'
+                    ' fewer tokens (docs/expert-parallelism.md, "Rules")'
                 )
             raise PeerTimeoutError(
                 f"rank {self.rank} waited in launch {launch} on this window for rank {missing - 1} to {STAGES[stage]}, "
@@ -97,8 +97,8 @@ class Window:
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
     """A window of `size` bytes for each rank of this process: rank r is on device `ordinals[r]`.
 
-    Ranks may share a device, if their blocks fit it together (exchange.md, "Rules"). Raises ArgumentError where one
-    device cannot reach another, DriverError.
+    Ranks may share a device, if their blocks fit it together (docs/expert-parallelism.md, "Rules"). Raises
+    ArgumentError where one device cannot reach another, DriverError.
     """
     _check_ranks(len(ordinals))
     size = _whole(size)

@@ -1,4 +1,4 @@
-"""What the arguments of a launch are, in words, by operation. The page operations.md has the same sentences."""
+"""What the arguments of a launch are, in words, by operation. docs/operations.md has the same sentences."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -71,10 +71,10 @@ the store: such a person can write digests too. Give a store read-only to those 
 **Signatures** are that defence. A store that is told whom to trust takes an entry or a name, from any layer, only if
 one of those keys signed its exact bytes, and parses nothing before that is known. An entry holds its cubin's digest,
 so its signature covers the cubin. A signature is published before its document. It does not say that a document is
-the latest: who can write can put back an older one that was signed too. exchange.md, in this folder, says how
+the latest: who can write can put back an older one that was signed too. docs/remotes.md says how
 kernels travel (bundles, remotes), and what each of both kinds of check is good for.
 
-store.md, in this folder, says which test attacks each of these promises, and how fast the store is.
+docs/store.md says which test attacks each of these promises, and how fast the store is.
 """
 
 from fusekit.store.entries import Entry

@@ -249,7 +249,7 @@ def test_a_template_is_no_record_to_store() -> None:
 
 
 def test_the_example_of_the_documentation_is_a_record() -> None:
-    page = (Path(__file__).parents[2] / "fusekit" / "abi" / "launch-record.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "launch-record.md").read_text()
     example = json.loads(page.partition("```json\n")[2].partition("```")[0])
     assert LaunchRecord.from_json(example).to_json() == example
     for name in (*ATTRIBUTES, *OPERATORS, *ARGUMENTS):

@@ -14,7 +14,7 @@ from tests.records import read_record
 
 from .launcher import CUBIN, complete
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "c"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "c"
 COMMANDS = {
     "fc1.c": ("gcc", "-std=c11"),
     "fc1.cpp": ("g++", "-std=c++17"),

@@ -49,7 +49,7 @@ def test_running_foreign_python_is_asked_for(fusekit, spec):
 def test_a_package_that_is_missing_is_named(fusekit):
     if find_spec("flash_attn"):
         pytest.skip("flash-attn-4 is installed")
-    example = Path(__file__).parents[1] / "examples" / "attention.toml"
+    example = Path(__file__).parents[2] / "examples" / "attention.toml"
     refused = fusekit("build", str(example), "--allow-extern", "--json", code=1)
     wanted = {f"attention/{name}@base" for name in ("forward", "forward-sink", "forward-paged", "backward-prepare")}
     wanted |= {f"attention/{name}@base" for name in ("backward", "round-queries", "round-keys")}

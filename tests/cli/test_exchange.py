@@ -274,7 +274,7 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
     manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
     path = str(write_manifest(manifest, tmp_path, read_signing_key(tmp_path / "ours")))
 
-    other("pull", "yesterday", **trusted)  # signed, and so taken: exchange.md says so
+    other("pull", "yesterday", **trusted)  # signed, and so taken: docs/remotes.md says so
     for run in (other, functools.partial(fusekit, "--store", "fresh")):
         refused = run("pull", "yesterday", "--check", path, "--json", code=1, **trusted)
         assert [row["name"] for row in refused.json["failed"]] == [NAMES[0]]

@@ -22,11 +22,11 @@ from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 from cutlass.cutlass_dsl import CuTeDSL
 
+from examples.cute import fusion, rows
 from fusekit.compiler import fakes
 from fusekit.compiler.capture import _arguments
 from fusekit.compiler.cubin import kernels
 from tests.compiler.sass import instructions
-from tests.examples.cute import fusion, rows
 
 ROOT = Path(__file__).parents[2]
 ARCH = "--gpu-arch=sm_90a"
@@ -52,7 +52,7 @@ def test_the_call_does_what_it_does_and_nothing_is_left_behind():
     assert callable(compiled)
     assert CompileCallable.__call__ is ORIGINAL
     (kernel,) = found.kernels
-    assert (kernel.name, kernel.arch, kernel.source) == ("silu_add", "sm_90a", "tests.examples.cute.fusion:silu_add")
+    assert (kernel.name, kernel.arch, kernel.source) == ("silu_add", "sm_90a", "examples.cute.fusion:silu_add")
     compile_here(*flat(fusion.arguments()))
     assert len(found.kernels) == 1
 
@@ -179,7 +179,7 @@ def test_an_object_of_a_module_that_no_key_would_know_is_a_problem():
     function.other = Holder()
     with fusekit.capture() as found:
         compile_here(function, *arguments)
-    assert "which the module of tests.examples.cute.rows:SquareSum does not import" in found.problems[0]
+    assert "which the module of examples.cute.rows:SquareSum does not import" in found.problems[0]
 
 
 def test_problems_stand_in_the_file():

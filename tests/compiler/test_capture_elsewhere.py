@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "tests" / "examples" / "cute"
+EXAMPLES = ROOT / "examples" / "cute"
 PROGRAM = """
 import hashlib, json, sys, tempfile
 import numpy as np

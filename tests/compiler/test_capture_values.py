@@ -19,8 +19,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor, make_ptr
 
+from examples.cute import rows
 from fusekit.compiler import closures, fakes
-from tests.examples.cute import rows
 
 
 class Shape(enum.Enum):
@@ -354,7 +354,7 @@ def test_data_that_is_wrong_is_refused_in_words(data, says):
         fakes.Reader.of({}).value(data)
 
 
-SOURCE = "tests.examples.cute.rows:SquareSum"
+SOURCE = "examples.cute.rows:SquareSum"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fusekit.spec.family import ALL_OPS
 from fusekit.spec.hf_config import FAMILIES
 from fusekit.spec.operands import BACKWARD, OPERANDS, operands
 
-PAGE = (Path(__file__).parents[2] / "fusekit" / "spec" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 GEMM = "tile = [128, 128]\n"
 GATED = 'activation = { kind = "swiglu" }\nsave_preactivation = true\nbias = true\nrow_scale = true\n'
 SCORES = "experts = 16\ntopk = 2\nscore_function = 'sigmoid'\n"

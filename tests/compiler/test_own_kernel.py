@@ -25,8 +25,8 @@ from tests.runtime.samples import Torchlike
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
 
 ROOT = Path(__file__).parents[2]
-FILES = ROOT / "tests" / "examples" / "cute"
-PAGE = (ROOT / "fusekit" / "compiler" / "your-kernel.md").read_text()
+FILES = ROOT / "examples" / "cute"
+PAGE = (ROOT / "docs" / "your-kernel.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 SOURCES = {path.name: path.read_text() for path in FILES.iterdir() if path.is_file()}
 KERNELS = ("gemm@base", "silu-add@base", "square-sum@cluster2", "square-sum@cluster4", "total@base")

@@ -34,7 +34,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
-from tests.examples.cute import rows
+from examples.cute import rows
 
 ARCH = "--gpu-arch=sm_90a"
 

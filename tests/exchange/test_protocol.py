@@ -30,7 +30,7 @@ def test_every_row_arrives_and_nothing_is_overwritten(setting):
 @settings(max_examples=100, deadline=None)
 @given(SETTINGS.filter(lambda setting: not {*"an"} & {*setting.program}))
 def test_ranks_share_a_gpu_where_all_but_one_leave_room_for_a_block(setting):
-    """As exchange.md has it."""
+    """As docs/expert-parallelism.md has it."""
     room = (setting.ranks - 1) * setting.largest + 1
     assert Machine(replace(setting, pool=room, resident=setting.largest)).run() > 0
 

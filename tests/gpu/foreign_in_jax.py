@@ -1,4 +1,4 @@
-"""The CuTe DSL kernels of tests/examples/cute inside jax.jit; `test_own_kernel.py` runs it."""
+"""The CuTe DSL kernels of examples/cute inside jax.jit; `test_own_kernel.py` runs it."""
 
 import os
 

@@ -1,6 +1,6 @@
 """FlashAttention's kernels for Hopper from their launch records alone, against float64.
 
-fusekit --store STORE build tests/examples/attention.toml --allow-extern     on any machine, with flash-attn-4
+fusekit --store STORE build examples/attention.toml --allow-extern     on any machine, with flash-attn-4
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_attention.py         on the machine with the GPU and PyTorch
 """
 

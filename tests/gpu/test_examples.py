@@ -13,7 +13,7 @@ import pytest
 from fusekit import NotBuiltError, reference
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "tests" / "examples"
+EXAMPLES = ROOT / "examples"
 FC1, FIRST = "gpt-oss-20b/fc1-fwd", "quickstart/moe-fc1"
 GROUPS, ROWS, H, I = 4, 700, 2880, 2880  # noqa: E741 (the field's own name)
 

@@ -1,7 +1,7 @@
 """Layers of layers.toml inside jax.jit, each in a process of its own, with and without XLA's command buffers; and a
 layer over two ranks, in one process and in two.
 
-fusekit --store STORE build tests/gpu/layers.toml tests/examples/ranks.toml     on any machine
+fusekit --store STORE build tests/gpu/layers.toml examples/ranks.toml     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_jax_moe.py
 """
 
@@ -61,11 +61,11 @@ def test_layer_over_ranks(opened, usable, processes, more, flags):
     if opened.devices.count < 2:
         pytest.skip("needs two devices")
     if not opened.store.names("ranks/*"):
-        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/ranks.toml there and name the store")
+        pytest.skip(f"no layer of the examples in {opened}; build examples/ranks.toml there and name the store")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, str(ROOT / "tests" / "examples" / "jax_ranks.py"), *more]
+    command = [sys.executable, str(ROOT / "examples" / "jax_ranks.py"), *more]
     started = [
         subprocess.Popen(
             [*command, *([str(rank), address] if processes > 1 else [])], env=environment(flags),

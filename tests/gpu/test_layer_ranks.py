@@ -1,6 +1,6 @@
 """Layers whose experts are on two ranks, or four, against the definition of one GPU: on as many devices, or on fewer.
 
-fusekit --store STORE build tests/gpu/layer-ranks.toml tests/examples/{ranks,data-parallel}.toml     on any machine
+fusekit --store STORE build tests/gpu/layer-ranks.toml examples/{ranks,data-parallel}.toml     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_layer_ranks.py
 
 The tests with processes need two devices, and PyTorch or mpirun with mpi4py.
@@ -193,7 +193,7 @@ def processes(opened, command, *arguments, needs="ranks"):
     if opened.devices.count < 2:
         pytest.skip("needs two devices")
     if not opened.store.names(f"{needs}/*"):
-        pytest.skip(f"no layer of the examples in {opened}; build tests/examples/{needs}.toml there and name the store")
+        pytest.skip(f"no layer of the examples in {opened}; build examples/{needs}.toml there and name the store")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -206,11 +206,11 @@ def test_mpirun(opened):
     if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("no mpirun with mpi4py")
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    assert processes(opened, command, ROOT / "tests" / "examples" / "layer_ranks.py").count("right") == 2
+    assert processes(opened, command, ROOT / "examples" / "layer_ranks.py").count("right") == 2
 
 
 def test_one_process_with_both_ranks(opened):
-    assert processes(opened, [sys.executable], ROOT / "tests" / "examples" / "layer_ranks.py").count("right") == 2
+    assert processes(opened, [sys.executable], ROOT / "examples" / "layer_ranks.py").count("right") == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--leave"]])
@@ -218,7 +218,7 @@ def test_torchrun(opened, more):
     """Values and gradients of MoE(group=...); a process that leaves, after which the other raises in time."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    out = processes(opened, TORCHRUN, ROOT / "tests" / "examples" / "moe_ranks.py", *more)
+    out = processes(opened, TORCHRUN, ROOT / "examples" / "moe_ranks.py", *more)
     assert out.count("right") == 2, out
     assert not more or "rank 0 waited in launch" in out, out
 
@@ -227,6 +227,6 @@ def test_gradients_are_summed_while_others_are_computed(opened):
     """Their bits and sums, for several margins."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    example = ROOT / "tests" / "examples" / "data_parallel.py"
+    example = ROOT / "examples" / "data_parallel.py"
     out = processes(opened, TORCHRUN, example, "0", "8", needs="data-parallel")
     assert out.count("right") == 2 and out.count('"with"') == 2, out

@@ -1,6 +1,6 @@
-"""The CuTe DSL kernels of tests/examples/cute on the GPU, against NumPy; through `fusekit.compile` against the DSL.
+"""The CuTe DSL kernels of examples/cute on the GPU, against NumPy; through `fusekit.compile` against the DSL.
 
-cd tests/examples/cute && fusekit --store STORE build kernels.toml --allow-extern     on any machine
+cd examples/cute && fusekit --store STORE build kernels.toml --allow-extern     on any machine
 FUSEKIT_STORE=STORE python -m pytest tests/gpu/test_own_kernel.py
 """
 
@@ -25,7 +25,7 @@ def kernel(gpu):
         try:
             return gpu.library.load(f"kernels/{name}")
         except NotBuiltError as error:
-            pytest.skip(f"{error}; in tests/examples/cute, with kernels.toml and --allow-extern")
+            pytest.skip(f"{error}; in examples/cute, with kernels.toml and --allow-extern")
 
     return load
 
@@ -141,7 +141,7 @@ def test_the_stand_in_gives_the_bits_of_the_dsl(gpu, tmp_path, monkeypatch):
     from cutlass.cute.runtime import from_dlpack
 
     import fusekit
-    from tests.examples.cute import fusion, gemm, rows
+    from examples.cute import fusion, gemm, rows
 
     monkeypatch.setenv("FUSEKIT_STORE", str(tmp_path))
     torch.manual_seed(0)

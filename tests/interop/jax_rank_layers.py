@@ -34,7 +34,7 @@ from .plain_jax import arguments, plain  # noqa: E402
 
 jnp, P = jax.numpy, jax.sharding.PartitionSpec
 _NUMBERS = itertools.count()
-EXAMPLE = Path(__file__).parents[1] / "examples" / "jax_ranks.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_ranks.py"
 HERE = threading.local()  # `device` of the handler that runs
 HEADER = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
 

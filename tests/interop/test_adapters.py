@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torch._dynamo")
 from tests.layers.host import host  # noqa: E402
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"dtype": "bf16", "grad_dtype": "bf16", "hidden": 64, "intermediate": 32, "experts": 8}
 
 

@@ -62,7 +62,7 @@ def test_windows_are_given_back():
 
 
 def test_the_example_without_a_framework(monkeypatch, capsys):
-    examples = Path(__file__).parents[1] / "examples"
+    examples = Path(__file__).parents[2] / "examples"
     library = HostLibrary(parse_file(examples / "ranks.toml")[0].layer)
     monkeypatch.setattr(fusekit, "open_library", lambda: library)
     monkeypatch.setattr(library.devices, "synchronize", lambda device: library.machine.run())

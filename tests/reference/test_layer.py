@@ -18,7 +18,7 @@ from fusekit.spec.hf_config import read_model
 from fusekit.spec.model_kernels import Request
 from fusekit.spec.new_spec import new_spec
 
-PAGE = (Path(__file__).parents[2] / "fusekit" / "spec" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 FORWARD, BACKWARD, SCALED = re.findall(r"```python\n(.*?)```", PAGE.partition("## A layer, forward")[2], re.DOTALL)
 T, X, H, I = 23, 6, 32, 16  # noqa: E741 - the page's letters
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_local_experts": X, "hidden_act": "silu", "num_hidden_layers": 1}

@@ -1,4 +1,4 @@
-"""Training a mixture of experts: the recipes of router.md for where router weights may be, against finite differences.
+"""Training a mixture of experts: recipes of docs/router.md for where router weights may be, by finite differences.
 
 Every step is an operation of the catalogue by its reference, in float64, forward and backward.
 """

@@ -9,14 +9,14 @@ from fusekit.reference import activations
 from tests.plans import ACTIVATIONS, BACKWARD_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "fusekit" / "plan" / "extending.md"
+PAGE = ROOT / "docs" / "extending.md"
 SHOWN = (
     "fusekit/plan/activations/reglu.py",
     "fusekit/reference/activations/reglu.py",
     "fusekit/plan/operands/saved_preactivation.py",
     "fusekit/kernels/gemm/operands/row_scale.py",
 )
-PAGES = (ROOT / "README.md", *sorted((ROOT / "fusekit").glob("**/*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

@@ -16,7 +16,7 @@ from tests.plan.test_layer_program import CASES, options
 from tests.plan.test_layer_ranks import LAYERS, over
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "fusekit" / "layers" / "layers.md").read_text()
+PAGE = (ROOT / "docs" / "layers.md").read_text()
 
 
 @pytest.mark.parametrize("keys", [layer_keys(ACTIVATION_KEYS, DTYPES), ROUTER_KEYS], ids=["layer", "router"])
@@ -30,7 +30,7 @@ def test_every_key_stands_on_the_page(keys):
 
 def test_the_example_is_the_program():
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert (ROOT / "tests" / "examples" / "layer.py").read_text() in blocks
+    assert (ROOT / "examples" / "layer.py").read_text() in blocks
 
 
 def test_the_declaration_can_be_read(tmp_path):

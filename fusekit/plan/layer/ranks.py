@@ -1,4 +1,4 @@
-"""The passes of a layer whose experts are spread over ranks; what they mean stands in layers.md.
+"""The passes of a layer whose experts are spread over ranks; what they mean is in docs/layers.md.
 
     of a token's rank    router, choices | dispatch of x                                         combine -> y
     of an expert's rank                  | index, fc1, fc2, the sum of a token's rows ---------> |

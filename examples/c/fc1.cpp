@@ -1,7 +1,7 @@
 // A C++17 program that runs GPT-OSS's fc1 through a bound launch, without Python, fusekit or the CUDA toolkit.
 //
 //     fusekit export --lang c build gpt-oss-20b/fc1-fwd --prefix moe
-//     g++ -std=c++17 -O2 -Ibuild tests/examples/c/fc1.cpp -x c++ build/moe.c -ldl -o fc1
+//     g++ -std=c++17 -O2 -Ibuild examples/c/fc1.cpp -x c++ build/moe.c -ldl -o fc1
 //     ./fc1 FOLDER E M H I            (files as in fc1.c)
 #include "moe.h"
 

@@ -1,7 +1,7 @@
 /* A C11 program that runs GPT-OSS's fc1 without Python, fusekit or the CUDA toolkit.
  *
  *     fusekit export --lang c build gpt-oss-20b/fc1-fwd --prefix moe
- *     gcc -std=c11 -O2 -Ibuild tests/examples/c/fc1.c build/moe.c -ldl -o fc1
+ *     gcc -std=c11 -O2 -Ibuild examples/c/fc1.c build/moe.c -ldl -o fc1
  *     ./fc1 FOLDER E M H I
  *
  * FOLDER holds x.bin [M, H], w.bin [E, 2I, H], bias.bin [E, 2I] (bf16) and offsets.bin [E] (int32); y.bin [M, I] and

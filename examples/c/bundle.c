@@ -2,7 +2,7 @@
  *
  *     fusekit export kernels.tar gpt-oss-20b/fc1-fwd
  *     fusekit export --lang c --loader build --prefix moe
- *     gcc -std=c11 -O2 -Ibuild tests/examples/c/bundle.c build/moe.c -ldl -o bundle
+ *     gcc -std=c11 -O2 -Ibuild examples/c/bundle.c build/moe.c -ldl -o bundle
  *     ./bundle kernels.tar gpt-oss-20b/fc1-fwd@128x192-c2x1-dynamic FOLDER E M H I
  *
  * FOLDER holds x.bin [M, H], w.bin [E, 2I, H], bias.bin [E, 2I] (bf16) and offsets.bin [E] (int32); y.bin [M, I] and

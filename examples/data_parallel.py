@@ -1,6 +1,6 @@
 """PyTorch: gradients of one layer are summed over two GPUs by NCCL while the next layer computes its own.
 
-fusekit build tests/examples/data-parallel.toml
+fusekit build examples/data-parallel.toml
 torchrun --nproc-per-node=2 data_parallel.py [margin ...]      SMs for NCCL; without any: 0, 4, 8, 16, 32
 
 The backward pass of two layers, each with all experts on every GPU. "without": each layer's gradients are summed before
