@@ -126,3 +126,17 @@ def test_rows_that_never_come_are_zeros_and_told(product, wanted):
         here = places < OWN_PLACES[1]
         assert (each[here] == want[here]).all()
         assert ((each[~here] & 0x7FFF) == 0).all()
+
+
+def test_a_group_whose_offsets_fall_has_no_rows(product):
+    """Its rows would be those of the group before, by another w."""
+    product.arrays["x"].upload(product.x)
+    offsets, found = product.arrays["offsets"].download(), []
+    try:
+        for second in (1000, 600):
+            product.arrays["offsets"].upload(np.array([1000] + [second] * (GROUPS - 1), np.int32))
+            product.begin(NUMBER, 1000)
+            found.append(product.results())
+    finally:
+        product.arrays["offsets"].upload(np.frombuffer(offsets, np.int32))
+    assert found[0] == found[1]

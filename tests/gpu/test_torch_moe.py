@@ -285,6 +285,27 @@ def test_a_nan_reaches_its_token_and_its_experts(layers):
         assert found_grads[path][hit].isnan().flatten(1).any(1).all(), path
 
 
+def test_a_nan_in_a_gradient_reaches_its_token_and_its_experts(layers):
+    moe = module(layers, "choices")
+    given = inputs(moe, 200)
+    dy, found = direction((200, moe.layer.options.hidden)).clone(), []
+    for value in (1.0, float("nan")):
+        dy[17] = value
+        moe.zero_grad(set_to_none=True)
+        inside = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
+        moe(*inside).backward(dy.to(moe.operator.dtype))
+        found.append({name: each.grad for name, each in moe.named_parameters()} | {"x": inside[0].grad})
+    before, after = found
+    others = torch.arange(200, device="cuda") != 17
+    assert after["x"][17].isnan().all() and same(after["x"][others], before["x"][others])
+    hit = torch.zeros(16, dtype=torch.bool, device="cuda")
+    hit[given[1][17].long()] = True
+    for path in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        path = f"experts.{path}"
+        assert same(after[path][~hit], before[path][~hit]), path
+        assert after[path][hit].isnan().flatten(1).any(1).all(), path
+
+
 @pytest.mark.parametrize("name", ["qwen3", "deepseek"])
 def test_a_nan_behind_a_router_reaches_no_other_token(layers, name):
     moe = module(layers, name)

@@ -275,6 +275,7 @@ class OwnFirst(Scheduler):
         tile_m = self.plan.tile[0]
         begin, end = Scheduler.rows_of_lane(self, source.offsets, self.group(first), groups, rows, lane)
         if first <= 0:
+            end = cutlass.max(begin, end)  # no rows where offsets fall; else the part before `begin` would be one
             own = source.arrivals.toint() + OWN
             low, high = first_from(source.index, begin, end, (load_word(own), load_word(own + 4)))
             low = cutlass.min(begin + divide(cutlass.max(low - begin, 0) + (tile_m - 1), tile_m) * tile_m, end)
@@ -304,7 +305,6 @@ def first_from(index, begin: Int32, end: Int32, bounds: tuple):
 
     All lanes, each its own rows. The tiles wait for it, so it is as few loads behind one another as registers allow.
     """
-    end = cutlass.max(begin, end)
     low, low_end, high, high_end = begin, end, begin, end
     while cute.arch.vote_any_sync((low < low_end) | (high < high_end)):
         low, low_end = narrowed(index, low, low_end, bounds[0])
