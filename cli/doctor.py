@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def _driver() -> dict[str, Any]:
 def _stores(session: Session) -> list[dict[str, Any]]:
     from fusekit.store import Store
     from fusekit.store.files import exists, is_writable
+    from fusekit.store.folders import said
 
     answers = []
     for index, root in enumerate(session.config.roots):
@@ -117,6 +119,12 @@ def _stores(session: Session) -> list[dict[str, Any]]:
                 answer["problem"] = f"{report.absent[root]}; check FUSEKIT_STORES and that its file system is mounted"
             elif answer["exists"] and report.absent.get(root, "").endswith("no store of fusekit"):
                 answer["problem"] = f"{report.absent[root]}; nothing is written there; name another folder"
+            elif report.open_to_all:
+                where = said(report.open_to_all[0])
+                answer["problem"] = (
+                    f"every user of this machine may write in {where}, and so add or replace kernels; "
+                    f"`chmod -R o-w {shlex.quote(where)}` ends that"
+                )
             elif answer["writable"] is False:
                 answer["problem"] = "it cannot be written; building needs another --store or FUSEKIT_STORE"
         except Exception as error:

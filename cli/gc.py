@@ -42,12 +42,13 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common
-def command(session: Session, max_size: int | None, max_age: float | None, dry_run: bool) -> None:
+def command(session: Session, max_size: int | None, max_age: float | None, dry_run: bool) -> int:
     """Evict the least recently used kernels from the writable store, and remove what is not needed: unused cubins,
     what killed builders left, locks.
 
     Builds and launches may run meanwhile; what a running build relies on stays. Without --max-size and --max-age no
     kernel goes. Read-only layers are left alone, and so is whatever fusekit did not make. --json lists every file.
+    Exit code 1 if a name or an entry cannot be read: what it may need stays.
     """
     from fusekit.store.files import exists
 
@@ -93,6 +94,7 @@ def command(session: Session, max_size: int | None, max_age: float | None, dry_r
         session.note(note)
     if not exists(store.root):
         session.note(f"there is no store at {store.root}")
+    return 1 if report.unread else 0
 
 
 def _idle(seconds: float) -> str:

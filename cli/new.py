@@ -142,20 +142,20 @@ def _answer(session: Session, made: str, stem: str, out: str | None, force: bool
 def _read(model: str) -> tuple[str, str]:
     """The text of the config, and what errors call it."""
     from fusekit.spec.hf_config import MAX_BYTES
+    from fusekit.store.given import given_file
 
     path = Path(model)
+    remedy = "give a config.json, a folder that holds one, or - for stdin"
     try:
         if model == "-":
             source, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             path = path / "config.json" if path.is_dir() else path
             source = str(path)
-            with path.open("rb") as file:
+            with given_file(path, "config.json", remedy) as (file, _):
                 data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(
-            f"{path}: {error.strerror}; give a config.json, a folder that holds one, or - for stdin"
-        ) from error
+        raise UsageError(f"{path}: {error.strerror}; {remedy}") from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{source}: longer than {MAX_BYTES} bytes; give the config.json of a Hugging Face model")
     try:

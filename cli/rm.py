@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from fusekit.errors import NotBuiltError
+from fusekit.errors import NotBuiltError, some
 from fusekit.store import DiscardReport, Store
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, one_arch
@@ -17,12 +17,12 @@ from fusekit_cli.options import Session, common, one_arch
 @one_arch
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @common
-def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> None:
+def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_run: bool) -> int:
     """Remove NAME (a FILE, FILE/KERNEL, a full name or a glob) from the writable store, with the kernels that no other
     name stands for.
 
     A kernel that another name needs stays under that name. Read-only layers are left alone: what they have of NAME is
-    found again afterwards, which is said.
+    found again afterwards, which is said. Exit code 1 if a name or an entry cannot be read: what it may need stays.
     """
     store = session.open_store()
     unwanted = {where for pattern in patterns for where in _meant(store, pattern, arch)}
@@ -40,6 +40,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_r
 
     output.answer(session, document, text)
     notes(session, document)
+    return 1 if report.unread else 0
 
 
 def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
@@ -61,6 +62,9 @@ def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
             for key, names in report.shared.items()
         ],
         "in_use": report.in_use,
+        "unread": report.unread,
+        "may_be_needed": {"kernels": report.may_be_needed, "cubins": report.cubins},
+        "without_kernel": [{"name": name, "arch": arch} for name, arch in report.without_entry],
         "not_removed": [{"name": name, "arch": arch} for name, arch in report.missing],
         "in_layers": hidden,
     }
@@ -76,6 +80,17 @@ def notes(session: Session, document: dict[str, Any]) -> None:
         session.note(
             f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"
         )
+    if unread := document["unread"]:
+        stay = [f"kernel {key[:12]}" for key in document["may_be_needed"]["kernels"]]
+        if cubins := document["may_be_needed"]["cubins"]:
+            stay.append(output.plural(cubins, "cubin"))
+        session.note(
+            f"{some(unread)} cannot be read, so what it needs is not known: "
+            f"{some(stay) + ' may be needed, and stays' if stay else 'no kernel went with it'}; `fusekit verify` says "
+            "more, and `fusekit gc --max-age` removes what is left once it can be read"
+        )
+    for each in document["without_kernel"]:
+        session.note(f"{each['name']} ({each['arch']}) led to no kernel, or could not be read: it went alone")
     for each in document["not_removed"]:
         session.note(f"{each['name']} ({each['arch']}) stays: it changed meanwhile, or is no plain file; try again")
     for each in document["in_layers"]:

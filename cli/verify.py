@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fusekit.errors import IntegrityError
+from fusekit.errors import IntegrityError, some
 from fusekit.store.folders import said
 from fusekit_cli import output, sources
 from fusekit_cli.options import Session, common
@@ -34,6 +35,7 @@ def command(session: Session, full: bool, source: str | None) -> int:
         **{name: getattr(report, name) for name in told},
         "strays": [said(path) for path in report.strays],
         "absent": list(report.absent),
+        "open_to_all": [said(path) for path in report.open_to_all],
     }
 
     def text() -> None:
@@ -55,6 +57,12 @@ def command(session: Session, full: bool, source: str | None) -> int:
     if report.strays:
         names = ", ".join(said(path) for path in report.strays[:5])
         session.note(f"not fusekit's, and left alone: {names}{' and more' if len(report.strays) > 5 else ''}")
+    if report.open_to_all:
+        paths = [said(path) for path in report.open_to_all]
+        session.note(
+            f"every user of this machine may write in {some(paths, 5)}, and so add or replace kernels; "
+            f"`chmod -R o-w {shlex.quote(paths[0])}` ends that"
+        )
     for root, why in report.absent.items():
         remedy = "`fusekit build` makes a store" if root == store.root else "check FUSEKIT_STORES and the mount"
         if root == store.root and why.endswith("no store of fusekit"):

@@ -1,6 +1,6 @@
 """The fields of a model's `config.json`, taken one by one, with an error for each that is not what it must be."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +47,10 @@ class Fields:
     def number(self, *names: str, default: float | None = None, quiet: bool = False) -> float:
         """The finite number under any of `names`."""
         value = self._take(names, default, quiet)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{names[0]} = {show(value)}: it must be a number, is {type_name(value)}")
+        if not abs(value) <= sys.float_info.max:  # math.isfinite raises for an int that is larger
+            raise self.error(f"{names[0]} = {show(value)}: it must be a finite float64")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

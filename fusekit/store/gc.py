@@ -23,6 +23,9 @@ collection, which puts a cubin back that an entry came to need meanwhile; until 
 entries and names together have at most `max_bytes`. What a running build published or looked up stays (see
 fusekit.store.marks). A cubin goes when the last entry that mentions it goes; names go with their entry.
 
+A document that cannot be read may still need anything: while there is one, no cubin and no signature goes, and
+while there is such a name, no entry is evicted.
+
 **What is cleared away**: cubins that no entry mentions; temporaries whose writer is gone, or is of another host and
 was last heard of `STALE_SECONDS` ago; signatures over what is gone; lock files, marks and leases that nobody holds or
 needs. Damaged files stay: `verify` names them, a build mends them.
@@ -31,7 +34,8 @@ needs. Damaged files stay: `verify` names them, a build mends them.
 or is no plain file (fusekit.store.layout); what lies behind a link (fusekit.store.folders). The root is opened once,
 and every file is removed relative to an open folder below it.
 
-**Time** is the file system's: "now" is the stamp of a file made for that. A stamp in the future comes of a clock that
+**Time** is the file system's: "now" is the stamp of a file made for that, also for a dry run, which goes by the host's
+clock only where it may not write. A stamp in the future comes of a clock that
 was wrong: what has no other counts as used now, and is marked so.
 """
 
@@ -108,10 +112,9 @@ def _opened(layer: Layer, disk: Disk, report: CollectReport) -> Iterator[_Collec
             else:
                 publisher.admit()
                 turns.enter_context(_alone(layer, publisher))
-            clock = time.time_ns if report.dry_run else lambda: _now(publisher)
-            began = clock()
+            began = _now(publisher, report)
             found = scan(publisher.folders)
-            yield _Collection(layer, publisher, began, clock(), found, report)
+            yield _Collection(layer, publisher, began, _now(publisher, report), found, report)
     except OSError as error:
         raise store_error(layer.root, "collect", error) from error
 
@@ -137,7 +140,17 @@ def _names(files: Iterable[File]) -> Iterator[tuple[str, str]]:
             yield of_path(file.path.parent.name, file.path.name)
 
 
-def _now(publisher: Publisher) -> int:
+def _now(publisher: Publisher, report: CollectReport) -> int:
+    try:
+        return _stamp(publisher)
+    except StoreError:
+        if not report.dry_run:
+            raise
+        report.notes[:] = [f"{said(publisher.root)} cannot be written, so ages here are by this host's clock"]
+        return time.time_ns()
+
+
+def _stamp(publisher: Publisher) -> int:
     probe = publisher.temporary(publisher.root / "now")
     try:
         with publisher.folders.at() as at:
@@ -168,10 +181,12 @@ class _Collection:
 
     def run(self, max_bytes: int | None, max_age: float | None) -> None:
         report = self.report
-        if self.scan.unread:
+        report.unread = self.unread()
+        if report.unread:
+            kernels = "no kernel is evicted, and " if self.scan.unread_names else ""
             report.notes.append(
-                f"{said(self.scan.unread[0])} cannot be read, so what it needs is not known: no cubin and no signature "
-                "is removed; `fusekit verify` says more"
+                f"{some(report.unread, _NAMED)} cannot be read, so what it needs is not known: {kernels}no cubin and "
+                "no signature is removed; `fusekit verify` says more"
             )
         if strays := self.scan.strays:
             report.strays = [said(path) for path in sorted(strays)]
@@ -180,7 +195,7 @@ class _Collection:
         report.orphans = self._remove_blobs(self._orphans())
         unneeded: list[str] = []
         stay: set[str] = set()
-        while victims := self._victims(max_bytes, max_age, stay, unneeded):
+        while not self.scan.unread_names and (victims := self._victims(max_bytes, max_age, stay, unneeded)):
             stay |= self._evict(victims, unneeded)
         self._remove_blobs(unneeded)
         self._signatures()
@@ -189,6 +204,9 @@ class _Collection:
         report.kept = len(self.scan.entries)
         report.kept_bytes = self.total
         report.in_use = len(stay)
+
+    def unread(self) -> list[str]:
+        return [said(path) for path in self.scan.unread]
 
     def discard(self, unwanted: Collection[tuple[str, str]], report: DiscardReport) -> None:
         """Remove `unwanted` names, and what only they kept."""
@@ -201,6 +219,8 @@ class _Collection:
                 continue
             if left:
                 report.shared[item.key] = sorted(_names(left))
+            elif self.scan.unread_names:
+                report.may_be_needed.append(item.key)
             elif self._in_use(item):
                 report.in_use.append(item.key)
             else:
@@ -219,7 +239,12 @@ class _Collection:
         for path in paths.keys() - known:  # it leads nowhere, or is damaged
             if (loose := self.scan.loose.get(path)) is not None and self._remove_name(loose):
                 gone.add(path)
-        self._remove_blobs(unneeded)
+                report.without_entry.append(paths[path])
+        report.without_entry.sort()
+        removed = self._remove_blobs(unneeded)
+        report.cubins = len(unneeded) - removed if self.scan.unread else 0
+        if report.may_be_needed or report.cubins or not gone.isdisjoint(map(Path, self.scan.unread)):
+            report.unread = self.unread()
         self._signatures()
         report.names = sorted(paths[path] for path in gone)
         report.missing = sorted(paths[path] for path in paths.keys() - gone)
@@ -334,6 +359,8 @@ class _Collection:
         digest = file.path.name[1:65]
         if not (is_digest(digest) and file.path.parent == self.layer.blob_path(digest).parent):
             return False
+        if self.scan.unread:
+            return True
         if digest in self.scan.blobs or not any(digest in item.digests for item in self.scan.entries.values()):
             return False
         return self.report.dry_run or self.publisher.give(file.path, self.layer.blob_path(digest))

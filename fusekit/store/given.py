@@ -14,7 +14,7 @@ from fusekit.store.files import file_error
 
 
 @contextlib.contextmanager
-def given_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+def given_file(path: Path, what: str, remedy: str = "check the path") -> Iterator[tuple[BinaryIO, os.stat_result]]:
     """The plain file `path`, open for reading, and its status; `what` says what it should be: `bundle`, `key file`.
 
     Raises UsageError when there is none or it is a folder, a FIFO or a device, StoreError when it cannot be opened.
@@ -23,12 +23,12 @@ def given_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, os.stat_result
         # O_NONBLOCK: opening a FIFO must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"there is no {what} {path}; check the path") from None
+        raise UsageError(f"there is no {what} {path}; {remedy}") from None
     except OSError as error:
         raise file_error(path, f"open the {what}", error) from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise UsageError(f"{path} is no plain file; a {what} is; check the path")
+        raise UsageError(f"{path} is no plain file; a {what} is; {remedy}")
     with os.fdopen(descriptor, "rb") as file:
         yield file, status

@@ -6,9 +6,11 @@ opened and never removed. Folders are opened as `fusekit.store.folders` does, so
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,22 @@ def strays(folders: Folders) -> Iterator[Found]:
     """What is not fusekit's in the folders of a store: kinds "stray" and "link"."""
     for part in PARTS:
         yield from (found for found in walk(folders, part) if found.kind in ("stray", "link"))
+
+
+def open_to_all(folders: Folders) -> list[Path]:
+    """Folders of a store in which every user of the machine may write: whoever does may add kernels."""
+    found: dict[Path, None] = {}
+    below = [(), *((part.parts[:depth]) for part in PARTS for depth in range(1, len(part.parts) + 1))]
+    for parts in dict.fromkeys(below):
+        with contextlib.suppress(OSError), folders.at(*parts, listed=True) as at:
+            path = folders.root.joinpath(*parts)
+            if os.fstat(at).st_mode & stat.S_IWOTH:
+                found[path] = None
+            with os.scandir(at) as listed:
+                for each in listed if parts else ():
+                    if each.is_dir(follow_symlinks=False) and each.stat(follow_symlinks=False).st_mode & stat.S_IWOTH:
+                        found[path / each.name] = None
+    return sorted(found)
 
 
 def _folder(folders: Folders, part: Part, at: tuple[str, ...], status: bool) -> Iterator[Found]:

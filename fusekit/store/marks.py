@@ -137,5 +137,7 @@ def leases(folders: Folders, now: int) -> tuple[int | None, list[Path]]:
 def _began(found: Found, otherwise: int) -> int:
     try:
         return int(read_file(found.path, limit=_LEASE_LIMIT, at=found.at) or b"")
-    except (IntegrityError, StoreError, ValueError):
+    except StoreError:
+        return 0  # it may have begun at any time
+    except (IntegrityError, ValueError):
         return otherwise

@@ -2,9 +2,9 @@
 
 No document is understood here: an entry keeps every blob whose digest stands anywhere in its bytes, and a name goes
 with the entry whose key stands in it. So what a later version of fusekit wrote is treated as rightly as our own, and
-a damaged entry keeps what it can still be read to name. What is no plain file, or has no name that a store gives, is
-left alone (see fusekit.store.layout). So is what lies behind a link: a link to a folder of entries or names counts as a
-document that could not be read.
+a damaged entry keeps what it can still be read to name. A document that cannot be read may name anything. What is no
+plain file, or has no name that a store gives, is left alone (see fusekit.store.layout). So is what lies behind a link:
+a link to a folder of entries or names counts as a document that could not be read.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Item:
 @dataclass(slots=True)
 class Scan:
     """All of a store. documents: the digest of every entry and name. unread: paths of documents, or of links in the
-    place of folders of them, that were not read, so that what they need is not known. strays: paths of what is not
-    fusekit's.
+    place of folders of them, that could not be read, so that what they need is not known; unread_names: whether there
+    are names among them. strays: paths of what is not fusekit's.
     """
 
     entries: dict[str, Item] = field(default_factory=dict)
@@ -101,6 +101,7 @@ class Scan:
     signatures: list[File] = field(default_factory=list)
     documents: set[str] = field(default_factory=set)
     unread: list[str] = field(default_factory=list)
+    unread_names: bool = False
     strays: list[Path] = field(default_factory=list)
     loose: dict[Path, File] = field(default_factory=dict)  # names that stand for no entry here
     other_bytes: int = 0  # of those
@@ -114,6 +115,10 @@ def scan(folders: Folders) -> Scan:
     """Look at all of a store."""
     result = Scan()
 
+    def unread(path: Path, part: Part) -> None:
+        result.unread.append(str(path))
+        result.unread_names |= part is NAMES
+
     def files(part: Part) -> Iterator[tuple[File, int]]:
         for found in walk(folders, part, status=True):
             if found.kind == "file":
@@ -123,7 +128,15 @@ def scan(folders: Folders) -> Scan:
             elif part is not ROOT:
                 result.strays.append(found.path)
                 if found.kind == "link" and part in (ENTRIES, NAMES):
-                    result.unread.append(str(found.path))
+                    unread(found.path, part)
+
+    def document(file: File, at: int, part: Part) -> bytes:
+        data = _read(file.path, at)
+        if data is None:
+            unread(file.path, part)
+            return b""
+        result.documents.add(sha256(data))
+        return data
 
     marks = {}
     for file, _ in files(USED):
@@ -132,10 +145,10 @@ def scan(folders: Folders) -> Scan:
     result.blobs = {file.path.name: file for file, _ in files(BLOBS)}
     for file, at in files(ENTRIES):
         key = file.path.stem
-        data = _document(file.path, at, result)
+        data = document(file, at, ENTRIES)
         result.entries[key] = Item(key, file, _digests(data), marks.get(key), documents={sha256(data)})
     for file, at in files(NAMES):
-        data = _document(file.path, at, result)
+        data = document(file, at, NAMES)
         keys = [key for key in _digests(data) if key in result.entries]
         for key in keys:
             result.entries[key].names.append(file)
@@ -169,15 +182,6 @@ def digests_of(path: Path) -> frozenset[str] | None:
     """Every digest that stands in the file; None where it could not be read, or is too long to be a document."""
     data = _read(path)
     return None if data is None else _digests(data)
-
-
-def _document(path: Path, at: int, result: Scan) -> bytes:
-    data = _read(path, at)
-    if data is None:
-        result.unread.append(str(path))
-        return b""
-    result.documents.add(sha256(data))
-    return data
 
 
 def _digests(data: bytes) -> frozenset[str]:

@@ -15,7 +15,7 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,13 +161,12 @@ def generate(path: Path, comment: str = "") -> PublicKey:
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     try:
-        path.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
-        _write_new(path, text, _PRIVATE_MODE)
-        try:
-            _write_new(public_path, f"{key.public.line()}\n".encode(), _PUBLIC_MODE)
-        except OSError:
-            path.unlink(missing_ok=True)  # half a pair is no pair
-            raise
+        _make_folder(path.parent)
+        with (
+            _written(path, text, _PRIVATE_MODE),
+            _written(public_path, f"{key.public.line()}\n".encode(), _PUBLIC_MODE),
+        ):
+            _sync_folder(path.parent)
     except OSError as error:
         raise file_error(path, "write the key", error) from error
     return key.public
@@ -250,17 +249,34 @@ def _read_key_file(path: Path) -> tuple[bytes, int]:
         return file.read(_KEY_FILE_LIMIT), status.st_mode
 
 
-def _write_new(path: Path, data: bytes, mode: int) -> None:
+@contextlib.contextmanager
+def _written(path: Path, data: bytes, mode: int) -> Iterator[None]:
+    """The new file `path`, synced; removed where writing it, or the body, fails: the next try needs its name."""
     # The mode is given when the file is made: there is no moment at which others could read it.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, mode), "wb") as file:
-        try:
+    descriptor = os.open(path, flags, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        except OSError:
-            path.unlink(missing_ok=True)  # half a key, in whose place the next try would not put a whole one
-            raise
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+    for each in missing:
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    from fusekit.store.publishing import Disk
+
+    Disk().sync(folder)
 
 
 @functools.cache

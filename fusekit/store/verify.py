@@ -16,7 +16,7 @@ from fusekit.store.files import quietly, read_file, size_of
 from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
-from fusekit.store.layout import MARKER, strays
+from fusekit.store.layout import MARKER, open_to_all, strays
 from fusekit.store.marker import absence, check_format, is_file
 from fusekit.store.names import NameRecord
 from fusekit.store.scan import digests_of
@@ -56,7 +56,7 @@ class VerifyReport:
     entries, names, blobs: how many of each were looked at. orphans: blobs of no entry, and temporaries: files of
     writers; both are what a killed builder leaves, no damage. full: whether every blob was hashed, not only its size
     compared. strays: what is not fusekit's, and lies where no reader looks. absent: root of each layer that is no
-    store -> why, in words.
+    store -> why, in words. open_to_all: folders of the layers in which every user of the machine may write.
     """
 
     entries: int
@@ -68,6 +68,7 @@ class VerifyReport:
     bad: tuple[Problem, ...]
     strays: tuple[Path, ...] = ()
     absent: Mapping[Path, str] = field(default_factory=dict)
+    open_to_all: tuple[Path, ...] = ()
 
     @property
     def checked(self) -> int:
@@ -103,6 +104,9 @@ def verify(layers: tuple[Layer, ...], full: bool, inspect: Inspect | None = None
         bad=tuple(check.bad),
         strays=tuple(check.strays),
         absent=absent,
+        open_to_all=tuple(
+            path for layer in folders if layer.root not in absent for path in open_to_all(Folders(layer.root))
+        ),
     )
 
 

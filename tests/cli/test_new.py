@@ -153,3 +153,11 @@ def test_new_loads_no_compiler(model, tmp_path):
         [sys.executable, "-c", code, str(model), str(tmp_path / "m.toml")], capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == [str(tmp_path / "m.toml")]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_fifo_is_refused_and_not_waited_for(fusekit, tmp_path, inside):
+    fifo = tmp_path / "config.json"
+    os.mkfifo(fifo)
+    err = fusekit("new", str(tmp_path if inside else fifo), code=2).err
+    assert f"{fifo} is no plain file; a config.json is; give a config.json, a folder that holds one, or -" in err

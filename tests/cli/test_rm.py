@@ -1,5 +1,6 @@
 """fusekit rm: names go, with what only they kept; everything else stays."""
 
+import errno
 import json
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from fusekit.store import NameRecord, Store
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES, SPEC
+from tests.store.collecting import unreadable_files
 from tests.store.samples import build_entry
 
 LINEAR, SMALL, LARGE = NAMES
@@ -120,3 +122,34 @@ def test_what_a_running_build_relies_on_stays(store, rm):
     assert "a build or a launch uses it now" in err
     assert names(store) == [SMALL, LARGE]
     assert store.load(entry.key) is not None
+
+
+def test_a_name_that_cannot_be_read(store, rm, monkeypatch):
+    entry, _ = build_entry(0)
+    store.publish_name(NameRecord("other/linear@w1", "sm_90a", entry.key, SPEC, {}))
+    other = store.layers[0].name_path("other/linear@w1", "sm_90a")
+    unreadable_files(monkeypatch, errno.EACCES)(other)
+    done, err = rm(LINEAR, code=1)
+    assert (done["kernels"], done["unread"]) == (0, [str(other)])
+    assert done["may_be_needed"] == {"kernels": [entry.key], "cubins": 0}
+    assert f"{other} cannot be read, so what it needs is not known: kernel {entry.key[:12]} may be needed" in err
+    done, err = rm("other/linear", code=1)
+    assert done["without_kernel"] == done["removed"] == [{"name": "other/linear@w1", "arch": "sm_90a"}]
+    assert store.load(entry.key) is not None
+
+
+def test_an_entry_that_cannot_be_read(store, rm, monkeypatch):
+    unreadable_files(monkeypatch, errno.EIO)(store.layers[0].entry_path(build_entry(1)[0].key))
+    done, err = rm(LINEAR, code=1)
+    assert (done["kernels"], done["may_be_needed"]) == (1, {"kernels": [], "cubins": 1})
+    assert "1 cubin may be needed, and stays" in err
+
+
+def test_gc_with_a_name_that_cannot_be_read(store, fusekit, capsys, monkeypatch):
+    time.sleep(TICK)
+    name = store.layers[0].name_path(LINEAR, "sm_90a")
+    unreadable_files(monkeypatch, errno.ESTALE)(name)
+    assert main(["gc", "--store", str(fusekit.root), "--max-size", "0"]) == 1
+    captured = capsys.readouterr()
+    assert "0 kernels removed" in captured.out
+    assert f"{name} cannot be read" in captured.err

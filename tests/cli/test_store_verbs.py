@@ -1,6 +1,7 @@
 """ls, show, verify over a made-up store."""
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -164,6 +165,7 @@ def test_verify(store, fusekit):
         "temporaries": 0,
         "strays": [],
         "absent": [],
+        "open_to_all": [],
     }
     assert fusekit("verify", "--full").out == "3 entries, 3 names, 3 cubins checked in full: none bad\n"
 
@@ -320,6 +322,25 @@ def test_doctor_looks_at_tuning_tables(doctor, tmp_path):
     document, text = doctor(Bindings())
     assert f"{path} is no tuning table of sm_90a" in document["stores"][0]["problem"]
     assert "fusekit bench --sweep" in text
+
+
+def test_a_store_that_everybody_may_write_in(store, fusekit, doctor):
+    clean = fusekit("verify", "--json")
+    assert (clean.json["open_to_all"], clean.err) == ([], "")
+    assert doctor(Bindings())[0]["stores"][0]["problem"] is None
+    folder = next((store.root / "entries").iterdir())
+    for path in (folder, store.root / "names"):
+        path.chmod(0o1777)
+    result = fusekit("verify", "--json")
+    assert result.json["open_to_all"] == [str(folder), str(store.root / "names")]
+    assert f"every user of this machine may write in {folder}, {store.root / 'names'}, and so" in result.err
+    assert f"may write in {folder}, and so" in doctor(Bindings())[0]["stores"][0]["problem"]
+    store.root.chmod(0o777)
+    assert fusekit("verify", "--json").json["open_to_all"][0] == str(store.root)
+    result = fusekit("verify")
+    command = result.err.split("`")[1]
+    assert subprocess.run(command, shell=True, check=True)
+    assert fusekit("verify", "--json").json["open_to_all"] == []
 
 
 def test_doctor_lists_the_gpus(doctor):

@@ -1,6 +1,7 @@
 """Configs of Hugging Face models: what is read of them, and what is refused."""
 
 import json
+import math
 
 import pytest
 
@@ -236,3 +237,11 @@ def test_every_family_has_a_config_or_a_likeness():
 def test_a_byte_order_mark_is_read_over():
     text = json.dumps(CONFIGS["qwen3-8b"])
     assert read_model("\ufeff" + text, "config.json") == read_model(text, "config.json")
+
+
+@pytest.mark.parametrize("field", ["swiglu_limit", "swiglu_alpha", "router_aux_loss_coef"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, math.nan])
+def test_a_number_that_no_float64_holds(field, value):
+    text = json.dumps(CONFIGS["gpt-oss-20b"] | {field: value})
+    with pytest.raises(SpecError, match=f"{field} = .*: it must be a finite float64"):
+        read_model(text, "config.json")

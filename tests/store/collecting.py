@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from fusekit.store import Store
 from fusekit.store.layout import MARKER
@@ -42,6 +43,20 @@ def use(store, entry, ago):
 def held(store):
     assert not store.verify(full=True).bad
     return [listed.record.name.partition("/")[2] for listed in store.names()]
+
+
+def unreadable_files(monkeypatch, code):
+    """Reading the files that are given to what this returns fails with `code`, however often it is tried."""
+    paths, real = set(), os.open
+
+    def fail(path, flags, *rest, dir_fd=None, **options):
+        folder = Path() if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        if folder / path in paths:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, flags, *rest, dir_fd=dir_fd, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    return paths.add
 
 
 def everything(root):

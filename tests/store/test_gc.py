@@ -1,5 +1,6 @@
 """Collection: what goes, and what stays."""
 
+import errno
 import os
 import time
 
@@ -9,7 +10,7 @@ from fusekit.errors import StoreError
 from fusekit.store import Store, process
 from fusekit.store.keys import sha256
 from fusekit.store.marks import LEASE_SECONDS, mark_path
-from tests.store.collecting import DAY, age, everything, fill, held, use
+from tests.store.collecting import DAY, age, everything, fill, held, unreadable_files, use
 from tests.store.samples import build_entry, build_record, replant
 
 RANDOM = "0123456789ab"
@@ -351,3 +352,89 @@ def test_a_store_that_cannot_be_written(unprivileged):
         store.collect(max_bytes=0)
     assert len(held(store)) == 4
     assert store.collect(max_bytes=0, dry_run=True).removed == 4
+
+
+@pytest.fixture(params=["EACCES", "EIO", "ESTALE"])
+def unreadable(request, monkeypatch):
+    return unreadable_files(monkeypatch, getattr(errno, request.param))
+
+
+def test_what_an_unreadable_name_may_stand_for_stays(tmp_path, unreadable):
+    store, _ = fill(tmp_path)
+    name = store.layers[0].name_path("f/k0@v", "sm_90a")
+    before = everything(tmp_path)
+    unreadable(name)
+    for dry_run in (True, False):
+        report = store.collect(max_bytes=0, max_age=0.001, dry_run=dry_run)
+        assert (report.removed, report.orphans, report.kept, report.unread) == (0, 0, 4, [str(name)])
+        assert "no kernel is evicted" in report.notes[0]
+        assert str(name) in report.notes[0]
+    assert everything(tmp_path) == before
+
+
+def test_removal_leaves_what_an_unreadable_name_may_stand_for(tmp_path, unreadable):
+    store, entries = fill(tmp_path)
+    store.publish_name(build_record(entries[0], "g/other@v"))
+    time.sleep(0.1)
+    other = store.layers[0].name_path("g/other@v", "sm_90a")
+    unreadable(other)
+    said = store.discard([("f/k0@v", "sm_90a")], dry_run=True)
+    done = store.discard([("f/k0@v", "sm_90a")])
+    assert (said.names, said.may_be_needed, said.unread) == (done.names, done.may_be_needed, done.unread)
+    assert (done.names, done.may_be_needed, done.entries) == ([("f/k0@v", "sm_90a")], [entries[0].key], 0)
+    assert done.unread == [str(other)]
+    assert store.load(entries[0].key) is not None
+
+
+def test_an_unreadable_name_can_be_removed_and_its_kernel_stays(tmp_path, unreadable):
+    store, entries = fill(tmp_path)
+    name = store.layers[0].name_path("f/k0@v", "sm_90a")
+    unreadable(name)
+    done = store.discard([("f/k0@v", "sm_90a")])
+    assert (done.names, done.without_entry, done.unread) == ([("f/k0@v", "sm_90a")],) * 2 + ([str(name)],)
+    assert store.load(entries[0].key) is not None
+
+
+def test_removal_says_that_it_leaves_cubins(tmp_path, unreadable):
+    store, entries = fill(tmp_path, 2)
+    unreadable(store.layers[0].entry_path(entries[1].key))
+    done = store.discard([("f/k0@v", "sm_90a")])
+    assert (done.entries, done.cubins, done.unread) == (1, 1, [str(store.layers[0].entry_path(entries[1].key))])
+    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+
+
+def test_a_cubin_that_was_left_aside_stays_while_an_entry_cannot_be_read(tmp_path, unreadable):
+    """A collection that was killed may have left it aside, and the entry that needs it may be the unreadable one."""
+    store, entries = fill(tmp_path, 2)
+    blob = store.layers[0].blob_path(entries[0].cubin_sha256)
+    blob.rename(blob.with_name(f".{blob.name}.{process.host()}-{4194305}-{RANDOM}.tmp"))
+    unreadable(store.layers[0].entry_path(entries[0].key))
+    assert store.collect().temporaries == 0
+    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
+
+
+def test_an_unreadable_lease_protects_everything(tmp_path, unreadable):
+    """When it began is not known; its stamp is that of its last renewal."""
+    store, entries = fill(tmp_path)
+    with store.lease():
+        store.present(entries[0].key)
+        for lease in (tmp_path / "leases").iterdir():
+            unreadable(lease)
+            time.sleep(0.1)
+            os.utime(lease)
+        time.sleep(0.1)
+        assert Store(tmp_path).collect(max_bytes=0).removed == 0
+
+
+@pytest.mark.parametrize("days", [100, -100])
+def test_a_dry_run_goes_by_the_clock_of_the_file_system(tmp_path, monkeypatch, days):
+    store, _ = fill(tmp_path, idle=2 * DAY)
+    real, real_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: real() + days * DAY)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(days * DAY) * 10**9)
+    before = everything(tmp_path)
+    said = store.collect(max_age=5 * DAY, dry_run=True)
+    assert everything(tmp_path) == before
+    done = store.collect(max_age=5 * DAY)
+    assert [each.key for each in said.evicted] == [each.key for each in done.evicted]
+    assert done.removed == 2

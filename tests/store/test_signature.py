@@ -97,6 +97,46 @@ def test_a_key_that_could_not_be_written_leaves_nothing(tmp_path, name, monkeypa
     assert generate(tmp_path / "key")
 
 
+@pytest.mark.parametrize("name", ["key", "key.pub"])
+def test_a_key_whose_file_could_not_be_closed_leaves_nothing(tmp_path, name, monkeypatch):
+    real = os.fdopen
+
+    class Unclosed:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self.file
+
+        def __exit__(self, *_):
+            self.file.close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fdopen(descriptor, mode):
+        file = real(descriptor, mode)
+        return Unclosed(file) if Path(f"/proc/self/fd/{descriptor}").resolve().name == name else file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", fdopen)
+        with pytest.raises(StoreError, match="cannot write the key"):
+            generate(tmp_path / "key")
+    assert not list(tmp_path.iterdir())
+    assert generate(tmp_path / "key")
+
+
+def test_the_folder_of_a_key_is_synced(tmp_path, monkeypatch):
+    real, synced, path = os.fsync, [], tmp_path / "a" / "b" / "key"
+
+    def fsync(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    generate(path)
+    assert {tmp_path, path.parent.parent} <= set(synced)
+    assert synced[-3:] == [path, path.with_name("key.pub"), path.parent]
+
+
 @pytest.mark.parametrize("comment", ["two\nlines", "\x00", "\x1b[31m"])
 def test_a_comment_is_one_line(tmp_path, comment):
     with pytest.raises(UsageError, match="one line of printable text"):
