@@ -12,13 +12,14 @@ import pytest
 from fusekit import config
 from fusekit.spec import parse_text
 from fusekit_cli.main import VERBS, cli
+from tests.benchmarks.run import NAMES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (
     README,
     ROOT / "CHANGELOG.md",
-    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).glob("**/*.md")),
+    *sorted(path for folder in ("docs", "examples", "tests/benchmarks") for path in (ROOT / folder).glob("**/*.md")),
 )
 CODE = re.compile(r"```sh\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 
@@ -74,6 +75,16 @@ def test_every_command_is_there(where):
 def test_modules_that_are_run_exist(page):
     for module in re.findall(r"python -m (fusekit[\w.]*)", page.read_text()):
         assert find_spec(module), module
+
+
+def test_benchmarks_that_are_run_exist(page):
+    for name in re.findall(r"tests/benchmarks/run\.py (\w+)", page.read_text()):
+        assert name == "NAME" or name in NAMES, name
+
+
+def test_every_benchmark_is_on_the_page():
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "tests" / "benchmarks" / "README.md").read_text(), re.MULTILINE)
+    assert rows == NAMES
 
 
 def test_extras_that_are_installed_exist(page):

@@ -94,8 +94,6 @@ FRAMEWORKS = {
         "fusekit/interop/torch_ranks.py",
         "fusekit/interop/transformers.py",
         "fusekit/providers/quack.py",
-        "fusekit/bench/ranks.py",
-        "fusekit/bench/torch_blocks.py",
         "fusekit/bench/torch_gemm.py",
         "fusekit/bench/torch_router.py",
     },

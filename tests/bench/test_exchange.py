@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fusekit.bench.exchange import BLOCKS, CODES, COUNT, FEW, FILE, ROUNDS, WARPS, main, measure
 from fusekit.errors import DriverError
 from fusekit.runtime import Devices, Driver
 from fusekit.spec import parse_text
 from tests.bench.rig import Rig
+from tests.benchmarks.exchange import BLOCKS, CODES, COUNT, FEW, FILE, ROUNDS, WARPS, main, measure
 from tests.runtime.fake import CUresult
 
 

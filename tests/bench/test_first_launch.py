@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from fusekit.bench import first_launch
-from fusekit.bench.first_launch import CASES, Case, lines, main, measure, ours, quack, run
 from fusekit.config import Config
 from fusekit.errors import NotBuiltError, UsageError
 from fusekit.store import Store
+from tests.benchmarks import first_launch
+from tests.benchmarks.first_launch import CASES, Case, lines, main, measure, ours, quack, run
 
 from .foreign import NAME, install, record
 

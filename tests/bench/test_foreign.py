@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from fusekit.abi import Dim, TensorArgument
-from fusekit.bench import foreign, host
+from fusekit.bench import foreign
 from fusekit_cli.main import main
+from tests.benchmarks import host
 
 from .foreign import NAME, install, record
 

@@ -14,7 +14,6 @@ import pytest
 
 from fusekit.bench import layer_trial
 from fusekit.bench.layer_trial import LayerTrial
-from fusekit.bench.pinned import main as bench_pinned
 from fusekit.choice.tuning import Tuning
 from fusekit.errors import UsageError
 from fusekit.library import open_library
@@ -24,6 +23,7 @@ from fusekit_cli.main import main
 from tests.bench import layer_stand_in
 from tests.bench.layer_stand_in import MS, install, publish
 from tests.bench.rig import PEER_MS, Rig
+from tests.benchmarks.pinned import main as bench_pinned
 from tests.plan.test_layer_program import CASES, options
 
 # gpt-oss, DeepSeek, Llama-4, an MLP; what is given in place of x's logits; gradients that are added.

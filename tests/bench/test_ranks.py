@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fusekit.bench import ranks
-from fusekit.bench.ranks import CASES, FILE, main, parts
 from fusekit.plan.layer import program
 from fusekit.plan.layer.program import BACKWARD, FORWARD
 from fusekit.spec import parse_text
+from tests.benchmarks import ranks
+from tests.benchmarks.ranks import CASES, FILE, main, parts
 from tests.plan.test_layer_ranks import over
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ PEER = """
 import sys
 import torch
 from torch import distributed
-from fusekit.bench.ranks import Peer, agree
+from tests.benchmarks.ranks import Peer, agree
 from fusekit.layers import memory
 from tests.layers.host import ALIGNMENT, host
 

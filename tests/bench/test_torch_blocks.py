@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fusekit.bench import torch_blocks
-from fusekit.bench.torch_blocks import BACKENDS, CASES, main, measure
 from fusekit.layers import memory
 from fusekit.spec import parse_text
+from tests.benchmarks import torch_blocks
+from tests.benchmarks.torch_blocks import BACKENDS, CASES, main, measure
 from tests.layers.host import ALIGNMENT, host
 
 SMALL = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 8}

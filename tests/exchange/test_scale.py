@@ -7,16 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusekit.exchange.scale import BANDWIDTH, COMBINE, DISPATCH, RANKS, SHAPES, remote, table, times
+from tests.benchmarks.scale import BANDWIDTH, COMBINE, DISPATCH, RANKS, SHAPES, remote, table, times
 
-PAGE = Path(__file__).parents[2] / "docs" / "expert-parallelism.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "expert-parallelism.md"
 # Two H200s, one choice of a token, rows of 4096 bytes: T, us of a dispatch, us of a combine.
 MEASURED = [(128, 10.6, 13.4), (1024, 13.7, 17.3), (8192, 59.1, 64.9), (32768, 209.4, 214.9)]
 
 
 def test_the_page_shows_what_the_command_prints():
     done = subprocess.run(
-        [sys.executable, "-m", "fusekit.exchange.scale"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, ROOT / "tests" / "benchmarks" / "run.py", "scale"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout == table() + "\n"
     assert table() in PAGE.read_text()

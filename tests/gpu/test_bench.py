@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from fusekit.bench import pinned
 from fusekit.bench.roofline import peak_of
 from fusekit.choice.tuning import Tuning
 from fusekit_cli.main import main
+from tests.benchmarks import pinned
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from fusekit import ArgumentError, NotBuiltError
-from fusekit.bench import host
 from fusekit.reference import decode, encode
 from fusekit.runtime import DeviceArray
+from tests.benchmarks import host
 
 
 @pytest.fixture

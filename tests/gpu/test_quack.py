@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from fusekit.bench import first_launch
 from fusekit_cli.main import main
+from tests.benchmarks import first_launch
 
 from .quack_calls import CALLS, empty, rows
 

@@ -1,6 +1,6 @@
 """What batch invariance costs a layer: its kernels whose bits depend on the tile have one variant for any batch.
 
-    python -m fusekit.bench.pinned LAYER [--rows T ...] [--seconds 1]
+    python tests/benchmarks/run.py pinned LAYER [--rows T ...] [--seconds 1]
 
 For each number of tokens, every stored variant of such a kernel is timed alone, and so is the whole layer, forward and
 backward. Prints one JSON document: `pinned` is the variant that the layer takes for any number of tokens, `fastest` the
@@ -53,7 +53,7 @@ def measure(library: Library, device: Device, name: str, tokens: int | None, opt
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = ArgumentParser(prog="python -m fusekit.bench.pinned", description="What batch invariance costs a layer.")
+    parser = ArgumentParser(description="What batch invariance costs a layer.")
     parser.add_argument("layer", help="a layer of the store, such as gpt-oss-20b/moe")
     parser.add_argument("--rows", type=int, action="append", help="tokens; may be given several times (the spec's)")
     parser.add_argument("--seconds", type=float, default=1.0, help="device time for each thing that is timed")
@@ -67,7 +67,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     sys.stdout.write(json.dumps({"device": device.name, "kernels": found}) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """A model of a layer over R ranks: what its steps would take. It is arithmetic on measured constants, no measurement.
 
-    python -m fusekit.exchange.scale          prints the table of docs/expert-parallelism.md
+    python tests/benchmarks/run.py scale          prints the table of docs/expert-parallelism.md
 
 Every rank has T tokens, whose K experts are any of X. A rank sends what other ranks need at the speed of one GPU's
 links, whatever rank it is for, as NVSwitch gives it; tokens and experts are even. The products run at the rates that
@@ -131,5 +131,6 @@ def table() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> int:
     sys.stdout.write(f"{table()}\n")
+    return 0

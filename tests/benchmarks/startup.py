@@ -1,6 +1,6 @@
 """From the start of a process to its first result: fusekit from a warm store, beside a bare cuda-python script.
 
-    python -m fusekit.bench.startup NAME [--rows M] [--rounds 9]
+    python tests/benchmarks/run.py startup NAME [--rows M] [--rounds 9]
 
 The bare script is written out for the same cubin, launch and sizes: it knows every number beforehand and does nothing
 but the driver calls. Prints one JSON document with the median seconds of both, and their quotient.
@@ -189,7 +189,7 @@ def measure(name: str, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(prog="python -m fusekit.bench.startup", description="Process start to first result.")
+    parser = ArgumentParser(description="Process start to first result.")
     parser.add_argument("name")
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
@@ -197,7 +197,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json.dump(measure(given.name, given.rows, given.rounds), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

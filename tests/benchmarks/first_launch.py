@@ -1,6 +1,6 @@
 """A kernel's first launch in a new process: through fusekit from a store; through QuACK, from its cache and without.
 
-    python -m fusekit.bench.first_launch [NAME ...] [--rounds 7] [--cold 2] > first_launch.json
+    python tests/benchmarks/run.py first_launch [NAME ...] [--rounds 7] [--cold 2] > first_launch.json
 
 The kernels are QuACK's own, at the same sizes and with the same tiles; without QuACK, fusekit alone is measured. Each
 process is new, and the files that it reads are in the page cache. Two times are taken of each, from before it is
@@ -194,7 +194,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     known = {case.name: case for case in CASES}
-    parser = ArgumentParser(prog="python -m fusekit.bench.first_launch", description="First launch of a new process.")
+    parser = ArgumentParser(description="First launch of a new process.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--rounds", type=int, default=7, help="processes through fusekit, and from QuACK's cache")
     parser.add_argument("--cold", type=int, default=2, help="processes in which QuACK compiles")
@@ -218,7 +218,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json.dump({"kernels": documents, "quack": peer}, sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 1 if any("error" in document for document in documents) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

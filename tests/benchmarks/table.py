@@ -1,4 +1,4 @@
-"""The table of foreign kernels in a store, as Markdown: `python -m fusekit.providers.table 'quack/*' 'cudnn/*'`.
+"""The table of foreign kernels in a store, as Markdown: `python tests/benchmarks/run.py table 'quack/*' 'cudnn/*'`.
 
 Columns: the name, the architecture, its arguments, the parameters that were read over all its launches, the launches
 that were proved, the seconds to read and prove it, those to trace, compile, read and prove it (twice where an argument
@@ -37,11 +37,8 @@ def rows(store: Store, patterns: Sequence[str]) -> Iterator[str]:
     yield f"\n{count} kernels; reading and proof took {most:.2f} s at most."
 
 
-def main(patterns: Sequence[str]) -> None:
-    """Prints the table of the kernels that `patterns` name, of every layer."""
+def main() -> int:
+    """Prints the table of the kernels that the patterns of the command line name, of every root."""
     store = Store.open(Config.from_environment())
-    sys.stdout.write("\n".join(rows(store, patterns or ("*",))) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.stdout.write("\n".join(rows(store, sys.argv[1:] or ("*",))) + "\n")
+    return 0

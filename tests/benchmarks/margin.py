@@ -1,6 +1,6 @@
 """A GEMM beside a communication kernel: what a cluster margin gives.
 
-    python -m fusekit.bench.margin NAME [--rows M] [--copy-sms 16] [--margins 0,8,16,32]
+    python tests/benchmarks/run.py margin NAME [--rows M] [--copy-sms 16] [--margins 0,8,16,32]
 
 On a second stream of high priority, a copy kernel of one block on each of `--copy-sms` multiprocessors moves data for
 about two thirds of the GEMM's time, as a collective's kernel does. It fills a multiprocessor, so without a margin it
@@ -193,7 +193,7 @@ def measure(name: str, rows: int, copy_sms: int, margins: Sequence[int]) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(prog="python -m fusekit.bench.margin", description="A GEMM beside a communication kernel.")
+    parser = ArgumentParser(description="A GEMM beside a communication kernel.")
     parser.add_argument("name")
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--copy-sms", type=int, default=16)
@@ -203,7 +203,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json.dump(measure(given.name, given.rows, given.copy_sms, margins), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,8 @@
 """Dispatch and combine between two devices of this process, by how many blocks send and how many warps they have.
 
-    python -m fusekit.bench.exchange --spec > bench-exchange.toml && fusekit build bench-exchange.toml    on any machine
-    python -m fusekit.bench.exchange [--tokens 8192] [--hidden 2048]
+    python tests/benchmarks/run.py exchange --spec > bench-exchange.toml     on any machine
+    fusekit build bench-exchange.toml
+    python tests/benchmarks/run.py exchange [--tokens 8192] [--hidden 2048]
 
 Each rank has as many tokens of one choice, half of them of the other's experts. Prints one JSON document, with the
 microseconds of a launch in CUDA graphs: medians of rounds, each of the slower rank. `copy` is what the driver takes for
@@ -167,7 +168,7 @@ def copies(ranks: Sequence[Rank]) -> list[list[Launch]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = ArgumentParser(prog="python -m fusekit.bench.exchange", description="Dispatch and combine.")
+    parser = ArgumentParser(description="Dispatch and combine.")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--spec", action="store_true", help=f"print {FILE}.toml, the kernels that are needed")
@@ -197,7 +198,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for rank in ranks:
         rank.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Layers over ranks next to `all_to_all_single` of PyTorch, and how much of their communication is hidden.
 
-    python -m fusekit.bench.ranks --spec > bench-ranks.toml && fusekit build bench-ranks.toml      on any machine
-    torchrun --nproc-per-node=2 -m fusekit.bench.ranks [CASE ...] [--tokens 1024 --tokens 8192] [--overlap]
+    python tests/benchmarks/run.py ranks --spec > bench-ranks.toml && fusekit build bench-ranks.toml      on any machine
+    torchrun --nproc-per-node=2 tests/benchmarks/run.py ranks [CASE ...] [--tokens 1024 --tokens 8192] [--overlap]
 
 The experts of a model's layer are spread over the processes, each with a GPU and as many tokens, whose experts and
 weights are random and given. Prints one JSON document. Times are medians of rounds, each of the slowest rank:
@@ -33,11 +33,12 @@ from typing import Any
 
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import median
-from fusekit.bench.torch_blocks import CASES as BLOCKS
-from fusekit.bench.torch_blocks import Case
 from fusekit.layers import Layer, Pass
 from fusekit.library import Library, open_library
 from fusekit.plan.layer.program import BACKWARD, FORWARD
+
+from .torch_blocks import CASES as BLOCKS
+from .torch_blocks import Case
 
 FILE = "bench-ranks"
 CASES = ("qwen3-30b-a3b", "mixtral-8x7b")
@@ -299,7 +300,7 @@ def measure(library: Library, name: str, tokens: int, ranks: Any, peer: bool, en
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = ArgumentParser(prog="python -m fusekit.bench.ranks", description="Layers over ranks.")
+    parser = ArgumentParser(description="Layers over ranks.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(BLOCKS)}; {' and '.join(CASES)}")
     parser.add_argument("--tokens", type=int, action="append", help="of each rank; default: 1024, and 8192")
     parser.add_argument("--no-peer", action="store_true", help="time the layers over ranks alone")
@@ -342,7 +343,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks.close()
     distributed.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

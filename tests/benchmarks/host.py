@@ -1,7 +1,7 @@
 """What a launch costs the host, beside the driver's own call with ready parameters in the same process; for a record of
 several launches, beside as many calls.
 
-    python -m fusekit.bench.host NAME [--rows M] [--tensors torch]
+    python tests/benchmarks/run.py host NAME [--rows M] [--tensors torch]
 
 Prints one JSON document: microseconds of each way to launch, and as a multiple of the bare call. Each figure is the
 median of rounds of 20 launches, few enough that the driver's queue never fills and makes the host wait.
@@ -115,7 +115,7 @@ def torch(trial: Trial) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(prog="python -m fusekit.bench.host", description="Host time of a launch.")
+    parser = ArgumentParser(description="Host time of a launch.")
     parser.add_argument("name")
     parser.add_argument("--rows", type=int, help=f"rows of x (default: {ROWS}; of a foreign kernel what fits)")
     parser.add_argument("--tensors", choices=("own", "torch"), default="own")
@@ -123,7 +123,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json.dump(measure(given.name, given.rows, {"own": own, "torch": torch}[given.tensors]), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Mixture-of-experts blocks of Transformers with `experts_implementation="fusekit"`, and with its own `grouped_mm`.
 
-    python -m fusekit.bench.torch_blocks --spec > experts.toml && fusekit build experts.toml    on any machine
-    python -m fusekit.bench.torch_blocks [CASE ...] [--tokens 8192 --tokens 24576] [--seconds 2] [--in-place]
+    python tests/benchmarks/run.py torch_blocks --spec > experts.toml && fusekit build experts.toml    on any machine
+    python tests/benchmarks/run.py torch_blocks [CASE ...] [--tokens 8192 --tokens 24576] [--seconds 2] [--in-place]
 
 Each block is Transformers' own class at a model's sizes, in bf16, with random weights and its own router. Both backends
 run on the same weights and inputs, in turns: the forward pass without gradients, and forward and backward together.
@@ -173,7 +173,7 @@ def _rounds(run: Callable[[str], Any], backends: Sequence[str], seconds: float) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = ArgumentParser(prog="python -m fusekit.bench.torch_blocks", description="Blocks of Transformers.")
+    parser = ArgumentParser(description="Blocks of Transformers.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all without one")
     parser.add_argument("--tokens", type=int, action="append", help="of a batch; default: 8192, and 24576")
     parser.add_argument("--seconds", type=float, default=2.0, help="device time for each backend's rounds")
@@ -201,7 +201,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
