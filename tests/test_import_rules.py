@@ -18,9 +18,9 @@
 | interop | errors, abi, library, runtime, layers, exchange; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
-| providers | the foreign package that a module is named after; the DSL; its table of a store: abi, config, store |
+| providers | compiler, the foreign package that a module is named after, the DSL |
 | stand_in | compiler, library, what these may import |
-| bench | library, runtime, layers, exchange, reference, interop, what these may import; PyTorch, matplotlib |
+| bench | library, runtime, layers, reference, interop, what these may import; PyTorch, matplotlib |
 """
 
 import ast
@@ -53,10 +53,7 @@ MAY = {
         "fusekit.errors", "fusekit.config", "fusekit.plan", "fusekit.spec", "fusekit.abi", "fusekit.store",
         "fusekit.kernels", "cutlass", "cuda.bindings", "llvmlite", "distributed",
     },
-    "providers": {
-        "fusekit.abi", "fusekit.config", "fusekit.store", "fusekit.compiler", "cutlass", "cuda.bindings", "quack",
-        "cudnn",
-    },
+    "providers": {"fusekit.compiler", "cutlass", "cuda.bindings", "quack", "cudnn"},
     "runtime": {
         "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.choice", "cuda.bindings",
     },
@@ -72,9 +69,9 @@ MAY = {
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},
     "bench": {
-        "fusekit.errors", "fusekit.config", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.library",
-        "fusekit.runtime", "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers",
-        "fusekit.exchange", "numpy", "cuda.bindings", "transformer_engine", "matplotlib",
+        "fusekit.errors", "fusekit.abi", "fusekit.store", "fusekit.spec", "fusekit.library", "fusekit.runtime",
+        "fusekit.reference", "fusekit.interop", "fusekit.choice", "fusekit.plan", "fusekit.layers", "numpy",
+        "cuda.bindings", "transformer_engine", "matplotlib",
     },
     "stand_in": {
         "fusekit.errors", "fusekit.config", "fusekit.spec", "fusekit.abi", "fusekit.store", "fusekit.compiler",
