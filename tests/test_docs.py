@@ -17,8 +17,7 @@ from tests.benchmarks.run import NAMES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = (
-    README,
-    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted(path for folder in ("docs", "examples", "tests/benchmarks") for path in (ROOT / folder).glob("**/*.md")),
 )
 CODE = re.compile(r"```sh\n(.*?)```|`([^`\n]+)`", re.DOTALL)
@@ -70,6 +69,13 @@ def test_commands_and_their_options_exist(page):
 @pytest.mark.parametrize("where", [README, ROOT / "docs" / "commands.md"], ids=lambda path: path.name)
 def test_every_command_is_there(where):
     assert {words[0] for words in commands(where.read_text()) if words} >= set(VERBS)
+
+
+def test_the_index_leads_to_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {page for page in PAGES if page != ROOT / "docs" / "index.md"}
+    linked = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([^)#]*)", index)}
+    assert pages - linked == {ROOT / "tests" / "benchmarks" / "README.md"}
 
 
 def test_modules_that_are_run_exist(page):

@@ -22,7 +22,8 @@ FOLDERS = {
     "kernel_specs": "fusekit/kernel_specs",
     "cache_manifests": "fusekit/cache_manifests",
 }
-TOP_LEVEL = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "docs", "examples", "tests", *FOLDERS}
+PAGES = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "examples", "mkdocs.yml"}
+TOP_LEVEL = {"pyproject.toml", "LICENSE", "tests", *PAGES, *FOLDERS}
 
 
 def git(*arguments: str) -> list[str]:
@@ -89,7 +90,7 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(tree, wheel):
 def test_the_sdist_holds_the_tests_and_the_examples(tree, sdist):
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    files = {name for name in tracked(tree) if not name.startswith((".ci/", ".editable/"))}
+    files = {name for name in tracked(tree) if not name.startswith((".ci/", ".editable/", ".github/"))}
     assert inside == files | {"PKG-INFO"}
 
 
