@@ -218,7 +218,7 @@ class PeerTimeoutError(FusekitError):
 
 
 class CapacityError(FusekitError):
-    """More rows than a layer over ranks has room for, so that choices were dropped. rows: how many there would be."""
+    """A pass of a layer over ranks had more rows than it has room for, and left choices out. rows: for how many."""
 
     def __init__(self, message: str, *, rows: int = 0) -> None:
         super().__init__(message)

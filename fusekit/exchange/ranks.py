@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusekit.errors import ArgumentError
-from fusekit.exchange.windows import Gather, Window, between_processes, in_process
+from fusekit.exchange.windows import GRANULE, Gather, Window, allocate, between_processes, free, in_process
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.runtime.devices import Devices, ordinal_of
 from fusekit.runtime.side import Side
 
 TIMEOUT = 60_000
+CHECKED = 16  # bytes of a layer that its `check` reads
 
 
 class Ranks:
@@ -35,6 +36,8 @@ class Ranks:
         self._make = make
         self._layers, self._used = layers, {} if used is None else used
         self._windows: dict[tuple[Any, ...], Window] = {}
+        self._checked: list[tuple[Devices, int]] = []  # memory of layers, each piece of GRANULE bytes
+        self._places = 0  # of layers there
         self._side: Side | None = None
 
     @classmethod
@@ -96,8 +99,19 @@ class Ranks:
         if layer:
             self._used[layer] = self._layers[layer][0]
         if key not in self._windows:
-            self._windows[key] = self._make(key, size)
+            first, window = next(iter(self._windows.values()), None), self._make(key, size)
+            self._windows[key] = window
+            if first is not None:
+                window.join(first)
         return self._windows[key]
+
+    def checked(self, devices: Devices) -> int:
+        """The address of CHECKED bytes of zeros on this rank's device, which a layer has until `close`."""
+        place = self._places % (GRANULE // CHECKED)
+        if place == 0:
+            self._checked.append((devices, allocate(devices, devices.get(self.device), GRANULE)))
+        self._places += 1
+        return self._checked[-1][1] + place * CHECKED
 
     def side(self, devices: Devices) -> Side:
         """The stream of what this rank's layers queue beside their callers' streams. devices: `library.devices`."""
@@ -120,6 +134,10 @@ class Ranks:
             key = next(reversed(self._windows))
             self._windows[key].close(alone=alone)
             del self._windows[key]
+        while self._checked:
+            devices, address = self._checked[-1]
+            free(devices, devices.get(self.device), address)
+            self._checked.pop()
         self._layers.clear()
         self._used.clear()
 

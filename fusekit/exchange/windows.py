@@ -8,10 +8,11 @@ package nccl4py is built for one version of NCCL, newer than that of common inst
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from fusekit.errors import ArgumentError, FusekitError, PeerTimeoutError
-from fusekit.plan.exchange import MOST_RANKS, OPEN, STAGES, STATUS, STATUS_WORDS
+from fusekit.plan.exchange import MOST_RANKS, NEXT, OPEN, STAGES, STATUS, STATUS_WORDS
 from fusekit.runtime.devices import Device, Devices
 
 GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
@@ -32,6 +33,7 @@ class Window:
         self.user: object = None
         self.shared = False
         self._opened: list[int] = []
+        self._next = self
         self._gather: Gather | None = None
 
     @property
@@ -65,15 +67,19 @@ class Window:
 
     def words(self) -> list[int]:
         """The words of this window's header that launches of this rank alone write. Waits for no stream."""
-        words = (ctypes.c_int32 * (OPEN // 4))()
-        api, check = self._devices.driver.api, self._devices.driver.check
-        with self._devices.active(self._device), self._devices.apart(capturing=True):
-            stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
-            copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), self.address, ctypes.sizeof(words), stream)
-            check(copied, "cuMemcpyDtoHAsync")
-            check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
-            check(api.cuStreamDestroy(stream), "cuStreamDestroy")
-        return list(words)
+        return read(self._devices, self._device, self.address, OPEN // 4)
+
+    def join(self, other: Window) -> None:
+        """Once a launch on this window or another one of the ring that `other` is in has given up waiting, later
+        launches on any of them wait for nothing. The windows of a ring are of one rank, and closed together.
+        """
+        self._next, other._next = other._next, self
+        for window in (self, other):
+            address = ctypes.c_uint64(window._next.address + STATUS)
+            with _apart(self._devices, self._device) as stream:
+                api = self._devices.driver.api
+                copied = api.cuMemcpyHtoDAsync(window.address + NEXT, ctypes.addressof(address), 8, stream)
+                self._devices.driver.check(copied, "cuMemcpyHtoDAsync")
 
     def close(self, *, alone: bool = False) -> None:
         """Gives the memory back, when no launch is pending. Between processes it waits for all ranks to close.
@@ -91,7 +97,7 @@ class Window:
                 gather(b"")
         if self.peers:
             own, self.peers = self.address, []
-            _free(self._devices, self._device, own)
+            free(self._devices, self._device, own)
 
 
 def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Window]:
@@ -110,10 +116,10 @@ def in_process(devices: Devices, ordinals: Sequence[int], size: int) -> list[Win
     windows = [Window(devices, device, rank, (), size) for rank, device in enumerate(placed)]
     try:
         for device in placed:
-            addresses.append(_allocate(devices, device, size))
+            addresses.append(allocate(devices, device, size))
     except FusekitError:
         for device, address in zip(placed, addresses, strict=False):
-            _free(devices, device, address)
+            free(devices, device, address)
         raise
     for window in windows:
         window.peers, window.shared = list(addresses), list(ordinals).count(window.device) > 1
@@ -132,12 +138,12 @@ def between_processes(
     """
     device, size = devices.get(ordinal), _whole(size)
     window = Window(devices, device, rank, (), size)
-    own = _allocate(devices, device, size)
+    own = allocate(devices, device, size)
     try:
         window.peers = _exchanged(window, own, gather, layers)
     except BaseException:  # whatever the caller's `gather` raises
         window.close(alone=True)
-        _free(devices, device, own)
+        free(devices, device, own)
         raise
     window._gather = gather
     return window
@@ -187,20 +193,41 @@ def _whole(size: int) -> int:
     return ArgumentError.integer("size", size, "the bytes of a window, 1 or more", 1)
 
 
-def _allocate(devices: Devices, device: Device, size: int) -> int:
+def read(devices: Devices, device: Device, address: int, count: int) -> list[int]:
+    """Words of device memory as int32. Waits for no stream, and is no danger to a capture."""
+    words = (ctypes.c_int32 * count)()
+    with _apart(devices, device, capturing=True) as stream:
+        api = devices.driver.api
+        copied = api.cuMemcpyDtoHAsync(ctypes.addressof(words), address, ctypes.sizeof(words), stream)
+        devices.driver.check(copied, "cuMemcpyDtoHAsync")
+    return list(words)
+
+
+@contextmanager
+def _apart(devices: Devices, device: Device, *, capturing: bool = False) -> Iterator[object]:
+    """A stream of its own, which is empty afterwards: what is pending on the device may be a launch that waits for a
+    rank that this call holds up.
+    """
+    api, check = devices.driver.api, devices.driver.check
+    with devices.active(device), devices.apart(capturing=capturing):
+        stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
+        try:
+            yield stream
+            check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        finally:
+            check(api.cuStreamDestroy(stream), "cuStreamDestroy")
+
+
+def allocate(devices: Devices, device: Device, size: int) -> int:
     """Zeros: no launch was, and no flag is up."""
     api, check = devices.driver.api, devices.driver.check
-    with devices.active(device), devices.apart():
+    with _apart(devices, device) as stream:
         address = int(check(api.cuMemAlloc(-(-size // GRANULE) * GRANULE), f"a window of {size} bytes on {device}"))
-        # A stream of its own: what is pending on the device may be a launch that waits for a rank behind this call.
-        stream = check(api.cuStreamCreate(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING)), "cuStreamCreate")
         check(api.cuMemsetD8Async(address, 0, size, stream), "cuMemsetD8Async")
-        check(api.cuStreamSynchronize(stream), "cuStreamSynchronize")
-        check(api.cuStreamDestroy(stream), "cuStreamDestroy")
     return address
 
 
-def _free(devices: Devices, device: Device, address: int) -> None:
+def free(devices: Devices, device: Device, address: int) -> None:
     with devices.active(device), devices.apart():
         devices.driver.check(devices.driver.api.cuMemFree(address), "cuMemFree")
 

@@ -153,7 +153,9 @@ class Placed:
             each.load(tokens)
 
     def check(self) -> None:
-        """Raises PeerTimeoutError if a rank did not come, CapacityError if rows were too few; waits for nothing."""
+        """Raises, once, CapacityError if a pass had too few rows; PeerTimeoutError if a rank did not come. Waits for
+        nothing.
+        """
         for each in self._ranked.values():
             each.check()
 

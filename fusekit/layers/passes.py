@@ -66,8 +66,7 @@ class Pass:
         if self._after is not None and any(window.user is not self._after for window in self._windows):
             raise ArgumentError(
                 "a pass that uses the same windows came between the parts of this one, and other rows may lie there"
-                " now; call the parts one after the other, or give the layers windows of their own: other `tokens` or"
-                " `rows`"
+                " now; call the parts one after the other, or give the layers windows of their own: other `tokens`"
             )
         for window in self._windows:
             window.user = self._turn

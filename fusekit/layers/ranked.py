@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, CapacityError
 from fusekit.exchange import Layout, Part, Ranks, Window
+from fusekit.exchange.windows import read
 from fusekit.layers.layer import Layer
 from fusekit.layers.passes import Sizes
-from fusekit.plan.exchange import MOST
 from fusekit.plan.layer import Buffer, Options
-from fusekit.plan.layer.program import BACKWARD, INFERENCE
+from fusekit.plan.layer.program import BACKWARD, CHECKED, INFERENCE
 from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
 from fusekit.runtime.side import Side
 
@@ -60,14 +61,14 @@ class RankedLayer(Layer):
             window: Layout(self.program.parts[part], tokens or options.tokens, options.hidden)
             for window, part in stores(self.program).items()
         }
-        self._first = arrives(options)  # whose header has the count of rows
-        self.capacity = self._layouts[self._first].capacity
+        self.capacity = self._layouts[arrives(options)].capacity
         self.program = self.program.within(room(options, self.capacity, rows))
         self.rows = self.program.room["M"]
         self._windows: dict[str, Window] = {}
         self._used = {which: tuple(stores(self.program, which)) for which in self.program.steps}  # windows of a pass
         self._parts: dict[str, Any] = {}  # of the windows, by the names of buffers
         self._looked = 0.0
+        self._overflows = self._warned = 0  # passes with too few rows, of which `check` told, or a warning
         if ranks is not None:
             ranks.opens(name, self._digest())
 
@@ -118,19 +119,47 @@ class RankedLayer(Layer):
             self._window(window)
 
     def check(self) -> None:
-        """Raises PeerTimeoutError if a launch of this rank gave up waiting for another, CapacityError if its experts
-        had more rows than `rows`. Waits for no launch. `forward` and `backward` do this once a second.
+        """What went wrong in passes that have run: call it after a pass, on every rank. Waits for no launch.
+
+        Raises CapacityError, once, if the experts of any rank had more rows than `rows` in a forward pass of this layer
+        since the last call; every rank raises it, and the next pass is good. Raises PeerTimeoutError if a launch of
+        this rank gave up waiting for another. `forward` and `backward` look once a second, and warn of the first.
         """
-        if self.ranks is None or self._first not in self._windows:
+        if self.ranks is None or not self._windows:
             return
+        count, error = self._overflow()
+        self._overflows = self._warned = count
+        if error is not None:
+            raise error
         self.ranks.check()
-        wanted = self._window(self._first).words()[MOST // 4]
-        if wanted > self.rows:
-            raise CapacityError(
-                f"{self.name}: the experts of rank {self.ranks.rank} were chosen for {wanted} rows and have room for"
-                f" {self.rows}; the choices beyond were left out; give rows = {wanted} or more, or leave rows out",
-                rows=wanted,
-            )
+
+    def _overflow(self) -> tuple[int, CapacityError | None]:
+        """(passes in which a rank had too few rows, what to raise for those that `check` has not told of)."""
+        for name in self._windows:
+            self._window(name)  # which refuses one that was closed
+        if "overflow" not in self._parts:
+            return 0, None
+        where = self.devices, self.devices.get(self._ranks.device), self._parts["overflow"].address, 4
+        if read(*where)[0] == self._overflows:
+            return self._overflows, None
+        count, rank, wanted, most = read(*where)  # again: the first word is written last
+        passes = "a pass" if count - self._overflows == 1 else f"{count - self._overflows} passes, in the last of which"
+        return count, CapacityError(
+            f"{self.name}: in {passes} the experts of rank {rank} were chosen for {wanted} rows and have room for"
+            f" {self.rows}; the choices beyond were left out; open the layer on every rank with rows = {most} or more,"
+            " or leave rows out",
+            rows=most,
+        )
+
+    def _look(self) -> None:
+        """`check`, for a caller that does not ask: ranks look at different passes, so none leaves its turn out for what
+        the next pass does not have.
+        """
+        count, error = self._overflow()
+        if error is not None and count != self._warned:
+            self._warned = count
+            warnings.warn(f"{error}; layer.check() raises this", RuntimeWarning, stacklevel=4)
+        self._ranks.check()
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
@@ -138,8 +167,8 @@ class RankedLayer(Layer):
         self, which: str, kept: Any, scratch: Any, arguments: Mapping[str, Any], stream: Any,
         cluster_margin: int | None = None, in_place: bool = False,
     ) -> None:  # fmt: skip
-        if time.monotonic() - self._looked > _SECONDS:
-            self.check()
+        if self.ranks is not None and time.monotonic() - self._looked > _SECONDS:
+            self._look()
             self._looked = time.monotonic()
         super()._call(which, kept, scratch, arguments, stream, cluster_margin, in_place)
         for window in self._shared(which):
@@ -180,11 +209,9 @@ class RankedLayer(Layer):
     def _window(self, name: str) -> Window:
         if name not in self._windows:
             layout = self._layouts[name]
-            # Rows are counted in a window, so layers share it that have room for as many.
-            key = (name, layout.capacity, layout.bytes, *((self.rows,) if name == self._first else ()))
+            key = (name, layout.capacity, layout.bytes)
             window = self._windows[name] = self._ranks.window(key, layout.bytes, self.name)
             parts = layout.parts(window.address, self._ranks.device)
-            parts["most"] = Part(window.address + MOST, (1,), "i32", self._ranks.device)
             parts["arrivals"] = Part(window.address, (self.program.room["F"],), "i32", self._ranks.device)
             self._parts |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         if not self._windows[name].peers:
@@ -195,7 +222,11 @@ class RankedLayer(Layer):
         return self._windows[name]
 
     def _in_window(self, buffer: Buffer) -> Any:
-        self._window(buffer.place)
+        if buffer.place != CHECKED:
+            self._window(buffer.place)
+        elif buffer.name not in self._parts:
+            address = self._ranks.checked(self.devices)
+            self._parts[buffer.name] = Part(address, buffer.extents({}), buffer.dtype, self._ranks.device)
         return self._parts[buffer.name]
 
     def _side(self) -> Side:

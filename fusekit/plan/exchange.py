@@ -27,14 +27,16 @@ CHUNK = 16  # tokens that one flag speaks of
 GRAIN = 128  # every region then begins at a multiple of 128 bytes
 # Words of the header, in bytes. EPOCH: launches of which all blocks took leave; TICKET and DONE: blocks of this launch
 # that began, that took leave, some of them to wait for rows; STATUS: what went wrong first, 0: nothing (1 + the rank
-# that did not come, stage, launch); OPEN: of each rank, the last launch for which its window may be written to. MOST is
-# the layer's: the most rows that its experts wanted.
+# that did not come, stage, launch), the same in all windows that NEXT joins in a ring: the address of the STATUS of
+# another window of this rank, 0: none. OPEN: of each rank, the last launch for which its window may be written to.
+# OVER: of each rank, the rows that its experts wanted in a launch where these were more than it has room for, else 0;
+# in turns for launches of even and of odd numbers, since a rank may open one launch before the last one ends elsewhere.
 # For kernels that read rows while they come, a dispatch leaves OWN, the first place of the rank's own tokens and their
 # end, and WAIT, the milliseconds to wait. Of a launch that sends rows apart: BEGUN, CAME, the last of which all blocks
 # began, and all rows are here; and what TICKET and DONE are, since a launch of choices or of nothing runs meanwhile.
 # DRAWN: chunks that blocks drew of this launch, those that send to other ranks, and those that copy.
 EPOCH, TICKET, DONE, STATUS, CAME, OWN, WAIT = 0, 4, 8, 16, 28, 32, 40
-BEGUN, ROWS_TICKET, ROWS_DONE, DRAWN, MOST, OPEN, HEADER = 44, 48, 52, 56, 64, 128, 256
+BEGUN, ROWS_TICKET, ROWS_DONE, DRAWN, NEXT, OPEN, OVER, HEADER = 44, 48, 52, 56, 64, 128, 256, 512
 STATUS_WORDS = 3
 STAGES = ("", "let its window be written to", "send its rows", "launch the kernel that sends rows")
 OPENING, SENDING, BEGINNING = 1, 2, 3
@@ -43,7 +45,7 @@ ALL, CHOICES, ROWS, NOTHING = "all", "choices", "rows", "nothing"  # what a disp
 SENDS = (ALL, CHOICES, ROWS, NOTHING)
 LINE = 128  # bytes that regions are aligned to
 PER_LINE = LINE // 4 * CHUNK  # tokens with flags in a line
-MOST_RANKS = (HEADER - OPEN) // 4
+MOST_RANKS = (OVER - OPEN) // 4
 
 
 class Regions(NamedTuple):

@@ -110,6 +110,16 @@ def returned(
     return made
 
 
+def overflow(before: Array, wanted: Sequence[int], rows: Sequence[int]) -> Array:
+    """int32 [4], what every rank is told after a launch: of launches in which some rank's choices wanted more than its
+    rows, how many there were; of the last, the first rank with the most rows, and these; and the most rows of all.
+    """
+    beyond = [each if each > room else 0 for each, room in zip(wanted, rows, strict=True)]
+    most = max(beyond)
+    told = [before[0] + 1, beyond.index(most), most, max(before[3], most)] if most else before
+    return np.array(told, np.int32)
+
+
 def _part(x: Array, inverse: Array, weights: Array | None) -> tuple[Array, Array]:
     """float32 [S, H] sums, and float64 sums of magnitudes."""
     there = inverse >= 0

@@ -36,19 +36,19 @@ BY_EXPERT = {"moe-permute-bwd": "grad_y", "moe-unpermute": "x", "moe-unpermute-b
 
 def index(indices: Array, experts: int, bound: int | None = None) -> dict[str, Array]:
     """Of the choices [T, K]: offsets int32[experts], order int32[rows], inverse int32[T, K], token int32[T K], and the
-    rows that there would be without `bound`, most int32[1]. bound: where rows end; token then has as many elements.
+    rows that there would be without `bound`, wanted int32[1]. bound: where rows end; token then has as many elements.
     """
     flat = np.asarray(indices).reshape(-1).astype(np.int64)
     owned = (flat >= 0) & (flat < experts)
     order = np.argsort(np.where(owned, flat, experts), kind="stable")[: int(owned.sum())]
-    most, order = order.size, order[:bound]
+    wanted, order = order.size, order[:bound]
     inverse = np.full(flat.size, -1, dtype=np.int32)
     inverse[order] = np.arange(order.size, dtype=np.int32)
     token = np.full(flat.size if bound is None else bound, -1, dtype=np.int32)
     token[: order.size] = order // max(np.shape(indices)[1], 1)
     offsets = np.minimum(np.cumsum(np.bincount(flat[owned], minlength=experts)[:experts]), order.size)
     return {
-        "most": np.array([most], np.int32),
+        "wanted": np.array([wanted], np.int32),
         "offsets": offsets.astype(np.int32),
         "order": order.astype(np.int32),
         "inverse": inverse.reshape(np.shape(indices)),
@@ -240,7 +240,7 @@ def _check_index(want: dict[str, Array], inputs: Mapping[str, Any], outputs: Map
     want = want | {"counts": np.diff(want["offsets"], prepend=0)}
     problems = [
         f"{name}: {int((outputs[name] != want[name]).sum())} of {want[name].size} elements are wrong"
-        for name in ("offsets", "inverse", "counts", "token", "most")
+        for name in ("offsets", "inverse", "counts", "token", "wanted")
         if name in outputs and not np.array_equal(outputs[name], want[name])
     ]
     rows = want["order"].size

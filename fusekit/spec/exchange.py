@@ -41,6 +41,8 @@ EXCHANGE_KEYS = {
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),
         ADDENDS,
+        Key("overflow", "bool", "Takes wanted[1] of a bounded moe-index, and tells every rank in overflow[4] where one "
+            "had more rows than M.", default=False),
     ),
 }  # fmt: skip
 EXCHANGE_OPS = tuple(EXCHANGE_KEYS)
@@ -67,6 +69,7 @@ class ExchangeSpec(TokenSpec):
     rows: bool = True
     sends: str = ALL
     addends: int = 0
+    overflow: bool = False
     layer: Any = None
 
     def defaults(self) -> dict[str, float | int]:
@@ -88,8 +91,9 @@ def broken_exchange_rules(spec: ExchangeSpec) -> list[Broken]:
         found.append(("experts", spec.experts, f"at most {MAX_EXPERTS} for each rank; say fewer"))
     if spec.topk > MAX_TOPK:
         found.append(("topk", spec.topk, f"must be from 1 to {MAX_TOPK}"))
-    if not spec.rows and (spec.weighted or spec.addends or not spec.gradients):
-        found.append(("rows", False, "goes with gradients = true, and without weights and addends; leave it out"))
+    if not spec.rows and (spec.weighted or spec.addends or spec.overflow or not spec.gradients):
+        rule = "goes with gradients = true, and without weights, addends and overflow; leave it out"
+        found.append(("rows", False, rule))
     if spec.warps not in WARPS:
         found.append(("warps", spec.warps, f"must be {' or '.join(map(str, WARPS))}"))
     if spec.blocks > MOST_BLOCKS:

@@ -77,7 +77,9 @@ VARIANTS = {  # which kernels have all the arguments of an operation between the
     "router-split": [""],
     "router-sum": ["experts = 16\nbias = true\n"],
     "moe-dispatch": ["dtype = 'e4m3'\nexperts = 16\ntopk = 2\nranks = 2\nweighted = true\n"],
-    "moe-combine": ["experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\n"],
+    "moe-combine": [
+        "experts = 16\ntopk = 2\nranks = 2\nweighted = true\ngradients = true\naddends = 2\noverflow = true\n"
+    ],
     "moe-check": [""],
 }
 

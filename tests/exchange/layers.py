@@ -12,6 +12,7 @@ import numpy as np
 
 from fusekit.bench.layer_tensors import LOSS, definitions, made_up
 from fusekit.bench.layer_trial import _limit, _router_keys
+from fusekit.errors import CapacityError
 from fusekit.exchange import Ranks
 from fusekit.library import Library
 from fusekit.plan.layer import program
@@ -137,15 +138,25 @@ class LayerRanks:
         given = {name: mine[name] for name in (*layer.inputs(which), *layer.outputs(which))}
         return (layer.bind_backward if which == BACKWARD else layer.bind_forward)(**given, **self.memory[rank])
 
-    def launch(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> None:
+    def launch(self, passes: tuple[str, ...] = (FORWARD, BACKWARD), check: bool = True) -> None:
         """Both passes on every rank, and waits."""
         bound = [[self.bind(rank, which) for which in passes] for rank in range(len(self.devices))]
         for number in range(len(passes)):
             for rank, stream in enumerate(self.streams):
                 bound[rank][number](stream)
         self.wait()
-        for layer in self.layers:
+        for layer in self.layers if check else ():
             layer.check()
+
+    def overflows(self, layers: list[Any]) -> list[tuple[str, int]]:
+        """What `check` of a layer raises on each rank, and the rows that it wants; ("", 0) where it raises nothing."""
+        found = []
+        for layer in layers:
+            try:
+                found.append(("", layer.check() or 0))
+            except CapacityError as error:
+                found.append((str(error), error.rows))
+        return found
 
     def graphs(self, passes: tuple[str, ...] = (FORWARD, BACKWARD)) -> list[Any]:
         """The passes of each rank as one CUDA graph, for `replay`."""

@@ -26,7 +26,8 @@ FAULTS = (
     "a window opens before its sums are made", "the epoch is counted by the first block to end",
     "choices end before the rows begin", "rows learn their launch after they began", "readers wait for no row",
     "all rows are said to be here before they are", "choices are read before they are told",
-    "chunks of earlier launches stay drawn",
+    "chunks of earlier launches stay drawn", "an overflow is said when the window is open",
+    "overflows of two launches share a word",
 )  # fmt: skip
 MAIN, SIDE, JOIN = "main", "side", "join"  # streams of a rank, and that the first waits for the other
 
@@ -193,6 +194,9 @@ class Machine:
             for rank in range(setting.ranks)
             for token in range(setting.chunks)
         }
+        launches = [(launch, rank) for launch in range(1, len(setting.program) + 1) for rank in range(setting.ranks)]
+        self.idle = {each for each in launches if self.source.random() < 0.3}  # a rank has no tokens to sum
+        self.overflow = {each: self.source.randrange(3) for each in launches}  # rows without room
         self.ranks = [Rank(self, number) for number in range(setting.ranks)]
 
     @property
@@ -411,14 +415,38 @@ def consume(rank: Rank, launch: int, told: bool = True) -> Block:
                 raise BrokenError(f"rank {rank.number} has row {row} of {source}, {token} in launch {launch}")
 
 
+def say_overflow(rank: Rank, launch: int, epoch: int) -> Block:
+    for other in range(rank.machine.setting.ranks):
+        yield ("store", other, over(rank, epoch, rank.number), rank.machine.overflow[launch, rank.number])
+
+
+def tell_overflow(rank: Rank, launch: int, epoch: int) -> Block:
+    for source in range(rank.machine.setting.ranks):
+        found = yield ("read", over(rank, epoch, source))
+        if found != rank.machine.overflow[launch, source]:
+            raise BrokenError(f"rank {rank.number} has an overflow of {found} rows of {source} in launch {launch}")
+
+
+def over(rank: Rank, epoch: int, source: int) -> tuple[Any, ...]:
+    shared = rank.machine.setting.fault == "overflows of two launches share a word"
+    return ("parts", "over", 0 if shared else epoch % 2, source)
+
+
 def combine(rank: Rank, launch: int) -> Block:
     """A block of moe-combine."""
     setting, routes, own = rank.machine.setting, rank.machine.routes, rank.number
     turn, epoch = yield from arrive(rank, "parts")
     if turn == 0:
+        late = setting.fault == "an overflow is said when the window is open"
+        if not late:
+            yield from say_overflow(rank, launch, epoch)
         yield from open_window(rank, "parts", epoch + (setting.fault == "a window opens before its sums are made"))
+        if late:
+            yield from say_overflow(rank, launch, epoch)
     if turn >= setting.blocks:
         yield from leave(rank, "parts", epoch, setting.blocks + setting.chunks)
+        if (launch, own) in rank.machine.idle:
+            return
         chunk = turn - setting.blocks
         for source in range(setting.ranks):
             if source != own:
@@ -429,6 +457,8 @@ def combine(rank: Rank, launch: int) -> Block:
                 raise BrokenError(f"rank {own} has part {part} of {source} for {chunk} in launch {launch}")
     else:
         yield from opened(rank, "parts", epoch)
+        if turn == 0:
+            yield from tell_overflow(rank, launch, epoch)
         at = turn
         while at < setting.chunks * (setting.ranks - 1):
             chunk, step = divmod(at, setting.ranks - 1)

@@ -15,7 +15,7 @@ import pytest
 from fusekit.abi import evaluate
 from fusekit.errors import ArgumentError, DriverError, PeerTimeoutError
 from fusekit.exchange import Layout, Ranks, between_processes, in_process
-from fusekit.plan.exchange import HEADER, STATUS, window_bytes
+from fusekit.plan.exchange import HEADER, NEXT, STATUS, window_bytes
 from fusekit.runtime import Devices, Driver
 from tests.runtime.fake import OK, CUresult, FakeDriver
 
@@ -57,7 +57,7 @@ class PeerDriver(FakeDriver):
         self.reach.add((self.stack[-1] - 1000, context - 1000))
         return (self.enabled,)
 
-    cuMemcpyDtoHAsync = FakeDriver.cuMemcpyDtoDAsync  # noqa: N815
+    cuMemcpyDtoHAsync = cuMemcpyHtoDAsync = FakeDriver.cuMemcpyDtoDAsync  # noqa: N815
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:  # noqa: N802
         _, stream = self.cuStreamCreate(flags)
@@ -284,6 +284,19 @@ def test_a_timeout_names_the_rank(devices):
     ctypes.memmove(window.address + STATUS, struct.pack("<3i", 2, 1, 1), 12)
     with pytest.raises(PeerTimeoutError, match=r"ranks share device 0.* a device of its own"):
         window.check()
+
+
+def test_the_windows_of_a_rank_are_a_ring(devices):
+    """Which a launch that gave up goes round, so that no later one waits."""
+    for rank in Ranks.in_process(devices, [0, 1]):
+        windows = [rank.window((name,), 4096) for name in ("sent", "sums", "grads")]
+        at, seen = windows[0].address + STATUS, []
+        for _ in windows:
+            (at,) = struct.unpack("<Q", ctypes.string_at(at + NEXT - STATUS, 8))
+            seen.append(at)
+        assert sorted(seen) == sorted(each.address + STATUS for each in windows) and at == windows[0].address + STATUS
+    window, _ = in_process(devices, [0, 1], 4096)
+    assert ctypes.string_at(window.address + NEXT, 8) == bytes(8)
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 8192])

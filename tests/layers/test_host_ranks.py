@@ -15,9 +15,9 @@ from tests.plan.test_layer_ranks import CASES, over
 pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
 
 
-def opened(name, ranks=2, tokens=40, **said):
+def opened(name, ranks=2, tokens=40, rows=None, **said):
     o = over(ranks, name, **{"grad_dtype": "bf16", **CASES[name], **said})
-    return LayerRanks(HostLibrary(o, devices=ranks), "layers/moe", list(range(ranks)), tokens)
+    return LayerRanks(HostLibrary(o, devices=ranks), "layers/moe", list(range(ranks)), tokens, rows)
 
 
 SIZES = ((30, 11), (0, 17), (40, 0, 25))
@@ -52,13 +52,35 @@ def test_routings(kind):
     ranks.close()
 
 
+def test_an_overflow_is_of_one_layer_and_one_pass_and_every_rank_is_told():
+    ranks = opened("choices", rows=90)
+    layers = ranks.layers
+    other = [ranks.library.layer("layers/other", ranks=each, tokens=40, rows=90) for each in ranks.ranks]
+    for kind, tokens, rows in ((ONE, [16, 15], 93), (ANY, [3, 4], 0), (ONE, [0, 31], 93), (ONE, [0, 30], 0)):
+        ranks.layers = layers
+        ranks.fill(tokens, 1, kind)
+        ranks.launch(check=False)
+        assert rows or ranks.problems() == []
+        ranks.layers = other
+        ranks.fill([5, 0], 2)
+        ranks.launch()
+        assert ranks.problems() == []
+        ((text, found),) = ranks.overflows(layers[:1])
+        assert found == rows
+        assert text.startswith("layers/moe: in a pass the experts of rank 1 were chosen for 93 rows" if rows else "")
+    ((text, _),) = ranks.overflows(layers[1:])  # for the first time
+    assert "in 2 passes, in the last of which the experts of rank 1 were chosen for 93" in text
+    assert ranks.overflows(layers) == ranks.overflows(other) == [("", 0)] * 2
+    ranks.close()
+
+
 def test_windows_are_given_back():
     ranks = opened("choices")
     ranks.fill([3, 4], 1)
     ranks.launch()
     before = len(ranks.library.driver.memory)
     ranks.close()
-    assert len(ranks.library.driver.memory) == before - 2 * 3  # sent, grads, sums
+    assert len(ranks.library.driver.memory) == before - 2 * 4  # sent, grads, sums, and what `check` reads
 
 
 def test_the_example_without_a_framework(monkeypatch, capsys):

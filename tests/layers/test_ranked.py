@@ -11,8 +11,8 @@ from fusekit.errors import ArgumentError, CapacityError, PeerTimeoutError
 from fusekit.exchange import Layout, Ranks
 from fusekit.layers.ranked import RankedLayer
 from fusekit.library import Library
-from fusekit.plan.exchange import MOST, STATUS
-from fusekit.plan.layer.program import BACKWARD, FORWARD, INFERENCE
+from fusekit.plan.exchange import STATUS
+from fusekit.plan.layer.program import BACKWARD, CHECKED, FORWARD, INFERENCE
 from fusekit.runtime import Devices, Driver
 from fusekit.store import key_of
 from tests.exchange.test_windows import Gathering, PeerDriver, together
@@ -83,10 +83,12 @@ def test_every_launch_is_given_the_memory_of_its_buffers(ranked, name):
             for address, argument in zip(found, tensors_, strict=False):
                 buffer = layer.program.buffers[names[argument]]
                 window, _, part = buffer.name.partition(".")
-                if part:
+                if buffer.place == CHECKED:
+                    assert address == layer._parts["overflow"].address and ctypes.string_at(address, 16) == bytes(16)
+                elif part:
                     begin = layer._windows[window].address
                     parts = layer._layouts[window].parts(begin, layer.ranks.device)
-                    words = {"most": begin + MOST, "arrivals": begin}
+                    words = {"arrivals": begin}
                     assert address == (words[part] if part in words else parts[part].address)
                     assert part in words or parts[part].shape == buffer.extents(dims)
                 elif buffer.name in places:
@@ -161,8 +163,7 @@ def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     layer.bind_forward(**tensors(layer, INFERENCE), scratch=memory(layer)["scratch"])
     for each in (layer, again, fewer, other):
         each.connect()
-    assert layer._windows == again._windows and layer._windows["sums"] is fewer._windows["sums"]
-    assert layer._windows["sent"] is not fewer._windows["sent"]  # which says by itself whether rows were too few
+    assert layer._windows == again._windows == fewer._windows
     assert layer._windows["sent"].peers == other._windows["sent"].peers
     assert layer._windows["sent"].address != other._windows["sent"].address
     assert layer == RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=100) != fewer
@@ -282,33 +283,39 @@ def test_a_layer_of_one_gpu_takes_no_ranks(tmp_path):
             layer._library.layer("layers/moe", **said)
 
 
-def test_what_went_wrong_is_raised_once_a_second(ranked, monkeypatch):
-    (layer, _), fake = ranked(over(2), tokens=100, rows=500)
+def test_what_went_wrong_is_looked_at_once_a_second(ranked, monkeypatch):
+    (layer, other), _ = ranked(over(2), tokens=100, rows=500)
     layer.check()  # without windows there is nothing to look at
-    layer.connect()
-    words = {}
     now = [100.0]
     monkeypatch.setattr("fusekit.layers.ranked.time.monotonic", lambda: now[0])
-
-    def copied(target, source, count, stream):
-        held = bytearray(count)
-        for place, value in words.items():
-            struct.pack_into("<i", held, place, value)
-        ctypes.memmove(target, bytes(held), count)
-        return (0,)
-
-    monkeypatch.setattr(fake, "cuMemcpyDtoHAsync", copied)
     given, kept = tensors(layer, FORWARD), memory(layer)
     layer.forward(**given, **kept)
-    words[MOST] = 501
-    layer.forward(**given, **kept)
-    now[0] += 1.1
-    with pytest.raises(CapacityError, match=r"chosen for 501 rows and have room for 500.*give rows = 501") as error:
-        layer.forward(**given, **kept)
-    assert error.value.rows == 501
-    words[STATUS], words[STATUS + 4] = 2, 1
-    with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .* for rank 1"):
-        layer.check()
+    other.bind_forward(**tensors(other, FORWARD), **memory(other))
+    for each in (layer, other):
+        write(each._parts["overflow"].address, 1, 0, 501, 501)
+    with pytest.warns(RuntimeWarning) as warned:
+        for _ in range(3):
+            layer.forward(**given, **kept)  # which the other ranks wait for
+            now[0] += 1.1
+    (line,) = [str(each.message) for each in warned]
+    assert line.endswith("with rows = 501 or more, or leave rows out; layer.check() raises this")
+    for each in (layer, other):
+        with pytest.raises(CapacityError, match=r"rank 0 were chosen for 501 rows and have room for 500") as error:
+            each.check()
+        assert error.value.rows == 501
+        assert each.check() is None
+    write(layer._parts["overflow"].address, 4, 1, 502, 510)
+    write(layer._windows["sums"].address + STATUS, 2, 1)
+    with pytest.raises(CapacityError, match=r"in 3 passes, in the last of which the experts of rank 1 .* rows = 510"):
+        layer.check()  # before the other rank, which may have ended because of it
+    for call in (layer.check, lambda: layer.forward(**given, **kept)):
+        now[0] += 1.1
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited .* for rank 1"):
+            call()
+
+
+def write(address, *words):
+    ctypes.memmove(address, struct.pack(f"<{len(words)}i", *words), 4 * len(words))
 
 
 def test_ranks_of_processes_agree_on_their_numbers():

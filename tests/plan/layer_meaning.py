@@ -185,8 +185,7 @@ def index(keys, given, dims):
     if keys.get("weighted"):
         scale[order >= 0] = given["weights"].reshape(-1)[order[order >= 0]]
     counts = np.diff(made["offsets"], prepend=0)
-    most = np.maximum(made["most"], given.get("most", 0))
-    return {**made, "order": order, "row_scale": scale, "counts": counts, "most": most}
+    return {**made, "order": order, "row_scale": scale, "counts": counts}
 
 
 def permute(keys, given, dims):

@@ -6,8 +6,9 @@ the last launches left there, NaN before the first: a row that nobody sent must 
 
 import numpy as np
 
-from fusekit.plan.layer.program import KEPT
+from fusekit.plan.layer.program import CHECKED, KEPT
 from fusekit.plan.layer.ranks import WINDOWS, room
+from fusekit.reference import exchange
 
 from . import layer_meaning
 
@@ -18,9 +19,9 @@ class World:
     def __init__(self, program, ranks):
         self.program, self.ranks = program, ranks
         dims = program.dims(0)
-        inside = [each for each in program.buffers.values() if each.place in WINDOWS]
+        inside = [each for each in program.buffers.values() if each.place in (*WINDOWS, CHECKED)]
         self.windows = [
-            {each.name: np.full(each.extents(dims), 0 if each.name.endswith("most") else np.nan) for each in inside}
+            {each.name: np.full(each.extents(dims), 0 if each.place == CHECKED else np.nan) for each in inside}
             for _ in range(ranks)
         ]
 
@@ -35,14 +36,14 @@ class World:
         steps = program.needed(which, program.arguments(which)[1] if wanted is None else wanted)
         for step in steps:
             keys = program.parts[step.part]
-            reads = [{name: each[buffer] for name, buffer in step.reads.items()} for each in known]
+            inout = {name: buffer for name, buffer in step.writes.items() if name in INOUT}
+            reads = [{name: each[buffer] for name, buffer in (step.reads | inout).items()} for each in known]
             if step.window:
                 made = EXCHANGES[keys["op"]](keys, reads, self, step)
             else:
                 made = []
                 for rank, mine in enumerate(reads):
-                    more = {name: known[rank][buffer] for name, buffer in step.writes.items() if name in INOUT}
-                    found = layer_meaning.OPERATIONS[keys["op"]](keys, {**mine, **more}, program.dims(counts[rank]))
+                    found = layer_meaning.OPERATIONS[keys["op"]](keys, mine, program.dims(counts[rank]))
                     made.append({name: found[name] for name in step.writes})
             for rank, own in enumerate(made):
                 for name, buffer in step.writes.items():
@@ -119,10 +120,14 @@ def combine(keys, reads, world, step):
                 part = layer_meaning.permutation.unpermute(other["x"], other["inverse"][places], factors)[0]
                 total = total + np.where((owners == source).any(axis=1)[:, None], part, 0)
             made[rank]["y"] = total
+    if keys.get("overflow"):
+        wanted, rows = [int(own["wanted"][0]) for own in reads], [len(own["x"]) for own in reads]
+        for rank, own in enumerate(reads):
+            made[rank]["overflow"] = exchange.overflow(own["overflow"], wanted, rows)
     return made
 
 
-INOUT = ("rows", "most")  # arguments that are read, too
+INOUT = ("rows", "overflow")  # arguments that are read, too
 EXCHANGES = {"moe-dispatch": dispatch, "moe-combine": combine}
 
 __all__ = ["WINDOWS", "World", "room"]

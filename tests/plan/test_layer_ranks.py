@@ -163,7 +163,7 @@ def test_any_routing_is_that_of_one_gpu(seed):
     for name in one.arguments(BACKWARD)[1]:
         found = np.concatenate([each[name] for each in back])  # of tokens and of experts, in the order of ranks
         np.testing.assert_allclose(found, want[name], **CLOSE, err_msg=name)
-    assert [int(each["sent.most"][0]) for each in forward] == [
+    assert [int(each["wanted"][0]) for each in forward] == [
         int(((every["indices"] // o.local) == rank).sum()) for rank in range(o.ranks)
     ]
 
@@ -225,8 +225,13 @@ def test_rows_beyond_the_room_are_dropped_and_counted():
     found = {}
     for rows in (None, 16):
         made = program(o).within(ranks_meaning.room(o, 6, rows))
-        found[rows] = ranks_meaning.World(made, 2).run(INFERENCE, [only(made, INFERENCE, each) for each in given])
-    assert [int(each["sent.most"][0]) for each in found[16]] == [17, 16]
+        world = ranks_meaning.World(made, 2)
+        found[rows] = world.run(INFERENCE, [only(made, INFERENCE, each) for each in given])
+    assert [int(each["wanted"][0]) for each in found[16]] == [17, 16]
+    assert [each["overflow"].tolist() for each in found[16]] == [[1, 0, 17, 17]] * 2
+    fewer = [only(made, INFERENCE, each | {"indices": each["indices"][:0], "x": each["x"][:0],
+                                           "weights": each["weights"][:0]}) for each in given]  # fmt: skip
+    assert [each["overflow"].tolist() for each in world.run(INFERENCE, fewer)] == [[1, 0, 17, 17]] * 2
     assert found[16][0]["offsets"].tolist()[-1] == 16
     np.testing.assert_allclose(found[16][0]["y"], found[None][0]["y"], **CLOSE)
     np.testing.assert_allclose(found[16][1]["y"][:-1], found[None][1]["y"][:-1], **CLOSE)

@@ -35,7 +35,7 @@ def test_rows_are_stable_and_nobodys_choices_have_none():
 def test_rows_end_at_a_bound():
     indices = np.array([[2, 0], [-1, 2], [0, 5], [2, 0]], np.int32)
     whole, made = permutation.index(indices, 3), permutation.index(indices, 3, bound=4)
-    assert made["most"] == whole["most"] == [6] and made["offsets"].tolist() == [3, 3, 4]
+    assert made["wanted"] == whole["wanted"] == [6] and made["offsets"].tolist() == [3, 3, 4]
     assert made["order"].tolist() == whole["order"][:4].tolist() and made["token"].tolist() == [0, 2, 3, 0]
     assert np.array_equal(made["inverse"], np.where(whole["inverse"] < 4, whole["inverse"], -1))
     assert permutation.index(indices, 3, bound=9)["token"].tolist() == [*whole["token"][:6], -1, -1, -1]

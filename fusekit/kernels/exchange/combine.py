@@ -7,6 +7,9 @@ Each part is rounded to the rows' type once, and so is the sum: a token whose ex
 of moe-unpermute. Addends [T, H] are added after the parts, before the sum is rounded. With gradients,
 grad_weights[s, t, k] go back too, each from the rank of its expert; or alone, where the sums need what is made of them.
 
+With overflow, each rank says as it opens its window how many rows its experts wanted, if they have no room for them.
+The first block that sends waits for all ranks to do so, and tells the host: so every rank knows it of the same launch.
+
 Each part is rounded wherever it is made: what y is does not depend on which rank has the token.
 
 The blocks that send to other ranks are the first to run; each of the others sums one chunk of tokens, its own rank's
@@ -25,7 +28,7 @@ from fusekit.kernels.floats import choose, fma
 from fusekit.kernels.lanes import WARP
 from fusekit.kernels.permutation.permute import LINE
 from fusekit.kernels.ptx import divide
-from fusekit.plan.exchange import DRAWN, STATUS
+from fusekit.plan.exchange import DRAWN, OPEN, OVER, STATUS
 
 NAN = 0x7FFFFFFF
 WORDS, TOGETHER = 64, 8  # that a lane has asked for at a time, and of how many rows, at most
@@ -36,6 +39,7 @@ class MoeCombine(Exchange):
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
+        self.overflow = spec.overflow
         # A lane asks for its share of so many choices' rows before it adds up the first.
         self.together = min(self.topk, TOGETHER)
         self.lines = min(self.LINES, WORDS // (4 * self.together))
@@ -43,8 +47,8 @@ class MoeCombine(Exchange):
 
     @cute.jit
     def __call__(
-        self, x, inverse, weights, grad_weights, indices: cute.Tensor, addend0, addend1, y, returned, window: tuple,
-        rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
+        self, x, inverse, weights, grad_weights, indices: cute.Tensor, addend0, addend1, wanted, overflow, y, returned,
+        window: tuple, rank: Int32, capacity: Int32, timeout: Int32, stream: CUstream,
     ):  # fmt: skip
         """Launch; what the spec does without is None. window: of every rank."""
         gradients = (grad_weights.iterator, returned.iterator) if cutlass.const_expr(self.gradients) else None
@@ -55,6 +59,7 @@ class MoeCombine(Exchange):
             inverse.iterator if cutlass.const_expr(self.wide) else None,
             weights.iterator if cutlass.const_expr(self.weighted) else None,
             gradients,
+            (wanted.iterator, overflow.iterator, x.shape[0]) if cutlass.const_expr(self.overflow) else None,
             indices.iterator,
             [self.rows_at(each) for each in (y, *addends)] if cutlass.const_expr(self.wide) else [],
             list(window),
@@ -73,10 +78,12 @@ class MoeCombine(Exchange):
 
     @cute.kernel
     def kernel(
-        self, x, inverse, weights, gradients, indices: cute.Pointer, y: list, windows: list, tokens: Int32,
+        self, x, inverse, weights, gradients, overflow, indices: cute.Pointer, y: list, windows: list, tokens: Int32,
         row_bytes: Int32, rank: Int32, capacity: Int32, timeout: Int32,
     ):  # fmt: skip
-        """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise."""
+        """See the module's docstring. x: as `rows_at` gives it; y: the result and the addends, likewise. overflow: the
+        rows wanted, what the host reads, and the rows that there is room for.
+        """
         cute.arch.griddepcontrol_wait()  # until what was launched before is done: this launch began beside its end
         thread, _, _ = cute.arch.thread_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -85,17 +92,42 @@ class MoeCombine(Exchange):
         turn, epoch, failed, drawing = self.arrive(own, thread)
         sizes, source = (tokens, row_bytes, capacity), (x, inverse, weights, gradients)
         if turn == 0:
+            if cutlass.const_expr(self.overflow):
+                self.say_overflow(windows, overflow, rank, thread, epoch)
             self.open(windows, rank, thread, epoch)
         if (turn < self.blocks) & (failed == 0):
-            self.send_all(windows, source, drawing, turn, sizes, rank, epoch, deadline)
+            self.send_all(windows, source, overflow, drawing, turn, sizes, rank, epoch, deadline)
         self.leave(own, thread, epoch, blocks)
         if turn >= self.blocks:
             self.sum(own, source, indices, y, turn - self.blocks, sizes, rank, epoch, failed, deadline)
 
     @cute.jit
+    def say_overflow(self, windows: list, overflow: tuple, rank: Int32, thread: Int32, epoch: Int32):
+        """To all windows, before this rank's is opened: the rows that it has no room for."""
+        if thread < self.ranks:
+            wanted = lanes.load(overflow[0].toint(), 4)[0]
+            wanted = cutlass.select_(Int32(wanted) > overflow[2], wanted, Uint32(0))
+            lanes.store(self.of_rank(windows, thread) + over(epoch, rank), [wanted], 4)
+
+    @cute.jit
+    def tell_overflow(self, own: Int64, overflow: tuple, thread: Int32, epoch: Int32):
+        """What the ranks said of this launch, all of which have opened their windows, to the host."""
+        if thread < WARP:
+            wanted = signals.load_word(own + over(epoch, thread), thread < self.ranks)
+            most = lanes.redux(wanted, "max")
+            where = lanes.redux(cutlass.select_(wanted == most, Uint32(thread), Uint32(WARP)), "min")
+            if (most != 0) & (thread == 0):
+                words = overflow[1].toint()
+                before = cutlass.max(Int32(signals.load(words + 12)), Int32(most))
+                lanes.store(words + 4, [where], 4)
+                lanes.store(words + 8, [most], 4)
+                lanes.store(words + 12, [Uint32(before)], 4)
+                signals.release(words, Int32(signals.load(words)) + 1)  # last: the host looks at this word first
+
+    @cute.jit
     def send_all(
-        self, windows: list, source: tuple, drawing: Int32, turn: Int32, sizes: tuple, rank: Int32, epoch: Int32,
-        deadline: Int64,
+        self, windows: list, source: tuple, overflow, drawing: Int32, turn: Int32, sizes: tuple, rank: Int32,
+        epoch: Int32, deadline: Int64,
     ):  # fmt: skip
         """Chunks of the other ranks until none is left, once all may be sent to."""
         _, row_bytes, capacity = sizes
@@ -106,6 +138,9 @@ class MoeCombine(Exchange):
         slot, at, row = shares.draw(*share)
         placed = self.placed_there(source, at, row, sizes, rank)  # read while the others open their windows
         if self.opened(own, thread, epoch, deadline) != 0:
+            if cutlass.const_expr(self.overflow):  # noqa: SIM102
+                if turn == 0:
+                    self.tell_overflow(own, overflow, thread, epoch)
             while at < last:
                 chunk, target = self.there(at, rank)
                 there = self.of_rank(windows, target)
@@ -287,3 +322,8 @@ class MoeCombine(Exchange):
             mine = lanes.load(grad_weights.toint() + source, 4, known & (owner == rank))[0]
             value = cutlass.select_(fine != 0, sent | mine, Uint32(NAN))
             lanes.store(returned.toint() + Int64(choice) * 4, [value], 4, there)
+
+
+def over(epoch: Int32, rank: Int32) -> Int64:
+    """Where the word of a rank's overflow in a launch lies in a window."""
+    return OVER + Int64((epoch & 1) * (OVER - OPEN) + rank * 4)

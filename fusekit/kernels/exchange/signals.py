@@ -9,6 +9,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from fusekit.plan.exchange import NEXT, STATUS
+
 WAIT = """{
     .reg .pred there_, left_; .reg .b32 seen_; .reg .b64 now_;
 again_:
@@ -30,16 +32,29 @@ again_:
     setp.ge.s32 there_, seen_, {$r1};
     @!there_ bra again_;
 }"""
-FAIL = """{
-    .reg .pred mine_; .reg .b32 old_, one_;
-    setp.ne.b32 mine_, {$r4}, 0;
-    mov.b32 old_, 1;
-    add.s32 one_, {$r1}, 1;
-    @mine_ atom.global.cas.b32 old_, [{$r0}], 0, one_;
+FAIL = f"""{{
+    .reg .pred mine_, last_; .reg .b32 old_, one_; .reg .b64 at_;
+    setp.eq.b32 last_, {{$r4}}, 0;
+    @last_ bra end_;
+    add.s32 one_, {{$r1}}, 1;
+    atom.global.cas.b32 old_, [{{$r0}}], 0, one_;
+    setp.ne.b32 last_, old_, 0;
+    @last_ bra end_;
+    mov.b64 at_, {{$r0}};
     setp.eq.b32 mine_, old_, 0;
-    @mine_ st.global.b32 [{$r0} + 4], {$r2};
-    @mine_ st.global.b32 [{$r0} + 8], {$r3};
-}"""
+each_:
+    @mine_ st.global.b32 [at_ + 4], {{$r2}};
+    @mine_ st.global.b32 [at_ + 8], {{$r3}};
+    ld.relaxed.sys.global.b64 at_, [at_ + {NEXT - STATUS}];
+    setp.eq.b64 last_, at_, 0;
+    @last_ bra end_;
+    setp.eq.b64 last_, at_, {{$r0}};
+    @last_ bra end_;
+    atom.global.cas.b32 old_, [at_], 0, one_;
+    setp.eq.b32 mine_, old_, 0;
+    bra each_;
+end_:
+}}"""
 
 
 @dsl_user_op
@@ -103,7 +118,7 @@ def wait_shared(address: Int32, value: Int32) -> None:
 
 
 def fail(address: Int64, rank: Int32, stage: int, epoch: Int32, condition) -> None:
-    """Where `condition`: keeps who did not come, unless something went wrong before."""
+    """Where `condition`: keeps who did not come, in all windows of this rank, unless something went wrong before."""
     cute.arch.inline_ptx(FAIL, read_only_args=[address, rank, Int32(stage), epoch, Int32(condition)])
 
 

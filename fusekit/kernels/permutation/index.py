@@ -28,14 +28,14 @@ MOST_CLUSTERS = 16  # so many are resident at a time: a block has 1024 threads
 
 class More(NamedTuple):
     """What a kernel may be asked for beside the order: addresses of counts, of rows' tokens, of rows' weights with the
-    router's, and of the most rows so far with the bound; None for what it is not.
+    router's, and of the rows that all choices want, with the bound; None for what it is not.
     """
 
     counts: object = None
     token: object = None
     weights: object = None
     row_scale: object = None
-    most: object = None
+    wanted: object = None
     bound: object = None
 
 
@@ -67,12 +67,12 @@ class MoeIndex:
     @cute.jit
     def __call__(
         self, indices: cute.Tensor, weights, offsets: cute.Tensor, order: cute.Tensor, inverse: cute.Tensor, counts,
-        token, row_scale, most, stream: CUstream,
+        token, row_scale, wanted, stream: CUstream,
     ):  # fmt: skip
-        """Launch; weights, counts, token, row_scale and most may be None."""
+        """Launch; weights, counts, token, row_scale and wanted may be None."""
         choices = indices.shape[0] * self.topk
         bound = order.shape[0] if cutlass.const_expr(self.bounded) else None
-        given = (counts, token, weights, row_scale, most)
+        given = (counts, token, weights, row_scale, wanted)
         more = More(*(None if each is None else each.iterator for each in given), bound)
         self.kernel(indices.iterator, offsets.iterator, order.iterator, inverse.iterator, choices, more).launch(
             grid=[self.blocks, 1, 1], block=[self.threads, 1, 1], cluster=[CLUSTER, 1, 1], stream=stream
@@ -120,9 +120,7 @@ class MoeIndex:
                 row = Int32(lanes.shared_load_u32(shared + self.last)) + rank * self.threads + thread
                 end_of_rows = more.bound if cutlass.const_expr(self.bounded) else choices
                 if cutlass.const_expr(self.bounded):
-                    most = more.most.toint()
-                    before = Int32(lanes.load(most, 4)[0])
-                    lanes.store(most, [Uint32(cutlass.max(before, row))], 4, (rank == 0) & (thread == 0))
+                    lanes.store(more.wanted.toint(), [Uint32(row)], 4, (rank == 0) & (thread == 0))
                 while row < end_of_rows:
                     lanes.store(more.token.toint() + Int64(row) * 4, [Uint32(0xFFFFFFFF)], 4, row < end_of_rows)
                     row += CLUSTER * self.threads

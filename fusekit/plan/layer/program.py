@@ -1,7 +1,8 @@
 """What a layer's passes are made of: buffers, steps, and what of them a call needs.
 
 A buffer is an argument, which the caller gives; or lies in `kept`, which the forward pass fills and the backward pass
-reads; or in `scratch`, for one pass; or, of a layer over ranks, in a window, whose name is then its place.
+reads; or in `scratch`, for one pass; or, of a layer over ranks, in a window, whose name is then its place, or with what
+its `check` reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fusekit.plan.exchange import CHOICES, NOTHING
 from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.quant import SIDE
 
-ARGUMENT, KEPT, SCRATCH = "argument", "kept", "scratch"
+ARGUMENT, KEPT, SCRATCH, CHECKED = "argument", "kept", "scratch", "checked"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
 BOTH = (FORWARD, INFERENCE)
 AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order

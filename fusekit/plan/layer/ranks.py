@@ -27,7 +27,7 @@ from fusekit.plan.layer.factors import CODES as E4M3
 from fusekit.plan.layer.factors import Blocks, Rows
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import Experts, Passes
-from fusekit.plan.layer.program import AGAIN, BOTH, KEPT, THROUGH, WEIGHTS, Program
+from fusekit.plan.layer.program import AGAIN, BOTH, CHECKED, KEPT, THROUGH, WEIGHTS, Program
 from fusekit.plan.quant import NONE
 from fusekit.plan.quantise import SIDE
 
@@ -97,7 +97,7 @@ class RankedExperts(Experts):
             self.rows_dy = replace(self.rows_dy, arrivals=f"{GRADS}.arrivals")
             if not self.by_input:
                 self.rows_x = replace(self.rows_x, arrivals=f"{SENT}.arrivals")
-        p.buffer(f"{self.first}.most", 1, dtype="i32", place=self.first)
+        p.buffer("overflow", 4, dtype="i32", place=CHECKED)
         p.buffer("row_dweights", "S", o.topk, dtype="f32")
 
     def exchange(self, op: str, **keys: object) -> dict[str, object]:
@@ -150,7 +150,7 @@ class RankedExperts(Experts):
             "order": p.buffer("order", "M", dtype="i32"),
             "inverse": p.buffer("inverse", "S", o.topk, dtype="i32", place=KEPT),
             "token": p.buffer("token", "M", dtype="i32", place=KEPT),
-            "most": f"{self.first}.most",
+            "wanted": p.buffer("wanted", 1, dtype="i32"),
         }
         keys = self.router_op("moe-index", tokens=True, bounded=True, experts=o.local, weighted=not self.by_input)
         if not self.by_input:
@@ -196,12 +196,15 @@ class RankedExperts(Experts):
         """The sum of each token's rows on every rank, their sum on the token's rank, and `more`."""
         returned = which == THROUGH and self.given
         keys = self.exchange("moe-combine", weighted=weighted, addends=len(more), gradients=returned)
+        keys |= {"overflow": True} if which == BOTH else {}
         reads = {"x": x, "inverse": "inverse", "indices": "indices"}
         reads |= {"weights": f"{self.first}.weights"} if weighted else {}
         reads |= {f"addend{number}": name for number, name in enumerate(more)}
         part = {"unpermute": "combine", "unpermute-dx": "combine-dx"}[part]
         reads |= {"grad_weights": "row_dweights"} if returned else {}
+        reads |= {"wanted": "wanted"} if which == BOTH else {}
         made = {"y": y, **({"returned": "dweights"} if returned else {})}
+        made |= {"overflow": "overflow"} if which == BOTH else {}
         self.passes.step(which, part, keys, reads, made, SUMS, needs=y if returned else "")
 
     def weights(self) -> None:
