@@ -14,7 +14,7 @@ import click
 from fusekit.errors import DriverError, StoreError, UsageError
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
-from fusekit_cli.options import Session, common
+from fusekit_cli.options import Session, common, signing
 from fusekit_cli.progress import progress
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ MOST_ROWS = 2**31 - 1
 @click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures as a table, too.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the made-up tensors.")
 @click.option("--device", type=click.IntRange(min=0), help="Ordinal of the GPU (default: the current one, else 0).")
+@signing
 @common
 def command(
     session: Session, targets: tuple[str, ...], experts: int | None, hidden: int | None, intermediate: int | None,
@@ -285,9 +286,13 @@ def _table(library: Library, arch: str, path: Path | None) -> Any:
     """The table that will be written over, before anything is timed: one that is damaged is an error now."""
     from fusekit.choice import tuning
 
-    if path is None:
-        library.store.check_writable()
-    return tuning.read(path or library.store.layers[0].tuning_path(arch), arch)
+    if path is not None:
+        return tuning.read(path, arch)
+    own = library.store.layers[0]
+    library.store.check_writable()
+    library.store.sign("tuning", b"")  # where that is refused, it is before anything is timed
+    data = own.tuning(arch)
+    return tuning.Tuning(arch) if data is None else tuning.Tuning.from_bytes(data, own.tuning_path(arch), arch)
 
 
 def _write(library: Library, arch: str, path: Path | None, table: Any) -> dict[str, Any]:

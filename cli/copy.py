@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import click
 
 from fusekit_cli import complete, output
@@ -25,13 +27,14 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None) -> No
         for listed in stored(store, pattern, arch)
     }
     copied, present, count = [], [], 0
-    for _, record in sorted(records.items()):
-        row = {"name": record.name, "arch": record.arch, "key": record.key}
-        if store.adopt(record):
-            copied.append(row)
-            count += int(record.summary.get("bytes") or 0)
-        else:
-            present.append(row)
+    with store.lease() if records else nullcontext():  # all of it stays until all of it is there
+        for _, record in sorted(records.items()):
+            row = {"name": record.name, "arch": record.arch, "key": record.key}
+            if store.adopt(record):
+                copied.append(row)
+                count += int(record.summary.get("bytes") or 0)
+            else:
+                present.append(row)
     document = {"copied": copied, "present": present, "bytes": count}
 
     def text() -> None:

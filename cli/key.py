@@ -62,12 +62,13 @@ def show(session: Session, file: str) -> None:
 @signing
 @common
 def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
-    """Sign the kernels of the writable store that NAME means (none: all), after checking every byte of them.
+    """Sign the kernels of the writable store that NAME means (none: all, and tuning tables), once all is checked.
 
     By that you vouch for them, whoever built them. What is built with a signing key is signed at once.
     """
+    from fusekit.runtime.wellformed import WELLFORMED
     from fusekit.store import Store
-    from fusekit.store.selection import select, sign_selection
+    from fusekit.store.selection import select, sign_selection, sign_tuning
 
     signer = session.open_store().signer
     if signer is None:
@@ -75,10 +76,13 @@ def sign(session: Session, patterns: tuple[str, ...], arch: str | None) -> None:
     store = Store(session.config.store, signing_key=session.config.signing_key)  # trusted or not: it is to be signed
     selection = select(store, patterns, arch)
     sign_selection(store, selection)
-    document = {"id": signer.public.id, "entries": len(selection.entries), "names": len(selection.records)}
+    tables = [] if patterns else sign_tuning(store, WELLFORMED.tuning, arch)
+    held = {"entries": len(selection.entries), "names": len(selection.records), "tuning": tables}
+    document = {"id": signer.public.id, **held}
 
     def text() -> None:
         signed = f"{output.plural(len(selection.records), 'name')} and {output.plural(len(selection.entries), 'entry')}"
-        click.echo(f"{signed} signed by {signer.public.id}")
+        tuning = f", and the tuning tables of {', '.join(tables)}," if tables else ""
+        click.echo(f"{signed}{tuning} signed by {signer.public.id}")
 
     output.answer(session, document, text)

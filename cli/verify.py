@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,26 +11,36 @@ import click
 
 from fusekit.errors import IntegrityError, some
 from fusekit.store.folders import said
-from fusekit_cli import output, sources
+from fusekit_cli import complete, output, sources
 from fusekit_cli.options import Session, common
 
 if TYPE_CHECKING:
-    from fusekit.store import VerifyReport
+    from fusekit.store import Entry, NameRecord, Store, VerifyReport
+    from fusekit.store.manifest import Manifest
+    from fusekit.store.verify import Problem
 
 
 @click.command("verify")
 @click.option("--full", is_flag=True, help="Hash every cubin too, and look into launch records and specs.")
 @sources.sourced
+@click.option(
+    "--check", "manifest", metavar="MANIFEST", shell_complete=complete.files,
+    help="A cache manifest: what it lists must be there, with the key, cubin and launch record that it lists.",
+)  # fmt: skip
 @common
-def command(session: Session, full: bool, source: str | None) -> int:
+def command(session: Session, full: bool, source: str | None, manifest: str | None) -> int:
     """Check every entry and name of every layer against its digest, changing nothing. A bundle is checked in full.
 
     Exit code 1 if one is bad; 3 if there is no store: at --store, in a layer of FUSEKIT_STORES, or at all.
     """
     from fusekit.runtime.wellformed import WELLFORMED
+    from fusekit.store.manifest import read_manifest
 
     store = session.open_store()
-    report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full)
+    locked = None if manifest is None else read_manifest(Path(manifest), store.trust)
+    report = store.verify(full, WELLFORMED) if source is None else _elsewhere(session, source, full, locked)
+    if locked is not None and source is None:
+        report = replace(report, bad=(*report.bad, *_differences(store, locked)))
     told = ("checked", "bad", "entries", "names", "blobs", "full", "orphans", "temporaries")
     document = {
         **{name: getattr(report, name) for name in told},
@@ -75,8 +86,24 @@ def command(session: Session, full: bool, source: str | None) -> int:
     return 3 if missing else 0
 
 
-def _elsewhere(session: Session, source: str, full: bool) -> VerifyReport:
+def _differences(store: Store, locked: Manifest) -> list[Problem]:
+    """What `locked` lists and `store` has not, or otherwise."""
+    from fusekit.store.manifest import differences
+    from fusekit.store.verify import Problem
+
+    def look(name: str) -> tuple[NameRecord, Entry | None] | None:
+        record = store.find_name(name, locked.arch)
+        return None if record is None else (record, store.find_entry(record.key))
+
+    return [
+        Problem(key, why, store.layers[0].name_path(name, locked.arch), store.root)
+        for name, key, why in differences(locked, look)
+    ]
+
+
+def _elsewhere(session: Session, source: str, full: bool, locked: Manifest | None) -> VerifyReport:
     """The report on a bundle, or on the names of a remote and what they stand for."""
+    from fusekit.store.manifest import differences
     from fusekit.store.source import is_bundle
     from fusekit.store.verify import Problem, VerifyReport
 
@@ -86,6 +113,9 @@ def _elsewhere(session: Session, source: str, full: bool) -> VerifyReport:
         held = sources.look(session, source, entries=True, cubins=full)
         names, entries, cubins = len(held.records), len(held.entries), held.cubins
         found = [(key, why) for _, key, why in held.failed]
+        if locked is not None:
+            there = {each.name: (each, held.entries.get(each.key)) for each in held.records if each.arch == locked.arch}
+            found += [(key, why) for _, key, why in differences(locked, there.get)]
     except IntegrityError as error:
         found = [(error.key, str(error))]
     bad = tuple(Problem(key=key, problem=why, path=at, layer=at) for key, why in dict.fromkeys(found))

@@ -27,9 +27,9 @@ is there is taken. No row near enough: the heuristic of fusekit.choice.variants.
 Where tables lie: `tuning/<arch>.json` in each layer of the store, because what is fastest belongs to the kernels that
 were built and to the machines that share them, and must be writable; then `tuning-<arch>.json` beside this module,
 which comes with fusekit and names packaged variants only. A table decides how fast a launch is and never what is
-launched under a name's variant, so it is not part of any key, has no digest, and may be edited; where only signed
-kernels are loaded, those of the store are left alone, for nobody signed them. A table that cannot be read is left out
-when a kernel is loaded, and an error where one is to be written.
+launched under a name's variant, so it is not part of any key, has no digest, and may be edited. Where only signed
+kernels are loaded, only signed tables are: `fusekit key sign` signs one that was edited. A table that cannot be read,
+or is not trusted, is left out when a kernel is loaded, and an error where one is to be written.
 """
 
 from __future__ import annotations

@@ -297,7 +297,9 @@ def execute(
     report, store = BuildReport(failed=list(wanted.failed)), store.inspecting(check_usable)
     if jobs is not None:
         jobs = ArgumentError.integer("jobs", jobs, "a whole number, 1 or more; leave it out for one per processor", 1)
-    with store.lease() if wanted.misses else nullcontext():
+    if wanted.misses:
+        _ = store.signer  # a key that cannot be read is refused before anything is written
+    with store.lease() if wanted.misses or not all(task.named for task in wanted.hits) else nullcontext():
         for task in wanted.hits:
             assert task.summary is not None
             try:

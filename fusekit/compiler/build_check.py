@@ -54,7 +54,8 @@ def check_build(
     with tempfile.TemporaryDirectory(prefix="fusekit-check-") as folder:
         store = Store(Path(folder))
         report = execute(plan_build(wanted, store, identity), store, jobs, progress, executor=executor)
-    built = {row.name: Locked(row.key, row.cubin_sha256, row.bytes) for row in (*report.built, *report.hits)}
+        entries = {row.name: store.find_entry(row.key) for row in (*report.built, *report.hits)}
+    built = {name: Locked.of(entry) for name, entry in entries.items() if entry is not None}
     failed = {row.name for row in report.failed}
     asked = {spec.full_name for spec in wanted} if targets else set(manifest.kernels)
     return Checked(manifest.compare(built, asked - failed), report)
@@ -74,13 +75,13 @@ def locked_in(store: Store, specs: Iterable[Spec], identity: Identity) -> tuple[
     found: dict[str, Locked] = {}
     wrong: dict[str, str] = {}
     planned = plan_build([*specs], store, identity)
-    for task in planned.hits:
-        assert task.summary is not None
-        locked = Locked(task.key, task.summary["cubin_sha256"], task.summary["bytes"])
-        found |= dict.fromkeys((spec.full_name for spec in task.specs), locked)
-    for task in planned.misses:
+    for task in (*planned.hits, *planned.misses):
         try:
-            if (entry := store.find_entry(task.key)) is not None:
+            if (entry := store.find_entry(task.key)) is None:
+                continue
+            if task in planned.hits:
+                found |= dict.fromkeys((spec.full_name for spec in task.specs), Locked.of(entry))
+            else:
                 store.read_cubin(entry)
                 check_usable(entry)
         except (IntegrityError, StoreError) as error:

@@ -209,6 +209,10 @@ class _Reader:
     def publish(self, index: Index, store: Store, dry_run: bool = False) -> Transfer:
         """Publish what `check` has passed: each entry with its cubin, then the names."""
         own = store.writable()  # what a layer below has may be what this disk is to be rid of
+        with contextlib.nullcontext() if dry_run else own.lease():
+            return self._publish(index, own, dry_run)
+
+    def _publish(self, index: Index, own: Store, dry_run: bool) -> Transfer:
         blobs = {member.sha256: offset for member, offset in self._offsets(index) if member.kind == "blob"}
         held: dict[str, dict[str, bytes]] = {}
         fresh: dict[str, int] = {}  # key -> bytes of its cubin, of entries that were not there; 0 once a name told them

@@ -13,7 +13,7 @@ from typing import Any
 from fusekit.errors import IntegrityError
 from fusekit.store.documents import check_schema, damaged, members, seal, unseal
 from fusekit.store.files import AnyPath
-from fusekit.store.keys import SCHEMA, is_digest, key_of
+from fusekit.store.keys import SCHEMA, canonical_json, is_digest, key_of, sha256
 
 CUBIN_LIMIT = 1 << 30
 """Largest cubin accepted, in bytes."""
@@ -55,6 +55,11 @@ class Entry:
     def arch(self) -> str:
         """The architecture the cubin is for, such as `sm_90a`."""
         return self.fields["arch"]
+
+    @property
+    def launch_sha256(self) -> str:
+        """The SHA-256 of the launch record's canonical JSON."""
+        return sha256(canonical_json(self.launch, f"launch record of {self.key}").encode())
 
     def summary(self) -> dict[str, Any]:
         """What a listing says of it: cubin_sha256, bytes (of the cubin), registers, spill_bytes, seconds and launches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from fusekit.errors import FusekitError, IntegrityError, NotBuiltError
@@ -339,6 +340,15 @@ class _Pull(_Reading):
     def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
         summaries = {record.key: record for record, _ in records.values()}
+        with nullcontext() if dry_run else self.store.lease():
+            return self._take(records, summaries, dry_run)
+
+    def _take(
+        self,
+        records: Mapping[tuple[str, str], tuple[NameRecord, dict[str, bytes]]],
+        summaries: Mapping[str, NameRecord],
+        dry_run: bool,
+    ) -> Report:
         keys, done = sorted(summaries), 0
         total = len(keys) + len(records)
         refused: set[str] = set()
@@ -358,6 +368,9 @@ class _Pull(_Reading):
             self.tell(done, total, record.name)
         self.report.failed.sort()
         return self.report
+
+    def wait(self) -> None:
+        self.store.renew()
 
     def _entry(self, key: str) -> int:
         """Bytes that were moved; 0 when the store has it."""

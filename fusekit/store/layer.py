@@ -36,6 +36,7 @@ from fusekit.store.entries import CUBIN_LIMIT, Entry
 from fusekit.store.files import TEMPORARY_SUFFIX, read_file, size_of, store_error
 from fusekit.store.folders import Folders
 from fusekit.store.keys import is_digest, sha256
+from fusekit.store.layout import TUNING
 from fusekit.store.marker import check_format
 from fusekit.store.names import Brief, NameRecord
 from fusekit.store.signature import Trust, is_key_id, read_signatures
@@ -125,6 +126,14 @@ class Layer:
         path = f"{self.root}/names/{name}.{arch}.json"
         data = self._document("name", path)
         return None if data is None else Brief.from_bytes(data, path, name, arch)
+
+    def tuning(self, arch: str) -> bytes | None:
+        """The tuning table for `arch`, signed where there is a trust; None when there is none."""
+        return self._document("tuning", str(self.tuning_path(arch)))
+
+    def tuned(self) -> list[str]:
+        """The architectures of the tuning tables that lie there."""
+        return [name.removesuffix(".json") for name in self._listing("tuning") if TUNING.ours.fullmatch(name)]
 
     def name_files(self, file: str | None = None, start: str = "") -> Iterator[tuple[str, str]]:
         """(folder, file name) of what lies under `names`, sorted; only in the folder `file` if it is given, and only

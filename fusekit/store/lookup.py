@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any, TypeVar
 
 from fusekit.errors import IntegrityError, NotBuiltError, StoreError, is_glob, some
 from fusekit.store import listing, marker, marks, names
-from fusekit.store.documents import LIMIT
 from fusekit.store.entries import Entry
-from fusekit.store.files import exists, quietly, read_file, revalidate
+from fusekit.store.files import exists, quietly, revalidate
 from fusekit.store.keys import sha256
 from fusekit.store.layer import Layer, first_good
 from fusekit.store.listing import Listing, NameListing, Overview
@@ -54,12 +52,9 @@ class Lookup:
     def tuning_tables(self, arch: str) -> list[tuple[Path, bytes]]:
         """(path, bytes) of every layer's tuning table for `arch`, in the order of the layers.
 
-        One that cannot be read is left out; so are all of them where only what is signed is loaded.
+        One that cannot be read, or that none of the trusted keys signed, is left out.
         """
-        if self.trust is not None:
-            return []
-        paths = [layer.tuning_path(arch) for layer in self.layers]
-        found = [(path, quietly(functools.partial(read_file, limit=LIMIT), path)) for path in paths]
+        found = [(layer.tuning_path(arch), quietly(layer.tuning, arch)) for layer in self.layers]
         return [(path, data) for path, data in found if data is not None]
 
     def find_entry(self, key: str) -> Entry | None:
@@ -221,14 +216,18 @@ class Lookup:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
         return verify(self.layers, full, inspect)
 
+    def renew(self) -> None:
+        """Say that the leases of this store are still held. Every look-up says so, too."""
+        for lease in self._leases:
+            lease.renew()
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _first_good(self, read: Callable[[Layer], T | None]) -> T | None:
         return first_good(self.layers, read)
 
     def _mark(self, key: str) -> bool:
-        for lease in self._leases:
-            lease.renew()
+        self.renew()
         own = self.layers[0]
         try:
             own.check()

@@ -1,7 +1,7 @@
 """Cache manifests: what was built, for one architecture by one toolchain, as a file to commit and compare with.
 
-`<arch>-<toolchain>.json` lists every kernel's key and cubin digest. The same sources and toolchain must give the same
-digests on any machine; where they do not, the difference is reported kernel by kernel.
+`<arch>-<toolchain>.json` lists every kernel's key and the digests of its cubin and its launch record. The same sources
+and toolchain must give the same digests on any machine; where they do not, the difference is reported kernel by kernel.
 
 A manifest may be signed: `<file>.<key id>.sig` beside it is a signature over its exact bytes.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from fusekit.store.publishing import Publisher
 from fusekit.store.signature import SigningKey, Trust, is_key_id, read_signatures
 from fusekit.store.verify import Inspect
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of manifests. 2: with the digests of launch records."""
 LIMIT = 64 << 20
 """Largest manifest accepted, in bytes."""
 _FAMILY = "nvidia-cutlass-dsl"
@@ -39,16 +40,23 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]{0,99}")  # a distribution or it
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes."""
+    """One kernel: the key it was built under, its cubin's SHA-256 and size in bytes, its launch record's SHA-256."""
 
     key: str
     cubin_sha256: str
     bytes: int
+    launch_sha256: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> Locked:
+        return cls(entry.key, entry.cubin_sha256, entry.cubin_bytes, entry.launch_sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A kernel whose cubin is not the manifest's. why: whether its key says so, or the same key gave other bytes."""
+    """A kernel whose cubin or launch record is not the manifest's. expected, found: digests of that. why: whether its
+    key says so, or the same key gave something else.
+    """
 
     name: str
     expected: str
@@ -58,7 +66,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """same: names whose cubins are the manifest's. missing: (name, what lacks it)."""
+    """same: names whose cubins and launch records are the manifest's. missing: (name, what lacks it)."""
 
     same: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -83,10 +91,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file: sorted, indented, one value a line, so that a change shows as a change of its lines."""
-        kernels = {
-            name: {"bytes": kernel.bytes, "cubin_sha256": kernel.cubin_sha256, "key": kernel.key}
-            for name, kernel in self.kernels.items()
-        }
+        kernels = {name: asdict(kernel) for name, kernel in self.kernels.items()}
         document = {"schema": SCHEMA, "arch": self.arch, "toolchain": dict(self.toolchain), "kernels": kernels}
         return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
@@ -109,24 +114,29 @@ class Manifest:
                 missing.append((name, "the manifest does not have it"))
             elif now is None:
                 missing.append((name, (wrong or {}).get(name, "it is not built from what stands here now")))
-            elif locked.cubin_sha256 == now.cubin_sha256:
+            elif (locked.cubin_sha256, locked.launch_sha256) == (now.cubin_sha256, now.launch_sha256):
                 same.append(name)
             else:
+                cubin = locked.cubin_sha256 != now.cubin_sha256
+                what = "other bytes" if cubin else "the same cubin with another launch record"
                 why = (
-                    "other bytes from the same sources and toolchain: the build is not reproducible"
+                    f"{what} from the same sources and toolchain: the build is not reproducible"
                     if locked.key == now.key
-                    else "its spec, sources or toolchain have changed since the manifest was written"
+                    else f"{what}: its spec, sources or toolchain have changed since the manifest was written"
                 )
-                changed.append(Changed(name, locked.cubin_sha256, now.cubin_sha256, why))
+                digests = (
+                    (locked.cubin_sha256, now.cubin_sha256) if cubin else (locked.launch_sha256, now.launch_sha256)
+                )
+                changed.append(Changed(name, *digests, why))
         return Comparison(tuple(same), tuple(changed), tuple(missing))
 
 
 def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
-    """`inspect`, and that every name and entry is the one that `manifest` lists: its key, its cubin's digest and size.
+    """`inspect`, and that every name and entry is the one that `manifest` lists: its key, its cubin, its launch record.
 
     So nothing older passes, however well it is signed: the manifest says what is the latest.
     """
-    cubins = {each.key: (each.cubin_sha256, each.bytes) for each in manifest.kernels.values()}
+    by_key = {each.key: each for each in manifest.kernels.values()}
 
     def name(record: NameRecord) -> None:
         locked = manifest.kernels.get(record.name) if record.arch == manifest.arch else None
@@ -143,15 +153,37 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
         inspect.name(record)
 
     def entry(found: Entry) -> None:
-        if cubins.get(found.key) != (found.cubin_sha256, found.cubin_bytes):
+        locked, now = by_key.get(found.key), Locked.of(found)
+        if locked != now:
+            part = "cubin" if locked is None or locked.cubin_sha256 != now.cubin_sha256 else "launch record"
+            digest = now.cubin_sha256 if part == "cubin" else now.launch_sha256
             raise IntegrityError(
-                f"entry {found.key} has the cubin {found.cubin_sha256}, which the manifest does not list for it; get "
-                "the manifest or the kernel again",
+                f"entry {found.key} has the {part} {digest}, which the manifest does not list for it; get the manifest "
+                "or the kernel again",
                 key=found.key,
             )
         inspect.entry(found)
 
     return Inspect(entry, name, inspect.tuning)
+
+
+def differences(
+    manifest: Manifest, look: Callable[[str], tuple[NameRecord, Entry | None] | None]
+) -> Iterator[tuple[str, str, str]]:
+    """(name, key, what is wrong) of each kernel that `manifest` lists and that is not there, or is another. look: the
+    record of a full name, and its entry.
+    """
+    check = pinned(manifest, Inspect(lambda _: None, lambda _: None, lambda *_: None))
+    for name, locked in sorted(manifest.kernels.items()):
+        try:
+            found = look(name)
+            if found is None or found[1] is None:
+                what = "is not there" if found is None else "leads to no entry"
+                raise IntegrityError(f"{name} for {manifest.arch} is in the manifest and {what}; get it again")
+            check.name(found[0])
+            check.entry(found[1])
+        except (IntegrityError, StoreError) as error:
+            yield name, locked.key, str(error)
 
 
 def toolchain_label(toolchain: Mapping[str, str]) -> str:
@@ -257,7 +289,10 @@ def _parse(data: bytes, path: Path) -> Manifest:
 
 def _manifest(document: Any, path: Path) -> Manifest:
     if document["schema"] != SCHEMA:
-        raise IntegrityError(f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again")
+        raise IntegrityError(
+            f"{path} has schema {document['schema']!r}; this fusekit reads {SCHEMA}; write it again with `fusekit lock "
+            "--write`"
+        )
     return Manifest(
         names.check_arch(document["arch"]),
         {name: _version(name, version) for name, version in document["toolchain"].items()},
@@ -273,7 +308,7 @@ def _version(name: str, value: Any) -> str:
 
 def _locked(name: str, value: Mapping[str, Any]) -> Locked:
     locked = Locked(**value)
-    if not names.is_full(name) or not is_digest(locked.key) or not is_digest(locked.cubin_sha256):
+    if not names.is_full(name) or not all(map(is_digest, (locked.key, locked.cubin_sha256, locked.launch_sha256))):
         raise ValueError(f"{name!r} has {value!r}")
     if type(locked.bytes) is not int or locked.bytes <= 0:
         raise ValueError(f"{name!r} has {locked.bytes!r} bytes")

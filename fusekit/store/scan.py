@@ -88,9 +88,9 @@ class Item:
 
 @dataclass(slots=True)
 class Scan:
-    """All of a store. documents: the digest of every entry and name. unread: paths of documents, or of links in the
-    place of folders of them, that could not be read, so that what they need is not known; unread_names: whether there
-    are names among them. strays: paths of what is not fusekit's.
+    """All of a store. documents: the digest of every entry, name and tuning table. unread: paths of documents, or of
+    links in the place of folders of them, that could not be read, so that what they need is not known; unread_names:
+    whether there are names among them. strays: paths of what is not fusekit's.
     """
 
     entries: dict[str, Item] = field(default_factory=dict)
@@ -158,7 +158,9 @@ def scan(folders: Folders) -> Scan:
             result.other_bytes += file.bytes
     result.signatures = [file for file, _ in files(SIGNATURES)]
     result.locks = [file for file, _ in files(LOCKS)]
-    for part in (ROOT, LEASES, TUNING):
+    for file, at in files(TUNING):
+        document(file, at, TUNING)  # it stays, with its signatures
+    for part in (ROOT, LEASES):
         for _ in files(part):
             pass  # only temporaries are collected there; of leases, see fusekit.store.marks
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusekit.errors import IntegrityError
@@ -87,6 +87,19 @@ def sign_selection(store: Store, selection: Selection) -> None:
     signed = selection.signed(store)
     for _, document in (*signed.entries, *signed.records):
         store.publish_signatures(document.data, document.signatures)
+
+
+def sign_tuning(store: Store, check: Callable[[bytes, str, str], None], arch: str | None = None) -> list[str]:
+    """Publish the signature of `store`'s own key over its tuning tables (of `arch`, or all), once `check` has passed
+    each; their architectures.
+    """
+    own, signer = store.layers[0], store.signer
+    tables = {each: own.tuning(each) or b"" for each in own.tuned() if arch in (None, each)}
+    for each, data in tables.items():
+        check(data, str(own.tuning_path(each)), each)
+    for data in tables.values():
+        store.publish_signatures(data, {} if signer is None else signer.sign("tuning", data))
+    return list(tables)
 
 
 def _signed(store: Store, data: bytes) -> Signed:

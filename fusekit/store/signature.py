@@ -1,8 +1,8 @@
 """Ed25519 signatures: who vouches for a document, where a digest only says that its bytes are whole.
 
 What is signed is one short message, `MESSAGE` below: a fixed first line, what kind of document it is (an `entry`, a
-`name`, a `bundle`, a `manifest`) and the SHA-256 of its exact bytes. The kind is in it so that a signature of one
-cannot stand under another. An entry holds its cubin's digest, so its signature covers the cubin.
+`name`, a `bundle`, a `manifest`, a `tuning` table) and the SHA-256 of its exact bytes. The kind is in it so that a
+signature of one cannot stand under another. An entry holds its cubin's digest, so its signature covers the cubin.
 
 Keys are files in OpenSSH's own formats: `ssh-keygen -t ed25519` makes such a pair too. A file of trusted keys has one
 public key a line, `ssh-ed25519 <base64> <comment>`; blank lines and lines that begin with # are left out.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MESSAGE = "fusekit signature 1\n{kind}\n{digest}\n"
-KINDS = frozenset({"entry", "name", "bundle", "manifest"})
+KINDS = frozenset({"entry", "name", "bundle", "manifest", "tuning"})
 SIGNATURE_BYTES = 64
 # What signs a document, other than one that is in a store.
 _SIGNING = {"bundle": "export --sign KEY", "manifest": "lock --write --sign KEY"}

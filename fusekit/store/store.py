@@ -201,6 +201,10 @@ class Store(Lookup):
         if found is None:
             raise IntegrityError(f"{record.name} stands for entry {record.key}, which no layer holds; build it again")
         own = self.writable()
+        with own.lease():
+            return self._adopt(own, found, record)
+
+    def _adopt(self, own: Store, found: tuple[Entry, bytes], record: NameRecord) -> bool:
         if own.present(record.key) is not None and quietly(own.layers[0].name, record.name, record.arch) == record:
             return False
         entry = own.publish(*found, self.signatures(found[0].to_bytes()))
@@ -228,8 +232,11 @@ class Store(Lookup):
         return discard(self.layers[0], self._publisher.disk, unwanted, dry_run=dry_run)
 
     def publish_tuning(self, arch: str, data: bytes) -> Path:
-        """Publish the tuning table `data` for `arch` into the writable store, in place of the one there; its path."""
+        """Publish the tuning table `data` for `arch` into the writable store, in place of the one there, signed with
+        the store's own key if it has one; its path. SignatureError where the store would not trust it.
+        """
         path = self.layers[0].tuning_path(arch)
+        self.publish_signatures(data, self.sign("tuning", data))
         self._publisher.put(path, data)
         return path
 
@@ -268,7 +275,6 @@ class Store(Lookup):
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
         """While this is held, collection leaves alone what was published or looked up since it was taken."""
-        _ = self.signer  # a key that cannot be read is refused before anything is written
         lease = marks.Lease(self._publisher)
         self._leases.append(lease)
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,6 +15,8 @@ from fusekit.store.names import NameRecord
 from fusekit.store.remote import Remote
 from fusekit.store.selection import Step
 from fusekit.store.signature import Trust, is_key_id, read_signatures
+
+_WAIT_SECONDS = 60.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,16 +66,23 @@ class Exchange:
         pool = ThreadPoolExecutor(max_workers=min(self.remote.parallel, len(items)) or 1)
         try:
             futures = {pool.submit(step, item): item for item in items}
-            for future in as_completed(futures):
-                error = future.exception()
-                if error is None:
-                    yield futures[future], future.result()
-                elif isinstance(error, IntegrityError):
-                    yield futures[future], error
-                else:
-                    raise error
+            waiting: Set[Future[R]] = futures.keys()
+            while waiting:
+                done, waiting = wait(waiting, _WAIT_SECONDS, FIRST_COMPLETED)
+                self.wait()
+                for future in done:
+                    error = future.exception()
+                    if error is None:
+                        yield futures[future], future.result()
+                    elif isinstance(error, IntegrityError):
+                        yield futures[future], error
+                    else:
+                        raise error
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def wait(self) -> None:
+        """Called again and again while steps run."""
 
     def tell(self, done: int, total: int, what: str = "") -> None:
         self._notify(Progress(done, total, self.report.bytes, what))

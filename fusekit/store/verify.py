@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, OtherSchemaError, StoreError
 from fusekit.store import names
-from fusekit.store.documents import LIMIT, damaged
+from fusekit.store.documents import damaged
 from fusekit.store.entries import Entry
-from fusekit.store.files import quietly, read_file, size_of
+from fusekit.store.files import quietly, size_of
 from fusekit.store.folders import Folders, said
 from fusekit.store.keys import is_digest
 from fusekit.store.layer import Layer
@@ -232,7 +232,7 @@ class _Check:
         for arch in sorted(set(self._keys.values())) if self._inspect is not None else ():
             path = layer.tuning_path(arch)
             try:
-                data = read_file(path, limit=LIMIT)
+                data = layer.tuning(arch)
                 if data is not None and self._inspect is not None:
                     self._inspect.tuning(data, str(path), arch)
             except (IntegrityError, StoreError) as error:

@@ -16,10 +16,13 @@ from fusekit.choice import tuning
 from fusekit.choice.tuning import Row, Tuning, features
 from fusekit.choice.variants import choose
 from fusekit.config import Config
-from fusekit.errors import IntegrityError, UsageError
+from fusekit.errors import IntegrityError, SignatureError, UsageError
+from fusekit.runtime.wellformed import WELLFORMED
 from fusekit.spec import find
 from fusekit.spec.model import ARCHES
 from fusekit.store import NameRecord, Store
+from fusekit.store.selection import sign_tuning
+from fusekit.store.signature import Trust, generate
 from tests.runtime.samples import SPEC, library, publish, record
 
 PROBLEM = {"E": 32, "M": 32 * 1024, "N": 5760, "K": 2880}
@@ -203,11 +206,34 @@ def test_layers_of_tables(tmp_path: Path) -> None:
     assert (tmp_path / "upper" / "tuning" / "sm_90a.json").exists()
 
 
-def test_nobody_signed_a_table(tmp_path: Path) -> None:
-    store = two_variants(tmp_path)
-    store.publish_tuning("sm_90a", Tuning("sm_90a", (row("128x256-c2x1", problem=SPEC["problem"]),)).to_bytes())
-    assert len(store.tuning_tables("sm_90a")) == 1
-    assert Store(tmp_path, trust={}).tuning_tables("sm_90a") == []  # type: ignore[arg-type] # any trust but None
+def test_where_keys_are_trusted_a_table_counts_that_one_of_them_signed(tmp_path: Path) -> None:
+    for name in ("ours", "stranger"):
+        generate(tmp_path / name)
+    trust, key = Trust([tmp_path / "ours.pub"]), tmp_path / "ours"
+    data = Tuning("sm_90a", (row("128x256-c2x1", problem=SPEC["problem"]),)).to_bytes()
+    trusting = Store(tmp_path / "store", trust=trust)
+    for signer in (None, tmp_path / "stranger"):
+        Store(tmp_path / "store", signing_key=signer).publish_tuning("sm_90a", data)
+        assert len(Store(tmp_path / "store").tuning_tables("sm_90a")) == 1
+        assert trusting.tuning_tables("sm_90a") == []
+    with pytest.raises(SignatureError, match="name the private key of that with --sign or FUSEKIT_SIGNING_KEY"):
+        trusting.publish_tuning("sm_90a", data)
+    path = Store(tmp_path / "store", trust=trust, signing_key=key).publish_tuning("sm_90a", data)
+    assert trusting.tuning_tables("sm_90a") == [(path, data)]
+    # Its signature stays as long as it does: a collection knows what it is over.
+    for signature in (tmp_path / "store" / "signatures").rglob("*.*"):
+        os.utime(signature, (1, 1))
+    trusting.collect()
+    assert trusting.tuning_tables("sm_90a") == [(path, data)]
+    path.chmod(0o644)
+    path.write_bytes(data.replace(b"128x256", b"128x160"))
+    assert trusting.tuning_tables("sm_90a") == []
+    # A signature over a name or an entry does not stand for one over a table.
+    publisher = Store(tmp_path / "store", signing_key=key)
+    publisher.publish_signatures(path.read_bytes(), publisher.sign("name", path.read_bytes()))
+    assert trusting.tuning_tables("sm_90a") == []
+    assert sign_tuning(publisher, WELLFORMED.tuning) == ["sm_90a"]
+    assert len(trusting.tuning_tables("sm_90a")) == 1
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 
 import pytest
 
@@ -269,8 +270,7 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
     store.publish_name(NameRecord(NAMES[0], "sm_90a", entry.key, {}, {}))
     fusekit("push", "remote", "--sign", "ours")
     fusekit("export", "today.tar", "--sign", "ours")
-    rows = fusekit("ls", "--json").json
-    listed = {row["name"]: Locked(row["key"], row["cubin_sha256"], row["bytes"]) for row in rows}
+    listed = {each.record.name: Locked.of(store.find_entry(each.record.key)) for each in store.names()}
     manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
     path = str(write_manifest(manifest, tmp_path, read_signing_key(tmp_path / "ours")))
 
@@ -292,3 +292,26 @@ def test_a_manifest_protects_against_what_is_older(fusekit, store, other, tmp_pa
     assert "changed after they were signed" in other("pull", "remote", "--check", path, code=1, **trusted).err
     next(tmp_path.glob("*.sig")).unlink()
     assert "is not signed" in other("pull", "remote", "--check", path, code=1, **trusted).err
+
+
+def test_verify_holds_a_store_against_a_manifest(fusekit, store, tmp_path):
+    """A name that is gone, one that leads to an older kernel, and a launch record that is another one are seen."""
+    listed = {each.record.name: Locked.of(store.find_entry(each.record.key)) for each in store.names()}
+    manifest = Manifest("sm_90a", {"nvidia-cutlass-dsl": "4.8.1"}, listed)
+    path = str(write_manifest(manifest, tmp_path))
+    fusekit("verify", "--check", path)
+    fusekit("push", "remote")
+    fusekit("verify", "--check", path, "--from", "remote")
+    older, cubin = build_entry(7)
+    store.publish(older, cubin)
+    store.publish_name(NameRecord(NAMES[0], "sm_90a", older.key, {}, {}))
+    store.layers[0].name_path(NAMES[1], "sm_90a").unlink()
+    path = str(
+        write_manifest(manifest.updated({NAMES[2]: replace(listed[NAMES[2]], launch_sha256="0" * 64)}), tmp_path)
+    )
+    bad = [each["problem"] for each in fusekit("verify", "--check", path, "--json", code=1).json["bad"]]
+    assert ["one of them is older" in bad[0], "is not there" in bad[1], "has the launch record" in bad[2]] == [True] * 3
+    assert len(bad) == 3
+    assert fusekit("verify", "--json").json["bad"] == []
+    (only,) = fusekit("verify", "--check", path, "--from", "remote", "--json", code=1).json["bad"]
+    assert "has the launch record" in only["problem"]

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from fusekit.store import Store
+from fusekit.store.exchange import pull
 from fusekit.store.marks import mark_path
 from fusekit.store.publishing import Disk
+from fusekit.store.remote import Remote
+from fusekit_cli.main import main
 from tests.store.collecting import DAY, age, everything, fill, held
 from tests.store.samples import build_entry, build_record
 
@@ -58,6 +61,48 @@ def test_a_mark_that_comes_at_the_last_moment_where_there_was_none_holds(tmp_pat
     report = Store(tmp_path, disk=disk).collect(max_age=50)
     assert (report.removed, report.in_use) == (0, 4)
     assert held(store) == ["k0@v", "k1@v", "k2@v", "k3@v"]
+
+
+@pytest.mark.parametrize("verb", ["pull", "import", "copy"])
+def test_what_comes_in_stays_until_all_of_it_is_there(tmp_path, aside, verb, monkeypatch):
+    """A collection that wants everything gone comes before each name, and long enough after its entry."""
+    store, publish_name, in_use = Store(tmp_path / "store"), Store.publish_name, []
+
+    def publish(*arguments, **options):
+        time.sleep(0.1)
+        in_use.append(Store(store.root).collect(max_bytes=0).in_use)
+        publish_name(*arguments, **options)
+
+    monkeypatch.setattr(Store, "publish_name", publish)
+    monkeypatch.setenv("FUSEKIT_STORES", str(aside / "other"))
+    source = {"pull": [str(aside / "remote")], "import": [str(aside / "bundle.tar")], "copy": []}[verb]
+    assert main(["--store", str(store.root), verb, *source]) == 0
+    names = Store(aside / "other").names()
+    assert len(in_use) == len(names) > 1
+    assert min(in_use) >= 1
+    assert [each.record for each in store.names()] == [each.record for each in names]
+    assert not store.verify(full=True).bad
+    assert not list((store.root / "leases").iterdir())
+
+
+def test_a_lease_is_renewed_while_a_transfer_waits(tmp_path, aside, monkeypatch):
+    """A cubin may take longer than a lease lasts."""
+    monkeypatch.setattr("fusekit.store.transfer._WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("fusekit.store.marks._RENEW_SECONDS", 0.0)
+    store, read, renewed = Store(tmp_path / "store"), Remote.read, []
+
+    def slow(remote, path, **limits):
+        if path.startswith("blobs/"):
+            (lease,) = (store.root / "leases").iterdir()
+            before = lease.stat().st_mtime_ns
+            time.sleep(0.2)
+            renewed.append(lease.stat().st_mtime_ns > before)
+        return read(remote, path, **limits)
+
+    monkeypatch.setattr(Remote, "read", slow)
+    pull(store, Remote(str(aside / "remote")))
+    assert renewed
+    assert all(renewed)
 
 
 def test_collections_take_turns(tmp_path):

@@ -4,12 +4,24 @@ import json
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from fusekit.errors import IntegrityError, SignatureError, StoreError, UsageError
-from fusekit.store.manifest import LIMIT, Locked, Manifest, alone, read_manifest, toolchain_label, write_manifest
+from fusekit.store.manifest import (
+    LIMIT,
+    Locked,
+    Manifest,
+    alone,
+    differences,
+    pinned,
+    read_manifest,
+    toolchain_label,
+    write_manifest,
+)
 from fusekit.store.signature import Trust, generate, read_signing_key
+from fusekit.store.verify import Inspect
 
 TOOLCHAIN = {
     "nvidia-cutlass-dsl": "4.8.1",
@@ -19,8 +31,8 @@ TOOLCHAIN = {
 NAME = "quickstart/linear@128x128-c2x1"
 
 
-def locked(key="a", cubin="b", size=100):
-    return Locked(key * 64, cubin * 64, size)
+def locked(key="a", cubin="b", size=100, launch="1"):
+    return Locked(key * 64, cubin * 64, size, launch * 64)
 
 
 @pytest.fixture
@@ -79,15 +91,35 @@ def test_what_a_difference_is_called(manifest):
     assert not found.ok
     other = manifest.compare({NAME: locked("e", "f")}, [NAME]).changed[0]
     assert "have changed since the manifest was written" in other.why
+    launch = manifest.compare({NAME: locked(launch="2")}, [NAME]).changed[0]
+    assert (launch.expected, launch.found) == ("1" * 64, "2" * 64)
+    assert "the same cubin with another launch record from the same sources" in launch.why
     gone = manifest.compare({}, [NAME])
     assert gone.missing == ((NAME, "it is not built from what stands here now"),)
     assert manifest.compare({NAME: locked()}, [NAME]).ok
 
 
+def test_a_launch_record_is_pinned(store):
+    """Key and cubin are those of the manifest, every digest is right, and the kernel is launched in another way."""
+    record = store.names()[0].record
+    entry = store.find_entry(record.key)
+    manifest = Manifest("sm_90a", TOOLCHAIN, {record.name: Locked.of(entry)})
+    inspect = pinned(manifest, Inspect(lambda _: None, lambda _: None, lambda *_: None))
+    inspect.entry(entry)
+    other = replace(entry, launch=entry.launch | {"grid": [7, 1, 1]})
+    with pytest.raises(IntegrityError, match=f"launch record {other.launch_sha256}, which the manifest does not list"):
+        inspect.entry(other)
+    assert not list(differences(manifest, lambda name: (record, entry)))
+    for found, what in (((record, other), "has the launch record"), ((record, None), "no entry"), (None, "not there")):
+        ((name, key, why),) = differences(manifest, lambda name, found=found: found)
+        assert (name, key) == (record.name, entry.key)
+        assert what in why
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.update(schema=2),
+        lambda d: d.update(schema=1),
         lambda d: d.update(arch="../x"),
         lambda d: d.update(kernels=[]),
         lambda d: d.update(toolchain=3),
@@ -101,8 +133,10 @@ def test_what_a_difference_is_called(manifest):
         lambda d: d["kernels"][NAME].update(bytes="1"),
         lambda d: d["kernels"][NAME].update(more=1),
         lambda d: d["kernels"][NAME].pop("key"),
+        lambda d: d["kernels"][NAME].pop("launch_sha256"),
+        lambda d: d["kernels"][NAME].update(launch_sha256="x"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_what_is_no_manifest(manifest, tmp_path, change):
     path = write_manifest(manifest, tmp_path)
