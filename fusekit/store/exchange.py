@@ -340,7 +340,7 @@ class _Pull(_Reading):
     def run(self, patterns: Sequence[str], arch: str | None, dry_run: bool) -> Report:
         records = self.records(patterns, arch)
         summaries = {record.key: record for record, _ in records.values()}
-        with nullcontext() if dry_run else self.store.lease():
+        with nullcontext() if dry_run else self.store.lease(make=False):
             return self._take(records, summaries, dry_run)
 
     def _take(

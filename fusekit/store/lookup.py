@@ -216,10 +216,10 @@ class Lookup:
         """Check every layer: see `VerifyReport`. `full` hashes every blob too and has `inspect` look at documents."""
         return verify(self.layers, full, inspect)
 
-    def renew(self) -> None:
-        """Say that the leases of this store are still held. Every look-up says so, too."""
+    def renew(self, make: bool = False) -> None:
+        """Say that the leases of this store are still held; every look-up says so, too. make: see `marks.Lease`."""
         for lease in self._leases:
-            lease.renew()
+            lease.renew(make)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ of the same file system: hosts need not agree on the time.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -72,17 +73,20 @@ class Lease:
     The file is made once and stays open: no renewal writes to what lies at its name by then.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, *, make: bool = True) -> None:
+        """make: a root that is missing; else it waits for `renew` with that."""
         self._publisher = publisher
         self._began = 0
         self._writing = threading.Lock()
         self._descriptor: int | None = None
-        self._write()
+        self._renewed = -math.inf
+        self.renew(make)
 
-    def renew(self) -> None:
+    def renew(self, make: bool = False) -> None:
         """Say that it is still held; costs nothing if that was said a moment ago."""
         with self._writing:
-            if time.monotonic() - self._renewed >= _RENEW_SECONDS:
+            late = time.monotonic() - self._renewed >= _RENEW_SECONDS
+            if late and (make or os.path.lexists(self._publisher.root)):
                 self._write()
 
     def release(self) -> None:

@@ -113,6 +113,7 @@ class Store(Lookup):
                 "cubin",
                 key=entry.key,
             )
+        self.renew(make=True)
         self._mark(entry.key)
         if (winner := self._winner(entry.key)) is not None:
             return winner
@@ -273,9 +274,11 @@ class Store(Lookup):
                 release()
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[None]:
-        """While this is held, collection leaves alone what was published or looked up since it was taken."""
-        lease = marks.Lease(self._publisher)
+    def lease(self, *, make: bool = True) -> Iterator[None]:
+        """While this is held, collection leaves alone what was published or looked up since it was taken. make: the
+        store, if there is none, now; else when something is published.
+        """
+        lease = marks.Lease(self._publisher, make=make)
         self._leases.append(lease)
         try:
             yield

@@ -90,6 +90,7 @@ def test_a_lease_is_renewed_while_a_transfer_waits(tmp_path, aside, monkeypatch)
     monkeypatch.setattr("fusekit.store.transfer._WAIT_SECONDS", 0.01)
     monkeypatch.setattr("fusekit.store.marks._RENEW_SECONDS", 0.0)
     store, read, renewed = Store(tmp_path / "store"), Remote.read, []
+    store.publish(*build_entry(9))
 
     def slow(remote, path, **limits):
         if path.startswith("blobs/"):
