@@ -112,7 +112,7 @@ def _build(session: Session, targets: tuple[str, ...], jobs: int | None, namespa
 
     with progress(session, "compiling") as update:
         report = build(
-            targets,
+            targets or None,
             jobs=jobs,
             config=session.config,
             namespace=namespace,

@@ -140,7 +140,7 @@ class Progress:
 
 
 def build(
-    targets: Targets = (),
+    targets: Targets | None = None,
     arch: Arches = None,
     jobs: int | None = None,
     config: Config | None = None,
@@ -153,7 +153,7 @@ def build(
     """Builds what the store lacks of `targets`; needs the `build` extra, but no GPU.
 
     targets: spec files (also with a kernel, `moe.toml/fc1`), folders of them, packaged names, or globs over either; see
-    `fusekit.spec.catalog.targets`; none: every packaged spec. namespace: begins every name, in place of the files' own.
+    `fusekit.spec.catalog.targets`; None: every packaged spec. namespace: begins every name, in place of the files' own.
     prune: names in the writable store that the targets mean and their files no longer have are removed, once all is
     built. arch: only these architectures. jobs: compile processes, fewer where the memory holds fewer; default: one for
     each processor this process may use. config: names the store; default: from the environment. progress: called with a
@@ -179,8 +179,9 @@ def build(
         )
     config = Config.given(config)
     store = Store.open(config)
-    found = look_up(targets, namespace)
-    trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(targets))
+    several = () if targets is None else _several("targets", targets)
+    found = look_up(several, namespace) if several or targets is None else ()  # an empty list names nothing
+    trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(several))
     report = execute(plan_build(of_arch(trusted.specs, arch), store), store, jobs, progress, executor=executor)
     report.untrusted = list(trusted.left_out)
     tidy(report, store, found, arch, prune=prune)

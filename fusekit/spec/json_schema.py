@@ -46,7 +46,7 @@ def schema() -> dict[str, Any]:
         "properties": properties,
         "required": [key.name for key in FILE_KEYS if key.required],
         "additionalProperties": NONE,
-        "allOf": [_inherited(family) for family in families()],
+        "allOf": [_inherited(family) for family in every],
         "definitions": {_name(family): _kernel(family) for family in every},
     }
 
@@ -73,10 +73,10 @@ def _kernel_of(family: Family) -> dict[str, Any]:
 
 
 def _inherited(family: Family) -> dict[str, Any]:
-    """Kernels that leave `op` to [defaults]."""
+    """Tables that leave `op` or `kind` to [defaults]."""
     kernel = _when({"not": {"anyOf": [{"required": ["op"]}, A_LAYER]}}, _kernel_of(family))
     return _when(
-        {"properties": {"defaults": _op_is(family)}, "required": ["defaults"]},
+        {"properties": {"defaults": _is(family)}, "required": ["defaults"]},
         {"properties": {"kernel": {"items": kernel}}},
     )
 

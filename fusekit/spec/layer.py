@@ -70,5 +70,5 @@ _FORWARD = tuple(
 )  # the layer knows each one's backward activation
 LAYER = Family(
     (), layer_keys(_FORWARD, DTYPES), ("arch", *SWEPT), make=lambda *_: None, broken=lambda _: [],
-    own=(*KERNEL_ONLY, "kind", *SWEPT), expand=expand_layer, most=MOST_KERNELS,
+    own=(*KERNEL_ONLY, *SWEPT), expand=expand_layer, most=MOST_KERNELS,
 )  # fmt: skip

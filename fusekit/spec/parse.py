@@ -121,14 +121,19 @@ class _File:
             if values := _complete(family, own, inherited, summary):
                 self._count(where, family, values)
                 read.append(_Table(where, family, own, inherited, values))
-        self._check_parts(kernels, seen)
+        self._check_parts(kernels, defaults, seen)
         if self.reader.problems and self.kernels > SOON:
             raise TooManyError
         return tuple(spec for table in read for spec in self._variants(table))
 
-    def _check_parts(self, kernels: list[dict[str, Any]], seen: Mapping[str, int]) -> None:
+    def _check_parts(
+        self, kernels: list[dict[str, Any]], defaults: dict[str, Any], seen: Mapping[str, int]
+    ) -> None:
         """A layer's kernels are called `layer.part`: what else begins so would be taken for one of them."""
-        layers = {table["name"] for table in kernels if "kind" in table and isinstance(table.get("name"), str)}
+        layers = {
+            table["name"] for table in kernels
+            if not self._family(table, defaults).ops and isinstance(table.get("name"), str)
+        }  # fmt: skip
         for name, number in seen.items():
             layer = next((each for each in layers if name.startswith(f"{each}.")), None)
             if layer is not None:
@@ -136,7 +141,7 @@ class _File:
                 self.reader.report(f"[[kernel]] {number} ({name}): ", "name", name, rule)
 
     def _family(self, table: dict[str, Any], defaults: dict[str, Any]) -> Family:
-        if "kind" in table:
+        if "kind" in table or ("kind" in defaults and "op" not in table):
             from fusekit.spec.layer import LAYER
 
             return LAYER

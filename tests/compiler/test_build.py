@@ -10,6 +10,7 @@ from fusekit.compiler import build as building
 from fusekit.compiler.build import Progress, execute, plan_build, select
 from fusekit.compiler.explain import explain
 from fusekit.compiler.identity import Identity
+from fusekit.config import Config
 from fusekit.errors import ArgumentError, StoreError, ToolchainError, UsageError
 from fusekit.spec import find
 from fusekit.store import Store
@@ -248,3 +249,9 @@ def test_the_public_function(tilecopy, tmp_path, monkeypatch):
     assert [built.name for built in report.built] == ["quickstart/moe-fc2@128x128-c2x1"]
     assert report.seconds > 0
     assert fusekit.build("quickstart/moe-fc2", config=config).cached == ["quickstart/moe-fc2@128x128-c2x1"]
+
+
+def test_an_empty_list_builds_nothing(store):
+    report = building.build([], config=Config(store=store.root))
+    assert (report.built, report.hits, report.failed) == ([], [], [])
+    assert not store.names("*")

@@ -290,8 +290,19 @@ def test_defaults_that_do_not_concern_a_layer_are_left_aside():
     assert parse_text(given, "layers")[0].layer.hidden == 512
     (found,) = problems({**table, "hidden": None}, {"name": "fc", "tile": [128, 128]}, **shared, hidden=100)
     assert found.startswith("from [defaults]: hidden = 100")
-    (found,) = problems(MOE, kind="moe")
-    assert found == 'kind = "moe": is said in the [[kernel]] table that it is for; move kind there'
+
+
+def test_tables_without_an_op_may_leave_their_kind_to_defaults():
+    whole = {name: value for name, value in MOE.items() if name != "name"}
+    first, second = {"name": "a"}, {"name": "b", "hidden": 512}
+    specs = parse_text(text_of(first, second, GEMM, **whole), "layers")
+    layers = {spec.layer.name: spec.layer.hidden for spec in specs if spec.layer is not None}
+    assert layers == {"a": MOE["hidden"], "b": 512}
+    assert [spec.kernel for spec in specs if spec.layer is None][:1] == [GEMM["name"]]
+    (found,) = problems(first, GEMM | {"name": "a.fc1"}, **whole)
+    assert "are of the kernels of the layer a" in found
+    assert not marked(first, second, GEMM, **whole)
+    assert marked({**first, "hiden": 5}, GEMM, **whole) == {("kernel", 0, "hiden")}
 
 
 def test_a_layer_makes_the_kernels_of_its_program():
@@ -344,7 +355,7 @@ def test_an_editor_marks_the_wrong_key_alone(table, wrong):
 def test_an_editor_marks_the_wrong_key_of_a_router():
     assert marked({**MOE, "router": {"biass": True}}) == {("kernel", 0, "router", "biass")}
     assert not marked(MOE, MLP, GEMM, op="dense-gemm", cluster=[2, 1], hidden=64)
-    assert marked(MOE, kind="moe") == {("defaults", "kind")}
+    assert not marked(MOE, kind="moe")
 
 
 def test_every_key_is_explained():
