@@ -24,14 +24,15 @@ class Ranks:
     rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All
     ranks open the same layers in the same order, since a window is made by all of them together. layers: the digest of
     each layer that was opened, and the rank that was first, by name; the ranks of a process have one in common. used:
-    the digests of those that asked for a window.
+    the digests of those that asked for a window. sharing: how many ranks of this process have the device.
     """
 
     def __init__(
         self, rank: int, count: int, device: int, timeout: int, make: Callable[[tuple[Any, ...], int], Window],
-        layers: dict[str, tuple[str, int]], used: dict[str, str] | None = None,
+        layers: dict[str, tuple[str, int]], used: dict[str, str] | None = None, sharing: int = 1,
     ) -> None:  # fmt: skip
         self.rank, self.count, self.device, self.timeout = rank, count, ordinal_of(device), milliseconds(timeout)
+        self.sharing = sharing
         self.closed = False
         self._make = make
         self._layers, self._used = layers, {} if used is None else used
@@ -52,7 +53,10 @@ class Ranks:
         layers: dict[str, tuple[str, int]] = {}
         if not 1 <= count <= MOST_RANKS:
             raise ArgumentError(f"{count} ranks; there are 1 to {MOST_RANKS}")
-        return [cls(rank, count, device, timeout, made.of(rank), layers) for rank, device in enumerate(ordinals)]
+        return [
+            cls(rank, count, device, timeout, made.of(rank), layers, sharing=list(ordinals).count(device))
+            for rank, device in enumerate(ordinals)
+        ]
 
     @classmethod
     def of_process(cls, devices: Devices, device: int, rank: int, gather: Gather, timeout: int = TIMEOUT) -> Ranks:

@@ -15,6 +15,7 @@ from fusekit.exchange import Layout, Part, Ranks, Window
 from fusekit.exchange.windows import read
 from fusekit.layers.layer import Layer
 from fusekit.layers.passes import Sizes
+from fusekit.plan.exchange import GRAIN, waiting
 from fusekit.plan.layer import Buffer, Options
 from fusekit.plan.layer.program import BACKWARD, CHECKED, INFERENCE
 from fusekit.plan.layer.ranks import arrives, room, stores, window_sizes
@@ -208,6 +209,7 @@ class RankedLayer(Layer):
 
     def _window(self, name: str) -> Window:
         if name not in self._windows:
+            self._refuse_crowd()
             layout = self._layouts[name]
             key = (name, layout.capacity, layout.bytes)
             window = self._windows[name] = self._ranks.window(key, layout.bytes, self.name)
@@ -220,6 +222,28 @@ class RankedLayer(Layer):
                 argument="ranks",
             )
         return self._windows[name]
+
+    def _refuse_crowd(self) -> None:
+        """Raises ArgumentError where ranks share a device, and one may have no room while all others wait for it."""
+        others, device = self._ranks.sharing - 1, self.devices.get(self._ranks.device)
+        together = [keys for keys in self.program.parts.values() if "ranks" in keys]
+
+        def blocks(tokens: int) -> int:
+            return others * max(waiting(keys, tokens) for keys in together)
+
+        overlap = self.options.overlap
+        if not others or (blocks(self.capacity) < device.sm_count and not overlap):
+            return
+        fits = (tokens for tokens in range(self.capacity, 0, -GRAIN) if blocks(tokens) < device.sm_count)
+        fewer = 0 if overlap else next(fits, 0)
+        raise ArgumentError(
+            f"{self.name}: {others + 1} ranks share {device}; "
+            + ("products" if overlap else f"{blocks(self.capacity)} blocks of a launch")
+            + f" may wait there for the last rank, and take all of its {device.sm_count} multiprocessors; give each"
+            " rank a device of its own"
+            + (f", or open the layer on every rank with tokens = {fewer} or fewer" if fewer else ""),
+            argument="ranks",
+        )
 
     def _in_window(self, buffer: Buffer) -> Any:
         if buffer.place != CHECKED:

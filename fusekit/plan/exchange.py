@@ -43,6 +43,7 @@ OPENING, SENDING, BEGINNING = 1, 2, 3
 TELLERS = 64  # blocks of a rank that send choices, at most
 ALL, CHOICES, ROWS, NOTHING = "all", "choices", "rows", "nothing"  # what a dispatch sends
 SENDS = (ALL, CHOICES, ROWS, NOTHING)
+SENDERS = {"moe-dispatch": 64, "moe-combine": 48}  # blocks that send, unless the spec says otherwise
 LINE = 128  # bytes that regions are aligned to
 PER_LINE = LINE // 4 * CHUNK  # tokens with flags in a line
 MOST_RANKS = (OVER - OPEN) // 4
@@ -106,6 +107,12 @@ def window_bytes(keys: Mapping[str, Any]) -> Expr:
     flags = ("mul", LINE, ("ceildiv", ("mul", ranks, "capacity"), PER_LINE))
     told = ranks * TELLERS * 4 if parts(keys)[0] else 0
     return ("add", HEADER + told, flags, ("mul", "capacity", token))
+
+
+def waiting(keys: Mapping[str, Any], capacity: int) -> int:
+    """The blocks of a launch that wait for other ranks."""
+    senders = int(keys.get("blocks", SENDERS[keys["op"]]))
+    return senders + (capacity // CHUNK if keys["op"] == "moe-combine" else 1)
 
 
 def words(slots: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusekit.plan.exchange import ALL, MOST_RANKS, SENDS
+from fusekit.plan.exchange import ALL, MOST_RANKS, SENDERS, SENDS
 from fusekit.spec.keys import Bounded, Broken, Key
 from fusekit.spec.permutation import ADDENDS, CODED_DTYPE, DTYPE, HIDDEN, TOPK, broken_rows
 from fusekit.spec.router import MAX_EXPERTS, MAX_TOPK
@@ -15,7 +15,7 @@ MOST_BLOCKS = 1024
 WARPS = (4, 8, 16, 32)
 TIMEOUT = 60_000  # milliseconds
 
-_BLOCKS = Key("blocks", "int", "Thread blocks that send.", minimum=1, default=64)
+_BLOCKS = Key("blocks", "int", "Thread blocks that send.", minimum=1, default=SENDERS[DISPATCH])
 _KEYS = (
     NAME, SUMMARY, ARCH,
     Bounded("ranks", "int", f"Ranks that the experts are spread over, {MOST_RANKS} at most.", minimum=1,
@@ -36,7 +36,7 @@ EXCHANGE_KEYS = {
             choices=SENDS, default=ALL),
     ),
     COMBINE: (
-        *(replace(key, default=48) if key is _BLOCKS else key for key in _KEYS),
+        *(replace(key, default=SENDERS[COMBINE]) if key is _BLOCKS else key for key in _KEYS),
         Key("weighted", "bool", "Takes weights[S, K], and multiplies rows by them.", default=False),
         Key("gradients", "bool", "Takes grad_weights[S, K], and gives them back as returned[T, K].", default=False),
         Key("rows", "bool", "Brings rows back; false: gradients of weights alone.", default=True),

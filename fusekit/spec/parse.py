@@ -126,9 +126,7 @@ class _File:
             raise TooManyError
         return tuple(spec for table in read for spec in self._variants(table))
 
-    def _check_parts(
-        self, kernels: list[dict[str, Any]], defaults: dict[str, Any], seen: Mapping[str, int]
-    ) -> None:
+    def _check_parts(self, kernels: list[dict[str, Any]], defaults: dict[str, Any], seen: Mapping[str, int]) -> None:
         """A layer's kernels are called `layer.part`: what else begins so would be taken for one of them."""
         layers = {
             table["name"] for table in kernels

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,11 @@ def test_the_spec_has_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: specs[name].sends for name in apart} == apart
     with pytest.raises(SystemExit):
         main(["--blocks"])
+
+
+def test_the_spec_needs_no_numpy() -> None:
+    program = "import sys; sys.modules['numpy'] = None; from tests.benchmarks.exchange import main; main(['--spec'])"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, capture_output=True)
 
 
 def test_a_measurement_gives_its_graphs_back() -> None:

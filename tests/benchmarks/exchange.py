@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from fusekit.bench.replay import Replay
 from fusekit.bench.timing import median
 from fusekit.exchange import Layout, Ranks
@@ -62,6 +60,8 @@ class Rank:
     """The tensors of a rank, and a stream."""
 
     def __init__(self, library: Library, ranks: Ranks, tokens: int, hidden: int, indices: Sequence[Any]) -> None:
+        import numpy as np  # which prints of the spec do without
+
         self.library, self.ranks, self.hidden, self.tokens = library, ranks, hidden, tokens
         own = indices[ranks.rank]
         capacity = -(-tokens // 128) * 128
@@ -94,7 +94,7 @@ class Rank:
 
     def _array(self, value: Any, dtype: str) -> DeviceArray:
         made = DeviceArray(self.library.devices, value.shape, dtype, self.ranks.device)
-        made.upload(np.ascontiguousarray(value))
+        made.upload(value)
         return made
 
     def launch(self, name: str) -> Any:
@@ -176,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.spec:
         sys.stdout.write(spec())
         return 0
+    import numpy as np
+
     library = open_library()
     half = np.arange(given.tokens) % 2
     indices = [np.random.default_rng(7 + rank).permutation(half) for rank in range(2)]

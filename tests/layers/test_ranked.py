@@ -169,6 +169,29 @@ def test_layers_share_windows_and_inference_needs_half_of_them(ranked):
     assert layer == RankedLayer(layer._library, layer.name, layer.options, ranks=layer.ranks, tokens=100) != fewer
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "tokens", "remedy"),
+    [
+        ("choices", 2, 1280, None), ("choices", 2, 1281, "tokens = 1280 or fewer"),
+        ("choices", 3, 256, None), ("choices", 3, 384, "tokens = 256 or fewer"),
+        ("choices", 4, 128, "a device of its own"), ("choices-overlap", 2, 128, "a device of its own"),
+    ],
+)  # fmt: skip
+def test_ranks_share_a_device_where_all_but_one_leave_room_for_a_block(tmp_path, name, count, tokens, remedy):
+    made, fake = library(tmp_path / "store", over(count, name))
+    stores = Library(made.store, Driver(PeerDriver(devices=2, symbol="", others=fake.others)))
+    ranks = Ranks.in_process(stores.devices, [0] * count)
+    (layer, *_) = [stores.layer("layers/moe", ranks=each, tokens=tokens) for each in ranks]
+    if remedy is None:
+        layer.connect()
+        return
+    with pytest.raises(ArgumentError, match=rf"{count} ranks share .* all of its 132 multiprocessors; .*{remedy}$"):
+        layer.connect()
+    apart = Ranks.in_process(stores.devices, [0, 1] * (count // 2) if count < 4 else [0, 1, 0, 1])
+    if len(apart) == count:
+        stores.layer("layers/moe", ranks=apart[0], tokens=512).connect()
+
+
 def test_sizes_are_said_before_anything_is_there(ranked):
     (layer, _), fake = ranked(over(2), tokens=1000)
     sizes = layer.sizes()
