@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import DriverError, StoreError, UsageError
+from fusekit.errors import DriverError, StoreError, UsageError, install
 from fusekit_cli import complete, output
 from fusekit_cli.lookup import stored
 from fusekit_cli.options import Session, common, signing
@@ -113,7 +113,7 @@ def command(
         from fusekit.bench.gemms import Options
         from fusekit.bench.shape import Shape
     except ImportError as error:
-        raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+        raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
     from fusekit.library import open_library
 
     _check_files(html, csv)
@@ -162,7 +162,7 @@ def _check_files(html: Path | None, csv: Path | None) -> None:
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
-            raise UsageError(f"--html needs matplotlib: {error}; pip install 'fusekit[plot]'") from error
+            raise UsageError(f"--html needs matplotlib: {error}; {install('plot')}") from error
 
 
 def _write_report(document: dict[str, Any], html: Path | None, csv: Path | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import fusekit
-from fusekit.errors import FusekitError
+from fusekit.errors import FusekitError, install
 from fusekit_cli import output
 from fusekit_cli.options import Session, common
 
@@ -32,6 +32,7 @@ def command(session: Session) -> None:
         "fusekit": fusekit.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "package": _package(),
         "can_build": compiler["ok"],
         "can_run": driver["ok"] and bool(driver["gpus"]),
         "compiler": compiler,
@@ -41,6 +42,25 @@ def command(session: Session) -> None:
         "trust": _trust(session),
     }
     output.answer(session, document, lambda: _print(document))
+
+
+def _package() -> dict[str, Any]:
+    """Whether another project's package is installed by the name fusekit, which that project has on PyPI."""
+    from importlib import metadata
+
+    installed = {
+        str(each.locate_file("")): each.version
+        for each in metadata.distributions(name="fusekit")
+        if not any(script.value == "fusekit_cli.main:main" for script in each.entry_points)
+    }
+    problem = None
+    if installed:
+        (where, found), *_ = installed.items()
+        problem = (
+            f"another project's package fusekit {found} is installed in {where}; its files may replace those of this"
+            " one; `pip uninstall fusekit`, then `pip install .` in the checkout of this one"
+        )
+    return {"path": str(Path(fusekit.__file__).parent), "problem": problem}
 
 
 def _compiler() -> dict[str, Any]:
@@ -56,9 +76,7 @@ def _compiler() -> dict[str, Any]:
         )
         if run.returncode:
             last = run.stderr.strip().rpartition("\n")[2]
-            raise FusekitError(
-                f"`{trial}` failed: {last}; compiling needs it; pip install --force-reinstall 'fusekit[build]'"
-            )
+            raise FusekitError(f"`{trial}` failed: {last}; compiling needs it; {install('build', '--force-reinstall')}")
         answer["ok"] = True
     except Exception as error:
         answer["problem"] = _text(error)
@@ -168,6 +186,8 @@ def _text(error: Exception) -> str:
 
 def _print(document: dict[str, Any]) -> None:
     click.echo(f"fusekit {document['fusekit']}, Python {document['python']}, {document['platform']}")
+    if document["package"]["problem"]:
+        click.echo(f"        {document['package']['problem']}")
     compiler, driver = document["compiler"], document["driver"]
     click.echo(f"\nbuild   {'yes' if compiler['ok'] else 'no: ' + compiler['problem']}")
     for name, version in compiler["toolchain"].items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
-from fusekit.errors import UsageError, is_glob
+from fusekit.errors import UsageError, install, is_glob
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common
 
@@ -68,7 +68,7 @@ def command(
                 from fusekit.bench.trials import open_trial
             except ImportError as error:
                 loading.result()
-                raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+                raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
             trial = open_trial(library, loading.result(), rows, seed, guarded=check, sizes=sizes)
             documents.append(_run(trial, check, timed, cluster_margin))
     finally:

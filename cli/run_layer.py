@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusekit.errors import DriverError, UsageError
+from fusekit.errors import DriverError, UsageError, install
 from fusekit_cli import output
 from fusekit_cli.options import Session
 from fusekit_cli.run import rates
@@ -25,7 +25,7 @@ def run(
     try:
         from fusekit.bench.layer_trial import checked_tokens
     except ImportError as error:
-        raise UsageError(f"made-up tensors need NumPy: {error}; pip install 'fusekit[check]'") from error
+        raise UsageError(f"made-up tensors need NumPy: {error}; {install('check')}") from error
     layer = library.layer(name, arch, device)
     part = next(iter(layer.program.parts))
     document: dict[str, Any] = {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fusekit.library import open_library
     from fusekit.stand_in import compile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArchMismatchError",

@@ -5,12 +5,32 @@ remedy; `exit_code` is what the command line exits with. Attributes beyond the m
 defaults, so that every error survives pickling on its way out of a worker process.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from operator import index
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar
+
+
+def install(extra: str, option: str = "") -> str:
+    """The command that installs the packages of `extra`, each by its name: "fusekit" is another project's on PyPI."""
+    from importlib import metadata
+
+    try:
+        listed = [text.partition(";") for text in metadata.requires("fusekit") or ()]
+    except metadata.PackageNotFoundError:
+        listed = []
+
+    def packages(name: str) -> Iterator[str]:
+        for requirement, _, marker in listed:
+            if re.search(rf"extra == ['\"]{name}['\"]", marker):
+                inner = re.match(r"fusekit\[([\w,-]+)\]", requirement)
+                yield from (each for part in inner[1].split(",") for each in packages(part)) if inner else [requirement]
+
+    needs = " ".join(f"'{package.strip()}'" for package in dict.fromkeys(packages(extra))) or f"'.[{extra}]'"
+    return f"pip install {option} {needs}".replace("  ", " ")
 
 
 class FusekitError(Exception):

@@ -95,8 +95,13 @@ def test_every_benchmark_is_on_the_page():
 
 def test_extras_that_are_installed_exist(page):
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"(?:'\.|\bfusekit)\[([a-z0-9,]+)\]", page.read_text())
+    named = re.findall(r"'\.\[([a-z0-9,]+)\]", page.read_text())
     assert {extra for each in named for extra in each.split(",")} <= set(known)
+
+
+def test_nobody_is_sent_to_the_package_fusekit_of_pypi(page):
+    """It is another project's."""
+    assert not re.search(r"pip install[^\n;&]*[ '\"]fusekit(?![\w/-])|fusekit\[", page.read_text())
 
 
 def test_environment_variables_are_those_of_the_configuration(page):

@@ -1,6 +1,9 @@
 """The exception tree: exit codes, and survival of a trip between processes."""
 
 import pickle
+import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,3 +108,22 @@ def test_a_remedy_can_work():
     assert "if that names sm_100a: fusekit build mine.toml/k --arch sm_100a" in str(
         errors.NotBuiltError.of("mine/k", "sm_100a")
     )
+
+
+def test_what_an_extra_needs_is_installed_by_its_own_names():
+    """PyPI's package fusekit is another project's."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for extra, packages in project["optional-dependencies"].items():
+        command = errors.install(extra, "--force-reinstall")
+        assert command.startswith("pip install --force-reinstall '")
+        assert "fusekit" not in command
+        for package in packages:
+            name = re.match(r"[\w-]+", package)[0]
+            assert name == "fusekit" or f"'{name.replace('_', '-')}" in command
+    assert errors.install("build") == "pip install 'llvmlite>=0.44' 'nvidia-cutlass-dsl==4.8.*'"
+    assert errors.install("quack").startswith(errors.install("build"))
+
+
+def test_an_installation_without_metadata_names_the_checkout(monkeypatch):
+    monkeypatch.setattr("sys.path", [])
+    assert errors.install("build") == "pip install '.[build]'"

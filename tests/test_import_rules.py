@@ -163,7 +163,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-LIBRARY_FILES = sorted(PACKAGE.glob("**/*.py"))
+LIBRARY_FILES = sorted({*PACKAGE.glob("**/*.py")} - {PACKAGE / "__main__.py"})  # that is the command line
 CLI_FILES = sorted(CLI.glob("*.py"))
 
 

@@ -20,7 +20,7 @@ from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
 from fusekit.compiler.trace import without_colours
-from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError
+from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, install
 from fusekit.spec.extern import EXTERN_ARCHES
 from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
 
@@ -179,7 +179,7 @@ def effective_options(options: Any, compiler: Any = None) -> Any:
     try:
         from cutlass.base_dsl.compiler import CompileOptions, _parse_compile_options_from_str
     except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
+        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
 
     if isinstance(options, str) and options:
         try:

@@ -30,7 +30,7 @@ from fusekit.compiler.pool import ForkServer, Team, Worker
 from fusekit.compiler.scratch import Scratch
 from fusekit.compiler.toolchain import distributions
 from fusekit.compiler.worker import Done, Job
-from fusekit.errors import BuildError, FusekitError, ToolchainError, UsageError
+from fusekit.errors import BuildError, FusekitError, ToolchainError, UsageError, install
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def connect(
     try:
         from distributed import Client
     except ImportError:
-        raise UsageError(f"executor '{url}' needs the package distributed; pip install 'fusekit[dask]'") from None
+        raise UsageError(f"executor '{url}' needs the package distributed; {install('dask')}") from None
     address = f"tcp://{url.removeprefix(_DASK)}"
     try:
         client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)

@@ -22,7 +22,7 @@ from typing import Any
 
 from fusekit.compiler.sources import stated
 from fusekit.compiler.toolchain import normal, version
-from fusekit.errors import BuildError
+from fusekit.errors import BuildError, install
 from fusekit.spec import ExternSpec
 
 _EXTRAS = {"quack-kernels": "quack", "nvidia-cudnn-frontend": "cudnn"}
@@ -130,8 +130,8 @@ def distribution(name: str) -> metadata.Distribution:
     try:
         return metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        wanted = f"fusekit[{_EXTRAS[name]}]" if name in _EXTRAS else name
-        raise BuildError(f"{name} is not installed, whose kernels the spec names; pip install '{wanted}'") from None
+        remedy = install(_EXTRAS[name]) if name in _EXTRAS else f"pip install '{name}'"
+        raise BuildError(f"{name} is not installed, whose kernels the spec names; {remedy}") from None
 
 
 def search_path() -> list[str]:

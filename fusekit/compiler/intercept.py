@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from fusekit.errors import BuildError, ToolchainError
+from fusekit.errors import BuildError, ToolchainError, install
 
 Traced = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """The host function, its positional fake arguments, its keyword ones."""
@@ -127,5 +127,5 @@ def _classes() -> tuple[Any, Any]:
         from cutlass.base_dsl.compiler import CompileCallable
         from cutlass.base_dsl.dsl import BaseDSL
     except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
+        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
     return CompileCallable, BaseDSL

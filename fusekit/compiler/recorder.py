@@ -15,7 +15,7 @@ from typing import Any
 
 from fusekit.abi.tensormap import TensorMap, encode, encoder_modes
 from fusekit.compiler import elf
-from fusekit.errors import BuildError, ToolchainError
+from fusekit.errors import BuildError, ToolchainError, install
 
 # cudaLaunchConfig_t: two dim3, dynamic shared memory, stream, attribute array and its length.
 _CONFIG = struct.Struct("<6IQQQI")
@@ -115,7 +115,7 @@ class HostFunction:
             import llvmlite.binding as llvm
         except ImportError as error:
             raise ToolchainError(
-                f"llvmlite cannot be imported ({error}); the proof needs it; pip install 'fusekit[build]'"
+                f"llvmlite cannot be imported ({error}); the proof needs it; {install('build')}"
             ) from error
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fusekit.errors import ToolchainError
+from fusekit.errors import ToolchainError, install
 
 SUPPORTED = "4.8"
 """The version of the CuTe DSL that fusekit is made for, as the extra `build` has it."""
@@ -37,7 +37,7 @@ def distributions() -> dict[str, str]:
         if name.startswith(_FAMILY):
             found.setdefault(name, distribution.version)  # the first on the path is the one that is imported
     if _FAMILY not in found:
-        raise ToolchainError(f"{_FAMILY} is not installed; a build needs the CuTe DSL; pip install 'fusekit[build]'")
+        raise ToolchainError(f"{_FAMILY} is not installed; a build needs the CuTe DSL; {install('build')}")
     unused = _unused_libraries(found)
     return {name: found[name] for name in sorted(found) if name not in unused}
 

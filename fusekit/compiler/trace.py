@@ -23,7 +23,7 @@ from fusekit.compiler.lift import LIFT_VALUES
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.prove import prove
 from fusekit.compiler.recorder import HostFunction
-from fusekit.errors import BuildError, ToolchainError
+from fusekit.errors import BuildError, ToolchainError, install
 
 _PREFIX = "fusekit"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -128,7 +128,7 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
     try:
         from cutlass import cute
     except ImportError as error:
-        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); pip install 'fusekit[build]'") from error
+        raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
     try:
         with contextlib.chdir(scratch), hardware.shared_memory(plan.signature.arch):
             options = f"{compile_options(plan.signature.arch)} {plan.options}"
@@ -142,7 +142,7 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
         if getattr(compiled, "kernel_info", None):
             raise BuildError(
                 f"the CuTe DSL assembled nothing for {plan.signature.arch}: the CUDA libraries that are installed with"
-                " it do not know that; pip install 'fusekit[cu13]', or take another arch"
+                f" it do not know that; {install('cu13')}, or take another arch"
             )
         raise BuildError("the host function launches no kernel; a spec is one that launches one kernel or more")
     if not image:

@@ -22,7 +22,7 @@ from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.places import with_keys, with_places
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
-from fusekit.errors import BuildError, FusekitError, ToolchainError
+from fusekit.errors import BuildError, FusekitError, ToolchainError, install
 
 COMPILER = ("cutlass.cute", "llvmlite.binding")
 """What a kernel is compiled and proven with."""
@@ -106,7 +106,7 @@ def unusable(why: str) -> ToolchainError:
     """The error for a compiler that is installed and cannot be imported."""
     return ToolchainError(
         f"the compiler cannot be imported: {why}; fusekit is made for nvidia-cutlass-dsl {SUPPORTED}, and "
-        f"{distributions()['nvidia-cutlass-dsl']} is installed here; pip install --force-reinstall 'fusekit[build]'"
+        f"{distributions()['nvidia-cutlass-dsl']} is installed here; {install('build', '--force-reinstall')}"
     )
 
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from fusekit.errors import FusekitError
+from fusekit.errors import FusekitError, install
 
 SCHEMA = 1
 """Version of the key fields and of the entry. A change of meaning of either raises it."""
@@ -84,7 +84,7 @@ def common_fields(
     """The fields that all kernels of one family and architecture share; arguments as for `key_fields`."""
     if not toolchain:
         raise FusekitError(
-            "no toolchain distribution was given; a key names each with its version; install fusekit[build]"
+            f"no toolchain distribution was given; a key names each with its version; {install('build')}"
         )
     if not sources:
         raise FusekitError("no source file was given; a key holds the digest of each one of the kernel; pass them")

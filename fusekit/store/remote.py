@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError
+from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError, install
 from fusekit.store import marker
 from fusekit.store.bounds import FOLDER_DEPTH, Bounds, within
 from fusekit.store.files import exists, store_error
@@ -334,7 +334,7 @@ def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         package = str(error.name).partition(".")[0]
-        raise StoreError(f"remotes need the package {package}; pip install 'fusekit[remote]'") from None
+        raise StoreError(f"remotes need the package {package}; {install('remote')}") from None
     shown = hidden(url)
     try:
         # Some connect at once, and wait as long as their library likes.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusekit.errors import FusekitError, SignatureError, StoreError, UsageError
+from fusekit.errors import FusekitError, SignatureError, StoreError, UsageError, install
 from fusekit.store.files import AnyPath, file_error
 from fusekit.store.given import given_file
 from fusekit.store.keys import sha256
@@ -289,7 +289,7 @@ def _cryptography() -> Any:
     except ImportError as error:
         raise StoreError(
             f"signatures cannot be checked or made ({error}); they need the package cryptography, and nothing is "
-            "loaded unchecked; pip install 'fusekit[sign]'"
+            f"loaded unchecked; {install('sign')}"
         ) from None
     from types import SimpleNamespace
 

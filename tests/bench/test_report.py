@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_timed(
 def test_without_matplotlib(model: Rig, no_torch: None, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "small", "--html", "page.html"]) == 2
-    assert "pip install 'fusekit[plot]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib" in capsys.readouterr().err
     assert not model.launches
 
 

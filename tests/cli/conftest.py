@@ -44,7 +44,7 @@ class Fusekit:
 
     def __call__(self, *arguments: str, code: int | None = 0, stdin: str = "", **environment: str) -> Result:
         run = subprocess.run(
-            [sys.executable, "-m", "fusekit_cli", *arguments],
+            [sys.executable, "-m", "fusekit", *arguments],
             env=self.environment | environment,
             cwd=self.root.parent,
             input=stdin,

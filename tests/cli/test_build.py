@@ -118,7 +118,7 @@ def test_a_store_that_cannot_be_made(fusekit):
 
 def start(fusekit, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "fusekit_cli", "build", *arguments],
+        [sys.executable, "-m", "fusekit", "build", *arguments],
         env=fusekit.environment,
         cwd=fusekit.root.parent,
         stdout=subprocess.PIPE,

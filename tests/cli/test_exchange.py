@@ -216,7 +216,7 @@ def test_what_a_bundle_or_a_remote_holds(fusekit, store, tmp_path):
 
 def test_export_to_standard_output(fusekit, store, tmp_path):
     fusekit("export", "kernels.tar")
-    line = [sys.executable, "-m", "fusekit_cli", "export", "-"]
+    line = [sys.executable, "-m", "fusekit", "export", "-"]
     run = {"env": fusekit.environment, "cwd": tmp_path, "capture_output": True, "check": False}
     done = subprocess.run(line, **run)
     assert (done.returncode, done.stdout) == (0, (tmp_path / "kernels.tar").read_bytes())
@@ -232,7 +232,7 @@ def test_import_from_standard_input(fusekit, store, tmp_path):
         (tmp_path / "cut.tar").write_bytes((tmp_path / "kernels.tar").read_bytes()[:5000])
         with (tmp_path / file).open("rb") as stream:
             done = subprocess.run(
-                [sys.executable, "-m", "fusekit_cli", "--store", "other", *arguments],
+                [sys.executable, "-m", "fusekit", "--store", "other", *arguments],
                 env=fusekit.environment, cwd=tmp_path, stdin=stream, capture_output=True, text=True, check=False,
             )  # fmt: skip
         if file == "kernels.tar":

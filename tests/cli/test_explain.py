@@ -77,7 +77,7 @@ def test_without_the_compiler_the_rest_is_compared(explain, tmp_path, monkeypatc
     assert {(document["status"], document["key"]) for document in documents} == {("unknown", None)}
     assert [row["field"] for row in documents[0]["differs"]] == ["spec.tile"]
     assert "the store has no kernel of this name" in documents[1]["reason"]
-    assert "pip install 'fusekit[build]'" in captured.err
+    assert "pip install 'llvmlite>=0.44' 'nvidia-cutlass-dsl==4.8.*'" in captured.err
     monkeypatch.undo()
     fill(tmp_path, lambda fields: fields | {"toolchain.nvidia-cutlass-dsl": "4.0.0"})
     monkeypatch.setattr(metadata, "distributions", lambda: iter(()))

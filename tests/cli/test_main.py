@@ -169,7 +169,7 @@ def test_interrupted_in_the_middle(fusekit):
 )
 def test_a_reader_that_goes_away_is_no_error_in_words(store, fusekit, line):
     process = subprocess.Popen(
-        [sys.executable, "-m", "fusekit_cli", *line],
+        [sys.executable, "-m", "fusekit", *line],
         env=fusekit.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -187,7 +187,7 @@ def test_a_reader_that_goes_away_is_no_error_in_words(store, fusekit, line):
 def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, line):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "fusekit_cli", *line],
+            [sys.executable, "-m", "fusekit", *line],
             env=fusekit.environment,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -204,7 +204,7 @@ def test_an_answer_that_cannot_be_written_is_no_success(store, fusekit, line):
 def test_an_error_that_cannot_be_written_keeps_its_exit_code(fusekit):
     for line, code in ((("show", "a/b"), 3), (("bogus",), 2)):
         with Path("/dev/full").open("w") as full:
-            command = [sys.executable, "-m", "fusekit_cli", *line]
+            command = [sys.executable, "-m", "fusekit", *line]
             done = subprocess.run(command, env=fusekit.environment, stdout=subprocess.PIPE, stderr=full, check=False)
         assert (done.returncode, done.stdout) == (code, b"")
 
@@ -212,7 +212,7 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(fusekit):
 def closed(fusekit, line, *streams):
     """What a command says whose standard streams of these numbers are closed."""
     shut = " ".join(f"{number}>&-" for number in streams)
-    command = ["sh", "-c", f'exec "$@" {shut}', "sh", sys.executable, "-m", "fusekit_cli", *line]
+    command = ["sh", "-c", f'exec "$@" {shut}', "sh", sys.executable, "-m", "fusekit", *line]
     return subprocess.run(command, env=fusekit.environment, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -275,7 +275,7 @@ def test_what_the_system_refuses_is_no_defect(store, fusekit, tmp_path, line, co
 )
 def test_a_current_folder_that_is_gone_is_no_defect(store, fusekit, tmp_path, line, code):
     gone = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
-    command = ["sh", "-c", gone, str(tmp_path / "gone"), sys.executable, "-m", "fusekit_cli", *line]
+    command = ["sh", "-c", gone, str(tmp_path / "gone"), sys.executable, "-m", "fusekit", *line]
     done = subprocess.run(command, env=fusekit.environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done
     assert "current folder" in done.stderr

@@ -36,7 +36,7 @@ def test_to_stdout_to_a_file_and_to_a_folder(fusekit, model, tmp_path):
 
 def test_from_stdin(fusekit):
     run = subprocess.run(
-        [sys.executable, "-m", "fusekit_cli", "new", "-"], input=json.dumps(CONFIGS["llama-3-8b"]), text=True,
+        [sys.executable, "-m", "fusekit", "new", "-"], input=json.dumps(CONFIGS["llama-3-8b"]), text=True,
         env=fusekit.environment, cwd=fusekit.root.parent, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     assert 'summary = "llama: ' in run.stdout
@@ -61,7 +61,7 @@ def test_a_file_is_not_overwritten_unasked(fusekit, model, tmp_path):
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(fusekit, model, tmp_path):
-    line = [sys.executable, "-m", "fusekit_cli", "new", str(model), "-o", str(tmp_path / "mine.toml")]
+    line = [sys.executable, "-m", "fusekit", "new", str(model), "-o", str(tmp_path / "mine.toml")]
     before = {path.name for path in tmp_path.iterdir()}
     run = subprocess.run(
         ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *line], env=fusekit.environment, capture_output=True, text=True,

@@ -343,6 +343,20 @@ def test_a_store_that_everybody_may_write_in(store, fusekit, doctor):
     assert fusekit("verify", "--json").json["open_to_all"] == []
 
 
+def test_doctor_notices_the_package_of_that_name_on_pypi(doctor, tmp_path, monkeypatch):
+    assert doctor(Bindings())[0]["package"]["problem"] is None
+    other = tmp_path / "fusekit-3.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: fusekit\nVersion: 3.1\n")
+    (other / "entry_points.txt").write_text("[console_scripts]\nfusekit = fusekit.cli:main\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    document, text = doctor(Bindings())
+    problem = document["package"]["problem"]
+    assert problem in text
+    assert f"another project's package fusekit 3.1 is installed in {tmp_path}" in problem
+    assert "`pip uninstall fusekit`, then `pip install .`" in problem
+
+
 def test_doctor_lists_the_gpus(doctor):
     document, text = doctor(Bindings())
     assert document["can_run"]

@@ -208,7 +208,7 @@ def test_no_such_executor(url):
 
 def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(UsageError, match=r"pip install 'fusekit\[dask\]'"), connect("dask://127.0.0.1:1"):
+    with pytest.raises(UsageError, match=r"pip install 'distributed"), connect("dask://127.0.0.1:1"):
         pass
 
 
@@ -306,7 +306,7 @@ def test_the_command_line(tilecopy, cluster, tmp_path):
     url, *_ = cluster
     root = tmp_path / "given"
     done = subprocess.run(
-        [sys.executable, "-m", "fusekit_cli", "build", "quickstart/moe-fc2", "--executor", url, "--store", root],
+        [sys.executable, "-m", "fusekit", "build", "quickstart/moe-fc2", "--executor", url, "--store", root],
         capture_output=True,
         text=True,
         check=False,
@@ -349,7 +349,7 @@ def test_a_cluster_without_workers_is_not_waited_for_in_silence(tilecopy, store,
     assert f"{url} has no worker; waiting up to 3 s; start one with `dask worker tcp://" in note
     done = subprocess.run(
         [
-            sys.executable, "-m", "fusekit_cli", "build", "quickstart", "--executor", url, "--executor-timeout", "2",
+            sys.executable, "-m", "fusekit", "build", "quickstart", "--executor", url, "--executor-timeout", "2",
             "--store", tmp_path / "given",
         ],
         capture_output=True, text=True, check=False, timeout=120,

@@ -204,7 +204,7 @@ def test_a_missing_extra_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(metadata, "distribution", gone)
     for name, extra in (("quack-kernels", "quack"), ("nvidia-cudnn-frontend", "cudnn")):
-        with pytest.raises(BuildError, match=rf"pip install 'fusekit\[{extra}\]'"):
+        with pytest.raises(BuildError, match=rf"pip install '\.\[{extra}\]'"):
             Foreign().fields(spec_of("fusekit.providers.quack:rmsnorm", name))
 
 
@@ -234,7 +234,7 @@ def test_every_module_that_is_loaded_is_in_the_key(tmp_path, name, arch):
     """Whole files of the package that is called, versions of what that requires, the providers' own modules."""
     package = name.partition("/")[0]
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; pip install 'fusekit[{package}]'")
+        pytest.skip(f"{package} is not installed; pip install '.[{package}]'")
     ran = subprocess.run(
         [sys.executable, "-c", LOADED, name, arch], env=environment(tmp_path, arch), capture_output=True, text=True,
         check=True,

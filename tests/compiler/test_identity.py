@@ -126,7 +126,7 @@ def test_every_distribution_of_the_dsl_is_named():
 
 def test_a_missing_dsl_is_a_toolchain_error(monkeypatch):
     monkeypatch.setattr(metadata, "distributions", lambda: iter(()))
-    with pytest.raises(ToolchainError, match=r"pip install 'fusekit\[build\]'"):
+    with pytest.raises(ToolchainError, match=r"pip install 'llvmlite"):
         distributions()
 
 

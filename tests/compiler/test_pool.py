@@ -97,7 +97,9 @@ def test_a_compiler_that_cannot_be_imported_is_said_to_be_the_trouble(worker, tm
     if source is None:
         (package / "cute.py").write_text("")
     monkeypatch.syspath_prepend(package.parent)
-    with pytest.raises(ToolchainError, match=f"(?s){said}.*pip install .*'fusekit.build.'") as caught:
+    with pytest.raises(
+        ToolchainError, match=f"(?s){said}.*pip install --force-reinstall .*'nvidia-cutlass-dsl=="
+    ) as caught:
         worker.compile(Job("a", families.plan, LINEAR))
     assert "defect" not in str(caught.value)
 

@@ -36,7 +36,7 @@ print(*(argument.name for argument in plan(spec).signature.arguments))
 def test_arguments(name, arch, arguments, tmp_path):
     package = name.partition("/")[0]
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; pip install 'fusekit[{package}]'")
+        pytest.skip(f"{package} is not installed; pip install '.[{package}]'")
     ran = subprocess.run(
         [sys.executable, "-c", TRACE, name, arch], env=environment(tmp_path, arch), capture_output=True, text=True,
         check=False,

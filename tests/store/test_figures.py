@@ -55,7 +55,7 @@ def best(function, times=5):
 
 
 def command(store, *arguments):
-    subprocess.run([sys.executable, "-m", "fusekit_cli", *arguments, "--store", str(store.root)],
+    subprocess.run([sys.executable, "-m", "fusekit", *arguments, "--store", str(store.root)],
                    stdout=subprocess.DEVNULL, check=True)  # fmt: skip
 
 

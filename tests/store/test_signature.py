@@ -453,7 +453,7 @@ def test_without_the_library_nothing_is_loaded_unchecked(keys):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode
     assert f"{StoreError.__name__}: signatures cannot be checked or made" in done.stderr
-    assert "pip install 'fusekit[sign]'" in done.stderr
+    assert "pip install 'cryptography>=42'" in done.stderr
 
 
 def test_the_configuration_says_whom_to_trust(keys):

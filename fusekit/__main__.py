@@ -1,4 +1,4 @@
-"""`python -m fusekit_cli` is `fusekit`."""
+"""`python -m fusekit` is the command `fusekit`."""
 
 import sys
 
