@@ -89,6 +89,12 @@ def quietly(look: Callable[..., T], *arguments: Any) -> T | None:
         return None
 
 
+def close(descriptor: int) -> None:
+    """Close what was only read, or is synced: a failure says nothing of it, and the descriptor is gone all the same."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
 def revalidate(directory: Path) -> None:
     """Have a network file system look at `directory` again: opening one drops what was remembered as absent in it."""
     with contextlib.suppress(OSError):
@@ -129,7 +135,7 @@ def _read(path: AnyPath, limit: int, exactly: int | None, at: int | None) -> byt
     except OSError as error:
         raise store_error(path, "read", error) from error
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def size_of(path: AnyPath) -> int | None:

@@ -14,6 +14,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from fusekit.store.files import close
+
 DIRECTORY_MODE = 0o777  # the process' umask applies
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -36,7 +38,7 @@ class Folders:
             yield
         finally:
             for descriptor in self._pinned.values():
-                os.close(descriptor)
+                close(descriptor)
             self._pinned = None
 
     def parts(self, folder: Path) -> tuple[str, ...]:
@@ -58,7 +60,7 @@ class Folders:
         try:
             yield descriptor
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
     def open(self, *parts: str, flags: int = _THROUGH) -> int:
         """As `at`, only for `dir_fd`, to be closed by the caller."""
@@ -74,7 +76,7 @@ class Folders:
             try:
                 below = self._below(parts[: depth + 1], descriptor, flags if depth == last else _THROUGH)
             finally:
-                os.close(descriptor)
+                close(descriptor)
             descriptor = below
         return descriptor
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fusekit.store.files import store_error
+from fusekit.store.files import close, store_error
 from fusekit.store.publishing import Publisher
 
 PATIENCE = 600.0
@@ -80,10 +80,9 @@ def _held(descriptor: int, name: str, at: int) -> Callable[[], None] | None:
     from filelock import lock_descriptor, unlock_descriptor
 
     def release() -> None:
-        try:
+        with contextlib.suppress(OSError):  # closing it unlocks, too
             unlock_descriptor(descriptor)  # a child of this process has the descriptor, too
-        finally:
-            os.close(descriptor)
+        close(descriptor)
 
     try:
         if lock_descriptor(descriptor, blocking=False):
@@ -91,7 +90,7 @@ def _held(descriptor: int, name: str, at: int) -> Callable[[], None] | None:
                 if os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=at, follow_symlinks=False)):
                     return release
     except BaseException:
-        os.close(descriptor)
+        close(descriptor)
         raise
-    os.close(descriptor)
+    close(descriptor)
     return None

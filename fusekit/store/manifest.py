@@ -21,7 +21,7 @@ from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import names
 from fusekit.store.documents import parse
 from fusekit.store.entries import Entry
-from fusekit.store.files import file_error, read_file
+from fusekit.store.files import close, file_error, read_file
 from fusekit.store.given import given_file
 from fusekit.store.keys import is_digest
 from fusekit.store.names import NameRecord
@@ -229,7 +229,7 @@ def alone(folder: Path) -> Iterator[None]:
             lock_descriptor(descriptor, blocking=True)
         yield
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 @contextmanager

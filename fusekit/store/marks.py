@@ -26,7 +26,7 @@ from pathlib import Path
 
 from fusekit.errors import IntegrityError, NoStoreError, StoreError
 from fusekit.store import process
-from fusekit.store.files import AnyPath, read_file
+from fusekit.store.files import AnyPath, close, read_file
 from fusekit.store.folders import Folders
 from fusekit.store.layout import LEASES, Found, walk
 from fusekit.store.publishing import NEW, Publisher, touch
@@ -53,7 +53,7 @@ def mark(folders: Folders, key: str, entry: AnyPath) -> bool:
                 return True
             os.unlink(key, dir_fd=at)  # a further name of a file that may be anybody's
         finally:
-            os.close(at)
+            close(at)
     except FileNotFoundError:
         if not os.path.lexists(entry):
             return False
@@ -91,7 +91,7 @@ class Lease:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            close(self._descriptor)
             self._descriptor = None
             with contextlib.suppress(OSError), self._publisher.at(self.path.parent) as at:
                 self._publisher.disk.remove(self.path, at)
@@ -103,7 +103,7 @@ class Lease:
                 os.utime(self._descriptor)
                 if os.fstat(self._descriptor).st_nlink:
                     return
-                os.close(self._descriptor)  # somebody removed it
+                close(self._descriptor)  # somebody removed it
                 self._descriptor = None
             try:
                 self._publisher.admit()

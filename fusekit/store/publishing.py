@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from fusekit.errors import IntegrityError, StoreError, UsageError
 from fusekit.store import process
-from fusekit.store.files import READ, TEMPORARY_SUFFIX, exists, file_error, store_error
+from fusekit.store.files import READ, TEMPORARY_SUFFIX, close, exists, file_error, store_error
 from fusekit.store.folders import DIRECTORY_MODE, Folders
 
 FILE_MODE = 0o444  # published files never change; the process' umask still applies
@@ -93,7 +93,7 @@ class Disk:
         try:
             _sync(descriptor)
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
 
 def _in(path: Path, at: int | None) -> Path | str:
@@ -140,7 +140,7 @@ class Publisher:
                 try:
                     self.disk.sync(path, descriptor)
                 finally:
-                    os.close(descriptor)
+                    close(descriptor)
                 self._directory(path.parent)
                 self.disk.sync(path.parent, at)
             return True
@@ -289,7 +289,7 @@ def touch(name: str, at: int) -> bool:
             return False
         os.utime(descriptor)
     finally:
-        os.close(descriptor)
+        close(descriptor)
     return True
 
 
