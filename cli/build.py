@@ -13,6 +13,7 @@ from fusekit.errors import UsageError, some
 from fusekit_cli import complete, output
 from fusekit_cli.options import Session, common, namespaced, signing
 from fusekit_cli.progress import progress
+from fusekit_cli.rm import unread
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -104,7 +105,8 @@ def command(
     _moved(session, report.moved)
     _left(session, report.left, report.pruned, prune=prune)
     failures(session, report.failed)
-    return 0 if report.ok else 1
+    kept = 0 if report.pruned is None else unread(session, report.pruned)
+    return kept if report.ok else 1
 
 
 def _layers(wanted: BuildPlan) -> list[dict[str, Any]]:

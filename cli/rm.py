@@ -40,7 +40,7 @@ def command(session: Session, patterns: tuple[str, ...], arch: str | None, dry_r
 
     output.answer(session, document, text)
     notes(session, document)
-    return 1 if report.unread else 0
+    return unread(session, report)
 
 
 def removal(store: Store, report: DiscardReport) -> dict[str, Any]:
@@ -80,21 +80,27 @@ def notes(session: Session, document: dict[str, Any]) -> None:
         session.note(
             f"kernel {key[:12]} stays: a build or a launch uses it now; `fusekit gc` removes it when it is old"
         )
-    if unread := document["unread"]:
-        stay = [f"kernel {key[:12]}" for key in document["may_be_needed"]["kernels"]]
-        if cubins := document["may_be_needed"]["cubins"]:
-            stay.append(output.plural(cubins, "cubin"))
-        session.note(
-            f"{some(unread)} cannot be read, so what it needs is not known: "
-            f"{some(stay) + ' may be needed, and stays' if stay else 'no kernel went with it'}; `fusekit verify` says "
-            "more, and `fusekit gc --max-age` removes what is left once it can be read"
-        )
     for each in document["without_kernel"]:
         session.note(f"{each['name']} ({each['arch']}) led to no kernel, or could not be read: it went alone")
     for each in document["not_removed"]:
         session.note(f"{each['name']} ({each['arch']}) stays: it changed meanwhile, or is no plain file; try again")
     for each in document["in_layers"]:
         session.note(f"{each['name']} ({each['arch']}) is found in the read-only layer {each['layer']} from now on")
+
+
+def unread(session: Session, report: DiscardReport) -> int:
+    """Say what stays because something could not be read; the exit code for that."""
+    if not report.unread:
+        return 0
+    stay = [f"kernel {key[:12]}" for key in report.may_be_needed]
+    if report.cubins:
+        stay.append(output.plural(report.cubins, "cubin"))
+    session.note(
+        f"{some(report.unread)} cannot be read, so what it needs is not known: "
+        f"{some(stay) + ' may be needed, and stays' if stay else 'no kernel went with it'}; `fusekit verify` says "
+        "more, and `fusekit gc --max-age` removes what is left once it can be read"
+    )
+    return 1
 
 
 def _meant(store: Store, pattern: str, arch: str | None) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ import pytest
 from fusekit.store import NameRecord, Store
 from fusekit_cli.main import main
 from tests.cli.conftest import NAMES, SPEC
+from tests.cli.test_explain import fill
 from tests.store.collecting import unreadable_files
 from tests.store.samples import build_entry
 
@@ -153,3 +154,18 @@ def test_gc_with_a_name_that_cannot_be_read(store, fusekit, capsys, monkeypatch)
     captured = capsys.readouterr()
     assert "0 kernels removed" in captured.out
     assert f"{name} cannot be read" in captured.err
+
+
+def test_prune_with_a_name_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    fill(tmp_path)
+    store = Store(tmp_path)
+    entry = store.publish(*build_entry(1))
+    for name in ("quickstart/linear@old", "other/linear@w1"):
+        store.publish_name(NameRecord(name, "sm_90a", entry.key, SPEC, {}))
+    time.sleep(TICK)
+    unreadable_files(monkeypatch, errno.EIO)(store.layers[0].name_path("other/linear@w1", "sm_90a"))
+    assert main(["build", "quickstart/linear", "--prune", "--store", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "removed what the spec no longer has: quickstart/linear@old" in err
+    assert f"kernel {entry.key[:12]} may be needed, and stays" in err
+    assert store.load(entry.key) is not None
