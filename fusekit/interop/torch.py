@@ -21,10 +21,10 @@ from fusekit.dtypes import FLOAT
 from fusekit.errors import ArgumentError
 from fusekit.interop.shapes import dims_of
 from fusekit.interop.torch_layer import DTYPES
-from fusekit.interop.torch_moe import MoE
+from fusekit.interop.torch_moe import MoE, expert_parameters
 from fusekit.runtime import DeviceArray, Kernel
 
-__all__ = ["DTYPES", "MoE", "copy_of", "operator"]
+__all__ = ["DTYPES", "MoE", "copy_of", "expert_parameters", "operator"]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from fusekit.layers import Layer
 _HOLDERS: WeakSet[MoE] = WeakSet()  # modules that hold codes of their weights
 _MORE = {"logits": ("logits",), "choices": ("indices", "weights")}  # what a call gives beside x, by router.input
 _BIASES = ("b1", "b2", "router_bias", "expert_bias")
+_EXPERTS = ("w1", "w2", "b1", "b2")  # of which a rank has those of its experts
 
 
 class MoE(nn.Module):  # type: ignore[misc]
@@ -82,6 +83,8 @@ class MoE(nn.Module):  # type: ignore[misc]
             kind = dtype if trained and dtype is not None else DTYPES[buffer.dtype]
             tensor = torch.empty(buffer.extents({}), dtype=kind, device=device)
             _place(self, path, nn.Parameter(tensor, requires_grad=layer.options.trained) if trained else tensor)
+        for _, parameter in expert_parameters(self):
+            parameter.allreduce = False  # as Megatron marks them
         self._codes: dict[str, Any] = {}
         self._coded: list[tuple[int, int]] = []  # what they are of
         self._sources: list[Any] = []  # weak references to those tensors: another may come to the same address
@@ -194,6 +197,19 @@ def _over(layer: Layer, group: Any, timeout: int) -> Layer:
     return made
 
 
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parameters of `model`, by name, that are of the experts of one rank: those of layers with `ranks` above 1.
+
+    Data parallelism over those ranks leaves them alone: their gradients are sums over the tokens of all ranks. Their
+    attribute `allreduce` is False.
+    """
+    for prefix, module in model.named_modules():
+        if isinstance(module, MoE) and module.layer.options.ranks > 1:
+            for name in _EXPERTS:
+                if name in module.names:
+                    yield f"{prefix}.{module.names[name]}".lstrip("."), _at(module, module.names[name])
+
+
 def main_grad(parameter: Any, name: str) -> Any:
     """The tensor that a parameter's gradient is added to; of one without a gradient itself. Raises ArgumentError."""
     if not (parameter.requires_grad and torch.is_grad_enabled()):
@@ -281,7 +297,7 @@ def _join(module: MoE, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Makes one dense projection of the two that a checkpoint may have; takes a rank's share of all experts."""
     options, ranks = module.layer.options, getattr(module.layer, "ranks", None)
     if ranks is not None:
-        for name in ("w1", "w2", "b1", "b2"):
+        for name in _EXPERTS:
             path = prefix + module.names.get(name, "")
             if path in state and state[path].shape[:1] == (options.experts,):
                 state[path] = state[path][ranks.rank * options.local :][: options.local]

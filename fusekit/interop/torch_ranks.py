@@ -13,6 +13,7 @@ from torch import distributed
 from fusekit.errors import PeerTimeoutError
 from fusekit.exchange import Ranks
 from fusekit.exchange.ranks import milliseconds
+from fusekit.interop.torch_moe import expert_parameters
 from fusekit.runtime import Devices
 
 TIMEOUT = 60_000
@@ -71,3 +72,22 @@ def gather(group: Any, timeout: int) -> Callable[[bytes], Sequence[bytes]]:
         return found
 
     return gathered
+
+
+def sharded_state_dict(model: Any, group: Any = None) -> dict[str, Any]:
+    """`model.state_dict()` with the parameters of a rank's experts as DTensors over `group` (default: all processes),
+    each a shard of the experts of all ranks.
+
+    torch.distributed.checkpoint saves these as whole tensors, so one GPU can load the checkpoint, and loads each rank's
+    share of such a checkpoint into the parameters. All processes of the group call this together.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # seconds that no call of a layer needs
+    from torch.distributed.tensor import DTensor, Shard
+
+    state: dict[str, Any] = model.state_dict()
+    experts = [name for name, _ in expert_parameters(model)]
+    if experts:
+        kind = state[experts[0]].device.type
+        mesh = DeviceMesh.from_group(distributed.group.WORLD if group is None else group, kind)
+        state |= {name: DTensor.from_local(state[name], mesh, [Shard(0)], run_check=False) for name in experts}
+    return state

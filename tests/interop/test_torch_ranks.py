@@ -209,3 +209,89 @@ def test_processes_find_each_other_or_say_so_in_time(tmp_path, missing):
     assert "rank 0 waited 3 s for the other 1 ranks to make windows with it" in out, problems
     assert float(out.partition(" s:")[0]) < 5
     assert time.monotonic() - begin < 60
+
+
+STATE = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from fusekit.interop.torch import MoE, expert_parameters
+from fusekit.interop.torch_ranks import sharded_state_dict
+from tests.interop.rank_layers import Meeting, RankedStandIn, StandIn
+from tests.plan.test_layer_ranks import alone, over
+
+rank, folder = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+o = over(2, "gpt-oss", dtype="f32")
+
+
+def model():
+    moe = MoE(RankedStandIn(rank, Meeting(o, 4), **o.canonical()))
+    return torch.nn.Sequential(torch.nn.Linear(o.hidden, o.hidden), moe)
+
+
+def of_ranks(tensor):
+    found = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(found, tensor.detach())
+    return found
+
+
+torch.manual_seed(rank)
+own = model()
+experts = dict(expert_parameters(own))
+paths = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+assert [*experts] == [f"1.experts.{path}" for path in paths]
+assert {name for name, each in own.named_parameters() if not getattr(each, "allreduce", True)} == experts.keys()
+before = {name: each.detach().clone() for name, each in own.named_parameters()}
+
+# DDP makes all parameters those of rank 0, but for the experts.
+DDP._set_params_and_buffers_to_ignore_for_model(own, [*experts])
+DDP(own)
+for name, each in own.named_parameters():
+    first, second = of_ranks(each)
+    assert torch.equal(each, before[name]) if name in experts else torch.equal(first, second), name
+
+# One GPU loads what the ranks save, and the ranks what it saves.
+dcp.save(sharded_state_dict(own), checkpoint_id=f"{folder}/ranks")
+whole = torch.nn.Sequential(torch.nn.Linear(o.hidden, o.hidden), MoE(StandIn(**alone(o).canonical())))
+state = whole.state_dict()
+dcp.load(state, checkpoint_id=f"{folder}/ranks")
+whole.load_state_dict(state)
+for name, each in own.state_dict().items():
+    assert torch.equal(state[name], torch.cat(of_ranks(each)) if name in experts else each), name
+with torch.no_grad():
+    for each in whole.parameters():
+        each.copy_(torch.arange(each.numel()).view(each.shape))
+dcp.save(whole.state_dict(), checkpoint_id=f"{folder}/whole")
+other = model()
+dcp.load(sharded_state_dict(other), checkpoint_id=f"{folder}/whole")
+for name, each in whole.state_dict().items():
+    share = each[o.local * rank :][: o.local] if name in experts else each
+    assert torch.equal(other.state_dict()[name], share), name
+
+# FSDP2 shards all but the experts.
+fully_shard(other, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(dict(expert_parameters(other)).values()))
+for name, each in other.named_parameters():
+    assert isinstance(each, DTensor) != (name in experts), name
+print("right")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_state_of_all_ranks_is_that_of_one_gpu(tmp_path):
+    """And data parallelism leaves the parameters of a rank's experts alone."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", STATE, str(rank), str(tmp_path / "store"), str(tmp_path)], cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = [each.communicate(timeout=200) for each in started]
+    assert [out for out, _ in found] == ["right\n"] * 2, "\n".join(problems for _, problems in found)
