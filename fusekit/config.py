@@ -109,14 +109,24 @@ def _named(
     return _absolute(variable, environ[variable], what) if environ.get(variable) else None
 
 
-def _cache_folder() -> Path:
+def compiler_cache() -> Path | None:
+    """The folder that keeps what the compiler has read of installed files; None for a user without a home folder."""
+    return _user_cache("fusekit-compiler")
+
+
+def _user_cache(name: str) -> Path | None:
     from platformdirs import user_cache_path  # only here: a named store need not pay for this import
 
     try:
-        path = user_cache_path("fusekit", appauthor=False)
+        path = user_cache_path(name, appauthor=False)
     except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
-        path = Path()
-    if not path.is_absolute():
+        return None
+    return path if path.is_absolute() else None
+
+
+def _cache_folder() -> Path:
+    path = _user_cache("fusekit")
+    if path is None:
         raise UsageError(
             "no store is named, and this user has no home folder for one; name it with --store or FUSEKIT_STORE"
         )

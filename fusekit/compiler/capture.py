@@ -19,6 +19,7 @@ from fusekit.compiler import fakes
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
+from fusekit.compiler.options import OPT_LEVEL
 from fusekit.compiler.trace import without_colours
 from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, install
 from fusekit.spec.extern import EXTERN_ARCHES
@@ -206,7 +207,8 @@ def _options(options: Any) -> str:
     words = []
     for kind, option in options.options.items():
         name = getattr(kind, "_cli_flag", None)
-        if option.value == kind._default or name in _OF_NO_CUBIN:
+        default = OPT_LEVEL if name == "opt-level" else kind._default
+        if option.value == default or name in _OF_NO_CUBIN:
             continue
         if name not in _OF_THE_CUBIN:
             raise BuildError(

@@ -13,10 +13,15 @@ from pathlib import Path
 # Where Python and its libraries are, and whether byte code is written: without these a process may not start at all.
 _KEPT = ("LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX")
 
+OPT_LEVEL = 3
+"""The optimisation level of a kernel that names none."""
+
 
 def compile_options(arch: str) -> str:
-    """The DSL's option string. What it dumps goes into the current folder: no path stands among the options."""
-    return f"--gpu-arch={arch} --keep-cubin --dump-dir=."
+    """The DSL's option string, with every option of the cubin that has a default. What it dumps goes into the current
+    folder: no path stands among the options.
+    """
+    return f"--gpu-arch={arch} --opt-level={OPT_LEVEL} --keep-cubin --dump-dir=."
 
 
 def environment(folder: Path, arch: str | None = None) -> dict[str, str]:

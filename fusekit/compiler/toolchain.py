@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import ctypes
+import hashlib
+import importlib.util
+import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Set
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from fusekit.compiler.digests import digest, private, read_all
+from fusekit.config import compiler_cache
 from fusekit.errors import ToolchainError, install
 
 SUPPORTED = "4.8"
 """The version of the CuTe DSL that fusekit is made for, as the extra `build` has it."""
 _FAMILY = "nvidia-cutlass-dsl"
 _CUDA_LIBRARY = re.compile(rf"{_FAMILY}-libs-cu(\d+)")  # the compiler itself, as of one major version of CUDA
+_IMPORTED = (".py", ".pyc", *EXTENSION_SUFFIXES)
 _LOADED = "cutlass._mlir._mlir_libs._cutlass_ir"  # the module that the DSL loads one of them as
 
 
-def distributions() -> dict[str, str]:
+def distributions(cache: Path | None = None) -> dict[str, str]:
     """Name -> version of every installed distribution of the CuTe DSL that takes part in a build, sorted.
 
-    Its CUDA 12 and CUDA 13 libraries are distributions of their own and make different cubins. Where several are
-    installed the DSL loads one, and that one is named: the newest that the driver supports, or the newest of all
-    where there is no driver. Raises ToolchainError when the DSL is not installed, or none of its libraries fits the
-    driver.
+    Where a file is not that of the wheel, or no wheel's files are imported, a digest of what differs is a part of the
+    version: `4.8.1+local.0123...`. cache: keeps the digests of files; default: the user's folder. The DSL's CUDA 12 and
+    CUDA 13 libraries are distributions of their own and make different cubins. Where several are installed the DSL
+    loads one, and that one is named: the newest that the driver supports, or the newest of all where there is no
+    driver. Raises ToolchainError when the DSL is not installed, or none of its libraries fits the driver.
     """
-    found: dict[str, str] = {}
+    found: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
         # The folder's name tells as much as the metadata in it, which take a millisecond to read.
         folder = getattr(getattr(distribution, "_path", None), "name", None)
@@ -35,11 +46,12 @@ def distributions() -> dict[str, str]:
             continue
         name = normal(distribution.name or "")
         if name.startswith(_FAMILY):
-            found.setdefault(name, distribution.version)  # the first on the path is the one that is imported
+            found.setdefault(name, distribution)  # the first on the path is the one that is imported
     if _FAMILY not in found:
         raise ToolchainError(f"{_FAMILY} is not installed; a build needs the CuTe DSL; {install('build')}")
-    unused = _unused_libraries(found)
-    return {name: found[name] for name in sorted(found) if name not in unused}
+    used = found.keys() - _unused_libraries(found)
+    local = _local(found, used, compiler_cache() if cache is None else cache)
+    return {name: f"{found[name].version}{local.get(name, '')}" for name in sorted(used)}
 
 
 def check_loaded(versions: dict[str, str]) -> None:
@@ -67,7 +79,61 @@ def describe(versions: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _unused_libraries(found: dict[str, str]) -> set[str]:
+def _local(found: Mapping[str, metadata.Distribution], used: Set[str], cache: Path | None) -> dict[str, str]:
+    """What is added to the versions of the distributions whose files are not those of their wheels."""
+    recorded: dict[str, dict[str, str]] = {}  # distribution -> path -> SHA-256
+    names: dict[str, str] = {}  # path -> what it is called wherever it is installed
+    roots = {root for root in [_import_root()] if root}
+    for each, distribution in found.items():
+        base = os.path.realpath(str(distribution.locate_file("")))
+        recorded[each] = {}
+        for name, value in _record(distribution):
+            path = f"{base}/{name}"
+            recorded[each][path], names[path] = value, name
+            if "/" in name:
+                roots.add(f"{base}/{name.partition('/')[0]}")
+    wanted = {path: digest for each in used for path, digest in recorded[each].items()}
+    extra: dict[str, str] = {}
+    for root in sorted(roots):
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            for file in files:
+                path = f"{folder}/{file}"
+                if path not in names and file.endswith(_IMPORTED):
+                    extra[path] = f"{Path(root).name}{path.removeprefix(root)}"
+    here = read_all(_FAMILY, [*wanted, *extra], digest, private(cache))
+    odd: dict[str, list[str]] = {each: [] for each in used}
+    for each in used:
+        for path, value in recorded[each].items():
+            if here.get(path) != value:
+                odd[each].append(f"{names[path]} {here.get(path, 'missing')}")
+    odd[_FAMILY] += [f"{extra[path]} {here[path]}" for path in extra if path in here]
+    found_local = {}
+    for each, lines in odd.items():
+        if lines:
+            text = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
+            found_local[each] = f"{'.' if '+' in found[each].version else '+'}local.{text}"
+    return found_local
+
+
+def _record(distribution: metadata.Distribution) -> Iterator[tuple[str, str]]:
+    """(name, SHA-256) of the files of a wheel that an import may reach, as its RECORD has them."""
+    for line in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        if len(line) < 2 or line[0].startswith(("/", "..")) or line[0].partition("/")[0].endswith(".dist-info"):
+            continue
+        kind, _, value = line[1].partition("=")
+        if kind == "sha256" and "__pycache__/" not in line[0]:
+            yield line[0], base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
+
+
+def _import_root() -> str | None:
+    """The folder that `import cutlass` would run; imports nothing."""
+    spec = importlib.util.find_spec("cutlass") if "cutlass" not in sys.modules else sys.modules["cutlass"].__spec__
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return os.path.realpath(folders[0]) if folders else None
+
+
+def _unused_libraries(found: Iterable[str]) -> set[str]:
     """The CUDA libraries of `found` that the DSL leaves aside."""
     libraries = {int(match[1]): name for name in found if (match := _CUDA_LIBRARY.fullmatch(name))}
     if len(libraries) < 2:

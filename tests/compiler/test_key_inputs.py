@@ -90,6 +90,7 @@ def installed(monkeypatch):
         return iter(Distribution(name, version) for name, version in found.items())
 
     monkeypatch.setattr(toolchain.metadata, "distributions", distributions)
+    monkeypatch.setattr(toolchain, "_local", lambda *_: {})  # whose files are looked at in test_toolchain_files.py
     return found
 
 
