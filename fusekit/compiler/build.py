@@ -388,9 +388,12 @@ def _make(
     return entry, made, give_names(store, task.key, task.specs, entry)
 
 
-def _home(spec: Spec) -> tuple[str, str] | None:
+def _home(spec: Spec) -> tuple[str, ...] | None:
     """Where a foreign kernel is compiled: packages change the DSL as they are imported, each for itself."""
-    return (spec.source.partition(":")[0], spec.arch) if isinstance(spec, ExternSpec) else None
+    if not isinstance(spec, ExternSpec):
+        return None
+    variables = (f"{name}={os.environ[name]}" for name in spec.env if name in os.environ)
+    return spec.source.partition(":")[0], spec.arch, *variables
 
 
 def _unchanged(task: Task) -> None:

@@ -1,42 +1,81 @@
 """What a foreign kernel is made from, as key fields: distributions, their files, the module that holds the source.
 
-Nothing of it is imported or run. Of a source in an installed distribution every file of that distribution counts. Of
-another module (a file of the user's, a provider of fusekit's) the file counts and every module that it imports and that
-belongs to no distribution, wherever on Python's path; of the distributions that those import, every file where the
-distribution builds on the CuTe DSL, else the version. `distributions` of the spec names those that no import statement
-shows.
+Nothing of it is imported or run. Of a source that belongs to no distribution (a file of the user's, a provider of
+fusekit's) the file counts and every module that it imports and that belongs to none, wherever on Python's path. Of the
+distributions that those import, that have the source, or that the spec lists, and of all that these require, however
+many levels away, the version counts, and every file of those that build on the CuTe DSL: they require it, import it,
+or require one that does. An import that no requirement states is followed from the source's own distributions, from
+those that require the DSL, and from files that import it. What is loaded all the same and is in no key is refused in
+the compile process (`unkeyed`).
 """
 
 from __future__ import annotations
 
 import ast
+import csv
 import hashlib
 import importlib.util
+import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from importlib import machinery, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from fusekit.compiler.digests import digest, private, read_all
 from fusekit.compiler.sources import stated
-from fusekit.compiler.toolchain import normal, version
+from fusekit.compiler.toolchain import IMPORTED, normal
+from fusekit.config import compiler_cache
 from fusekit.errors import BuildError, install
 from fusekit.spec import ExternSpec
 
 _EXTRAS = {"quack-kernels": "quack", "nvidia-cudnn-frontend": "cudnn"}
 _DSL = "nvidia-cutlass-dsl"
-_OWN = frozenset({"cutlass", "cuda", "fusekit"})  # whose versions and sources a key has
+OWN = frozenset({"cutlass", "iket", "nvidia_cutlass_dsl", "cuda", "fusekit"})  # whose versions and sources a key has
+_ENDS = machinery.all_suffixes()
 _ABSENT = "absent"
+_FROM = re.compile(
+    rb"(?:^|[;:])[ \t]*from[ \t]+([A-Za-z_][\w.]*)|\b(?:import_module|__import__)\([ \t]*['\"]([A-Za-z_][\w.]*)",
+    re.MULTILINE,
+)
+_IMPORT = re.compile(rb"(?:^|[;:])[ \t]*import[ \t]+([A-Za-z_][\w., \t]*)", re.MULTILINE)
+_FIRST = re.compile(r"^([^/,\n]+)", re.MULTILINE)  # part of the paths in a RECORD
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Package:
+    """A distribution. files: relative name -> SHA-256; imports: top-level names; kernels: those that files that import
+    the DSL name; requires: distributions that are needed without any extra.
+    """
+
+    version: str
+    files: Mapping[str, str]
+    imports: frozenset[str]
+    kernels: frozenset[str]
+    requires: tuple[str, ...]
+    on_dsl: bool
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(
+            "".join(f"{each}\0{self.files[each]}\n" for each in sorted(self.files)).encode()
+        ).hexdigest()
+
+    @property
+    def builds(self) -> bool:
+        return self.on_dsl or bool(self.kernels)
 
 
 @dataclass(slots=True)
 class Foreign:
-    """Digests as of now; each distribution and module is read once."""
+    """Digests as of now; each distribution and module is read once. cache: folder that keeps digests of files."""
 
-    _files: dict[str, str] = field(default_factory=dict)
+    cache: Path | None = field(default_factory=compiler_cache)
+    _packages: dict[tuple[str, bool], _Package | None] = field(default_factory=dict)
     _modules: dict[str, tuple[dict[str, str], frozenset[str]]] = field(default_factory=dict)
     _owners: dict[str, list[str]] | None = None
     _loaded: dict[str, bool] = field(default_factory=dict)
@@ -44,59 +83,133 @@ class Foreign:
     def fields(self, spec: ExternSpec) -> dict[str, str]:
         """The labelled key fields. Raises BuildError for a distribution or a module that is not installed."""
         found: dict[str, str] = {}
-        whole = {normal(name) for name in spec.distributions}
-        for name in sorted(whole):
+        listed = {normal(name) for name in spec.distributions}
+        for name in sorted(listed):
             distribution(name)  # which says what to install
         module = spec.source.partition(":")[0]
-        owners = self._owned(module.partition(".")[0])
-        whole |= set(owners)
+        owners = self.owned(module.partition(".")[0])
+        first = listed | set(owners)
+        imported: set[str] = set()
         if not owners:
-            if module not in self._modules:
-                self._modules[module] = _followed(module, self._owned)
-            digests, imported = self._modules[module]
-            found |= {f"foreign.module.{name}": digest for name, digest in digests.items()}
-            for top in sorted(imported - _OWN):
-                names = self._owned(top)
-                whole |= {name for name in names if _builds_on_dsl(name)}
-                found |= {f"foreign.version.{name}": distribution(name).version for name in names}
-                if not names:
+            found |= self._own_modules(module)
+            for top in sorted(self._modules[module][1] - OWN):
+                imported |= set(self.owned(top))
+                if not self.owned(top):
                     found[f"foreign.version.{top}"] = _ABSENT
-        for name in sorted(whole):
-            found[f"foreign.version.{name}"] = distribution(name).version
-            if name not in self._files:
-                self._files[name] = _digest_of(name)
-            found[f"foreign.files.{name}"] = self._files[name]
-            for needed in _requires(name):
-                found.setdefault(f"foreign.version.{needed}", version(needed, _ABSENT))
+        whole, versions = self._reached(first, imported)
+        for name in sorted(whole | first):
+            package = self._package(name, first)
+            assert package is not None
+            found[f"foreign.files.{name}"] = package.digest
+            tops = package.imports - OWN - sys.stdlib_module_names if self._leads(name, first) else frozenset[str]()
+            for top in sorted(tops.union(each for each, names in self._all_owners().items() if name in names)):
+                if not self.owned(top) and _root(top) is not None:  # as of an editable installation
+                    found |= self._own_modules(top, whole=True)
+        for file in spec.files:
+            path = folder_of(module) / file
+            found[f"foreign.file.{file}"] = digest(str(path)) if path.is_file() else _ABSENT
+        found |= {f"foreign.env.{name}": json.dumps(os.environ.get(name)) for name in spec.env}
+        for name in sorted(versions):
+            package = self._package(name, first)
+            found[f"foreign.version.{name}"] = _ABSENT if package is None else package.version
         return dict(sorted(found.items()))
+
+    def _own_modules(self, module: str, *, whole: bool = False) -> dict[str, str]:
+        if module not in self._modules or whole:
+            self._modules[module] = _followed(module, self.owned, whole=whole)
+        return {f"foreign.module.{name}": digest for name, digest in self._modules[module][0].items()}
+
+    def _reached(self, first: Set[str], imported: Set[str]) -> tuple[set[str], set[str]]:
+        """(Distributions whose files count, those whose version counts) from `first` and what is `imported` on."""
+        edges: dict[str, tuple[set[str], set[str]]] = {}  # name -> what it requires, what its files import besides
+        pending = [*first, *imported]
+        while pending:
+            name = pending.pop()
+            if name in edges:
+                continue
+            package = self._package(name, first)
+            if package is None:
+                edges[name] = set(), set()
+                continue
+            tops = package.imports if self._leads(name, first) else package.kernels
+            uses = {owner for top in tops - OWN - sys.stdlib_module_names for owner in self.owned(top)} - {name}
+            edges[name] = set(package.requires), uses - set(package.requires)
+            pending += [*edges[name][0], *edges[name][1]]
+        whole = {name for name in edges if (package := self._package(name, first)) is not None and package.builds}
+        while more := {name for name, ends in edges.items() if name not in whole and whole & (ends[0] | ends[1])}:
+            whole |= more
+        versions, pending = set[str](), [*first, *imported]
+        while pending:
+            name = pending.pop()
+            if name not in versions:
+                versions.add(name)
+                pending += [*edges[name][0], *(edges[name][1] & whole)]
+        return whole & versions, versions
+
+    def _leads(self, name: str, first: Set[str]) -> bool:
+        """Whether what any file of a distribution imports is followed."""
+        package = self._package(name, first)
+        return name in first or (package is not None and package.on_dsl)
+
+    def _package(self, name: str, first: Set[str]) -> _Package | None:
+        """None where it is not installed. Of one that is neither in `first` nor requires the DSL its Python files."""
+        key = name, name in first
+        if key not in self._packages:
+            try:
+                installed = metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                self._packages[key] = None
+            else:
+                self._packages[key] = _read(name, installed, name in first, self.cache)
+        return self._packages[key]
 
     def behind(self, start: str, module: str) -> list[str] | None:
         """The distributions that have `module`; none of them where its file counts for a source in the module `start`;
         None where it is in no key.
         """
-        owners = self._owned(module.partition(".")[0])
+        owners = self.owned(module.partition(".")[0])
         if owners:
             return owners
         if start not in self._modules:
-            self._modules[start] = _followed(start, self._owned)
+            self._modules[start] = _followed(start, self.owned)
         path = module.replace(".", "/")
         known = any(name in self._modules[start][0] for name in (f"{path}.py", f"{path}/__init__.py"))
         return [] if known else None
 
-    def _owned(self, top: str) -> list[str]:
+    def owned(self, top: str) -> list[str]:
         """The installed distributions that have the top-level package, fusekit's own not. Of those that list other
         files than an import would load, such as editable ones, none: their sources count.
         """
-        if top in _OWN:
+        if top in OWN:
             return []
-        if self._owners is None:
-            self._owners = {name: sorted({normal(each) for each in made})
-                            for name, made in metadata.packages_distributions().items()}  # fmt: skip
-        names = self._owners.get(top, [])
+        names = self._all_owners().get(top, [])
         if top not in self._loaded:
             root = _root(top) if names else None
             self._loaded[top] = root is not None and any(_lists(distribution(name), top, root) for name in names)
         return names if self._loaded[top] else []
+
+    def on_dsl(self, name: str) -> bool:
+        """Whether a distribution requires the DSL."""
+        package = self._packages.get((name, False)) or self._packages.get((name, True))
+        return package.on_dsl if package is not None else _requires_dsl(distribution(name))
+
+    def builds(self, name: str) -> bool:
+        """Whether a distribution requires the DSL or has a file that imports it."""
+        package = self._package(name, frozenset())
+        return package is not None and package.builds
+
+    def _all_owners(self) -> dict[str, list[str]]:
+        """Top-level name -> the distributions that have it, the DSL's apart."""
+        if self._owners is None:
+            found: dict[str, set[str]] = {}
+            for installed in metadata.distributions():
+                # The folder's name tells as much as the metadata in it, which take a millisecond to read.
+                folder = getattr(getattr(installed, "_path", None), "name", None)
+                name = normal(folder.partition("-")[0] if folder else installed.metadata["Name"] or "")
+                for top in () if name.startswith(_DSL) else _tops(installed):
+                    found.setdefault(top, set()).add(name)
+            self._owners = {top: sorted(names) for top, names in found.items()}
+        return self._owners
 
 
 def describe(fields: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -141,49 +254,85 @@ def search_path() -> list[str]:
     return paths if here in paths else [*paths, here]
 
 
-def _digest_of(name: str) -> str:
-    """SHA-256 over path and content of every file of a distribution that is there, byte code and records apart."""
-    digest = hashlib.sha256()
-    for file in sorted(distribution(name).files or (), key=str):
-        path = Path(str(file.locate()))
-        if file.suffix in (".pyc", ".pyo") or "__pycache__" in file.parts or file.name in ("RECORD", "INSTALLER"):
-            continue
-        if ".." in file.parts or not path.is_file():  # scripts outside, and what was removed
-            continue
-        digest.update(f"{file.as_posix()}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+def _read(name: str, installed: metadata.Distribution, whole: bool, cache: Path | None) -> _Package:
+    """whole: its data files count too, as they do where it requires the DSL."""
+    stated = installed.requires or []
+    needed = [line for line in stated if "extra ==" not in line.replace("extra==", "extra ==")]
+    required = [normal(match[1]) for line in needed if (match := _REQUIREMENT.match(line)) is not None]
+    on_dsl = _requires_dsl(installed)
+    base = os.path.realpath(str(installed.locate_file("")))
+    paths = {f"{base}/{file}": file for file in _listed(installed) if whole or on_dsl or file.endswith(".py")}
+    rows: dict[str, list[Any]] = read_all(f"foreign {name}", paths, facts, private(cache))
+    imports = [frozenset(tops) for _, tops in rows.values()]
+    kernels = frozenset[str]().union(*(tops for tops in imports if "cutlass" in tops))
+    return _Package(
+        installed.version,
+        {paths[path]: row[0] for path, row in rows.items()},
+        frozenset[str]().union(*imports),
+        kernels,
+        tuple(sorted({each for each in required if not each.startswith(_DSL)} - {name})),
+        on_dsl,
+    )
 
 
-def _requires(name: str) -> list[str]:
-    """The distributions that one needs without any extra, the CuTe DSL apart, which a key names as its compiler."""
-    found = set()
-    for line in distribution(name).requires or ():
-        match = _REQUIREMENT.match(line)
-        if match is not None and "extra ==" not in line.replace("extra==", "extra =="):
-            found.add(normal(match[1]))
-    return sorted(each for each in found if not each.startswith(_DSL))
+def _requires_dsl(installed: metadata.Distribution) -> bool:
+    return any(normal(line).startswith(_DSL) for line in installed.requires or ())
 
 
-def _builds_on_dsl(name: str) -> bool:
-    return any(normal(line).startswith(_DSL) for line in distribution(name).requires or ())
+def _tops(installed: metadata.Distribution) -> set[str]:
+    """The top-level names of a distribution."""
+    return set((installed.read_text("top_level.txt") or "").split()) or {
+        top
+        for name in _FIRST.findall(installed.read_text("RECORD") or "")
+        if not name.endswith((".dist-info", ".pth")) and (top := name.partition(".")[0]).isidentifier()
+    }
+
+
+def _listed(installed: metadata.Distribution) -> list[str]:
+    """The files of a distribution, byte code and records apart, and others in its packages that Python may import."""
+    record = installed.read_text("RECORD")
+    if record is None:
+        listed = [file.as_posix() for file in installed.files or ()]
+    else:
+        listed = [line[0] for line in csv.reader(record.splitlines()) if line]
+    files = {file for file in listed if not file.startswith(("/", "..")) and "__pycache__/" not in file}
+    files = {file for file in files if not file.endswith((".dist-info/RECORD", ".dist-info/INSTALLER"))}
+    base = os.path.realpath(str(installed.locate_file("")))
+    for top in sorted({file.partition("/")[0] for file in files if file.count("/") == 1 and "/__init__.py" in file}):
+        for folder, folders, names in os.walk(f"{base}/{top}"):
+            folders[:] = [each for each in folders if each != "__pycache__"]
+            inside = folder.removeprefix(f"{base}/")
+            files |= {f"{inside}/{each}" for each in names if each.endswith(IMPORTED)}
+    return sorted(files)
+
+
+def facts(path: str) -> list[Any]:
+    """[SHA-256, the top-level names that a Python file imports] of a file."""
+    if not path.endswith(".py"):
+        return [digest(path), []]
+    data = Path(path).read_bytes()
+    tops = {name.decode().partition(".")[0] for pair in _FROM.findall(data) for name in pair if name}
+    for names in _IMPORT.findall(data):
+        tops |= {word[0].decode().partition(".")[0] for each in names.split(b",") if (word := each.split())}
+    return [hashlib.sha256(data).hexdigest(), sorted(tops)]
 
 
 # -- modules that belong to no distribution
 
 
-def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str, str], frozenset[str]]:
+def _followed(
+    module: str, owners: Callable[[str], list[str]], *, whole: bool = False
+) -> tuple[dict[str, str], frozenset[str]]:
     """(path -> digest, top-level packages of distributions and absent ones) of a module and of all that it imports.
 
-    owners: of a top-level package, the distributions that have it.
+    owners: of a top-level package, the distributions that have it. whole: also of all modules below `module`.
     """
     top = module.partition(".")[0]
-    roots: dict[str, Path | None] = {top: _root(top)}
-    if roots[top] is None:
-        raise BuildError(
-            f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
-            " from the folder that it is in"
-        )
+    roots: dict[str, Path | None] = {top: folder_of(module)}
     pending, digests, others = [module], dict[str, str](), set[str]()
+    if whole:
+        base = cast(Path, roots[top])
+        pending += [".".join(path.relative_to(base).with_suffix("").parts) for path in (base / top).rglob("*.py")]
     while pending:
         name = pending.pop()
         root = roots[name.partition(".")[0]]
@@ -198,14 +347,14 @@ def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str
                 continue
             for found in _imports(data, path, root):
                 first = found.partition(".")[0]
-                if first != top and (first in _OWN or first in sys.stdlib_module_names or owners(first)):
+                if first != top and (first in OWN or first in sys.stdlib_module_names or owners(first)):
                     others |= {first} - sys.stdlib_module_names
                     continue
                 if first not in roots:
                     roots[first] = _root(first)
                 if roots[first] is None:
                     others.add(first)
-                elif first not in _OWN or found.startswith("fusekit.providers"):
+                elif first not in OWN or found.startswith("fusekit.providers"):
                     # Of fusekit the providers alone: its compiler is in every key.
                     pending.append(found)
     if not digests:
@@ -213,11 +362,26 @@ def _followed(module: str, owners: Callable[[str], list[str]]) -> tuple[dict[str
     return digests, frozenset(others)
 
 
+def folder_of(module: str) -> Path:
+    """The folder that the top-level package or module of a source lies in. Raises BuildError where there is none."""
+    top = module.partition(".")[0]
+    root = _root(top)
+    if root is None:
+        raise BuildError(
+            f"source {module}: there is no module {top} on Python's path or in the current folder; install it, or build"
+            " from the folder that it is in"
+        )
+    return root
+
+
 def _lists(found: metadata.Distribution, top: str, root: Path) -> bool:
     """Whether a distribution lists files of the top-level package that lies in `root`."""
     if Path(str(found.locate_file(""))).resolve() != root.resolve():
         return False
-    return any(str(file).partition("/")[0].partition(".")[0] == top for file in found.files or ())
+    record = found.read_text("RECORD")
+    if record is None:
+        return any(str(file).partition("/")[0].partition(".")[0] == top for file in found.files or ())
+    return any(name.partition(".")[0] == top for name in _FIRST.findall(record))
 
 
 def _root(top: str) -> Path | None:
@@ -238,9 +402,8 @@ def _files(root: Path, module: str) -> list[Path]:
     at = root
     for part in module.split("."):
         at = at / part
-        plain = [at / "__init__.py", at.with_name(f"{part}.py")]
-        files += [path for path in plain if path.is_file()][:1]
-        files += list(at.parent.glob(f"{part}.*.so")) if not files else []
+        places = [folder / f"{name}{end}" for folder, name in ((at, "__init__"), (at.parent, part)) for end in _ENDS]
+        files += [path for path in places if path.is_file()][:1]
     return files
 
 

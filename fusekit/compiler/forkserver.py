@@ -23,8 +23,10 @@ import signal
 import socket
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
+from fusekit.compiler.reads import Watch
 from fusekit.compiler.worker import COMPILER, serve
 from fusekit.plan.operations import OPERATIONS
 
@@ -32,20 +34,21 @@ MESSAGE_BYTES = 1 << 16
 _PRELOADED = (*COMPILER, "fusekit.compiler.trace", *sorted({row.planner for row in OPERATIONS.values()}))
 
 
-def main(descriptor: int) -> None:
-    """Serve requests on the socket `descriptor` until the other end hangs up."""
+def main(descriptor: int, cache: str = "") -> None:
+    """Serve requests on the socket `descriptor` until the other end hangs up. cache: folder of the files' digests."""
     control = socket.socket(fileno=descriptor)
     for module in _PRELOADED:
         # What cannot be imported is said by the compile process that needs it.
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(module)
-    _Server(control).run()
+    _Server(control, Path(cache) if cache else None).run()
     os._exit(0)  # to take all that was imported down would take more than half a second, which the caller waits for
 
 
 class _Server:
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, cache: Path | None) -> None:
+        self._control, self._cache = control, cache
+        self._watch: Watch | None = None
         self._pipes: dict[int, int] = {}  # process -> where its exit status goes
         self._imported: set[str] = set()
         self._wake, self._woken = os.pipe()
@@ -88,6 +91,7 @@ class _Server:
     def _import(self, module: str | None) -> None:
         if module is not None and module not in self._imported:
             self._imported.add(module)
+            self._watch = self._watch or Watch.start()
             with contextlib.suppress(BaseException):  # said by the compile process, which imports it again
                 importlib.import_module(module)
 
@@ -106,7 +110,7 @@ class _Server:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard == resource.RLIM_INFINITY or limit < hard:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-        serve(work)
+        serve(work, self._cache, self._watch)
 
     def _end(self) -> None:
         # Waited for as well: whoever has process 1 of a container may not do it.

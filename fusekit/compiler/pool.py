@@ -19,39 +19,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from fusekit.compiler.digests import private
 from fusekit.compiler.foreign import search_path
 from fusekit.compiler.memory import PROCESS_BYTES, RECYCLE_BYTES, bound
 from fusekit.compiler.options import environment
 from fusekit.compiler.scratch import Scratch
 from fusekit.compiler.worker import Answer, Done, Job, unusable
+from fusekit.config import compiler_cache
 from fusekit.errors import BuildError, FusekitError, ToolchainError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Arguments: the socket, then the entries of sys.path, so that the child finds what the parent would. Keys are made of
-# the text of sources. Python takes byte code for a source's by its size and the second in which it was written, which
-# copies keep; so only what is installed is imported from byte code.
-_BOOT = """
-import os, sys
-from importlib.machinery import SourceFileLoader
-
-sys.path[:] = sys.argv[2:]
-stored = SourceFileLoader.get_code
-installed = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(os.__file__) + os.sep
-
-
-def get_code(self, name):
-    if any(part in self.path for part in installed):
-        return stored(self, name)
-    return self.source_to_code(self.get_data(self.path), self.path)
-
-
-SourceFileLoader.get_code = get_code
-from fusekit.compiler.forkserver import main
-
-main(int(sys.argv[1]))
-"""
+# Run by its text, as all that it imports afterwards is.
+_BOOT = "import sys; exec(compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec'))"
 _LOG_TAIL = 2000
 _PATIENCE = 10.0
 _FAREWELL = 2.0
@@ -75,17 +56,17 @@ class ForkServer:
     """The process that compile processes are forked from, started when the first is needed; `close` ends it.
 
     folder: for scratch files and logs. memory: bytes that each process may take; recycle: bytes after which it is
-    replaced. home: (module, architecture) of foreign kernels, whose processes have an environment and a search path of
-    their own; the module is imported before the fork.
+    replaced. home: that of foreign kernels (see `Job`), whose processes have an environment and a search path of their
+    own; the module is imported before the fork.
     """
 
     def __init__(
         self, folder: Path, memory: int = PROCESS_BYTES, recycle: int = RECYCLE_BYTES,
-        home: tuple[str, str] | None = None,
+        home: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
         self.memory = memory
         self._home = home
-        self._homes: dict[tuple[str, str], tuple[str, ForkServer]] = {}  # with the digest of what is imported there
+        self._homes: dict[tuple[str, ...], tuple[str, ForkServer]] = {}  # with the digest of what is imported there
         self.recycle = recycle
         self._folder = folder
         self._log = folder / "server.log"
@@ -189,11 +170,14 @@ class ForkServer:
             raise ToolchainError("this Python does not know its own executable; a build starts processes; use another")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arch = None if self._home is None else self._home[1]
+        variables = dict(each.split("=", 1) for each in (self._home or ())[2:])
         paths = [str(Path(entry).absolute()) for entry in (sys.path if arch is None else search_path())]
         with theirs, self._log.open("ab") as log:
-            command = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), *paths]
+            kept = private(compiler_cache())
+            start = [str(Path(__file__).with_name("fresh.py")), str(theirs.fileno()), "" if kept is None else str(kept)]
+            command = [sys.executable, "-P", "-c", _BOOT, *start, *paths]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder, arch),
+                command, pass_fds=[theirs.fileno()], cwd=self._folder, env=environment(self._folder, arch) | variables,
                 start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         self._control = ours

@@ -25,7 +25,7 @@ SUPPORTED = "4.8"
 """The version of the CuTe DSL that fusekit is made for, as the extra `build` has it."""
 _FAMILY = "nvidia-cutlass-dsl"
 _CUDA_LIBRARY = re.compile(rf"{_FAMILY}-libs-cu(\d+)")  # the compiler itself, as of one major version of CUDA
-_IMPORTED = (".py", ".pyc", *EXTENSION_SUFFIXES)
+IMPORTED = (".py", ".pyc", *EXTENSION_SUFFIXES)
 _LOADED = "cutlass._mlir._mlir_libs._cutlass_ir"  # the module that the DSL loads one of them as
 
 
@@ -99,7 +99,7 @@ def _local(found: Mapping[str, metadata.Distribution], used: Set[str], cache: Pa
             folders[:] = [name for name in folders if name != "__pycache__"]
             for file in files:
                 path = f"{folder}/{file}"
-                if path not in names and file.endswith(_IMPORTED):
+                if path not in names and file.endswith(IMPORTED):
                     extra[path] = f"{Path(root).name}{path.removeprefix(root)}"
     here = read_all(_FAMILY, [*wanted, *extra], digest, private(cache))
     odd: dict[str, list[str]] = {each: [] for each in used}

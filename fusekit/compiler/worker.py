@@ -19,10 +19,14 @@ from typing import Any
 
 from fusekit.compiler import foreign
 from fusekit.compiler.hostfunction import TracePlan
+from fusekit.compiler.options import compile_options
 from fusekit.compiler.places import with_keys, with_places
+from fusekit.compiler.reads import Watch, check
 from fusekit.compiler.toolchain import SUPPORTED, check_loaded, describe, distributions
 from fusekit.compiler.trace import Compiled, compile_plan
 from fusekit.errors import BuildError, FusekitError, ToolchainError, install
+from fusekit.spec import ExternSpec
+from fusekit.store.keys import with_spec
 
 COMPILER = ("cutlass.cute", "llvmlite.binding")
 """What a kernel is compiled and proven with."""
@@ -32,14 +36,15 @@ COMPILER = ("cutlass.cute", "llvmlite.binding")
 class Job:
     """One kernel. planner: a function that can be imported by name; called with `spec`. name: for messages. fields: the
     key fields that it is compiled for, which an executor's process compares with its own. home: (module of the source,
-    architecture) of a foreign kernel, whose process compiles nothing else.
+    architecture, the environment variables that it reads as NAME=VALUE) of a foreign kernel, whose process compiles
+    nothing else.
     """
 
     name: str
     planner: Callable[[Any], TracePlan]
     spec: Any
     fields: Mapping[str, str] | None = None
-    home: tuple[str, str] | None = None
+    home: tuple[str, ...] | None = None
 
 
 def alone(spec: Any) -> Any:
@@ -64,8 +69,10 @@ class Answer:
     memory: int
 
 
-def serve(socket: int) -> None:
-    """Works until the parent hangs up. socket: file descriptor of this end."""
+def serve(socket: int, cache: Path | None, watch: Watch | None) -> None:
+    """Works until the parent hangs up. socket: file descriptor of this end. cache: keeps digests of files. watch: of
+    what a foreign source reads.
+    """
     connection: Connection[Any, Any] = Connection(socket)
     while True:
         try:
@@ -76,15 +83,27 @@ def serve(socket: int) -> None:
             text = f"a compile process cannot load its kernel: {type(error).__name__}: {error}"
             connection.send(Answer(BuildError(text), _memory()))
             continue
-        connection.send(Answer(_work(job), _memory()))
+        connection.send(Answer(_work(job, cache, watch), _memory()))
 
 
-def _work(job: Job) -> Done | FusekitError:
+def _work(job: Job, cache: Path | None, watch: Watch | None) -> Done | FusekitError:
+    """The kernel, or what failed; first of all what its key does not name, of which anything else may come."""
+    done = _made(job, cache)
+    if watch is not None and job.fields is not None and isinstance(job.spec, ExternSpec):
+        try:
+            check(watch, job.spec, dict(job.fields), foreign.Foreign(cache))
+        except BuildError as error:
+            return error
+    return done
+
+
+def _made(job: Job, cache: Path | None) -> Done | FusekitError:
     start = time.perf_counter()
     try:
+        _same_spec(job)
         _import_compiler()
         compiled = compile_plan(job.planner(job.spec), Path.cwd())
-        versions = distributions()
+        versions = distributions(cache)
         check_loaded(versions)
     except FusekitError as error:
         return with_keys(with_places(error), job.spec)
@@ -100,6 +119,22 @@ def _work(job: Job) -> Done | FusekitError:
     if job.fields is not None and job.home is not None:
         toolchain["foreign"] = foreign.describe(dict(job.fields))
     return Done(compiled, round(time.perf_counter() - start, 3), toolchain)
+
+
+def _same_spec(job: Job) -> None:
+    """Raises BuildError where the builder read something else out of the spec than the sources here say."""
+    if job.fields is None:
+        return
+    here = with_spec({"options": compile_options(job.spec.arch)}, job.spec.device_spec())
+    there = {label: value for label, value in job.fields.items() if label == "options" or label.startswith("spec.")}
+    odd = sorted(label for label in {*here, *there} if here.get(label) != there.get(label))
+    if odd:
+        package = Path(__file__).parents[1]
+        raise BuildError(
+            f"{job.name}: {', '.join(odd)}: the process that builds has not run the sources of fusekit that are in"
+            f" {package} now; start it again; if that does not help its byte code is of other sources: find {package}"
+            " -name __pycache__ -prune -exec rm -r {} +"
+        )
 
 
 def unusable(why: str) -> ToolchainError:

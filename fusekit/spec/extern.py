@@ -47,6 +47,7 @@ _OF_WORKSPACES = frozenset({"bytes", "zeroed"})
 OF_CALLERS = frozenset({"default", "minimum", "maximum", "divisor"})  # of an integer that they pass
 _OF_TENSORS = frozenset({"shape", "strides"})
 
+_LISTS = ("distributions", "files", "env", "ran_on")
 _SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 
@@ -67,6 +68,10 @@ EXTERN_KEYS = (
     Key("dims", "json", "Bounds of dims: name -> { divisor, minimum, maximum, skip_if_zero }.", default={}),
     Key("distributions", "strings", "Installed distributions whose code the source calls; those that its module "
         "imports are found without.", default=()),
+    Key("files", "strings", "Files that the source reads while it is built, by their paths from the folder that its "
+        "package or module is in.", default=()),
+    Key("env", "strings", "Environment variables that the source reads while it is built; it has no others.",
+        default=()),
     Key("ran_on", "strings", f'Architectures that it was run on; entries of another say "{NOT_RUN}".', default=()),
 )  # fmt: skip
 
@@ -89,6 +94,8 @@ class ExternSpec(TokenSpec):
     arguments: dict[str, dict[str, Any]] = field(hash=False)
     dims: dict[str, dict[str, Any]] = field(hash=False)
     distributions: tuple[str, ...]
+    files: tuple[str, ...]
+    env: tuple[str, ...]
     ran_on: tuple[str, ...]
     summary: str
 
@@ -100,7 +107,7 @@ class ExternSpec(TokenSpec):
     def canonical(self) -> dict[str, Any]:
         """The whole spec in JSON types, keys sorted; `status` says whether it was run on this architecture."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {key: list(values[key]) for key in ("distributions", "ran_on")}
+        values |= {key: list(values[key]) for key in _LISTS}
         values["status"] = RUN if self.arch in self.ran_on else NOT_RUN
         return dict(sorted(values.items()))
 
@@ -114,7 +121,7 @@ class ExternSpec(TokenSpec):
 
 def make(file: str, values: Mapping[str, Any], choice: Mapping[str, Any]) -> ExternSpec:
     """The spec of one kernel. values: by key, complete; choice: what the sweep takes."""
-    lists = {key: tuple(values[key]) for key in ("distributions", "ran_on")}
+    lists = {key: tuple(values[key]) for key in _LISTS}
     return made(ExternSpec, file, values, choice, params={**values["params"], **choice["sweep"]}, **lists)
 
 
@@ -128,6 +135,11 @@ def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
         for name in getattr(spec, key):
             if not _NAME.fullmatch(name):
                 found.append((f"{key}.{name}", getattr(spec, key)[name], "must be named as a Python argument is"))
+    for file in spec.files:
+        if not file or file.startswith("/") or "\\" in file or {"", ".", ".."} & {*file.split("/")}:
+            rule = "must be a file's path from the folder that the source's package or module is in, such as table.json"
+            found.append(("files", file, rule))
+    found += [("env", name, "must be a variable's name") for name in spec.env if not _NAME.fullmatch(name)]
     for arch in spec.ran_on:
         if arch not in EXTERN_ARCHES:
             found.append(("ran_on", arch, f"must be of {', '.join(EXTERN_ARCHES)}"))

@@ -17,13 +17,14 @@ from fusekit.compiler.build import BuildPlan, execute, plan_build
 from fusekit.compiler.explain import explained
 from fusekit.compiler.foreign import Foreign, describe, normal
 from fusekit.compiler.identity import Identity, key_fields_for
-from fusekit.compiler.options import environment
+from fusekit.compiler.options import compile_options, environment
 from fusekit.compiler.pool import ForkServer
 from fusekit.compiler.worker import Job
 from fusekit.errors import BuildError
 from fusekit.spec import parse_text
 from fusekit.spec.catalog import find
 from fusekit.store import Store
+from fusekit.store.keys import with_spec
 
 
 def spec_of(source, *distributions):
@@ -115,6 +116,90 @@ def test_every_file_of_a_distribution_counts(folder):
     assert differing(before, Foreign().fields(spec)) == ["foreign.files.throw-away"]
     (folder / "throw_away" / "table.json").unlink()
     assert differing(before, Foreign().fields(spec)) == ["foreign.files.throw-away"]
+
+
+def test_what_leads_to_the_dsl_counts_whole_however_many_levels_away(folder):
+    """As a package of kernels that is reinstalled at the same version with other content."""
+    first = Package(folder, "user", ["middle"])
+    Package(folder, "middle", ["deep>=1", "plain"])
+    deep = Package(folder, "deep", ["nvidia-cutlass-dsl"])
+    Package(folder, "plain", ["plainer"])
+    Package(folder, "plainer", version="3.0")
+    Package(folder, "unrelated", ["nvidia-cutlass-dsl"])
+    before = Foreign().fields(spec_of("user.kernels:make"))
+    whole = {label.removeprefix("foreign.files.") for label in before if label.startswith("foreign.files.")}
+    assert whole == {"user", "middle", "deep"}
+    assert before["foreign.version.plainer"] == "3.0"
+    assert not any("unrelated" in label for label in before)
+    for package in (deep, first):
+        package.files[f"{package.module}/kernels.py"] = "FACTOR = 3\n"
+        package.write("1.0", ["nvidia-cutlass-dsl"] if package is deep else ["middle"])
+        after = Foreign().fields(spec_of("user.kernels:make"))
+        assert differing(before, after) == [f"foreign.files.{package.name}"]
+        before = after
+
+
+def test_a_file_that_imports_the_dsl_makes_its_distribution_count(folder):
+    """No requirement has to state it: kernels that are vendored, or imported if they are there."""
+    Package(folder, "vendor", ["frame"])
+    Package(folder, "frame")
+    (folder / "frame/kernels.py").write_text("def f():\n    import json, cutlass.cute as cute\n")
+    before = Foreign().fields(spec_of("vendor.kernels:make"))
+    assert "foreign.files.frame" in before
+    (folder / "frame/kernels.py").write_text("def f():\n    import json\n")
+    assert "foreign.files.frame" not in Foreign().fields(spec_of("vendor.kernels:make"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import hidden",
+        "import json, hidden.kernels as k",
+        "if 1: from hidden import kernels",
+        "x = import_module('hidden.kernels')",
+    ],
+)
+def test_an_import_that_no_requirement_states_is_followed(folder, line):
+    Package(folder, "user", ["nvidia-cutlass-dsl"])
+    Package(folder, "hidden")
+    (folder / "hidden/__init__.py").write_text("import cutlass\n")
+    assert not any("hidden" in label for label in Foreign().fields(spec_of("user.kernels:make")))
+    (folder / "user/table.json").write_text(line)
+    assert not any("hidden" in label for label in Foreign().fields(spec_of("user.kernels:make")))
+    (folder / "user/kernels.py").write_text(f"{line}\n")
+    assert "foreign.files.hidden" in Foreign().fields(spec_of("user.kernels:make"))
+
+
+def test_a_file_that_was_added_to_a_package_counts(folder):
+    Package(folder, "user", ["nvidia-cutlass-dsl"])
+    before = Foreign().fields(spec_of("user.kernels:make"))
+    (folder / "user/kernels").mkdir()
+    (folder / "user/kernels/__init__.py").write_text("")  # which an import takes before kernels.py
+    assert differing(before, Foreign().fields(spec_of("user.kernels:make"))) == ["foreign.files.user"]
+
+
+def test_the_sources_of_an_editable_installation_that_a_package_requires_count(folder, tmp_path_factory, monkeypatch):
+    Package(folder, "user", ["edited"])
+    checkout = tmp_path_factory.mktemp("checkout")
+    (checkout / "edited").mkdir()
+    (checkout / "edited/kernels.py").write_text("import cutlass\n")
+    monkeypatch.syspath_prepend(str(checkout))
+    package = Package(folder, "edited", ["nvidia-cutlass-dsl"])
+    for name in package.files:
+        (folder / name).unlink()
+    before = Foreign().fields(spec_of("user.kernels:make"))
+    assert "foreign.module.edited/kernels.py" in before
+    (checkout / "edited/kernels.py").write_text("import cutlass  # changed\n")
+    assert differing(before, Foreign().fields(spec_of("user.kernels:make"))) == ["foreign.module.edited/kernels.py"]
+
+
+def test_extension_modules_of_a_package_count(folder):
+    (folder / "pack").mkdir()
+    (folder / "pack/__init__.py").write_text("from pack import fast\n")
+    (folder / "pack/fast.abi3.so").write_text("1")
+    before = Foreign().fields(spec_of("pack:f"))
+    (folder / "pack/fast.abi3.so").write_text("2")
+    assert differing(before, Foreign().fields(spec_of("pack:f"))) == ["foreign.module.pack/fast.abi3.so"]
 
 
 def test_another_version_is_a_miss(folder):
@@ -293,8 +378,10 @@ def f():
 
 
 def compiled_by(worker, fields):
+    spec = spec_of("mine:f")
+    fields = fields | with_spec({"options": compile_options("sm_90a")}, spec.device_spec())
     with pytest.raises(BuildError) as caught:
-        worker.compile(Job("mine/f", families.plan, spec_of("mine:f"), fields, ("mine", "sm_90a")))
+        worker.compile(Job("mine/f", families.plan, spec, fields, ("mine", "sm_90a")))
     return str(caught.value)
 
 

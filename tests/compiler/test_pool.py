@@ -2,7 +2,6 @@
 
 import json
 import os
-import py_compile
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusekit.compiler import families, pool
+from fusekit.compiler import families
 from fusekit.compiler.memory import available_bytes, bound
 from fusekit.compiler.pool import HOMES, ForkServer, PostponedError, run
 from fusekit.compiler.worker import Job
@@ -262,20 +261,3 @@ def test_memory_of_a_control_group(tmp_path):
     assert available_bytes(tmp_path) == 4 << 20
     (group / "memory.max").write_text("5000\n")
     assert available_bytes(tmp_path) == 4000
-
-
-def test_byte_code_of_another_text_is_not_taken(tmp_path):
-    """As a copy leaves it that keeps times: the same size, the same second."""
-    source = tmp_path / "stale.py"
-    for value in "48":
-        source.write_text(f"VALUE = {value}")
-        os.utime(source, (1e9, 1e9))
-        if value == "4":
-            py_compile.compile(source)
-    program = "import stale; print(stale.VALUE)"
-    plain = [sys.executable, "-c", program]
-    ours = [sys.executable, "-P", "-c", pool._BOOT.partition("from fusekit.")[0] + program, "0", str(tmp_path)]
-    said = [
-        subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout for line in (plain, ours)
-    ]
-    assert said == ["4\n", "8\n"]
