@@ -391,13 +391,13 @@ def test_what_a_source_leaves_in_a_module_reaches_no_other_kernel(folder):
     (folder / "made").mkdir()
     with closing(ForkServer(folder / "made")) as server:
         first, second = server.worker(), server.worker()
-        words = [compiled_by(worker, {"foreign.module.mine": "1"}) for worker in (first, first, second)]
+        words = [compiled_by(worker, {"foreign.module.mine.py": "1"}) for worker in (first, first, second)]
         assert words == [f"source mine:f raised ValueError: call 1 ({folder}/mine.py, line 12)"] * 3
         imported = folder / "mine.log"
         assert imported.read_text() == "imported\n"  # once for all of them
         (folder / "mine.py").write_text(STATEFUL.format(at_import="CALLS = 'edited'").replace("call {", "edited {"))
-        said = compiled_by(first, {"foreign.module.mine": "2"})
+        said = compiled_by(first, {"foreign.module.mine.py": "2"})
         assert said == f"source mine:f raised ValueError: edited 1 ({folder}/mine.py, line 12)"
         (folder / "mine.py").write_text(STATEFUL.format(at_import="print('bye', flush=True); os._exit(7)"))
-        said = compiled_by(first, {"foreign.module.mine": "3"})
+        said = compiled_by(first, {"foreign.module.mine.py": "3"})
         assert said == "importing mine ends the process (exit code 7); its last words: bye"
