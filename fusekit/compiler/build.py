@@ -14,6 +14,7 @@ from fusekit.compiler.families import plan
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.identity import Identity
 from fusekit.compiler.naming import Left, Moved, give_names, left_behind, record_of
+from fusekit.compiler.options import variables
 from fusekit.compiler.sources import Sources
 from fusekit.compiler.toolchain import distributions
 from fusekit.config import Config
@@ -392,8 +393,8 @@ def _home(spec: Spec) -> tuple[str, ...] | None:
     """Where a foreign kernel is compiled: packages change the DSL as they are imported, each for itself."""
     if not isinstance(spec, ExternSpec):
         return None
-    variables = (f"{name}={os.environ[name]}" for name in spec.env if name in os.environ)
-    return spec.source.partition(":")[0], spec.arch, *variables
+    given = (f"{name}={value}" for name, value in variables(spec.env).items())
+    return spec.source.partition(":")[0], spec.arch, *given
 
 
 def _unchanged(task: Task) -> None:

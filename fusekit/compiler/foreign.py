@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fusekit.compiler.digests import digest, private, read_all
+from fusekit.compiler.options import variables
 from fusekit.compiler.sources import stated
 from fusekit.compiler.toolchain import IMPORTED, normal
 from fusekit.config import compiler_cache
@@ -108,7 +109,8 @@ class Foreign:
         for file in spec.files:
             path = folder_of(module) / file
             found[f"foreign.file.{file}"] = digest(str(path)) if path.is_file() else _ABSENT
-        found |= {f"foreign.env.{name}": json.dumps(os.environ.get(name)) for name in spec.env}
+        given = variables(spec.env)
+        found |= {f"foreign.env.{name}": json.dumps(given.get(name)) for name in spec.env}
         for name in sorted(versions):
             package = self._package(name, first)
             found[f"foreign.version.{name}"] = _ABSENT if package is None else package.version

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 # Where Python and its libraries are, and whether byte code is written: without these a process may not start at all.
@@ -31,6 +32,11 @@ def environment(folder: Path, arch: str | None = None) -> dict[str, str]:
     """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "TMPDIR": str(folder)} | _foreign(arch)
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Those of the environment variables `names` that are set in this process, as a spec lists them."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _foreign(arch: str | None) -> dict[str, str]:
