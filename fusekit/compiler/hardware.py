@@ -20,13 +20,16 @@ CLUSTERS: Expr = ("max", 1, ("sub", "active_clusters", "cluster_margin"))
 
 
 @contextmanager
-def shared_memory(arch: str) -> Iterator[None]:
-    """Meanwhile the DSL takes the shared memory of a multiprocessor from `arch`. Imports the DSL."""
+def target(arch: str) -> Iterator[None]:
+    """Meanwhile the DSL takes `arch` for the device's architecture, and the shared memory of a multiprocessor from it.
+    Imports the DSL.
+    """
     from cuda.bindings.driver import CUdevice_attribute
     from cutlass.base_dsl.runtime import cuda
+    from cutlass.cutlass_dsl import CuTeDSL
     from cutlass.memory import get_smem_capacity_in_bytes
 
-    asked = cuda.get_device_attribute
+    asked, environment = cuda.get_device_attribute, CuTeDSL._get_dsl().envar
 
     def answer(attribute: Any, *rest: Any, **named: Any) -> Any:
         if attribute == CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
@@ -34,7 +37,9 @@ def shared_memory(arch: str) -> Iterator[None]:
             return get_smem_capacity_in_bytes(arch.rstrip("af")) + RESERVED_SHARED
         return asked(attribute, *rest, **named)
 
-    with patch.object(cuda, "get_device_attribute", answer):
+    # Else the DSL asks the driver. Where that sees no GPU, the message of its error asks again, a hundred times over:
+    # a minute, where a driver is there and many processes wait for its lock.
+    with patch.object(cuda, "get_device_attribute", answer), patch.object(environment, "_arch", arch):
         yield
 
 

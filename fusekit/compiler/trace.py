@@ -130,7 +130,7 @@ def trace(plan: TracePlan, scratch: Path) -> Traced:
     except ImportError as error:
         raise ToolchainError(f"the CuTe DSL cannot be imported ({error}); {install('build')}") from error
     try:
-        with contextlib.chdir(scratch), hardware.shared_memory(plan.signature.arch):
+        with contextlib.chdir(scratch), hardware.target(plan.signature.arch):
             options = f"{compile_options(plan.signature.arch)} {plan.options}"
             compiled = cute.compile(plan.function, *plan.arguments, **plan.keywords, options=options)
     except BuildError:

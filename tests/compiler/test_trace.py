@@ -72,6 +72,18 @@ def test_the_working_directory_stays_empty(tilecopy, tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
+def test_no_driver_is_asked_for_the_architecture(tilecopy, tmp_path, monkeypatch):
+    """Where a driver sees no GPU, the DSL's question for it takes a minute."""
+    from cutlass.base_dsl import env_manager
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    asked = []
+    monkeypatch.setattr(env_manager, "detect_gpu_arch", lambda prefix: asked.append(prefix) or "sm_100a")
+    monkeypatch.setattr(CuTeDSL._get_dsl().envar, "_arch", None)
+    compile_plan(tilecopy.plan(), tmp_path)
+    assert asked == []
+
+
 def test_a_kernel_that_the_dsl_refuses_is_a_build_error(tilecopy, tmp_path):
     with pytest.raises(BuildError, match=r"the CuTe DSL refuses the kernel: .*this kernel cannot be traced"):
         compile_plan(tilecopy.plan(SimpleNamespace(kernel="broken")), tmp_path)
