@@ -38,26 +38,19 @@ from fusekit_cli.options import Session, common, given
     "--expert-parallel", "ranks", metavar="R", type=click.IntRange(min=1), default=1, show_default=True,
     help="Ranks that share the experts of a layer.",
 )  # fmt: skip
-@click.option("--kernels", is_flag=True, help="A list of single kernels, not layers.")
-@click.option("--training", is_flag=True, help="Only the kernels of training (default: of both).")
-@click.option(
-    "--inference",
-    is_flag=True,
-    help="Only the kernels of inference; a layer has no backward pass and no load-balancing loss.",
-)
+@click.option("--inference", is_flag=True, help="Layers without a backward pass and a load-balancing loss.")
 @click.option("--arch", metavar="ARCH", default="sm_90a", show_default=True, help="Target architecture.")
 @click.option("--family", metavar="TYPE", help="Read the config as this model type, in place of its own.")
 @common
 def command(
     session: Session, model: str | None, source: str | None, params: str | None, out: str | None, force: bool,
-    name: str | None, tokens: int, ranks: int, kernels: bool, training: bool, inference: bool, arch: str,
-    family: str | None,
+    name: str | None, tokens: int, ranks: int, inference: bool, arch: str, family: str | None,
 ) -> None:  # fmt: skip
     """Write a commented spec file for MODEL: a Hugging Face config.json, a folder that holds one, or - for stdin.
 
     The file has one layer: the MLP of a dense model; router, experts and shared experts of a mixture-of-experts model.
-    With --kernels it lists the kernels of that layer one by one. What of the model does not fit is a comment that says
-    why.
+    What of the model does not fit is a comment that says why; where a layer does not, those of its kernels that do are
+    listed one by one.
 
     --from runs a function that returns what cute.compile takes, names the arguments of its kernel, and leaves their
     roles to fill in.
@@ -65,7 +58,7 @@ def command(
     if (model is None) == (source is None):
         raise UsageError("give a MODEL, or --from MODULE:FUNCTION; one of the two")
     if source is not None:
-        if of_models := given("tokens", "ranks", "kernels", "training", "inference", "family"):
+        if of_models := given("tokens", "ranks", "inference", "family"):
             raise UsageError(f"{', '.join(of_models)}: of a MODEL, not of a function; leave out with --from")
         _foreign(session, source, params, arch, name, out, force)
         return
@@ -77,18 +70,13 @@ def command(
     from fusekit.spec.model_kernels import Request
     from fusekit.spec.new_spec import new_spec
 
-    if training and inference:
-        raise UsageError("--training with --inference: each leaves out the other's kernels; leave out both for both")
     if arch not in ARCHES:
         raise UsageError(f"--arch {arch}: there are no kernels for it; it is one of {', '.join(ARCHES)}")
     text, source = _read(model)
     read = read_model(text, source, family)
     stem = name if name is not None else _stem(model, out, read.model_type)
     _check(stem, name)
-    wanted = Request(
-        stem, arch, tokens, ranks, training=not inference, inference=not training, origin=Path(source).name,
-        kernels=kernels,
-    )  # fmt: skip
+    wanted = Request(stem, arch, tokens, ranks, training=not inference, origin=Path(source).name)
     made = new_spec(read, wanted)
     _answer(session, made, stem, out, force, model_type=read.model_type)
 

@@ -14,8 +14,7 @@ class Request:
     """What the file is for.
 
     name: the file's stem. tokens: T, the tokens of a launch on one rank. ranks: how many share the experts of a layer.
-    training, inference: whose kernels are wanted. origin: what the model was read from. kernels: single kernels are
-    wanted where a layer would do.
+    training: with a backward pass. origin: what the model was read from.
     """
 
     name: str
@@ -23,9 +22,7 @@ class Request:
     tokens: int = 8192
     ranks: int = 1
     training: bool = True
-    inference: bool = True
     origin: str = "config.json"
-    kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,7 @@ class _MlpKernels:
         if request.training:
             saved = f"{z}; z is kept for the backward pass", f"{tensors}, {_of('preactivation', self.rows, self.width)}"
             yield self._kernel("fc1-fwd", *saved, {**keys, "save_preactivation": True, **problem}, self.mlp.why)
-        if request.inference:
-            yield self._kernel("fc1-infer", z, tensors, {**keys, **problem}, self.mlp.why)
+        yield self._kernel("fc1-infer", z, tensors, {**keys, **problem}, self.mlp.why)
         yield self._kernel(
             "fc2-fwd",
             f"Second projection, y = x . w2^T{' + bias' if self.mlp.bias else ''}; x is what fc1 gave",

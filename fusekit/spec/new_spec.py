@@ -10,7 +10,7 @@ from fusekit.spec.family import Family, family_of
 from fusekit.spec.hf_config import Model
 from fusekit.spec.keys import Key
 from fusekit.spec.layer import LAYER
-from fusekit.spec.model_kernels import Kernel, Request, Sizes, sections, sizes_of
+from fusekit.spec.model_kernels import Kernel, Request, Sizes, sizes_of
 from fusekit.spec.model_layer import parts
 from fusekit.spec.parse import parse_text
 
@@ -23,14 +23,10 @@ def new_spec(model: Model, request: Request) -> str:
     sizes = sizes_of(model, request)
     writer = _Writer(model, request, sizes)
     writer.header()
-    if request.kernels:
-        for title, kernels in sections(model, sizes, request):
-            writer.section(title, kernels)
-    else:
-        for part in parts(model, sizes, request):
-            if not writer.section(part.title, part.kernels):
-                for title, kernels in part.instead:
-                    writer.section(title, kernels)
+    for part in parts(model, sizes, request):
+        if not writer.section(part.title, part.kernels):
+            for title, kernels in part.instead:
+                writer.section(title, kernels)
     if not writer.fits:
         raise SpecError(f"{request.origin}: no kernel fits this model: {'; '.join(dict.fromkeys(writer.left_out))}")
     text = "\n".join(writer.lines) + "\n"
@@ -72,11 +68,10 @@ class _Writer:
         file = f"{request.name}.toml"
         self.lines += [f"#:schema ./{SCHEMA_FILE}"]
         self.comment(
-            f"{'Kernels' if request.kernels else 'Layers'} of {request.name}, made by `fusekit new` from "
-            f"{request.origin} (model_type {model.model_type}). `fusekit build {file}` builds their kernels, and with "
-            f"--dry-run says which. `fusekit show {request.name}/NAME` lists arguments. tile, cluster and schedule are "
-            f"{'left out: they are ' if request.kernels else ''}chosen for each problem. An editor checks the keys "
-            f"once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
+            f"Layers of {request.name}, by `fusekit new` from {request.origin} (model_type {model.model_type}). "
+            f"`fusekit build {file}` builds their kernels, and with --dry-run says which. `fusekit show "
+            f"{request.name}/NAME` lists arguments. tile, cluster and schedule are chosen for each problem. An editor "
+            f"checks the keys once `fusekit schema > {SCHEMA_FILE}` has been run in this folder."
         )
         self.lines += ["#"]
         self.comment(
@@ -101,29 +96,21 @@ class _Writer:
         model, request = self.model, self.request
         yield from model.notes
         if request.ranks > 1:
-            if request.kernels:
-                how = (
-                    "the router's kernels see all X experts, and index sees those of this rank: subtract its first "
-                    "expert from the indices, and a choice outside [0, E) gets no row"
-                )
-            else:
-                how = (
-                    "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
-                    "choice, with the number of the expert on this rank and its weight"
-                )
+            how = (
+                "moe has the experts of one rank. Its tokens are the rows that the exchange brings, one for each "
+                "choice, with the number of the expert on this rank and its weight"
+            )
             own = f"a layer of all experts with ranks = {request.ranks} has its own, for GPUs of one machine"
             yield f"{how}. The exchange is left to you; {own}"
         router = model.router
         if router is None:
             return
-        apart = request.kernels or request.ranks > 1
+        apart = request.ranks > 1
         if router.bias and apart:
             yield "the router's linear layer has a bias; its logits x . Wr^T + b are left to you"
         if router.aux_loss and router.aux_note and not router.why and request.training:
             layer = "; the layer's is that of all its tokens, so aux_loss is left out" if router.by_sequence else ""
             yield router.aux_note if apart else f"{router.aux_note.partition(';')[0]}{layer}"
-        if model.dtype == "fp16" and request.kernels:
-            yield "permutation moves bf16 and f32 rows, so its kernels are left out for fp16"
 
     def section(self, title: str, kernels: list[Kernel]) -> bool:
         """A title, and the kernels that fit; the others as comments with the reason. Whether all fit."""

@@ -109,7 +109,7 @@ def test_a_spec_is_begun_by_tracing(fusekit, spec, tmp_path):
     (failed,) = fusekit("build", "own.toml", "--allow-extern", "--json", code=1).json["failed"]
     assert "(exit code 3); a source returns what cute.compile takes, and ends no process" in failed["error"]
     assert "one of the two" in fusekit("new", code=2).err
-    assert "--tokens, --kernels" in fusekit("new", "--from", "a:b", "--tokens", "8192", "--kernels", code=2).err
+    assert "--tokens, --inference" in fusekit("new", "--from", "a:b", "--tokens", "8192", "--inference", code=2).err
     assert "--params" in fusekit("new", "-", "--params", "{}", code=2).err
 
 

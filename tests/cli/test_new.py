@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
+from fusekit.spec.hf_config import read_model
+from fusekit.spec.model_kernels import Request
 from tests.spec.configs import CONFIGS
+from tests.spec.kernel_lists import kernel_list
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def model(tmp_path):
 def test_to_stdout_to_a_file_and_to_a_folder(fusekit, model, tmp_path):
     text = fusekit("new", str(model)).out
     assert text == fusekit("new", str(model / "config.json")).out
-    assert "made by `fusekit new`" in text
+    assert "by `fusekit new` from config.json" in text
     assert "mixtral-8x7b-v0.1" in text
     result = fusekit("new", str(model), "-o", str(tmp_path / "mine.toml"))
     assert result.out == f"{tmp_path / 'mine.toml'}\n"
@@ -85,14 +88,13 @@ def test_force_replaces_a_link_and_not_what_it_leads_to(fusekit, model, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{model}/none"], "No such file or directory; give a config.json"),
+        (["{model}/none"], "there is no config.json"),
         (["{model}", "-o", "x.json"], "give x.toml, or a folder"),
         (["{model}", "-o", "x.toml", "--name", "y"], "give y.toml, or a folder"),
         (["{model}", "-o", "none/x.toml"], ": No such file or directory; make its folder first"),
         (["{model}", "--name", "A B"], "64 at most; give --name a-b"),
         (["{model}", "-o", "Mixtral-8x7B.toml"], "64 at most; give mixtral-8x7b.toml"),
         (["{model}", "--arch", "sm_80"], "--arch sm_80: there are no kernels for it"),
-        (["{model}", "--training", "--inference"], "leave out both"),
         (["{model}", "--expert-parallel", "3"], "1, 2, 4, 8 do"),
         (["{model}", "--family", "mixtrall"], 'did you mean "mixtral"'),
         (["{model}", "--tokens", "0"], "--tokens"),
@@ -130,14 +132,11 @@ CHOICES = {"num_experts_per_tok": 2, "experts_per_token": 2}
 ONE_VARIANT = '[defaults]\ntile = [128, 128]\ncluster = [2, 1]\nschedule = "static"\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "kernels"), [("gpt-oss-20b", ["--inference"], 6), ("starcoder2-3b", [], 7)]
-)
-def test_a_small_model_builds(fusekit, tmp_path, name, options, kernels):
+@pytest.mark.parametrize(("name", "training", "kernels"), [("gpt-oss-20b", False, 6), ("starcoder2-3b", True, 7)])
+def test_the_kernels_of_a_small_model_build(fusekit, tmp_path, name, training, kernels):
     pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name] | SMALL | CHOICES))
-    line = ("new", str(tmp_path / "config.json"), "--name", "small", "--tokens", "64", "--kernels")
-    text = fusekit(*line, *options).out
+    config = CONFIGS[name] | SMALL | CHOICES
+    text = kernel_list(read_model(json.dumps(config), "config.json"), Request("small", tokens=64, training=training))
     (tmp_path / "small.toml").write_text(text.replace("[defaults]\n", ONE_VARIANT))
     report = fusekit("build", str(tmp_path / "small.toml"), "--json", "--jobs", "2").json
     assert (len(report["built"]), report["failed"]) == (kernels, [])

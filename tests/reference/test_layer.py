@@ -16,7 +16,7 @@ from fusekit.reference.router import topk_gradient
 from fusekit.spec import parse_text
 from fusekit.spec.hf_config import read_model
 from fusekit.spec.model_kernels import Request
-from fusekit.spec.new_spec import new_spec
+from tests.spec.kernel_lists import kernel_list
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 FORWARD, BACKWARD, SCALED = re.findall(r"```python\n(.*?)```", PAGE.partition("## A layer, forward")[2], re.DOTALL)
@@ -107,7 +107,7 @@ def layer(model, x, logits, w1, w2):
 def launched(request):
     """The model, and every tensor that the page names, after its launches."""
     config = CONFIGS[request.param] | SIZES
-    text = new_spec(read_model(json.dumps(config), "config.json"), Request("layer", tokens=T, kernels=True))
+    text = kernel_list(read_model(json.dumps(config), "config.json"), Request("layer", tokens=T))
     kernels = {spec.kernel: Reference(spec) for spec in parse_text(text, "layer")}
     rng = np.random.default_rng(1)
     K = config["num_experts_per_tok"]  # noqa: N806

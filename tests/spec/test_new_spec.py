@@ -15,6 +15,7 @@ from fusekit.spec.hf_config import read_model
 from fusekit.spec.model_kernels import Request
 from fusekit.spec.new_spec import SCHEMA_FILE, WIDTH, new_spec
 from tests.spec.configs import CONFIGS
+from tests.spec.kernel_lists import kernel_list
 
 FORWARD = ["router-topk", "index", "permute", "unpermute", "fc1-infer", "fc2-fwd"]
 MLP = ["fc1-fwd", "fc1-infer", "fc2-fwd", "fc2-dgrad", "fc1-dgrad", "fc1-wgrad", "fc2-wgrad"]
@@ -27,7 +28,8 @@ CHOSEN = ("tile", "cluster", "mainloop", "schedule", "file", "summary")  # what 
 
 def text_of(config, name="model", family=None, kernels=True, **request):
     values = CONFIGS[config] if isinstance(config, str) else config
-    return new_spec(read_model(json.dumps(values), "config.json", family), Request(name, kernels=kernels, **request))
+    write = kernel_list if kernels else new_spec
+    return write(read_model(json.dumps(values), "config.json", family), Request(name, **request))
 
 
 def kernels_of(text, name="model"):
@@ -85,10 +87,9 @@ def test_the_packaged_routers_mean_the_same():
 
 
 def test_what_a_file_is_for():
-    assert list(kernels_of(text_of("mixtral-8x7b", inference=True, training=False))) == FORWARD
-    training = list(kernels_of(text_of("mixtral-8x7b", inference=False)))
-    assert training == [*ROUTER, *LOSS, *PERMUTATION, *(name for name in MLP if name != "fc1-infer")]
-    assert list(kernels_of(text_of("llama-3-8b", inference=False))) == [name for name in MLP if name != "fc1-infer"]
+    assert list(kernels_of(text_of("mixtral-8x7b", training=False))) == FORWARD
+    assert list(kernels_of(text_of("mixtral-8x7b"))) == [*ROUTER, *LOSS, *PERMUTATION, *MLP]
+    assert list(kernels_of(text_of("llama-3-8b"))) == MLP
 
 
 def test_dense_layers_have_dense_weight_gradients():
