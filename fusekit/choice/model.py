@@ -25,10 +25,7 @@ little power: in `tiles` they count a quarter. A tile of a weight gradient lies 
 sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the groups, and waves
 are counted whole: the parts are alike, and begin together.
 
-Of 35 kernels of five models on an H200, each with 8 to 12 variants (clusters 1x2 and 2x1, tiles from 128x128 to
-256x192) that were timed one by one at the clock that their power leaves, the model takes one within 1 % of the fastest
-for 25, within 2 % for 28, and is at most 5.1 % off; mostly it is the shape of the cluster that it gets wrong. For what
-remains there are tuning tables. Without a problem, tiles are full and their number is without end; where nothing says
+The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without a problem, tiles are full and their number is without end; where nothing says
 how long the reduction is, it is 4096.
 """
 

@@ -5,8 +5,7 @@ fusekit.choice:
 
 - no tile: three. The best one of `TILES` and `CLUSTERS`, the same tile with the other cluster, and the best one with
   another tile. Tiles of `COMMON` are preferred, where the model calls them hardly dearer than the best, or as the other
-  tile not much dearer: for each of 30 kernels of five models that were measured on an H200 one of those two tiles was
-  within 2.5 % of the fastest.
+  tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
 - a tile, but no cluster: for each tile the better of `CLUSTERS`.
 - no schedule: dynamic.

@@ -7,7 +7,7 @@ the tokens, the same from launch to launch; and no tile has much to add up while
 
 A stage has dy as boxes of 64 columns by 64 tokens. A token is 128 bytes, its units of 16 bytes XOR token % 8. A lane
 has one unit and every n-th token, and the lanes of a unit meet at the end of the tile. (The tensor cores would add it
-up in fewer instructions, but mma holds up the consumers' wgmma: with it, an H200 took twice as long for the sums.)
+up in fewer instructions, but mma holds up the consumers' wgmma, and the sums take longer.)
 """
 
 import cutlass
