@@ -25,8 +25,8 @@ little power: in `tiles` they count a quarter. A tile of a weight gradient lies 
 sides are padded so, and no group has half-empty ones. Where a dense one is split, its parts are the groups, and waves
 are counted whole: the parts are alike, and begin together.
 
-The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without a problem, tiles are full and their number is without end; where nothing says
-how long the reduction is, it is 4096.
+The model mostly errs in the shape of the cluster (docs/measured.md has by how much); tuning tables correct it. Without
+a problem, tiles are full and their number is without end; where nothing says how long the reduction is, it is 4096.
 """
 
 from collections.abc import Mapping, Sequence
