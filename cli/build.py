@@ -28,7 +28,7 @@ NAMED = 5  # names that a note lists
 
 @click.command("build")
 @click.argument("targets", metavar="[TARGET]...", nargs=-1, shell_complete=complete.packaged)
-@click.option("--arch", metavar="A,B", help="Only these architectures, such as sm_90a.")
+@click.option("--arch", metavar="A,B", help="Only for these, such as sm_90a; a packaged spec: instead of its own.")
 @click.option(
     "--jobs",
     metavar="N",
@@ -84,7 +84,7 @@ def command(
             return _check(session, check, targets, jobs, pool, namespace, allow_extern)
     store = session.open_store()
     archs = None if arch is None else [name.strip() for name in arch.split(",")]
-    found = look_up(targets, namespace)
+    found = look_up(targets, namespace, archs)
     allowed = allow_extern or session.config.allow_extern or (dry_run and bool(targets))  # which runs nothing
     trusted = trust(specs_of(found), allowed, named=bool(targets))
     wanted = plan_build(of_arch(trusted.specs, archs), store)

@@ -101,12 +101,12 @@ def _foreign(
     import json
 
     from fusekit.compiler.new_extern import new_extern
-    from fusekit.spec.extern import EXTERN_ARCHES
+    from fusekit.plan.arch import FOREIGN
 
     if not re.fullmatch(r"[\w.]+:\w+", source):
         raise UsageError(f"--from {source}: it names a function as package.module:function")
-    if arch not in EXTERN_ARCHES:
-        raise UsageError(f"--arch {arch}: it is one of {', '.join(EXTERN_ARCHES)}")
+    if arch not in FOREIGN:
+        raise UsageError(f"--arch {arch}: it is one of {', '.join(FOREIGN)}")
     try:
         given = json.loads(params or "{}")
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@
 | layers | errors, plan, runtime, exchange |
 | exchange | errors, plan, runtime |
 | library | errors, config, abi, store, choice, runtime, layers, exchange |
-| interop | errors, abi, library, runtime, layers, exchange; each framework in the module of its name alone |
+| interop | errors, abi, library, runtime, layers, exchange, plan.arch; each framework in the module of its name alone |
 | cabi | errors, abi, store |
 | reference | numpy, spec, plan, errors |
 | providers | compiler, the foreign package that a module is named after, the DSL |
@@ -65,6 +65,7 @@ MAY = {
     },
     "interop": {
         "fusekit.errors", "fusekit.abi", "fusekit.library", "fusekit.runtime", "fusekit.layers", "fusekit.exchange",
+        "fusekit.plan.arch",
     },
     "cabi": {"fusekit.errors", "fusekit.abi", "fusekit.store"},
     "reference": {"fusekit.errors", "fusekit.spec", "fusekit.plan", "numpy"},

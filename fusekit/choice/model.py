@@ -5,7 +5,7 @@ a weight gradient a group's rows),
 
     rows * tile_n * (1 + epilogue / reduction) + 5 * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
 
-- `rows` are those of the tile's 64-row blocks that hold any row; a block that holds none costs nothing.
+- `rows` are those of the tile's blocks, as high as a matrix instruction, that hold any; one that holds none is free.
 - `epilogue` is 0 with a ping-pong main loop, which hides it behind the next tile. A cooperative one hides nothing: its
   epilogue takes as long as 90 elements of the reduction, as 90 more if it also stores the pre-activation, and as 300
   more if it runs backward through an activation; as 500 with 8-bit factors, whose products take half the time.
@@ -34,10 +34,9 @@ from functools import lru_cache
 from typing import Any
 
 from fusekit.plan.activations import is_backward
+from fusekit.plan.arch import ARCHITECTURES, DEFAULT, Architecture
 from fusekit.plan.operations import OPERATIONS, Operation
 
-SMS = 132  # of an H100 or H200 with SXM socket; the model only asks whether tiles are few
-BLOCK = 64  # rows of one WGMMA
 SIZES = 16  # group sizes that stand for all
 FETCH = 5.0  # products, for each element that a tile fetches into shared memory, and again for each that it has from L2
 EPILOGUE = 90.0  # elements of the reduction that take as long as a cooperative main loop's epilogue
@@ -57,25 +56,25 @@ def group_sizes(rows: int, groups: int) -> list[float]:
     return [mean * (0.5 + (i + 0.5) / SIZES) for i in range(SIZES)]
 
 
-def tile_rows(sizes: Sequence[float], tile_m: int) -> tuple[float, float]:
-    """(tiles along M of an average group, rows that are worked on in an average tile)."""
+def tile_rows(sizes: Sequence[float], tile_m: int, block: int) -> tuple[float, float]:
+    """(tiles along M of an average group, rows that are worked on in an average tile, in blocks of `block`)."""
     tiles, worked = 0, 0.0
     for size in sizes:
         full, rest = divmod(size, tile_m)
         tiles += int(full) + (rest > 0)
-        worked += full * tile_m + BLOCK * -(-rest // BLOCK)
+        worked += full * tile_m + block * -(-rest // block)
     return tiles / max(len(sizes), 1), worked / max(tiles, 1)
 
 
 @lru_cache(maxsize=256)  # variants of one problem have few heights
-def _average(rows: int, groups: int | None, tile_m: int) -> tuple[float, float]:
+def _average(rows: int, groups: int | None, tile_m: int, block: int) -> tuple[float, float]:
     """`tile_rows` of rows that lie in so many groups; None: of all rows together."""
-    return tile_rows([rows] if groups is None else group_sizes(rows, groups), tile_m)
+    return tile_rows([rows] if groups is None else group_sizes(rows, groups), tile_m, block)
 
 
-def waves(tiles: float) -> float:
-    """How long `tiles` tiles take, in tiles."""
-    return max(1.0, tiles / SMS + 0.5)
+def waves(tiles: float, sms: int) -> float:
+    """How long `tiles` tiles take on so many multiprocessors, in tiles."""
+    return max(1.0, tiles / sms + 0.5)
 
 
 def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
@@ -87,11 +86,11 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     problem = problem or {}
     tile_m, tile_n = map(int, spec["tile"])
     cluster_m, cluster_n = map(int, spec["cluster"])
-    operation = OPERATIONS[spec["op"]]
+    operation, arch = OPERATIONS[spec["op"]], architecture(spec)
     assert operation.tiles is not None
     down, across = operation.tiles
     fetched = FETCH * (tile_m + tile_n + tile_m / cluster_n + tile_n / cluster_m)
-    dearer = 1 + _epilogue(spec) / max(_reduction(spec, problem, operation), BLOCK)
+    dearer = 1 + _epilogue(spec) / max(_reduction(spec, problem, operation), arch.mma_rows)
     static = STATIC if spec.get("schedule", "static") == "static" else 1.0
     if not {"E", *operation.tiles} <= problem.keys():
         return (dearer + fetched / (tile_m * tile_n)) * static
@@ -99,13 +98,18 @@ def cost(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> float:
     if operation.reduces_rows:
         (full, padded), rows = _tiles(problem[down], tile_m), float(tile_m)
     else:
-        full, rows = _average(problem[down], groups if operation.ragged else None, tile_m)
+        full, rows = _average(problem[down], groups if operation.ragged else None, tile_m, arch.mma_rows)
         padded = full
     full_across, padded_across = _tiles(problem[across], tile_n)
     full *= full_across * groups
     padded *= padded_across * groups
-    work = -(-padded // SMS) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full)
-    return (rows * tile_n * dearer + fetched) * work * (static if padded > SMS else 1.0)
+    work = -(-padded // arch.sms) if spec.get("split") else waves(PADDING * padded + (1 - PADDING) * full, arch.sms)
+    return (rows * tile_n * dearer + fetched) * work * (static if padded > arch.sms else 1.0)
+
+
+def architecture(spec: Mapping[str, Any]) -> Architecture:
+    """The row of the architecture that a spec is for."""
+    return ARCHITECTURES.get(spec.get("arch", ""), DEFAULT)
 
 
 def rank(spec: Mapping[str, Any], problem: Mapping[str, int] | None) -> tuple[float, int, int]:
@@ -129,7 +133,7 @@ def _groups(spec: Mapping[str, Any], problem: Mapping[str, int], operation: Oper
     if spec.get("split") and "M" in problem:
         from fusekit.plan.operands.split import parts
 
-        return parts(problem)
+        return parts(problem, architecture(spec))
     return problem["E"] if operation.ragged else 1
 
 

@@ -2,7 +2,7 @@
 
 A table is one JSON document for an architecture:
 
-    {"schema": 1, "arch": "sm_90a", "rows": [{
+    {"schema": 1, "arch": ARCH, "rows": [{
         "device": "NVIDIA H200",
         "features": {"op": "grouped-gemm", "dtype": "bf16", "activation": {"kind": "swiglu", ...}, ...},
         "problem": {"E": 32, "M": 98304, "N": 5760, "K": 2880},

@@ -181,7 +181,7 @@ def build(
     config = Config.given(config)
     store = Store.open(config)
     several = () if targets is None else _several("targets", targets)
-    found = look_up(several, namespace) if several or targets is None else ()  # an empty list names nothing
+    found = look_up(several, namespace, arch) if several or targets is None else ()  # an empty list names nothing
     trusted = trust(specs_of(found), allow_extern or config.allow_extern, named=bool(several))
     report = execute(plan_build(of_arch(trusted.specs, arch), store), store, jobs, progress, executor=executor)
     report.untrusted = list(trusted.left_out)
@@ -190,9 +190,10 @@ def build(
     return report
 
 
-def look_up(targets: Targets = (), namespace: str | None = None) -> tuple[Found, ...]:
-    """What `targets` (one or several) mean, file by file."""
-    return find_targets([os.fspath(target) for target in _several("targets", targets)], namespace)
+def look_up(targets: Targets = (), namespace: str | None = None, arch: Arches = None) -> tuple[Found, ...]:
+    """What `targets` (one or several) mean, file by file; packaged files also for the architectures `arch`."""
+    archs = [] if arch is None else _several("arch", arch)
+    return find_targets([os.fspath(target) for target in _several("targets", targets)], namespace, archs)
 
 
 def _several(argument: str, given: Any) -> list[Any]:
@@ -206,7 +207,7 @@ def _several(argument: str, given: Any) -> list[Any]:
 
 def select(targets: Targets = (), arch: Arches = None, namespace: str | None = None) -> tuple[Spec, ...]:
     """The specs that `targets` and `arch` name; UsageError when an architecture has none of them."""
-    return of_arch(specs_of(look_up(targets, namespace)), arch)
+    return of_arch(specs_of(look_up(targets, namespace, arch)), arch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from fusekit.compiler.leaves import POINTER, TENSOR, leaves
 from fusekit.compiler.options import OPT_LEVEL
 from fusekit.compiler.trace import without_colours
 from fusekit.errors import BuildError, SpecError, ToolchainError, UsageError, install
-from fusekit.spec.extern import EXTERN_ARCHES
+from fusekit.plan.arch import FOREIGN
 from fusekit.spec.keys import NAME_PATTERN, NAME_RULE
 
 # Options of the DSL by what they mean here; of any other a spec cannot say what it does to the cubin.
@@ -66,8 +66,8 @@ def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], op
     Every tensor is `inout`: what a kernel writes cannot be told from its arguments. Raises BuildError, in words, for a
     call that no spec can repeat.
     """
-    if arch not in EXTERN_ARCHES:
-        raise BuildError(f"arch {arch}: a spec is for one of {', '.join(EXTERN_ARCHES)}; compile with --gpu-arch")
+    if arch not in FOREIGN:
+        raise BuildError(f"arch {arch}: a spec is for one of {', '.join(FOREIGN)}; compile with --gpu-arch")
     call = fakes.write(function, args, kwargs, _options(options))
     return Captured(_name(call.source), arch, call.source, call.params, _arguments(call), _distributions(call))
 

@@ -23,7 +23,6 @@ from fusekit.plan.gemm import GemmPlan
 from fusekit.spec.model import KernelSpec
 
 MEMORY = ("workspace", "scratch")
-SM_COUNT = 132  # while tracing
 
 
 def plan(spec: KernelSpec) -> TracePlan:
@@ -42,7 +41,7 @@ def plan(spec: KernelSpec) -> TracePlan:
             fakes[name] = _memory()
             hosts.append(HostPointer(name))
     arguments = namedtuple("Arguments", fakes)(**fakes)
-    numbers = cutlass.Int32(SM_COUNT), cutlass.Int32(0), CUstream(0)
+    numbers = cutlass.Int32(spec.plan.arch.sms), cutlass.Int32(0), CUstream(0)
     return TracePlan(
         function=_function(spec.plan),
         arguments=(arguments, *numbers),
@@ -69,8 +68,9 @@ def signature(spec: KernelSpec) -> Signature:
 
 def _function(made: GemmPlan) -> Any:
     """The kernel, from the device halves of its operands."""
+    kit = import_module(made.kit)
     halves = {
-        operand.name: getattr(import_module(operand.device), type(operand).__name__)(made, operand)
+        operand.name: getattr(import_module(operand.device), type(operand).__name__)(made, operand, kit)
         for operand in made.operands
         if operand.on_device
     }

@@ -68,7 +68,10 @@ def left_behind(store: Store, found: Sequence[Found], archs: Collection[str] | N
     there = {(spec.full_name, spec.arch) for each in found for spec in each.every}
     left: dict[tuple[str, str], Left] = {}
     for each in found:
+        archs_of_file = {spec.arch for spec in each.every}
         for (name, arch), layer in store.recorded(each.file).items():
+            if each.packaged and arch not in archs_of_file:  # built for another than the file names
+                continue
             if (name, arch) not in there and each.means(name) and (archs is None or arch in archs):
                 left[name, arch] = Left(name, arch, layer)
     return [left[where] for where in sorted(left)]

@@ -23,6 +23,7 @@ from fusekit.errors import ArgumentError, NotBuiltError
 from fusekit.interop.torch_layer import DTYPES, casting, launch, op_of, operator_of, quantised
 from fusekit.interop.torch_moe import main_grad
 from fusekit.library import Library, open_library
+from fusekit.plan.arch import DEFAULT
 
 if TYPE_CHECKING:
     from fusekit.plan.layer import Options
@@ -69,10 +70,10 @@ class Experts:
             and all(getattr(options, name) == getattr(self, name) for name in plain)
         )
 
-    def table(self) -> str:
-        """A spec file with this layer."""
+    def table(self, arch: str) -> str:
+        """A spec file with this layer, for `arch`."""
         activation = ", ".join(f"{name} = {_toml(value)}" for name, value in self.activation)
-        lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', 'arch = "sm_90a"']
+        lines = ["schema = 1", "", "[[kernel]]", 'name = "moe"', 'kind = "moe"', f'arch = "{arch}"']
         for name in ("dtype", "hidden", "intermediate", "experts", "topk"):
             lines.append(f"{name} = {_toml(getattr(self, name))}")
         lines += ['router = { input = "choices" }', f"activation = {{ {activation} }}"]
@@ -168,7 +169,7 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
         )
     raise NotBuiltError(
         f"{module}: no layer of the store computes these experts; save this as experts.toml and build it with:"
-        f" fusekit build experts.toml\n\n{experts.table()}",
+        f" fusekit build experts.toml\n\n{experts.table(DEFAULT.name)}",
         name="experts/moe",
         command="fusekit build experts.toml",
     )

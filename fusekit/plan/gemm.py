@@ -1,14 +1,15 @@
 """What one GEMM kernel is made of: stages, boxes, barriers, registers, memory, grid, arguments.
 
-A CTA has a warpgroup that fetches tiles with TMA, two that run WGMMA and the epilogue, and to gather rows, or to make
-codes of the transpose of dz, a fourth. In its dynamic shared memory are
+A CTA has a warpgroup that fetches tiles, consumer warpgroups that multiply and run the epilogue, and where an operand
+asks for it, as to gather rows, one more. How many there are and what they can hold is in the architecture's row. In the
+CTA's dynamic shared memory are
 
-    stages x (tile_m + tile_n) x 128 bytes, the A and B tiles in flight (tile K is 64 of 16 bits, or 128 of 8)
-    32768 bytes  staging: 8 warps x 2 boxes x 16 rows x 64 columns x 2 bytes; half of it, in boxes of 32 columns, where
-                 that makes room for one more stage; float32 boxes have half as many columns. A weight gradient of
-                 codes has 3 boxes a warp. With a backward activation: 8 warps x 3 boxes of z, and 2 of y where it is
-                 recomputed, or for sums of columns. Codes of 16 rows x 128 columns take the place of boxes
-    the rest     barriers, the ring of tiles, regions of operands such as two rows of bias
+    stages       the tiles of both factors in flight; a row of a tile is one row of the swizzle
+    staging      for each consumer warp 2 boxes of 16 rows x 64 columns x 2 bytes; or of 32 columns, where that makes
+                 room for one more stage; float32 boxes have half as many columns. A weight gradient of FP8 values has 3
+                 boxes a warp. With a backward activation: 3 boxes of z, and 2 of y where it is recomputed, or for sums
+                 of columns. FP8 values of 16 rows x 128 columns take the place of boxes
+    the rest     barriers, the ring of tiles, regions of operands such as a row of bias for each consumer warpgroup
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
     from fusekit.plan.operands import Operand
 
 WARP = 32
-CONSUMER_WARPGROUPS = 2
-CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS
-WARP_ROWS = 16  # of a 64-row block, that one warp finishes
+WARP_ROWS = 16  # of a block of accumulators, that one warp finishes
 OUTPUT_BOXES, Z_BOXES = 2, 3  # of a warp: of an output in turn, and of z on its way in or out
 WGRAD_BOXES = 3  # of dw, where factors are codes: their tiles end sooner
 GATED_UNIT = 32  # columns of da whose gate and up a backward epilogue works on at a time
-BOX = 64  # columns of one whose rows lie along the reduction: w with b_major = "n", both factors of a weight gradient
+BOX = 64  # columns of 128 bytes whose rows lie along the reduction: w, b_major = "n"; factors of a weight gradient
 BOX_WIDTHS = (64, 32, 16)  # columns of a staging box
 MIN_STAGES, MAX_STAGES = 3, 8
-CROWD = 160  # accumulators of a thread
 SEGMENT = SIDE // 2  # columns of a tile that have one scale of w, wherever the tile begins
 SCHEDULE_BYTES = 8  # of the workspace: two int32 of the dynamic schedule
-BIG = 2**30  # rows of a ragged tensor map; see fusekit/kernels/gemm/sm90/maps.py
+BIG = 2**30  # rows of a ragged tensor map
 MOST_GROUPS = 2**16
 VECTOR = 8  # elements of 16 bits in it
 GATHERS = ("none", "x", "dy")  # the factor whose rows an index chooses
 GATHER_WARPS = 4
+# Sets of named barriers: the main loops of ping-pong take turns; a consumer warpgroup has its numbers of columns; the
+# fourth warpgroup's warps meet.
+TURNS, COLUMNS, FOURTH = NAMED_BARRIERS = "turns", "columns", "fourth"
 
 
 class GemmPlan(Product):
@@ -65,7 +66,8 @@ class GemmPlan(Product):
     def modules(self) -> tuple[str, ...]:
         """Dotted names of what makes up this kernel: architecture, driver of its epilogue, operands, activation."""
         row = f"fusekit.plan.arch.{self.arch.name}"
-        return row, self.driver, *(module for operand in self.operands for module in operand.modules), self.kind.module
+        operands = (module for operand in self.operands for module in operand.modules)
+        return row, self.driver, self.kit, *operands, self.kind.module
 
     @property
     def driver(self) -> str:
@@ -73,17 +75,32 @@ class GemmPlan(Product):
         blocks = "_blocks" if self.wgrad and self.quant else ""
         return f"fusekit.kernels.gemm.{self.arch.kernels}.{self.epilogue}{blocks}"
 
+    @property
+    def kit(self) -> str:
+        """Dotted name of the module of what the architecture has for the device halves of operands."""
+        return f"fusekit.kernels.gemm.{self.arch.kernels}.kit"
+
     # -- warps --------------------------------------------------------------------------------------------------------
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return self.arch.warpgroup * (1 + CONSUMER_WARPGROUPS + self.turning) + self.gather_threads
+        return self.arch.warpgroup * (1 + self.arch.consumer_warpgroups + self.fourth)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps of a CTA that multiply and finish tiles."""
+        return 4 * self.arch.consumer_warpgroups
+
+    @property
+    def fourth(self) -> bool:
+        """Whether there is a fourth warpgroup, which an operand has for itself."""
+        return any(operand.fourth(self) for operand in self.operands)
 
     @property
     def warpgroup_rows(self) -> int:
         """Rows of the tile that one consumer warpgroup accumulates: all (ping-pong) or its half (cooperative)."""
-        return self.tile[0] if self.pingpong else self.tile[0] // CONSUMER_WARPGROUPS
+        return self.tile[0] if self.pingpong else self.tile[0] // self.arch.consumer_warpgroups
 
     @property
     def turning(self) -> bool:
@@ -93,7 +110,7 @@ class GemmPlan(Product):
     @property
     def waves(self) -> int:
         """Parts of the tile's columns that are multiplied one after the other: where sums are promoted, or where ptxas
-        has too few registers for one wgmma of them all.
+        has too few registers for all of them at once.
         """
         if self.gathers and self.tile[1] > self.arch.gather_tile_n:
             return 2
@@ -102,7 +119,7 @@ class GemmPlan(Product):
 
     @property
     def accumulators(self) -> int:
-        """float32 accumulators of a consumer thread; promoted ones and those of the 64 rows that are multiplied."""
+        """float32 accumulators of a consumer thread; promoted ones and those of the rows that are multiplied."""
         return self._accumulators(self.waves)
 
     def _accumulators(self, waves: int) -> int:
@@ -112,7 +129,7 @@ class GemmPlan(Product):
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the load warpgroup and of a consumer; the three warpgroups share 504, in steps of 8."""
-        if self.gathers or self.turning:  # the four share 512
+        if self.fourth:  # the four share 512
             load = 24 if not self._idle_work else 32 if self.fourth_registers == 32 else 40
             return load, (self.arch.registers // self.arch.warpgroup - load - self.fourth_registers) // 16 * 8
         most, balanced = self.arch.splits
@@ -135,12 +152,12 @@ class GemmPlan(Product):
     def accumulator_registers(self) -> int:
         """float32 accumulators that a consumer thread can hold without spilling."""
         most = self.arch.accumulator_registers
-        return most - 32 if (self.gathers or self.turning) and self.registers[1] < most + 32 else most
+        return most - 32 if self.fourth and self.registers[1] < most + 32 else most
 
     @property
     def crowded(self) -> bool:
         """Whether accumulators leave a consumer thread few other registers."""
-        return self.accumulators > CROWD
+        return self.accumulators > self.arch.crowd
 
     @property
     def idle_readers(self) -> int:
@@ -175,7 +192,7 @@ class GemmPlan(Product):
     @property
     def reading_warps(self) -> int:
         """Warps of a CTA that read a tile and its stages."""
-        return 4 * (1 if self.pingpong else CONSUMER_WARPGROUPS) + self.idle_readers
+        return 4 * (1 if self.pingpong else self.arch.consumer_warpgroups) + self.idle_readers
 
     @property
     def following_warps(self) -> int:
@@ -189,7 +206,7 @@ class GemmPlan(Product):
 
     @property
     def blocks_in_turn(self) -> bool:
-        """Whether one piece of code finishes the 64-row blocks of a tile, in a loop at run time."""
+        """Whether one piece of code finishes the blocks of rows of a tile, in a loop at run time."""
         return any(operand.blocks_in_turn for operand in self.operands)
 
     @property
@@ -239,6 +256,15 @@ class GemmPlan(Product):
         enough = 4 if self.wgrad and self.quant else MAX_STAGES
         return max((min(enough, self._stages(self._warp_bytes(box))), box) for box in (64, 32))[1]
 
+    def result_box(self, width: int) -> int:
+        """Columns of a staging box for `width` columns of y or dw: of float32, half as many."""
+        return self.box(width, self.epilogue_box // 2 if self.out_dtype == "f32" else self.epilogue_box)
+
+    @property
+    def z_columns(self) -> int:
+        """Columns of a box of z; where gates and ups lie apart, of one of its two halves."""
+        return self.epilogue_box * (1 if self.glu_layout == "concat" else self.sides)
+
     @property
     def warp_bytes(self) -> int:
         """Staging boxes of a consumer warp."""
@@ -268,7 +294,7 @@ class GemmPlan(Product):
         return columns * WARP_ROWS if self.quant.coded else 0
 
     def _stages(self, warp_bytes: int) -> int:
-        room = self.arch.shared_bytes - warp_bytes * CONSUMER_WARPS
+        room = self.arch.shared_bytes - warp_bytes * self.consumer_warps
         stages = min(MAX_STAGES, room // self.stage_bytes)
         while stages > 0 and self.layout(stages, warp_bytes).bytes > self.arch.shared_bytes:
             stages -= 1
@@ -308,7 +334,7 @@ class GemmPlan(Product):
             (
                 Region("x", stage * tile_m, 1024),
                 Region("w", stage * tile_n, 1024),
-                Region("staging", warp_bytes * CONSUMER_WARPS, 1024),
+                Region("staging", warp_bytes * self.consumer_warps, 1024),
                 *pipeline("stages", stages, self.stage_arrivals, self.reading_warps * self.cluster_size),
                 Region("tiles", ring * self.slot_bytes),
                 *pipeline("tiles", ring, 1, self.ring_readers),
@@ -321,6 +347,25 @@ class GemmPlan(Product):
         """Index of the first barrier of the operand `name` among those of all operands."""
         names = [operand.name for operand in self.operands]
         return sum(len(operand.barriers(self)) for operand in self.operands[: names.index(name)])
+
+    def named_barrier(self, name: str) -> int:
+        """The first of a set of named barriers.
+
+        A set has one for each warpgroup of a plain CTA; where the first set has that of the load warpgroup, barrier 0
+        is the one of all threads.
+        """
+        own = (each for operand in self.operands for each in operand.named_barriers)
+        return max(1, list(dict.fromkeys((*NAMED_BARRIERS, *own))).index(name) * (1 + self.arch.consumer_warpgroups))
+
+    @property
+    def own_rows_first(self) -> bool:
+        """Whether tiles whose rows are the rank's own come first."""
+        return any(operand.own_rows_first for operand in self.operands)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the rows of a weight gradient are summed in parts, which a second launch adds up."""
+        return any(operand.in_parts for operand in self.operands)
 
     @property
     def ring_shared(self) -> bool:
@@ -345,7 +390,7 @@ class GemmPlan(Product):
     @property
     def adds(self) -> bool:
         """Whether a tile is added to what dw holds; where the rows are split, the sum of the parts is."""
-        return self.has("accumulate") and not self.has("split")
+        return self.has("accumulate") and not self.in_parts
 
     @property
     def arguments(self) -> tuple[Argument, ...]:

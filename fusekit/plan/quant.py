@@ -24,7 +24,7 @@ ACCUMULATIONS = ("promoted", "fast")
 @dataclass(frozen=True, slots=True)
 class Quant:
     """inputs: of the factors, "none" for those of the spec's dtype. x_format: type of x. accumulation: "promoted" where
-    float32 registers take over behind every 128 of K, "fast" where one wgmma accumulator has them all.
+    float32 registers take over behind every 128 of K, "fast" where one accumulator of the tensor cores has them all.
 
     out: what y or dz is stored as, "none" for its dtype; "amax": in its dtype, and of each group the largest number;
     keep: in its dtype too. scales: the rule of their scales. transpose: codes along the tokens, too. x_blocks: of a
@@ -89,7 +89,7 @@ class Quant:
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales of MXFP8 lie as tensor cores of sm_100a take them."""
+        """Whether scales of MXFP8 lie as tensor cores that multiply it take them."""
         return self.scale_layout == SWIZZLED
 
     @property

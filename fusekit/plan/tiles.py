@@ -3,19 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusekit.plan.arch import ARCHITECTURES, Architecture
-from fusekit.plan.gemm import BOX, CONSUMER_WARPS, GATED_UNIT, MIN_STAGES, GemmPlan
+from fusekit.plan.arch import DEFAULT, Architecture
+from fusekit.plan.gemm import BOX, GATED_UNIT, MIN_STAGES, GemmPlan
 
 MAINLOOPS = ("pingpong", "cooperative")
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved-32")
 
-# Rows of one CTA tile that each main loop can hold: a warpgroup's WGMMA has 64 rows, and may do one or two.
-TILE_M = {"pingpong": (64, 128), "cooperative": (128, 256)}
-
 # (b_major, glu_layout) -> what tile N is a multiple of, and why.
 TILE_N = {
-    ("k", "none"): (16, "WGMMA's N, and a 16-column epilogue step"),
+    ("k", "none"): (16, "an epilogue step has 16 columns"),
     ("k", "concat"): (32, "the gate half and the up half are multiples of 16 each"),
     ("k", "interleaved"): (32, "gate and up columns are multiples of 16 each"),
     ("k", "interleaved-32"): (64, "a gate block and an up block have 32 columns each"),
@@ -34,20 +31,25 @@ class Refusal:
     rule: str
 
 
-def accumulators(tile: tuple[int, int], mainloop: str) -> int:
-    """float32 accumulators a thread: 128 threads (a warpgroup) own a ping-pong tile, 256 a cooperative one."""
-    return tile[0] * tile[1] // (128 if mainloop == "pingpong" else 256)
+def owners(mainloop: str, arch: Architecture = DEFAULT) -> int:
+    """Threads that own a tile: a warpgroup a ping-pong one, all consumers a cooperative one."""
+    return arch.warpgroup * (1 if mainloop == "pingpong" else arch.consumer_warpgroups)
 
 
-def default_mainloop(tile: tuple[int, int], arch: Architecture = ARCHITECTURES["sm_90a"]) -> str:
+def accumulators(tile: tuple[int, int], mainloop: str, arch: Architecture = DEFAULT) -> int:
+    """float32 accumulators a thread."""
+    return tile[0] * tile[1] // owners(mainloop, arch)
+
+
+def default_mainloop(tile: tuple[int, int], arch: Architecture = DEFAULT) -> str:
     """Ping-pong where one warpgroup can hold the whole tile, else cooperative."""
-    fits = tile[0] in TILE_M["pingpong"] and accumulators(tile, "pingpong") <= arch.accumulator_registers
+    fits = tile[0] in arch.tile_rows["pingpong"] and accumulators(tile, "pingpong", arch) <= arch.accumulator_registers
     return "pingpong" if fits else "cooperative"
 
 
 def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
     """Every rule that the plan's tile and cluster break; empty when it fits."""
-    found = [*_tile_m(plan.tile[0], mainloop), *_tile_n(plan)]
+    found = [*_tile_m(plan, mainloop), *_tile_n(plan)]
     if plan.cluster not in CLUSTERS:
         allowed = ", ".join(f"[{m}, {n}]" for m, n in CLUSTERS)
         found.append(Refusal("cluster", f"a cluster is one of {allowed}"))
@@ -56,17 +58,18 @@ def refusals(plan: GemmPlan, mainloop: str) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-def _tile_m(tile_m: int, mainloop: str) -> Iterator[Refusal]:
-    if tile_m not in TILE_M[mainloop]:
-        allowed = " or ".join(str(m) for m in TILE_M[mainloop])
-        other = next((name for name in MAINLOOPS if tile_m in TILE_M[name]), None)
+def _tile_m(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
+    tile_m, rows = plan.tile[0], plan.arch.tile_rows
+    if tile_m not in rows[mainloop]:
+        allowed = " or ".join(str(m) for m in rows[mainloop])
+        other = next((name for name in MAINLOOPS if tile_m in rows[name]), None)
         remedy = f'; take mainloop = "{other}" for {tile_m}' if other else ""
         yield Refusal("tile", f"tile M = {tile_m} does not fit the {mainloop} main loop, which has {allowed}{remedy}")
 
 
 def _tile_n(plan: GemmPlan) -> Iterator[Refusal]:
     tile_n, most = plan.tile[1], plan.arch.max_tile_n
-    if plan.gathers and not plan.quant.coded:  # codes of a gated y need 256 columns, in two wgmma
+    if plan.gathers and not plan.quant.coded:  # codes of a gated y need 256 columns, in two waves
         most = plan.arch.gather_tile_n
     if plan.wgrad:
         multiple, why = BOX, f"a box of x is {BOX} columns wide"
@@ -105,12 +108,11 @@ def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
         )
     elif registers > most:
         consumer = plan.registers[1] if plan.gathers else plan.arch.consumer_registers
-        owners, remedy = 256, "take a smaller tile"
-        if plan.pingpong:
-            owners, remedy = 128, 'take a smaller tile, or mainloop = "cooperative"'
+        remedy = 'take a smaller tile, or mainloop = "cooperative"' if plan.pingpong else "take a smaller tile"
+        threads = owners("pingpong" if plan.pingpong else "cooperative", plan.arch)
         yield Refusal(
             "tile",
-            f"{tile_m} x {tile_n} / {owners} threads = {registers} accumulator registers a thread ({mainloop}); at "
+            f"{tile_m} x {tile_n} / {threads} threads = {registers} accumulator registers a thread ({mainloop}); at "
             f"most {most} of a consumer's {consumer} are free; {remedy}",
         )
 
@@ -118,7 +120,7 @@ def _registers(plan: GemmPlan, mainloop: str) -> Iterator[Refusal]:
 def _stages(plan: GemmPlan) -> Iterator[Refusal]:
     if plan.stages < MIN_STAGES:
         tile_m, tile_n = plan.tile
-        stage, epilogue = plan.stage_bytes, plan.warp_bytes * CONSUMER_WARPS
+        stage, epilogue = plan.stage_bytes, plan.warp_bytes * plan.consumer_warps
         rest = plan.layout(MIN_STAGES, plan.warp_bytes).bytes - MIN_STAGES * stage - epilogue
         yield Refusal(
             "tile",

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fusekit.errors import SpecError, UsageError, some
+from fusekit.plan.arch import ARCHES
+from fusekit.plan.operations import EXTERN
 from fusekit.spec import document
 from fusekit.spec.family import Spec, layer_name
 from fusekit.spec.parse import parse_file, parse_text
@@ -23,7 +25,7 @@ class Found:
 
     specs: the kernels that it names. every: all of the file, under the name `file` (with the namespace, if there is
     one). means: whether the target means a full name, such as one that the file had before it was edited. source: what
-    messages call the file.
+    messages call the file. packaged: its architecture may be another than the file says.
     """
 
     file: str
@@ -31,6 +33,7 @@ class Found:
     every: tuple[Spec, ...]
     means: Callable[[str], bool]
     source: str
+    packaged: bool = False
 
 
 def packaged_folder() -> Path:
@@ -64,7 +67,9 @@ def specs_of(found: Sequence[Found]) -> tuple[Spec, ...]:
     return tuple(known.values())
 
 
-def targets(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple[Found, ...]:
+def targets(
+    patterns: Sequence[str] = (), namespace: str | None = None, archs: Sequence[str] = ()
+) -> tuple[Found, ...]:  # fmt: skip
     """What the patterns name, file by file, in their order; no pattern: every packaged file.
 
     A pattern is one of
@@ -77,19 +82,20 @@ def targets(patterns: Sequence[str] = (), namespace: str | None = None) -> tuple
     - `-`: a spec on stdin, whose stem is `stdin`.
 
     What names something packaged is not looked for as a folder; `./name` is never packaged. namespace: of every file.
+    archs: the packaged files also have their kernels for these architectures, instead of the one that they name.
     Only files that can match are read. Raises UsageError for a pattern that names nothing, SpecError for a bad file.
     """
-    return tuple(each for pattern in patterns or ("*",) for each in _found(pattern, namespace))
+    return tuple(each for pattern in patterns or ("*",) for each in _found(pattern, namespace, archs))
 
 
-def _found(pattern: str, namespace: str | None) -> list[Found]:
+def _found(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Found]:
     if pattern == STDIN:
         return [_of_file(parse_text(_stdin(), "stdin", "stdin", namespace), "stdin", "*", "stdin")]
     path, kernels = _split(pattern)
     if path is not None:
         found = [_of_path(each, kernels, namespace) for each in _files(path)]
         return [each for each in found if each.specs] or _nothing_in(pattern, kernels, found)
-    packaged = _packaged(pattern, namespace)
+    packaged = _packaged(pattern, namespace, archs)
     if packaged:
         return packaged
     if os.path.isdir(pattern):  # noqa: PTH112 - False for a path that cannot be looked at, too
@@ -132,7 +138,7 @@ def _of_file(every: tuple[Spec, ...], stem: str, kernels: str, source: str) -> F
     return _found_in(every, stem, pattern, source)
 
 
-def _found_in(every: tuple[Spec, ...], stem: str, pattern: str, source: str) -> Found:
+def _found_in(every: tuple[Spec, ...], stem: str, pattern: str, source: str, packaged: bool = False) -> Found:
     layers = {name.partition("/")[2] for spec in every if (name := layer_name(spec))}
 
     def means(name: str) -> bool:
@@ -144,17 +150,31 @@ def _found_in(every: tuple[Spec, ...], stem: str, pattern: str, source: str) -> 
         return any(fnmatchcase(text, pattern) for text in forms)
 
     specs = tuple(spec for spec in every if means(spec.full_name))
-    return Found(every[0].file if every else stem, specs, every, means, source)
+    return Found(every[0].file if every else stem, specs, every, means, source, packaged)
 
 
-def _packaged(pattern: str, namespace: str | None) -> list[Found]:
+def _packaged(pattern: str, namespace: str | None, archs: Sequence[str]) -> list[Found]:
     files = packaged_files()
     stem_pattern = pattern.partition("/")[0] if "/" in pattern else None
     candidates = [path for path in files if stem_pattern is None or fnmatchcase(path.stem, stem_pattern)]
     if stem_pattern is None and any(path.stem == pattern for path in files):
         candidates = [path for path in candidates if path.stem == pattern]
-    found = [_found_in(parse_file(path, namespace), path.stem, pattern, path.name) for path in candidates]
+    found = [
+        _found_in(_for_archs(path, namespace, archs), path.stem, pattern, path.name, packaged=True)
+        for path in candidates
+    ]
     return [each for each in found if each.specs]
+
+
+def _for_archs(path: Path, namespace: str | None, archs: Sequence[str]) -> tuple[Spec, ...]:
+    """The kernels of a packaged file, and those for others of `archs` that fusekit's kernels run on."""
+    specs = parse_file(path, namespace)
+    if any(spec.op == EXTERN for spec in specs):  # their sources say what they are for
+        return specs
+    for arch in archs:
+        if arch in ARCHES and all(spec.arch != arch for spec in specs):
+            specs += parse_file(path, namespace, arch)
+    return specs
 
 
 def _stdin() -> str:

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fusekit.plan.arch import FOREIGN
 from fusekit.spec.keys import Broken, Key
 from fusekit.spec.token import NAME, SUMMARY, TokenSpec, made
 from fusekit.spec.values import show
 
 EXTERN = "extern"
-EXTERN_ARCHES = (
-    "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_100f", "sm_101a", "sm_103a", "sm_103f", "sm_110a", "sm_110f",
-    "sm_120a", "sm_120f", "sm_121a",
-)  # fmt: skip
 ROLES = ("input", "output", "inout", "workspace")
 NOT_RUN = "compiled and proved, not run"
 RUN = "run"
@@ -54,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 EXTERN_KEYS = (
     NAME,
     SUMMARY,
-    Key("arch", "choice", "Target architecture.", choices=EXTERN_ARCHES, required=True, sweep=True),
+    Key("arch", "choice", "Target architecture.", choices=FOREIGN, required=True, sweep=True),
     Key("source", "string", 'A function, "module:function", that returns what cute.compile takes: (function, args) or '
         "(function, args, kwargs), with fake arguments. It is called with params, and with arch if it takes that.",
         required=True),
@@ -141,8 +138,8 @@ def broken_extern_rules(spec: ExternSpec) -> list[Broken]:
             found.append(("files", file, rule))
     found += [("env", name, "must be a variable's name") for name in spec.env if not _NAME.fullmatch(name)]
     for arch in spec.ran_on:
-        if arch not in EXTERN_ARCHES:
-            found.append(("ran_on", arch, f"must be of {', '.join(EXTERN_ARCHES)}"))
+        if arch not in FOREIGN:
+            found.append(("ran_on", arch, f"must be of {', '.join(FOREIGN)}"))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.variant):
         rule = (
             f"makes the variant's name {show(spec.variant)}, which must be at most 100 letters, digits, '.', '_', '-'"

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from fusekit.errors import SpecError
+from fusekit.plan.arch import ARCHITECTURES
 from fusekit.plan.operands import keys as operand_keys
 from fusekit.plan.operations import provided
 from fusekit.plan.quant import quant
@@ -136,7 +137,8 @@ def _make_gemm(stem: str, values: Mapping[str, Any], choice: Mapping[str, Any]) 
     told = quant_text(values["quant"])
     recipe = quant(told)
     shared = recipe.promoted or recipe.transpose
-    mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile))
+    arch = ARCHITECTURES[choice["arch"]]
+    mainloop = choice["mainloop"] or ("cooperative" if shared else default_mainloop(tile, arch))
     return KernelSpec(
         file=stem,
         kernel=values["name"],

@@ -44,7 +44,7 @@ QUANT_KEYS = (
     Key("in", "choice", 'What x and w are, and the shapes of their scales; default: "none", of dtype.',
         choices=(NONE, *RECIPES), default=NONE),
     Key("x_format", "choice", "Type of x; w is e4m3.", choices=X_FORMATS, default="e4m3"),
-    Key("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one wgmma accumulator "
+    Key("accumulation", "choice", "Whether float32 registers take over behind every 128 of K, or one accumulator "
         "has them all, with about 13 bits.", choices=ACCUMULATIONS, default="promoted"),
     Key("out", "choice", 'What y or dz is stored as; default: "none", out_dtype. "amax": bf16, and the largest number '
         "of each group.", choices=(NONE, *OUTPUTS), default=NONE),
@@ -53,7 +53,7 @@ QUANT_KEYS = (
     Key("transpose", "bool", "out: also the codes of the transpose, in blocks of 128 tokens; mxfp8: in blocks of 32 "
         "tokens, as y lies.", default=False),
     Key("keep", "bool", "out: also y or dz, in bf16.", default=False),
-    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
+    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
     Key("group_alignment", "int", "mxfp8: what the first row of every group is a multiple of, as callers promise: 1 or "
         "128.", minimum=1, default=1),

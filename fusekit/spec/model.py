@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from fusekit.plan.activations import kind as kind_of
-from fusekit.plan.arch import ARCHES
+from fusekit.plan.arch import ARCHES, ARCHITECTURES
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands import BACKWARD, FORWARD, WGRAD
 from fusekit.plan.operands import keys as operand_keys
@@ -104,7 +104,7 @@ class _Kernel:
         """The sweep's choice, such as `128x192-c2x1`; a suffix where the main loop or schedule is not the usual one."""
         (tile_m, tile_n), (cluster_m, cluster_n) = self.tile, self.cluster
         suffix = ""
-        if self.mainloop != default_mainloop(self.tile):
+        if self.mainloop != default_mainloop(self.tile, ARCHITECTURES[self.arch]):
             suffix += "-coop" if self.mainloop == "cooperative" else f"-{self.mainloop}"
         if self.schedule != "static":
             suffix += f"-{self.schedule}"

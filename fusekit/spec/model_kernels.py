@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusekit.errors import SpecError
+from fusekit.plan.arch import DEFAULT
 from fusekit.plan.operands.split import parts
 from fusekit.spec.hf_config import Mlp, Model, Router
 
@@ -18,7 +19,7 @@ class Request:
     """
 
     name: str
-    arch: str = "sm_90a"
+    arch: str = DEFAULT.name
     tokens: int = 8192
     ranks: int = 1
     training: bool = True

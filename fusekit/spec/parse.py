@@ -22,16 +22,20 @@ SOON = 512  # so many are expanded to find more problems, where some are known a
 NOTICED = 8  # of what a sweep leaves out, notices, and combinations in one
 
 
-def parse_file(path: str | os.PathLike[str], namespace: str | None = None) -> tuple[Spec, ...]:
+def parse_file(
+    path: str | os.PathLike[str], namespace: str | None = None, arch: str | None = None
+) -> tuple[Spec, ...]:  # fmt: skip
     """Every kernel of a spec file, sweeps expanded, in file order. Raises SpecError.
 
-    namespace: takes the place of the file's own, if it has one.
+    namespace, arch: instead of the file's own.
     """
     path = Path(path)
-    return parse_text(document.read(path), path.stem, str(path), namespace)
+    return parse_text(document.read(path), path.stem, str(path), namespace, arch)
 
 
-def parse_text(text: str, stem: str, source: str | None = None, namespace: str | None = None) -> tuple[Spec, ...]:
+def parse_text(
+    text: str, stem: str, source: str | None = None, namespace: str | None = None, arch: str | None = None
+) -> tuple[Spec, ...]:  # fmt: skip
     """Like `parse_file`, from the text; `stem` begins the names, `source` is what errors call the file."""
     source = source or f"{stem}.toml"
     if not re.fullmatch(NAME_PATTERN, stem):
@@ -41,7 +45,8 @@ def parse_text(text: str, stem: str, source: str | None = None, namespace: str |
             f"{source}: the file is empty; a spec has schema = {SCHEMA_VERSION} and at least one [[kernel]] table"
         )
     reader = Reader()
-    file = _File(reader, document.parse(text, source), stem, namespace)
+    parsed = document.parse(text, source)
+    file = _File(reader, parsed if arch is None else _for_arch(parsed, arch), stem, namespace)
     try:
         specs = file.expand()
     except TooManyError:
@@ -51,6 +56,18 @@ def parse_text(text: str, stem: str, source: str | None = None, namespace: str |
     for notice in file.notices[:MAX_PROBLEMS]:
         warnings.warn(f"{source}: {notice}", SpecWarning, stacklevel=2)
     return specs
+
+
+def _for_arch(parsed: dict[str, Any], arch: str) -> dict[str, Any]:
+    """The document with `arch` wherever it names an architecture."""
+
+    def changed(table: Any) -> Any:
+        return {**table, "arch": arch} if isinstance(table, dict) and "arch" in table else table
+
+    made = {name: changed(table) for name, table in parsed.items()}
+    if isinstance(kernels := made.get("kernel"), list):
+        made["kernel"] = [changed(table) for table in kernels]
+    return made
 
 
 def _error(source: str, lines: tuple[str, ...], more: str = "") -> SpecError:

@@ -45,7 +45,7 @@ QUANTISE_KEYS = (
         default=False),
     Key("topk", "int", "fp8-block, 1x128: rows of x_q that each row of an x [T, K] becomes; the argument "
         "inverse[T, topk] has their numbers, -1: none. 0: its own row alone.", default=0),
-    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as tensor cores of sm_100a take them.",
+    Key("scale_layout", "choice", "mxfp8: scales row by row, or swizzled as block-scaled tensor cores take them.",
         choices=LAYOUTS, default=LAYOUTS[0]),
     Key("rht_amax", "bool", "amax: also the largest number behind the rotation of 16 tokens.", default=False),
     Key("warps", "int", f"Warps of a thread block: {WARPS}.", minimum=1, default=WARPS, sweep=True),

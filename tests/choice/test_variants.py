@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusekit.choice import tuning
-from fusekit.choice.model import SMS, cost, group_sizes, tile_rows, waves
+from fusekit.choice.model import cost, group_sizes, tile_rows, waves
 from fusekit.choice.variants import choose
 from fusekit.errors import ArgumentError, UsageError
+from fusekit.plan.arch import DEFAULT
 from fusekit.plan.tiles import CLUSTERS, default_mainloop, refusals
 from fusekit.spec import find
 from fusekit.store import NameRecord
@@ -32,6 +33,7 @@ MODELS = {  # case: E, H, I, M
     "gpt-oss-120b": (128, 2880, 2880, 98304),
 }
 # N and K of each kernel of a model, from H and I.
+SMS = DEFAULT.sms
 KERNELS: dict[str, Any] = {
     "fc1": (lambda h, i: (2 * i, h), {}),
     "fc2": (lambda h, i: (h, i), {}),
@@ -160,7 +162,7 @@ def test_rows_of_tiles(sizes: list[int], tile_m: int) -> None:
     for size in sizes:
         for first in range(0, size, tile_m):
             worked.append(64 * math.ceil(min(size - first, tile_m) / 64))
-    each, rows = tile_rows(sizes, tile_m)
+    each, rows = tile_rows(sizes, tile_m, 64)
     assert each * len(sizes) == pytest.approx(len(worked))
     assert rows * max(len(worked), 1) == pytest.approx(sum(worked))
     assert sum(worked) >= sum(sizes)
@@ -176,7 +178,7 @@ def test_group_sizes_stand_for_all_rows(rows: int, groups: int) -> None:
 
 @given(st.floats(0, 1e6))
 def test_waves(tiles: float) -> None:
-    assert max(1, tiles / SMS) <= waves(tiles) <= tiles / SMS + 1
+    assert max(1, tiles / SMS) <= waves(tiles, SMS) <= tiles / SMS + 1
 
 
 def test_a_cost_by_hand() -> None:

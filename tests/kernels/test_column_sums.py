@@ -8,6 +8,7 @@ import pytest
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands import column_sums
 from fusekit.kernels.gemm.operands.column_sums import BOX_UNITS, UNIT, ColumnSums
+from fusekit.kernels.gemm.sm90 import kit
 from tests.plans import gemm_plan
 
 TILE_K = 64
@@ -51,7 +52,7 @@ def test_every_column_is_summed_over_all_tokens(tile, pingpong, tiles_n, monkeyp
     monkeypatch.setattr(column_sums, "Uint32", lambda word: word)
     monkeypatch.setattr(ptx, "unpack_pair", lambda packed, dtype: (packed & 0xFFFF, packed >> 16))
     some = plan(tile, pingpong=pingpong)
-    sums = ColumnSums(some, told(some))
+    sums = ColumnSums(some, told(some), kit)
     sharers = sums.sharers(tiles_n)
     assert sharers <= tiles_n < 2 * sharers or sharers == sums.units
     units = sums.units // sharers

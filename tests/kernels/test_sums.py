@@ -17,6 +17,7 @@ from fusekit.abi import evaluate
 from fusekit.compiler.gemm import signature
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.dbias import Dbias, Shares
+from fusekit.kernels.gemm.sm90 import kit
 from fusekit.spec import parse_text
 from tests.plans import gemm_plan
 
@@ -37,7 +38,7 @@ def dbias(tile=(128, 192), cluster=(1, 1), layout="interleaved"):
         tile=tile, cluster=cluster, glu_layout=layout, backward=True, row_scale=True, dprob=True, dbias=True
     )
     (told,) = (operand for operand in plan.operands if operand.name == "dbias")
-    return Dbias(plan, told)
+    return Dbias(plan, told, kit)
 
 
 @pytest.mark.parametrize(

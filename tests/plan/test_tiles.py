@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusekit.plan import product
 from fusekit.plan.arch.sm_90a import ROW as SM90A
-from fusekit.plan.gemm import CONSUMER_WARPS, MAX_STAGES, MIN_STAGES, WARP
+from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, WARP
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
 from fusekit.spec import parse_file
@@ -30,7 +30,7 @@ from tests.plans import gemm_plan
 def test_known_tiles(tile, mainloop, stages, staging, registers):
     assert default_mainloop(tile) == mainloop
     plan = gemm_plan(tile=tile)
-    assert (plan.stages, plan.warp_bytes * CONSUMER_WARPS, plan.accumulators) == (stages, staging, registers)
+    assert (plan.stages, plan.warp_bytes * plan.consumer_warps, plan.accumulators) == (stages, staging, registers)
     assert accumulators(tile, mainloop) == registers
 
 
@@ -52,7 +52,7 @@ def test_weight_gradients_use_what_a_gemm_does(tile):
 )
 def test_a_backward_epilogue_has_boxes_of_z(tile, glu_layout, recompute, stages, epilogue):
     plan = gemm_plan(tile=tile, glu_layout=glu_layout, backward=True, recompute=recompute)
-    assert (plan.stages, plan.warp_bytes * CONSUMER_WARPS) == (stages, epilogue)
+    assert (plan.stages, plan.warp_bytes * plan.consumer_warps) == (stages, epilogue)
     assert plan.shared.bytes <= SM90A.shared_bytes
 
 
@@ -112,7 +112,7 @@ def test_what_is_not_refused_fits(tile, cluster, mainloop, op, b_major, glu_layo
     if refusals(plan, mainloop):
         return
     assert MIN_STAGES <= plan.stages <= MAX_STAGES
-    assert plan.shared.bytes > plan.stages * plan.stage_bytes + plan.warp_bytes * CONSUMER_WARPS
+    assert plan.shared.bytes > plan.stages * plan.stage_bytes + plan.warp_bytes * plan.consumer_warps
     assert plan.shared.bytes <= SM90A.shared_bytes
     assert plan.stages == MAX_STAGES or plan.layout(plan.stages + 1, plan.warp_bytes).bytes > SM90A.shared_bytes
     assert plan.accumulators <= SM90A.accumulator_registers < SM90A.consumer_registers

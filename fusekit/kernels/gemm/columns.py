@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
-from fusekit.kernels.gemm.sm90.scheduler import blocks_between, column_of
 from fusekit.kernels.quantise import codes
 from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
@@ -39,8 +38,8 @@ class Columns(Operand):
 
     step = 8
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.barrier = plan.first_barrier(told.name)
 
     def view(self, parameter):
@@ -70,11 +69,11 @@ class Columns(Operand):
         if lane == 0:
             idle.ring.free(count)
         while group >= 0:
-            self.ahead_of(idle, row, end, column_of(n_tile), lane)
+            self.ahead_of(idle, row, end, self.kit.column_of(n_tile), lane)
             begin = Int32(0)
             if cutlass.const_expr(self.plan.grouped):
                 offsets = idle.operands.offsets
-                blocks += blocks_between(offsets, idle.extents.rows, counted, group, lane)
+                blocks += self.kit.blocks_between(offsets, idle.extents.rows, counted, group, lane)
                 counted = group
                 if group > 0:
                     begin = cutlass.max(offsets[group - 1], 0)
@@ -82,7 +81,7 @@ class Columns(Operand):
             slabs = ptx.divide(cutlass.min(end - row, SIDE) + (WARP_ROWS - 1), WARP_ROWS)
             cute.arch.mbarrier_wait(idle.shared.barriers + self.barrier, count & 1)
             if row < end:  # else the CTA only helped to load
-                self.tile(idle, Place(block, slabs), column_of(n_tile), lane)
+                self.tile(idle, Place(block, slabs), self.kit.column_of(n_tile), lane)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(idle.shared.barriers + (self.barrier + 1))

@@ -11,7 +11,7 @@ from fusekit.kernels.ptx import exp2_approx, maximum, minimum, reciprocal_approx
 
 __all__ = [
     "LOG2_E", "MIN_POSITIVE", "Float32", "GluScalars", "clamp", "exp2_approx", "gated_derivative", "maximum", "minimum",
-    "reciprocal_approx", "scalars", "sigmoid", "unclamped", "where_at_most", "where_within",
+    "reciprocal_approx", "sigmoid", "unclamped", "where_at_most", "where_within",
 ]  # fmt: skip
 
 LOG2_E = math.log2(math.e)
@@ -24,11 +24,6 @@ class GluScalars:
     def __init__(self, alpha: Float32, limit: Float32, up_offset: Float32) -> None:
         self.alpha, self.limit, self.up_offset = alpha, limit, up_offset
         self.exponent = alpha * Float32(-LOG2_E)  # once a tile, not once an element
-
-
-def scalars(operands) -> tuple:
-    """What an activation takes behind z, or behind gate and up, from a kernel's parameters."""
-    return (GluScalars(*operands.activation),) if hasattr(operands, "activation") else ()
 
 
 def sigmoid(x: Float32, exponent: Float32 | None = None) -> Float32:

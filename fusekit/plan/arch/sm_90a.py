@@ -1,7 +1,7 @@
 """Hopper: H100, H200.
 
 Sources: CUDA C++ Programming Guide, "Compute Capabilities" (227 KiB of shared memory a block, 65536 registers a
-multiprocessor); PTX ISA, "wgmma" (64 rows, N up to 256).
+multiprocessor); PTX ISA, "wgmma" (64 rows, N up to 256). 132 multiprocessors have those with an SXM socket.
 """
 
 from fusekit.plan.arch.base import Architecture
@@ -9,12 +9,17 @@ from fusekit.plan.arch.base import Architecture
 ROW = Architecture(
     name="sm_90a",
     kernels="sm90",
+    sms=132,
     shared_bytes=232448,
     registers=65536,
     accumulator_registers=192,
     splits=((24, 240), (40, 232)),
+    crowd=160,
+    consumer_warpgroups=2,
     mma_rows=64,
+    tile_rows={"pingpong": (64, 128), "cooperative": (128, 256)},
     max_tile_n=256,
     gather_tile_n=192,
     swizzle_bytes=128,
+    default=True,
 )

@@ -41,7 +41,10 @@ class Operand:
     key: ClassVar[Key | None] = None
     on_device: ClassVar[bool] = True  # whether it has a device half
     needs_registers: ClassVar[bool] = False
-    blocks_in_turn: ClassVar[bool] = False  # its code for a 64-row block is long enough to be worth fetching once
+    blocks_in_turn: ClassVar[bool] = False  # its code for a block of rows is long enough to be worth fetching once
+    named_barriers: ClassVar[tuple[str, ...]] = ()  # the sets that it uses; see GemmPlan.named_barrier
+    own_rows_first: ClassVar[bool] = False  # tiles whose rows are the rank's own come first
+    in_parts: ClassVar[bool] = False  # the rows are summed in parts, which a second launch adds up
 
     # For people; none of it reaches a kernel or its key.
     words: ClassVar[Mapping[str, str]] = {}  # what each of its arguments is, for pages and `show`
@@ -94,6 +97,10 @@ class Operand:
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         """Idle warps of the load warpgroup, 2 and 3, that work for it until the tiles are over, so for no other."""
         return ()
+
+    def fourth(self, plan: GemmPlan) -> bool:
+        """Whether a fourth warpgroup works for it, and for no other."""
+        return False
 
     def filling_threads(self, plan: GemmPlan) -> int:
         """Threads of the load warpgroup, whole warps, that fill stages for it and arrive when they have."""

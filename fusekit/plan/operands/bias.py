@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusekit.dtypes import DTYPES
-from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
+from fusekit.plan.gemm import COLUMNS, GemmPlan
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Argument, Operand, by_group
 from fusekit.plan.shared import Region
@@ -11,6 +11,7 @@ from fusekit.plan.shared import Region
 
 class Bias(Operand):
     name, order, epilogues = "bias", 80, (FORWARD,)
+    named_barriers = (COLUMNS,)
     key = Key("bias", "bool", "Adds bias[E, N].", default=False)
     words = {"bias": "Added to every row of a group before the activation."}
     refused = {
@@ -23,7 +24,7 @@ class Bias(Operand):
         return (by_group("bias", "input", plan.dtype, plan, plan.n, DTYPES[plan.dtype].bytes),)
 
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
-        return (Region("bias", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),)
+        return (Region("bias", plan.arch.consumer_warpgroups * plan.tile[1] * 4, 4),)
 
 
 OPERANDS = (Bias(),)

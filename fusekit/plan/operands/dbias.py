@@ -8,7 +8,7 @@ group in their order.
 
 from __future__ import annotations
 
-from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
+from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Expr, Operand, by_group
 from fusekit.plan.operands.recompute import ONLY_BACKWARD
@@ -38,10 +38,10 @@ class Dbias(Operand):
         return dbias(plan)
 
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
-        return (Region("notes", CONSUMER_WARPGROUPS * NOTE_BYTES),)
+        return (Region("notes", plan.arch.consumer_warpgroups * NOTE_BYTES),)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
-        return (4,) * CONSUMER_WARPGROUPS + (1,) * CONSUMER_WARPGROUPS
+        return (4,) * plan.arch.consumer_warpgroups + (1,) * plan.arch.consumer_warpgroups
 
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         """The other one fetches scales of blocks."""

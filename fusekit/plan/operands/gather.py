@@ -48,6 +48,9 @@ class Gather(Operand):
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         return (2,) if plan.relays else ()
 
+    def fourth(self, plan: GemmPlan) -> bool:
+        return True
+
     def dims(self, plan: GemmPlan) -> tuple[Dim, ...]:
         from fusekit.abi import Dim
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
+from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.operands.base import BACKWARD, Argument, Operand, rows
 
 Z, DZ = "preactivation", "dz"
@@ -18,7 +18,7 @@ class SavedPreactivation(Operand):
         return (rows(Z, "input", plan.dtype, plan.z_width),)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
-        return (1,) * (CONSUMER_WARPS * plan.z_boxes)
+        return (1,) * (plan.consumer_warps * plan.z_boxes)
 
 
 class Dz(Operand):

@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fusekit.plan.arch import DEFAULT, Architecture
 from fusekit.plan.gemm import GemmPlan
 from fusekit.plan.keys import Key
 from fusekit.plan.operands.base import BACKWARD, FORWARD, WGRAD, Broken, Expr, Operand
 
-# A part has so many rows at least, and there are at most as many parts as give each of a wave of CTAs one tile.
-ROWS, WAVE, TILE = 512, 132, (128, 192)
+# A part has so many rows at least, and there are at most as many parts as give each multiprocessor one tile.
+ROWS, TILE = 512, (128, 192)
 ONLY_DENSE = "only dense-wgrad takes its rows in parts, not {op}; leave it out"
 TILES: Expr = ["mul", ["ceildiv", "N", TILE[0]], ["ceildiv", "K", TILE[1]]]
-PARTS: Expr = ["max", 1, ["min", ["floordiv", WAVE, TILES], ["ceildiv", "M", ROWS]]]
 
 
 class Split(Operand):
     """It has no argument of its own: the scratch memory is the launcher's."""
 
     name, order, epilogues = "split", 32, (WGRAD,)
+    in_parts = True
     key = Key(
         "split",
         "bool",
@@ -39,14 +40,19 @@ class Split(Operand):
             yield "split", True, ONLY_DENSE.format(op=spec.op)
 
     def scratch(self, plan: GemmPlan) -> tuple[Expr, ...]:
-        return ["mul", PARTS, "N", "K"], ["mul", PARTS, "N"]
+        return ["mul", count(plan.arch), "N", "K"], ["mul", count(plan.arch), "N"]
 
 
-def parts(problem: Mapping[str, int]) -> int:
+def count(arch: Architecture) -> Expr:
+    """How many parts there are."""
+    return ["max", 1, ["min", ["floordiv", arch.sms, TILES], ["ceildiv", "M", ROWS]]]
+
+
+def parts(problem: Mapping[str, int], arch: Architecture = DEFAULT) -> int:
     """In how many parts the rows of a problem M, N, K are taken."""
     from fusekit.abi import evaluate
 
-    return evaluate(PARTS, problem)
+    return evaluate(count(arch), problem)
 
 
 OPERANDS = (Split(),)

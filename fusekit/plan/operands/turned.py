@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
+from fusekit.plan.gemm import FOURTH, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Broken, Constraint, Dim, Expr, Operand, tensor
 from fusekit.plan.quant import CODES, SIDE, quant
 from fusekit.plan.shared import Region
@@ -60,7 +60,7 @@ class YTurned(Operand):
         return Region("turned", plan.out_tile_n * SIDE * 2, 1024), Region("turned_codes", SIDE * SIDE, 1024)
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
-        return () if plan.backward else (CONSUMER_WARPS, 1)
+        return () if plan.backward else (plan.consumer_warps, 1)
 
     def warps(self, plan: GemmPlan) -> tuple[int, ...]:
         return () if plan.backward else (3,)
@@ -71,6 +71,7 @@ class YTurned(Operand):
 
 class DzTurned(Operand):
     name, order, epilogues = "dz_turned", 56, (BACKWARD,)
+    named_barriers = (FOURTH,)
     words = {
         "dz_t": "Codes of the transpose of dz, along the tokens; each group begins at a multiple of 128. mxfp8: as dz "
         "lies.",
@@ -105,7 +106,10 @@ class DzTurned(Operand):
         return (Region("largest", 4 * TURNERS * (plan.sides + 1)),) if squares else ()
 
     def barriers(self, plan: GemmPlan) -> tuple[int, ...]:
-        return CONSUMER_WARPS, TURNERS
+        return plan.consumer_warps, TURNERS
+
+    def fourth(self, plan: GemmPlan) -> bool:
+        return True
 
     def following_warps(self, plan: GemmPlan) -> int:
         return TURNERS

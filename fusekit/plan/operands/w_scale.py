@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusekit.plan.gemm import CONSUMER_WARPGROUPS, GemmPlan
+from fusekit.plan.gemm import COLUMNS, GemmPlan
 from fusekit.plan.operands.base import BACKWARD, FORWARD, Argument, Expr, Operand, by_group, tensor, vector
 from fusekit.plan.quant import ROW, SIDE, quant
 from fusekit.plan.shared import Region
@@ -18,6 +18,7 @@ class WScale(Operand):
     """What a code of w is multiplied by to get the value back."""
 
     name, order, epilogues = "w_scale", 25, (FORWARD, BACKWARD)
+    named_barriers = (COLUMNS,)
     words = {"w_s": "Scales of w: what a code is multiplied by to get the value back."}
 
     def asked(self, spec: Any) -> bool:
@@ -37,7 +38,9 @@ class WScale(Operand):
         return (vector("w_s", "input", "f32", "E" if plan.grouped else 1),)
 
     def regions(self, plan: GemmPlan, stages: int) -> tuple[Region, ...]:
-        return (Region("w_scale", CONSUMER_WARPGROUPS * plan.tile[1] * 4, 4),) if plan.quant.inputs == ROW else ()
+        if plan.quant.inputs != ROW:
+            return ()
+        return (Region("w_scale", plan.arch.consumer_warpgroups * plan.tile[1] * 4, 4),)
 
 
 OPERANDS = (WScale(),)

@@ -1,5 +1,6 @@
-"""The run-time scalars of a gated activation; the drivers hand them to it (`maths.scalars`)."""
+"""The run-time scalars of a gated activation."""
 
+from fusekit.kernels.gemm import maths
 from fusekit.kernels.gemm.operands.base import Operand
 from fusekit.plan.operands.activation import SCALARS
 
@@ -7,3 +8,6 @@ from fusekit.plan.operands.activation import SCALARS
 class Activation(Operand):
     def parameter(self, given):
         return tuple(getattr(given, name) for name in SCALARS)
+
+    def scalars(self, operands) -> tuple:
+        return (maths.GluScalars(*operands.activation),)

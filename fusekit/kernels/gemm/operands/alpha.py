@@ -6,8 +6,8 @@ from fusekit.kernels.gemm.operands.base import Operand
 class Alpha(Operand):
     step = 1
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.by_group = plan.spec.alpha == "group"
 
     def parameter(self, given):

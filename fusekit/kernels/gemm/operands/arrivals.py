@@ -67,6 +67,9 @@ class Arrivals(Operand):
     def parameter(self, given):
         return given.arrivals.iterator
 
+    def source(self, source, operands):
+        return self.kit.OwnRows(source, operands.gather.index, operands.arrivals)
+
     @cute.jit
     def wait(self, arrivals, places: tuple, count: Int32, here: Int32):
         """(the places, -1 for rows that did not come; whether all rows are here). All lanes of a warp.

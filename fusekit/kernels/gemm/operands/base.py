@@ -1,22 +1,29 @@
 """What the drivers of a GEMM kernel call in the device half of an operand, and the structs that travel between them.
 
-    host                  precede | parameter | launch | then
-    consumer warps        begin
+    host                  groups, precede | parameter | launch | then
+    scheduler             source
+    consumer warps        begin, scalars
       each tile           prepare, ahead | main loop | start
         each 16 rows      rows
           each chunk      chunk, scale, accumulate   8 columns of accumulators: scaled and shifted in place
           each box        box                     forward: before the activation
-          each element    output                  forward: behind the activation
+          each element    output                  forward: after the activation
+          each box        result                  forward and weight gradients
           all of them     outputs                 forward
                           gradient                backward: da and the activation's value
-          each unit       take, pack | stage, send, unit
+          each unit       take, pack | stage, z_box, send, unit
           all of them     gradients               backward
         then              rows_end
       then                finish_tile
       after the last      finish
     idle warps            assist
+    fourth warpgroup      fourth
 
-A hook does nothing unless an operand says so; operands are called in the order of their `step`.
+A hook does nothing unless an operand says so; operands are called in the order of their `step`. A main loop or an
+epilogue that reads one operand asks for the one of a role: LEFT and RIGHT, the factors, or BOTH in one where rows are
+the reduction; and STREAMED, z of a backward epilogue.
+
+What differs from architecture to architecture an operand takes from its kit: `fusekit.kernels.gemm.sm90.kit`, for one.
 """
 
 from collections import namedtuple
@@ -80,7 +87,7 @@ class Rows(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """What a warp of the load warpgroup works with."""
+    """What a warp of the load warpgroup, or of the fourth, works with. warp: its number there."""
 
     operands: Any
     shared: Any
@@ -89,13 +96,20 @@ class Idle(NamedTuple):
     warp: Int32
 
 
+LEFT, RIGHT, BOTH, STREAMED = "left", "right", "both", "streamed"  # roles
+
+
 class Operand:
-    """The device half of an operand in one kernel. told: its other half."""
+    """The device half of an operand in one kernel. told: its other half. kit: what its architecture has for operands.
+
+    role: what a driver asks for it as, where it does.
+    """
 
     step = 0  # its place among the hooks of one kind
+    role = ""
 
-    def __init__(self, plan: GemmPlan, told) -> None:
-        self.plan, self.told = plan, told
+    def __init__(self, plan: GemmPlan, told, kit) -> None:
+        self.plan, self.told, self.kit = plan, told, kit
         self.dtype, self.out_dtype = dtype_of(plan.dtype), dtype_of(plan.out_dtype)
 
     def bind(self, halves) -> None:
@@ -104,6 +118,18 @@ class Operand:
     def parameter(self, given):
         """The kernel's parameter, from the launch's arguments: a tensor map, a pointer, numbers; None for none."""
         return
+
+    def groups(self, given):
+        """How many groups of rows there are; None from an operand that makes none."""
+        return
+
+    def source(self, source, operands):
+        """What the scheduler reads the groups' rows from; source: what the operands before say."""
+        return source
+
+    def scalars(self, operands) -> tuple:
+        """What an activation takes after z, or after gate and up, from the kernel's parameters."""
+        return ()
 
     def precede(self, given, groups, stream) -> None:
         """On the host: launches that go before the kernel's. groups: of the kernel, None for one."""
@@ -150,6 +176,12 @@ class Operand:
         """Stores what it has in the accumulator chunks `sources`; how many boxes. number: of its first one."""
         return 0
 
+    def result(self, values, box: int, number: int, where, work: Work, boxes) -> int:
+        """Stores box `box` of the outputs; how many boxes. values: (chunk, r) in order, packed, or two float32; of a
+        weight gradient always these. where: Rows, or of a weight gradient (column, row, group). number: of its first.
+        """
+        return 0
+
     def output(self, value, mine, r: int):
         """An output, in the lane's row `r` of two."""
         return value
@@ -175,6 +207,9 @@ class Operand:
     def stage(self, number, outputs, work: Work) -> Any:
         """Writes the packed outputs of unit `number` into a box; which it is. All lanes."""
 
+    def z_box(self, box, where, work: Work) -> None:
+        """Stores a unit's box of z, which has dz in it, to the coordinates `where`; one lane."""
+
     def send(self, staged, unit: int, rows: Rows, work: Work) -> None:
         """Starts the store of what was staged; one lane."""
 
@@ -192,6 +227,9 @@ class Operand:
 
     def assist(self, idle: Idle) -> None:
         """What idle warps do; all warps of the load warpgroup."""
+
+    def fourth(self, idle: Idle) -> None:
+        """What the fourth warpgroup does; all its warps."""
 
 
 def struct(name: str, fields) -> Any:

@@ -5,11 +5,7 @@ from cutlass import Float32, Int32, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
-
-
-def bias_barrier(warpgroup: Int32) -> Int32:
-    """Named barrier of one consumer warpgroup."""
-    return warpgroup + 3
+from fusekit.plan.gemm import COLUMNS
 
 
 class Columns(Operand):
@@ -27,7 +23,8 @@ class Columns(Operand):
         """The tile's numbers into shared memory, zero beyond N."""
         tile_n, threads = self.plan.tile[1], self.plan.arch.warpgroup
         numbers, n = getattr(work.operands, self.name), work.extents.n
-        cute.arch.barrier(barrier_id=bias_barrier(work.warpgroup), number_of_threads=threads)
+        barrier = work.warpgroup + self.plan.named_barrier(COLUMNS)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
         for step in cutlass.range_constexpr((tile_n + threads - 1) // threads):
             column = work.thread + step * threads
             if column < tile_n:
@@ -36,7 +33,7 @@ class Columns(Operand):
                 if source < n:
                     value = Float32(numbers[cutlass.Int64(tile.group) * n + source])
                 own[column] = value
-        cute.arch.barrier(barrier_id=bias_barrier(work.warpgroup), number_of_threads=threads)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
     def column_of(self, column: Int32, n_tile: Int32, half_n: Int32) -> Int32:
         """Column of the product in memory for column `column` of the tile."""

@@ -3,7 +3,6 @@
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels.gemm.parts import GroupSums
-from fusekit.kernels.gemm.sm90.scheduler import blocks_between
 from fusekit.plan.quant import SIDE
 
 
@@ -17,4 +16,6 @@ class BlockSums(GroupSums):
 
     def first(self, begin: Int32, group: Int32, offsets, rows: Int32) -> Int32:
         """Blocks are counted as those of the transpose."""
-        return Int32(0) if offsets is None else blocks_between(offsets, rows, Int32(0), group, cute.arch.lane_idx())
+        if offsets is None:
+            return Int32(0)
+        return self.kit.blocks_between(offsets, rows, Int32(0), group, cute.arch.lane_idx())

@@ -8,10 +8,8 @@ from cutlass import Int32, Int64, cute
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.floats import multiply
 from fusekit.kernels.gemm.operands.base import Operand
-from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
-from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.kernels.quantise import codes
-from fusekit.plan.gemm import BIG, WARP_ROWS
+from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.quant import SIDE
 
 CHUNKS = SIDE // 8  # of a block
@@ -31,9 +29,9 @@ class Codes(Operand):
 
     step = 7
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
-        self.staging = StagingBoxes(plan)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
+        self.staging = kit.StagingBoxes(plan)
 
     def view(self, parameter):
         return CodedRows(ptx.descriptor_address(parameter.codes), parameter.scales, parameter.stride)
@@ -58,7 +56,8 @@ class Codes(Operand):
         if cutlass.const_expr(first):  # the boxes before have left
             self.staging.acquire_all()
         (write_four if four else write)(pairs, inverses, box)
-        self.staging.send(box, target.codes, place(column, rows), False)
+        where = self.kit.ragged_place(column, rows.end - rows.row, rows.end)
+        self.staging.send(box, target.codes, where, False)
 
     def scales_of(self, pairs):
         """Of a lane's two rows: scales, and their reciprocals."""
@@ -71,7 +70,7 @@ class Codes(Operand):
 
 class YCodes(Codes):
     def parameter(self, given):
-        return coded_rows(given.y_q, given.y_s)
+        return coded_rows(self.kit, given.y_q, given.y_s)
 
     def outputs(self, words, rows, work, state) -> None:
         width = work.extents.half_n if self.plan.halved else work.extents.n
@@ -85,7 +84,7 @@ class DzCodes(Codes):
     """Of both halves of dz, gates and ups, in the order in which they lie in it."""
 
     def parameter(self, given):
-        return coded_rows(given.dz_q, given.dz_s)
+        return coded_rows(self.kit, given.dz_q, given.dz_s)
 
     def gradients(self, made, rows, work) -> None:
         layout, tile_n, n = self.plan.glu_layout, self.plan.tile[1], work.extents.n
@@ -102,14 +101,10 @@ class DzCodes(Codes):
             self.block(mine, box, extent, rows, work.operands.dz_codes, block == 0, four, whole)
 
 
-def coded_rows(codes_, scales) -> CodedRows:
+def coded_rows(kit, codes_, scales) -> CodedRows:
     """The parameter."""
-    return CodedRows(ragged_map(store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(scales.stride[0]))
-
-
-def place(column: Int32, rows):
-    """Coordinates of a box of codes."""
-    return (column, BIG - (rows.end - rows.row), BIG, rows.end)
+    descriptor = kit.ragged_map(kit.store_op(), codes_, (SIDE, WARP_ROWS))
+    return CodedRows(descriptor, scales.iterator, Int64(scales.stride[0]))
 
 
 def row_scales(pairs, rule: str):

@@ -15,8 +15,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
-from fusekit.kernels.gemm.sm90.main_loop import release
-from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import BOX
 
 UNIT = 8  # columns
@@ -29,8 +27,8 @@ class ColumnSums(Operand):
 
     step = 1
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.first, self.warps = told.warps(plan)[0], told.reading_warps(plan)
         self.units = plan.tile[0] // UNIT // self.warps  # for each warp, if one tile has to sum them all
         self.stage_bytes = plan.tile[0] * plan.arch.swizzle_bytes
@@ -76,7 +74,7 @@ class ColumnSums(Operand):
             if lane == 0:
                 ring.free(count)
             sums.fill(0.0)
-            part = column_of(n_tile)
+            part = self.kit.column_of(n_tile)
             token, unit = self.of_lane(lane, part * self.warps + warp, units)
             start = idle.shared.x.toint() + ptx.divide(unit, BOX_UNITS) * self.box_bytes
             left = end - row
@@ -85,7 +83,7 @@ class ColumnSums(Operand):
                 if part < sharers:
                     self.add(sums, start + stage * self.stage_bytes, token, unit & (BOX_UNITS - 1), units)
                 cute.arch.sync_warp()
-                release(plan, empty + stage, lane)
+                self.kit.release(plan, empty + stage, lane)
                 left -= plan.tile_k
                 stage += 1
                 if stage == plan.stages:

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Rows, Tile, Work
 from fusekit.kernels.gemm.parts import GroupSums
-from fusekit.plan.gemm import CONSUMER_WARPGROUPS, WARP_ROWS
+from fusekit.plan.gemm import WARP_ROWS
 from fusekit.plan.operands.dbias import NOTE_BYTES
 
 ROW_BITS = (16, 8, 4)  # of the lane: they tell the eight rows of an accumulator fragment apart
@@ -82,8 +82,8 @@ class Shares:
 class Dbias(GroupSums):
     step = 1
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.block = plan.warpgroup_rows
         self.barrier = plan.first_barrier("dbias")
         self.columns_at = plan.z_bytes  # in a warp's staging: its sums of columns
@@ -121,7 +121,7 @@ class Dbias(GroupSums):
         return shared.barriers + self.barrier
 
     def empty(self, shared):
-        return shared.barriers + (self.barrier + CONSUMER_WARPGROUPS)
+        return shared.barriers + (self.barrier + self.plan.arch.consumer_warpgroups)
 
     def start(self, tile, work: Work, own):
         """Where a warp keeps its sums over rows, at zero."""

@@ -27,7 +27,6 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Extents, Idle, Operand, struct
-from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import BOX, GATHER_WARPS
 
 WARP = 32
@@ -43,8 +42,8 @@ class Gather(Operand):
 
     step = 10  # its warp is idle when the others have what they need of it
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.wgrad = plan.wgrad
         width = plan.tile[plan.gathered_side]
         self.height = plan.tile_k if self.wgrad else width  # rows of a stage
@@ -69,9 +68,14 @@ class Gather(Operand):
     def view(self, parameter):
         return None
 
+    def fourth(self, idle: Idle) -> None:
+        """A gathering warp; all its lanes."""
+        arrivals = None if self.arrivals is None else idle.operands.arrivals
+        self.run(idle.operands.gather, arrivals, idle.shared, idle.ring, idle.extents, idle.warp)
+
     @cute.jit
-    def run(self, gathered, arrivals, shared, stages, ring, extents: Extents, warp: Int32):
-        """A gathering warp, the `warp`-th of them; all its lanes. arrivals: None where all rows are here."""
+    def run(self, gathered, arrivals, shared, ring, extents: Extents, warp: Int32):
+        """Its program, until the tiles are over. arrivals: None where all rows are here."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         stage = Int32(0)
@@ -79,7 +83,7 @@ class Gather(Operand):
         row, end, n_tile, group, m_tile = self.tile(ring, count, lane)
         numbers = self.first_numbers(gathered, row, end, warp, lane)
         here = Int32(0)  # whether all rows are, as far as the warp knows
-        landed = shared.landed if cutlass.const_expr(self.plan.relays) else stages.full
+        landed = shared.landed if cutlass.const_expr(self.plan.relays) else shared.stages_full
         while group >= 0:
             steps = self.steps(row, end, extents)
             before = cutlass.max(steps - AHEAD, 0)
@@ -88,11 +92,11 @@ class Gather(Operand):
                 numbers, here = self.arrivals.wait(arrivals, numbers, gathered.count, here)
             state = self.begin_tile(gathered, numbers, column, lane)
             place = (row, end, column, self.columns(extents) - column, warp, lane, landed)
-            state, stage, phase = self.copy_stages(gathered, state, Int32(0), before, stages, stage, phase, place)
+            state, stage, phase = self.copy_stages(gathered, state, Int32(0), before, shared, stage, phase, place)
             count += 1
             row, end, n_tile, group, m_tile = self.tile(ring, count, lane)
             numbers = self.first_numbers(gathered, row, end, warp, lane)
-            state, stage, phase = self.copy_stages(gathered, state, before, steps, stages, stage, phase, place)
+            state, stage, phase = self.copy_stages(gathered, state, before, steps, shared, stage, phase, place)
 
     @cute.jit
     def tile(self, ring, count: Int32, lane: Int32):
@@ -186,7 +190,7 @@ class Gather(Operand):
         if not self.wgrad:
             return start
         return start + (
-            column_of(n_tile) * self.plan.tile[1] if self.plan.gathered_side else m_tile * self.plan.tile[0]
+            self.kit.column_of(n_tile) * self.plan.tile[1] if self.plan.gathered_side else m_tile * self.plan.tile[0]
         )
 
     def columns(self, extents: Extents):
@@ -194,20 +198,20 @@ class Gather(Operand):
         return extents.n if self.plan.gathered_side else extents.k
 
     @cute.jit
-    def copy_stages(self, gathered, state, first, last, stages, stage, phase, place):
+    def copy_stages(self, gathered, state, first, last, shared, stage, phase, place):
         """Start the copies of a tile's stages [first, last)."""
         row, end, column, left, warp, lane, landed = place
         for step in cutlass.range(first, last, unroll=1):
             if cutlass.const_expr(self.wgrad):
                 later = self.numbers(gathered, row + (step + AHEAD) * self.height, end, warp, lane)
                 rows = self.addressed(gathered, state[1:], column)
-                cute.arch.mbarrier_wait(stages.empty + stage, phase)
-                self.copy(rows, left, stages, stage, warp, lane)
+                cute.arch.mbarrier_wait(shared.stages_empty + stage, phase)
+                self.copy(rows, left, shared, stage, warp, lane)
                 cute.arch.cp_async_mbarrier_arrive_noinc(landed + stage)
                 state = (*later, *self.lane_rows(gathered, state[:1], lane))
             else:
-                cute.arch.mbarrier_wait(stages.empty + stage, phase)
-                self.copy(state, left - step * self.plan.tile_k, stages, stage, warp, lane)
+                cute.arch.mbarrier_wait(shared.stages_empty + stage, phase)
+                self.copy(state, left - step * self.plan.tile_k, shared, stage, warp, lane)
                 cute.arch.cp_async_mbarrier_arrive_noinc(landed + stage)
                 state = (state[0], *(ptx.advance(address, ROW_BYTES) for address in state[1:]))
             stage += 1
@@ -216,10 +220,10 @@ class Gather(Operand):
                 phase ^= 1
         return state, stage, phase
 
-    def copy(self, rows, left, stages, stage, warp, lane) -> None:
+    def copy(self, rows, left, shared, stage, warp, lane) -> None:
         """Start the warp's copies of a stage; left: columns of the tensor from the lane's first on."""
         unit, group = lane & (UNITS - 1), lane >> 3
-        destination = (stages.w if self.plan.gathered_side else stages.x).toint() + stage * self.stage_bytes
+        destination = (shared.w if self.plan.gathered_side else shared.x).toint() + stage * self.stage_bytes
         even = destination + warp * (self.share * ROW_BYTES) + group * ROW_BYTES + (unit ^ group) * 16
         odd = even ^ 64
         flags = [ptx.all_unless_above(rows[0], left, box * BOX) for box in range(self.boxes)]

@@ -2,13 +2,10 @@
 
 from typing import NamedTuple
 
-import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand, dtype_of, struct
-from fusekit.kernels.gemm.sm90.boxes import Boxes
-from fusekit.kernels.gemm.sm90.maps import box_map, load_map, load_op, ragged_map, store_op, swizzled
+from fusekit.kernels.gemm.operands.base import BOTH, Operand, dtype_of, struct
 from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
@@ -22,51 +19,81 @@ class Factors(NamedTuple):
 class TokenRows(Operand):
     """Columns of dy and of x, in boxes of 64 columns by 64 tokens that end with the group."""
 
+    role = BOTH
+
     def parameter(self, given):
         if self.plan.quant:
-            atoms = [swizzled(dtype_of(dtype), self.plan.tile_k) for dtype in self.plan.factors]
+            atoms = [self.kit.swizzled(dtype_of(dtype), self.plan.tile_k) for dtype in self.plan.factors]
             boxes = [(tile // self.plan.cluster_size, self.plan.tile_k) for tile in self.plan.tile]
             pairs = zip((given.dy_t, given.x_t), boxes, atoms, strict=True)
-            return Factors(*[load_map(tensor, box, atom) for tensor, box, atom in pairs])
+            return Factors(*[self.kit.load_map(tensor, box, atom) for tensor, box, atom in pairs])
         box = (BOX, self.plan.tile_k)
         if self.plan.gathers:
             other = "x" if self.plan.gather == "dy" else "dy"
-            return struct("Factor", [(other, ragged_map(load_op(), getattr(given, other), box))])
-        return Factors(ragged_map(load_op(), given.dy, box), ragged_map(load_op(), given.x, box))
+            return struct("Factor", [(other, self.ragged_map(getattr(given, other), box))])
+        return Factors(self.ragged_map(given.dy, box), self.ragged_map(given.x, box))
+
+    def ragged_map(self, tensor, box):
+        return self.kit.ragged_map(self.kit.load_op(), tensor, box)
+
+    def extents(self, given) -> tuple:
+        """Tokens, columns and rows of dw."""
+        if self.plan.quant:
+            return given.dy_t.shape[1], given.x_t.shape[0], given.dy_t.shape[0]
+        return (given.index if self.plan.gathers else given.dy).shape[0], given.x.shape[1], given.dy.shape[1]
+
+    def descriptors(self, operands) -> list:
+        """Addresses of the tensor maps of dy and x; None for the one that is gathered."""
+        names, maps = ("dy", "x"), operands.token_rows
+        return [None if name == self.plan.gather else ptx.descriptor_address(getattr(maps, name)) for name in names]
 
     def view(self, parameter):
         return None
 
-    def boxes(self, descriptor, destination, barrier, column, width: int, rows) -> Boxes:
+    def boxes(self, descriptor, destination, barrier, column, width: int, rows):
         """A stage of `width` columns from `column` on; rows: coordinates behind that of the column."""
         starts = [column + first for first in range(0, width, BOX)]
-        return Boxes(descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows))
+        return self.kit.Boxes(
+            descriptor, destination, barrier, starts, BOX * self.plan.tile_k, lambda start: (start, *rows)
+        )
 
-    def blocks(self, descriptor, destination, barrier, column, width: int, token) -> Boxes:
+    def blocks(self, descriptor, destination, barrier, column, width: int, token):
         """A stage of `width` columns from `column` on, of codes from token `token` on."""
         height = width // self.plan.cluster_size
         starts = [column + first for first in range(0, width, height)]
-        return Boxes(descriptor, destination, barrier, starts, height * self.plan.tile_k, lambda start: (token, start))
+        return self.kit.Boxes(
+            descriptor, destination, barrier, starts, height * self.plan.tile_k, lambda start: (token, start)
+        )
 
 
 class Dw(Operand):
     """Boxes of dw[group], or of dw; its parts are stored without a tensor map, whose address had to be known."""
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
-        self.single = self.out_dtype is cutlass.Float32
-        self.columns = plan.box(plan.tile[1], plan.epilogue_box // 2 if self.single else plan.epilogue_box)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
+        self.columns = plan.result_box(plan.tile[1])
 
     def parameter(self, given):
-        if self.plan.has("split"):
+        if self.plan.in_parts:
             return None
         view = cute.make_tensor(
             given.dw.iterator, cute.select(given.dw.layout, [2, 1, 0] if self.plan.grouped else [1, 0])
         )
-        return box_map(store_op(), view, (self.columns, WARP_ROWS))
+        return self.kit.box_map(self.kit.store_op(), view, (self.columns, WARP_ROWS))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)
+
+    def result(self, values, box: int, number: int, where, work, boxes) -> int:
+        if self.plan.in_parts:
+            return 0
+        if not boxes.single:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [ptx.pack_pair(low, high, self.out_dtype) for low, high in pairs]
+        boxes.store_values(
+            number, self.columns, values, work.operands.dw, self.place(*where), work.staging, self.plan.adds
+        )
+        return 1
 
     def place(self, column, row, group):
         """Coordinates of a box."""

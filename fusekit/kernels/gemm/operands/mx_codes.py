@@ -5,7 +5,6 @@ from cutlass import Int32, Int64, Uint32, cute
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.operands import codes as blocks
 from fusekit.kernels.gemm.operands.codes import CodedRows
-from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
 from fusekit.kernels.quantise import codes
 from fusekit.kernels.quantise.mx import MX_BLOCKS, atom
 from fusekit.plan.gemm import WARP, WARP_ROWS
@@ -41,17 +40,17 @@ class MxCodes(blocks.Codes):
 
 class YMxCodes(MxCodes, blocks.YCodes):
     def parameter(self, given):
-        return coded_rows(given.y_q, given.y_s)
+        return coded_rows(self.kit, given.y_q, given.y_s)
 
 
 class DzMxCodes(MxCodes, blocks.DzCodes):
     def parameter(self, given):
-        return coded_rows(given.dz_q, given.dz_s)
+        return coded_rows(self.kit, given.dz_q, given.dz_s)
 
 
-def coded_rows(codes_, scales) -> CodedRows:
+def coded_rows(kit, codes_, scales) -> CodedRows:
     """The parameter; `stride` is not read."""
-    return CodedRows(ragged_map(store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(0))
+    return CodedRows(kit.ragged_map(kit.store_op(), codes_, (SIDE, WARP_ROWS)), scales.iterator, Int64(0))
 
 
 def place(scales: Int64, row: Int32, across: Int32, step: Int32) -> Int64:

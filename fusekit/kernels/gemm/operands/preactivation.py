@@ -2,20 +2,19 @@
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
-from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
-from fusekit.plan.gemm import BIG, WARP_ROWS
+from fusekit.plan.gemm import WARP_ROWS
 
 
 class Preactivation(Operand):
     step = 3
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.concat = plan.halved and plan.glu_layout == "concat"
         self.columns = plan.box(plan.tile[1] // 2 if self.concat else plan.tile[1])
 
     def parameter(self, given):
-        return ragged_map(store_op(), given.preactivation, (self.columns, WARP_ROWS), self.concat)
+        return self.kit.ragged_map(self.kit.store_op(), given.preactivation, (self.columns, WARP_ROWS), self.concat)
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)
@@ -46,5 +45,5 @@ class Preactivation(Operand):
             half = tile_n // 2
             side = first // half
             column = rows.n_tile * half + first - side * half
-            return (column, BIG - (rows.end - rows.row), side, BIG, rows.end)
-        return (rows.n_tile * tile_n + first, BIG - (rows.end - rows.row), BIG, rows.end)
+            return self.kit.ragged_place(column, rows.end - rows.row, rows.end, side)
+        return self.kit.ragged_place(rows.n_tile * tile_n + first, rows.end - rows.row, rows.end)

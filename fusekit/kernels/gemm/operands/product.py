@@ -1,45 +1,54 @@
 """The factors of a GEMM, its result, and the groups' end rows."""
 
-import cutlass
 from cutlass import cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Operand, dtype_of
-from fusekit.kernels.gemm.sm90.boxes import Boxes
-from fusekit.kernels.gemm.sm90.maps import load_map, not_empty, ragged_map, store_op, swizzled
-from fusekit.plan.gemm import BIG, BOX, WARP_ROWS
+from fusekit.kernels.gemm.operands.base import LEFT, RIGHT, Operand, dtype_of
+from fusekit.plan.gemm import BOX, WARP_ROWS
 
 
 class X(Operand):
     """Rows of x, from a tile's first one on."""
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    role = LEFT
+
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.dtype = dtype_of(plan.factors[0])
         self.height = plan.tile[0] // plan.cluster_size  # of a box
 
     def parameter(self, given):
         if self.plan.gathers:
             return None
-        x = given.x if self.plan.skip_if_zero else not_empty(given.x)
-        return load_map(x, (self.height, self.plan.tile_k), swizzled(self.dtype, self.plan.tile_k))
+        x = given.x if self.plan.skip_if_zero else self.kit.not_empty(given.x)
+        return self.kit.load_map(x, (self.height, self.plan.tile_k), self.kit.swizzled(self.dtype, self.plan.tile_k))
 
     def view(self, parameter):
         return None
 
-    def boxes(self, descriptor, stages, stage, k_tile, row) -> Boxes:
+    def extents(self, given) -> tuple:
+        """Rows, and elements of a row."""
+        return (given.index if self.plan.gathers else given.x).shape[0], given.x.shape[1]
+
+    def descriptor(self, operands):
+        """Its tensor map's address; None where its rows are gathered."""
+        return None if self.plan.gathers else ptx.descriptor_address(operands.x)
+
+    def boxes(self, descriptor, stages, stage, k_tile, row):
         """A stage of x from row `row` on."""
         tile_m, tile_k = self.plan.tile[0], self.plan.tile_k
         destination, barrier, k = stages.x + stage * (tile_m * tile_k), stages.full + stage, k_tile * tile_k
         starts = [row + first for first in range(0, tile_m, self.height)]
-        return Boxes(descriptor, destination, barrier, starts, self.height * tile_k, lambda start: (k, start))
+        return self.kit.Boxes(descriptor, destination, barrier, starts, self.height * tile_k, lambda start: (k, start))
 
 
 class W(Operand):
     """Columns of w[group]; behind a gated activation's concatenated halves, of either half."""
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    role = RIGHT
+
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.dtype = dtype_of(plan.factors[1])
         self.n_major = plan.b_major == "n"
         self.concat = plan.halved and plan.glu_layout == "concat"
@@ -49,10 +58,14 @@ class W(Operand):
     def parameter(self, given):
         w, _ = self.view_nke(given.w)
         box = (self.width, self.plan.tile_k, *([1] if self.plan.grouped else []))
-        return load_map(w, box, swizzled(self.dtype, self.plan.tile_k, n_major=self.n_major))
+        return self.kit.load_map(w, box, self.kit.swizzled(self.dtype, self.plan.tile_k, n_major=self.n_major))
 
     def view(self, parameter):
         return None
+
+    def columns(self, given):
+        """Columns of the product."""
+        return self.view_nke(given.w)[1]
 
     def view_nke(self, w):
         """w viewed as [N, K, E], [N, K] when dense, whatever its layout in memory; and N."""
@@ -62,7 +75,11 @@ class W(Operand):
             layout = cute.select(w.layout, [1, 0] if self.n_major else [0, 1])
         return cute.make_tensor(w.iterator, layout), layout.shape[0]
 
-    def boxes(self, descriptor, stages, stage, k_tile, columns) -> Boxes:
+    def descriptor(self, operands):
+        """Its tensor map's address."""
+        return ptx.descriptor_address(operands.w)
+
+    def boxes(self, descriptor, stages, stage, k_tile, columns):
         """A stage of w; columns: (tile along N, half of N, group)."""
         n_tile, half_n, group = columns
         tile_n, tile_k = self.plan.tile[1], self.plan.tile_k
@@ -78,26 +95,33 @@ class W(Operand):
         def place(start):
             return (start, k, *behind) if self.n_major else (k, start, *behind)
 
-        return Boxes(descriptor, destination, barrier, starts, self.width * tile_k, place)
+        return self.kit.Boxes(descriptor, destination, barrier, starts, self.width * tile_k, place)
 
 
 class Y(Operand):
     """The result of a forward epilogue, in boxes of `columns`."""
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
-        single = self.out_dtype is cutlass.Float32
-        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if single else plan.epilogue_box)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
+        self.columns = plan.result_box(plan.out_tile_n)
 
     def parameter(self, given):
-        return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))
+        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, WARP_ROWS))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)
 
+    def stored_boxes(self) -> int:
+        return self.plan.out_tile_n // self.columns
+
+    def result(self, values, box: int, number: int, where, work, boxes) -> int:
+        boxes.store_values(number, self.columns, values, work.operands.y, self.place(box, where), work.staging)
+        return 1
+
     def place(self, box: int, rows):
         """Coordinates of a box."""
-        return (rows.n_tile * self.plan.out_tile_n + box * self.columns, BIG - (rows.end - rows.row), BIG, rows.end)
+        column = rows.n_tile * self.plan.out_tile_n + box * self.columns
+        return self.kit.ragged_place(column, rows.end - rows.row, rows.end)
 
 
 class Offsets(Operand):
@@ -105,3 +129,9 @@ class Offsets(Operand):
 
     def parameter(self, given):
         return given.offsets.iterator
+
+    def groups(self, given):
+        return given.offsets.shape[0]
+
+    def source(self, source, operands):
+        return operands.offsets

@@ -2,21 +2,19 @@
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
-from fusekit.kernels.gemm.sm90.maps import ragged_map, store_op
-from fusekit.kernels.gemm.sm90.staging import StagingBoxes
-from fusekit.plan.gemm import BIG, OUTPUT_BOXES, WARP_ROWS
+from fusekit.plan.gemm import OUTPUT_BOXES, WARP_ROWS
 
 
 class Recompute(Operand):
     step = 6
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.columns = plan.epilogue_box
-        self.staging = StagingBoxes(plan)
+        self.staging = kit.StagingBoxes(plan)
 
     def parameter(self, given):
-        return ragged_map(store_op(), given.y, (self.columns, WARP_ROWS))
+        return self.kit.ragged_map(self.kit.store_op(), given.y, (self.columns, WARP_ROWS))
 
     def view(self, parameter):
         return ptx.descriptor_address(parameter)
@@ -30,5 +28,6 @@ class Recompute(Operand):
         return box
 
     def send(self, staged, unit: int, rows, work) -> None:
-        where = (rows.n_tile * self.plan.tile[1] + unit * self.columns, BIG - (rows.end - rows.row), BIG, rows.end)
+        column = rows.n_tile * self.plan.tile[1] + unit * self.columns
+        where = self.kit.ragged_place(column, rows.end - rows.row, rows.end)
         ptx.tma_store(work.operands.recompute, staged, where)

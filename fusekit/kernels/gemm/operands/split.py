@@ -9,32 +9,33 @@ from cutlass import Float32, Int32, Int64, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.parts import THREADS, VECTOR, WIDTH, Parts, sum_of_parts
-from fusekit.plan.operands.split import ROWS, TILE, WAVE
+from fusekit.plan.operands.split import ROWS, TILE
 
 
 class Split(Parts):
-    def count(self, given):
-        """How many parts there are; see `fusekit.plan.operands.split`."""
+    def groups(self, given):
+        """How many parts there are, each a group; see `fusekit.plan.operands.split`."""
         n, k = given.dy.shape[1], given.x.shape[1]
         tiles = Int64((n + (TILE[0] - 1)) // TILE[0]) * Int64((k + (TILE[1] - 1)) // TILE[1])
-        most = cutlass.min(Int64(WAVE) // tiles, Int64((given.x.shape[0] + (ROWS - 1)) // ROWS))
+        most = cutlass.min(Int64(self.plan.arch.sms) // tiles, Int64((given.x.shape[0] + (ROWS - 1)) // ROWS))
         return Int32(cutlass.max(most, Int64(1)))
 
     def dbias(self, given):
         """dbias of the first part."""
         return self.parts(given) + Int64(given.dy.shape[1]) * given.x.shape[1]
 
-    def store_part(self, acc, base: int, width: int, where, work) -> None:
-        """A warp's 16 rows of `width` columns, whose accumulators start at `base`; of both there is a multiple of 8."""
+    def result(self, values, box: int, number: int, where, work, boxes) -> int:
+        """A warp's 16 rows of a box; of rows and columns there is a multiple of 8."""
         column, row, part = where
         n, k, lane = work.extents.k, work.extents.n, cute.arch.lane_idx()
         place = Int64(part) * n * (k + 1) + Int64(row + (lane >> 2)) * k + (column + (lane & 3) * 2)
         for r in range(2):
             first = work.operands.split.toint() + (place + r * 8 * Int64(k)) * 4
-            for chunk in range(width // 8):
-                words = [lanes.bits_of(acc[base + chunk * 4 + r * 2 + c]) for c in range(2)]
+            for chunk in range(len(values) // 4):
+                words = [lanes.bits_of(values[chunk * 4 + r * 2 + c]) for c in range(2)]
                 there = (row + r * 8 < n) & (column + chunk * 8 < k)
                 lanes.store(first, words, 8, there, chunk * 32)
+        return 0
 
     def then(self, given, parts, stream) -> None:
         n, k = given.dy.shape[1], given.x.shape[1]

@@ -8,7 +8,6 @@ from cutlass import Int32, Int64, cute
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand
 from fusekit.kernels.gemm.operands.x_scale import arrive_when_copied, copy_async
-from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.token_scales import stage_bytes
 from fusekit.plan.operands.x_scale import w_scales
@@ -42,7 +41,7 @@ class TokenScales(Operand):
             if lane == 0:
                 idle.ring.free(count)
             while group >= 0:
-                columns = (m_tile * plan.tile[0] + lane * FOUR, column_of(n_tile) * plan.tile[1] + lane * PAIR)
+                columns = (m_tile * plan.tile[0] + lane * FOUR, self.kit.column_of(n_tile) * plan.tile[1] + lane * PAIR)
                 for step in cutlass.range(ptx.divide(end - row + (plan.tile_k - 1), plan.tile_k), unroll=1):
                     cute.arch.mbarrier_wait(idle.shared.stages_empty + stage, phase)
                     self.fetch(idle, first + step, columns, idle.shared.scales.toint() + stage * stage_bytes(plan))

@@ -14,13 +14,10 @@ from cutlass import Float32, Int32, Uint32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm.columns import SLABS, Columns, Place, Turned
-from fusekit.kernels.gemm.operands.base import Idle
+from fusekit.kernels.gemm.operands.base import STREAMED, Idle
 from fusekit.kernels.gemm.operands.codes import in_order
-from fusekit.kernels.gemm.operands.saved_preactivation import z_place
-from fusekit.kernels.gemm.sm90.maps import box_map, not_empty, store_op
-from fusekit.kernels.gemm.sm90.staging import StagingBoxes
 from fusekit.kernels.quantise import codes
-from fusekit.plan.gemm import CONSUMER_WARPS, WARP, WARP_ROWS
+from fusekit.plan.gemm import FOURTH, WARP, WARP_ROWS
 from fusekit.plan.operands.turned import TURNERS
 from fusekit.plan.quant import SIDE
 
@@ -28,7 +25,6 @@ UNIT = 8  # tokens in 16 bytes
 LINE = SIDE * 2  # bytes of a column
 SLAB = WARP_ROWS * 2  # bytes of a column of a warp's 16 tokens
 TURNED_TOKENS = 2 * WARP_ROWS  # of a column, whose codes take the place of 16 tokens
-FOURTH = 6  # named barrier of the fourth warpgroup
 
 
 class YTurned(Columns):
@@ -36,7 +32,7 @@ class YTurned(Columns):
 
     def parameter(self, given):
         box = (TURNED_TOKENS, WARP) if self.plan.backward else (SIDE, SIDE)
-        return Turned(turned_map(self.plan, given.y_t, box), given.y_ts.iterator)
+        return Turned(turned_map(self.kit, self.plan, given.y_t, box), given.y_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -119,12 +115,16 @@ class YTurned(Columns):
 class DzTurned(Columns):
     """The fourth warpgroup of a backward kernel."""
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
-        self.staging = StagingBoxes(plan)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
+        self.staging = kit.StagingBoxes(plan)
+        self.meeting = plan.named_barrier(FOURTH)
+
+    def bind(self, halves) -> None:
+        self.z = next(half for half in halves.values() if half.role == STREAMED)
 
     def parameter(self, given):
-        return Turned(turned_map(self.plan, given.dz_t, (TURNED_TOKENS, WARP)), given.dz_ts.iterator)
+        return Turned(turned_map(self.kit, self.plan, given.dz_t, (TURNED_TOKENS, WARP)), given.dz_ts.iterator)
 
     # -- consumer warps -----------------------------------------------------------------------------------------------
 
@@ -147,29 +147,29 @@ class DzTurned(Columns):
 
     # -- the fourth warpgroup -----------------------------------------------------------------------------------------
 
-    def run(self, idle: Idle) -> None:
-        """One of its warps."""
+    def fourth(self, idle: Idle) -> None:
         self.follow(idle)
 
     @cute.jit
     def ahead_of(self, idle: Idle, row: Int32, end: Int32, n_tile: Int32, lane: Int32):
         """Sends for z of a tile: each warp for that of two consumer warps."""
-        for each in cutlass.range_constexpr(CONSUMER_WARPS // TURNERS):
-            warp = idle.warp * (CONSUMER_WARPS // TURNERS) + each
+        for each in cutlass.range_constexpr(self.plan.consumer_warps // TURNERS):
+            warp = idle.warp * (self.plan.consumer_warps // TURNERS) + each
             first = row + warp * WARP_ROWS
             if lane == 0 and first < end:
                 for unit in cutlass.range_constexpr(self.plan.z_boxes):
-                    barrier = idle.shared.barriers + (warp * self.plan.z_boxes + unit)  # those of z are the first
+                    barrier = self.z.barrier(idle.shared, warp, unit)
                     box = idle.shared.staging + (warp * self.plan.warp_bytes + unit * self.plan.z_box_bytes)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
+                    where = self.kit.z_place(self.plan, end - first, end, n_tile, unit)
                     z = ptx.descriptor_address(idle.operands.saved_preactivation)
-                    ptx.tma_load(z, box, barrier, z_place(self.plan, end - first, end, n_tile, unit))
+                    ptx.tma_load(z, box, barrier, where)
         cute.arch.sync_warp()
 
     def behind(self, idle: Idle) -> None:
         """Until the others have read the tile, too: z of the next one takes its place."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        together()
+        self.together()
 
     def tile(self, idle: Idle, where: Place, n_tile: Int32, lane: Int32) -> None:
         """This warp's columns of a tile."""
@@ -213,6 +213,10 @@ class DzTurned(Columns):
         boxes = [slabs + slab * self.plan.warp_bytes for slab in range(0, SLABS, 2)]
         self.send_codes(target, boxes, where.block, column, lane)
 
+    def together(self) -> None:
+        """The fourth warpgroup's warps wait for each other."""
+        cute.arch.barrier(barrier_id=self.meeting, number_of_threads=TURNERS * WARP)
+
     def sum_of_column(self, sums):
         """Zero, where there are `sums`."""
         if sums is None:
@@ -225,7 +229,7 @@ class DzTurned(Columns):
         """Of the columns of all warps. Each of the tile's squares has a place, which the next tile takes again."""
         at = idle.shared.largest.toint() + square * (4 * TURNERS)
         lanes.shared_store_u32_if(at + idle.warp * 4, lanes.bits_of(a), lane == 0)
-        together()
+        self.together()
         for word in ptx.load_shared_v4(at):
             a = codes.larger(a, lanes.float_of(Uint32(word)))
         return a
@@ -240,17 +244,12 @@ class DzTurned(Columns):
         return (slab >> 1) * (2 * self.plan.warp_bytes) + slab_place(column, slab & 1)
 
 
-def together() -> None:
-    """The fourth warpgroup's warps wait for each other."""
-    cute.arch.barrier(barrier_id=FOURTH, number_of_threads=TURNERS * WARP)
-
-
-def turned_map(plan, tensor, box):
+def turned_map(kit, plan, tensor, box):
     """Tensor map of codes [N, P], or of mxfp8 [M, N]; box: (tokens, columns)."""
     if plan.quant.mx and not plan.skip_if_zero:
-        tensor = not_empty(tensor)
+        tensor = kit.not_empty(tensor)
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 0]))
-    return box_map(store_op(), view, box)
+    return kit.box_map(kit.store_op(), view, box)
 
 
 def place(column, unit):

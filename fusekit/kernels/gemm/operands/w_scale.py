@@ -7,8 +7,8 @@ from fusekit.plan.quant import ROW
 class WScale(Columns):
     name = "w_scale"
 
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.by_column, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block
 
     def parameter(self, given):

@@ -10,7 +10,6 @@ from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Idle, Operand, row_pair
-from fusekit.kernels.gemm.sm90.scheduler import column_of
 from fusekit.plan.gemm import SEGMENT, WARP
 from fusekit.plan.operands.x_scale import stage_bytes, w_scales
 from fusekit.plan.quant import ROW, SIDE
@@ -24,8 +23,8 @@ class BlockScales(NamedTuple):
 
 
 class XScale(Operand):
-    def __init__(self, plan, told) -> None:
-        super().__init__(plan, told)
+    def __init__(self, plan, told, kit) -> None:
+        super().__init__(plan, told, kit)
         self.by_row, self.by_block = plan.quant.inputs == ROW, plan.quant.by_block
         self.concat = plan.halved and plan.glu_layout == "concat"
 
@@ -95,11 +94,11 @@ class XScale(Operand):
     def columns_from(self, idle: Idle, n_tile: Int32, group: Int32, blocks: Int32, lane: Int32):
         """Address of the first scale of w of the tile's segment `lane`."""
         tile_n, n = self.plan.tile[1], idle.extents.n
-        column = column_of(n_tile) * tile_n + lane * SEGMENT
+        column = self.kit.column_of(n_tile) * tile_n + lane * SEGMENT
         if self.concat:
             half = tile_n // 2
             side = ptx.divide(lane * SEGMENT, half)
-            column = column_of(n_tile) * half + lane * SEGMENT - side * half + side * idle.extents.half_n
+            column = self.kit.column_of(n_tile) * half + lane * SEGMENT - side * half + side * idle.extents.half_n
         down = ptx.divide(n + (SIDE - 1), SIDE)
         block = ptx.minimum_of(ptx.divide(column, SIDE), down - 1)
         return idle.operands.w_scale.toint() + (Int64(group) * Int64(down) + Int64(block)) * Int64(blocks) * 4

@@ -14,10 +14,10 @@ from cutlass import Float32, Int32, cute
 
 from fusekit.kernels import lanes, ptx
 from fusekit.kernels.gemm import maths
-from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, dtype_of
-from fusekit.kernels.gemm.operands.saved_preactivation import z_columns, z_place
+from fusekit.kernels.gemm.operands.base import STREAMED, Rows, Tile, Work, dtype_of
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
+from fusekit.kernels.gemm.sm90.maps import z_place
 from fusekit.kernels.gemm.sm90.promoted import main_loop
 from fusekit.kernels.gemm.sm90.scheduler import scheduler
 from fusekit.plan.activations import forms
@@ -35,13 +35,14 @@ class BackwardEpilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
+        self.z = self.operands.role(STREAMED)
         self.dtype = dtype_of(plan.dtype)
         self.concat = plan.glu_layout == "concat"
         self.adjacent = plan.glu_layout == "interleaved"
         self.columns = plan.epilogue_box  # of da, in a unit
         self.units = plan.tile[1] // self.columns  # of one 64-row block
         self.blocks = plan.warpgroup_rows // 64
-        self.z_columns = z_columns(plan)
+        self.z_columns = plan.z_columns
         self.depth = plan.z_boxes  # of a warp's ring of boxes
         # Where registers are few: ptxas moves no load of z over a store of dz, whether dz is kept or not.
         self.in_place = plan.quant.wide or plan.turning
@@ -64,12 +65,11 @@ class BackwardEpilogue:
     def fetch(self, tile: Tile, work: Work, number, seen: Int32):
         """Start loading unit `number` of the tile, `seen` units having come before the tile; one lane."""
         slot = ptx.modulo(seen + number, self.depth)
-        barrier = work.shared.barriers + (work.warp_of_cta * self.depth + slot)
+        barrier = self.z.barrier(work.shared, work.warp_of_cta, slot)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.plan.z_box_bytes)
         block = number // self.units if isinstance(number, int) else ptx.divide(number, self.units)
         where = self.place(tile, work.warp_of_cta & 3, block, number - block * self.units)
-        z = work.operands.saved_preactivation
-        ptx.tma_load(z, work.staging + slot * self.plan.z_box_bytes, barrier, where)
+        self.z.load(work.operands, work.staging + slot * self.plan.z_box_bytes, barrier, where)
 
     @cute.jit
     def prepare(self, tile: Tile, work: Work, own, seen: Int32):
@@ -114,7 +114,7 @@ class BackwardEpilogue:
     @cute.jit
     def run_block(self, acc, first, block, states, tile: Tile, work: Work, seen: Int32):
         """Finish 64 rows, whose accumulators begin with number `first`; block: which ones, maybe known at run time."""
-        scalars = maths.scalars(work.operands)
+        scalars = self.operands.scalars(work.operands)
         warp, lane = work.warp_of_cta & 3, cute.arch.lane_idx()
         total = self.count(tile, warp)
         row = tile.row + block * 64 + warp * WARP_ROWS
@@ -127,7 +127,7 @@ class BackwardEpilogue:
                 slot = ptx.modulo(seen + number, self.depth)
                 phase = ptx.divide(seen + number, self.depth) & 1
                 box = work.staging + slot * self.plan.z_box_bytes
-                cute.arch.mbarrier_wait(work.shared.barriers + (work.warp_of_cta * self.depth + slot), phase)
+                cute.arch.mbarrier_wait(self.z.barrier(work.shared, work.warp_of_cta, slot), phase)
                 if cutlass.const_expr(bool(self.plan.quant)):
                     chunks = range(unit * self.columns // 8, (unit + 1) * self.columns // 8)
                     self.operands.accumulate(acc, first, chunks, states, mine)
@@ -143,7 +143,7 @@ class BackwardEpilogue:
                 cute.arch.sync_warp()
                 if lane == 0:
                     if cutlass.const_expr(self.plan.quant.wide):
-                        ptx.tma_store(work.operands.dz, box, self.place(tile, warp, block, unit))
+                        self.operands.z_box(box, self.place(tile, warp, block, unit), work)
                     self.operands.send(staged, unit, rows, work)
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(1, read=True)  # the box before this one has left

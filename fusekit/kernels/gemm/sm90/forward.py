@@ -31,13 +31,11 @@ class Epilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
-        self.result = halves.get("y")
         self.single = plan.out_dtype == "f32"
-        self.columns = plan.box(plan.out_tile_n, plan.epilogue_box // 2 if self.single else plan.epilogue_box)
+        self.columns = plan.result_box(plan.out_tile_n)
         self.out_dtype = dtype_of(plan.out_dtype)
         self.boxes = StagingBoxes(plan)
-        outputs = plan.out_tile_n // self.columns if plan.quant.wide else 0
-        self.box_count = outputs + sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
+        self.box_count = sum(half.stored_boxes() for half in self.operands)  # of one 64-row block
         self.activation, _ = forms(plan.kind.function)[plan.approximate]
 
     def prepare(self, tile: Tile, work: Work, own, seen: Int32) -> None:
@@ -104,7 +102,7 @@ class Epilogue:
         to tile, not used here.
         """
         plan = self.plan
-        scalars = maths.scalars(work.operands)
+        scalars = self.operands.scalars(work.operands)
         states = self.operands.start(tile, work, own)
         if cute.arch.lane_idx() == 0:  # the boxes of the last tile have left; the numbering starts again
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -130,13 +128,7 @@ class Epilogue:
                 number += half.box(acc, base, sources, number, rows, work, self.boxes)
             values = self.registers(acc, base, chunks, scalars, mine)
             outputs += values
-            if self.result is not None:
-                where = self.result.place(box, rows)
-                if self.single:
-                    self.boxes.store_single(number, width, values, work.operands.y, where, work.staging, False)
-                else:
-                    self.boxes.store(number, width, values, work.operands.y, where, work.staging)
-                number += 1
+            number += self.operands.result(values, box, number, rows, work, self.boxes)
         self.operands.outputs(outputs, rows, work, states)
 
     def finish(self, count: Int32, work: Work) -> None:

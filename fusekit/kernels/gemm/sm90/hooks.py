@@ -1,8 +1,8 @@
-"""The operands of a kernel as its drivers call them."""
+"""The operands of a kernel as its drivers call them; the hooks: operands/base.py."""
 
 from cutlass import Int32
 
-from fusekit.kernels.gemm.operands.base import Rows, Tile, Work, struct
+from fusekit.kernels.gemm.operands.base import Idle, Rows, Tile, Work, struct
 
 
 class Operands:
@@ -17,6 +17,23 @@ class Operands:
     def each(self, call):
         """What `call(name, half)` gives for each operand, as a struct."""
         return struct("Each", [(name, call(name, half)) for name, half in self.halves.items()])
+
+    def role(self, name: str):
+        """The operand that a driver asks for as `name`; None where there is none."""
+        return next((half for half in self if half.role == name), None)
+
+    def groups(self, given):
+        """How many groups of rows there are; None: all rows belong together."""
+        return next((count for half in self if (count := half.groups(given)) is not None), None)
+
+    def source(self, operands):
+        source = None
+        for half in self:
+            source = half.source(source, operands)
+        return source
+
+    def scalars(self, operands) -> tuple:
+        return tuple(value for half in self for value in half.scalars(operands))
 
     def begin(self, shared, warpgroup: Int32):
         return self.each(lambda name, half: half.begin(shared, warpgroup))
@@ -47,6 +64,9 @@ class Operands:
                         value = half.accumulate(value, getattr(states, name), columns, c)
                     acc[index] = value
 
+    def result(self, values, box: int, number: int, where, work: Work, boxes) -> int:
+        return sum(half.result(values, box, number, where, work, boxes) for half in self)
+
     def output(self, value, mine, r: int):
         for name, half in self.halves.items():
             value = half.output(value, getattr(mine, name), r)
@@ -75,6 +95,10 @@ class Operands:
     def stage(self, number, outputs, work: Work):
         return self.each(lambda name, half: half.stage(number, outputs, work))
 
+    def z_box(self, box, where, work: Work) -> None:
+        for half in self:
+            half.z_box(box, where, work)
+
     def send(self, staged, unit: int, rows: Rows, work: Work) -> None:
         for name, half in self.halves.items():
             half.send(getattr(staged, name), unit, rows, work)
@@ -94,3 +118,11 @@ class Operands:
     def finish(self, count: Int32, work: Work) -> None:
         for half in self:
             half.finish(count, work)
+
+    def assist(self, idle: Idle) -> None:
+        for half in self:
+            half.assist(idle)
+
+    def fourth(self, idle: Idle) -> None:
+        for half in self:
+            half.fourth(idle)

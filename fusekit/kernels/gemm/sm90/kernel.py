@@ -41,7 +41,7 @@ from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Extents, Idle, Tile, Work, dtype_of, struct
 from fusekit.kernels.gemm.sm90.main_loop import MainLoop, Run, Stages
 from fusekit.kernels.gemm.sm90.scheduler import Scheduler, TileRing, column_of
-from fusekit.plan.gemm import CONSUMER_WARPS, GemmPlan
+from fusekit.plan.gemm import GemmPlan
 
 
 class Gemm:
@@ -58,7 +58,7 @@ class Gemm:
     def __call__(self, given, sm_count: Int32, cluster_margin: Int32, stream: CUstream):
         """Make the tensor maps and the grid, launch. given: the launch's arguments, by name."""
         plan = self.plan
-        groups = self.main_loop.groups(given)
+        groups = self.epilogue.operands.groups(given)
         rows, n, k = self.main_loop.extents(given)
         most_tiles = self.main_loop.most_tiles(Extents(groups, rows, n, None, k))
         # One cluster for each cluster tile there can be at most, or as many as fit less the margin.
@@ -126,30 +126,21 @@ class Gemm:
                     self.main_loop.load(operands, stages, ring, extents, rank)
             if warp == 1:
                 workspace = getattr(operands, "workspace", None)
-                self.scheduler.run(ring, self.scheduler.source(operands), extents, workspace, rank)
-            for half in self.epilogue.operands:
-                half.assist(Idle(operands, shared, extents, ring, warp))
-        elif cutlass.const_expr(plan.gathers or plan.turning):
-            if warp < 4 + CONSUMER_WARPS:
+                self.scheduler.run(ring, self.epilogue.operands.source(operands), extents, workspace, rank)
+            self.epilogue.operands.assist(Idle(operands, shared, extents, ring, warp))
+        elif cutlass.const_expr(plan.fourth):
+            if warp < 4 + plan.consumer_warps:
                 cute.arch.setmaxregister_increase(plan.registers[1])
                 self.consume(operands, shared, stages, ring, extents)
             else:
                 cute.arch.setmaxregister_decrease(plan.fourth_registers)
-                self.fourth(operands, shared, stages, ring, extents, warp - (4 + CONSUMER_WARPS))
+                self.epilogue.operands.fourth(Idle(operands, shared, extents, ring, warp - (4 + plan.consumer_warps)))
         else:
             cute.arch.setmaxregister_increase(plan.registers[1])
             self.consume(operands, shared, stages, ring, extents)
         if cutlass.const_expr(plan.cluster_size > 1):  # nobody leaves while a peer may still arrive on its barriers
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def fourth(self, operands, shared, stages: Stages, ring: TileRing, extents: Extents, warp: Int32) -> None:
-        """A warp of the fourth warpgroup, the `warp`-th of them."""
-        if self.plan.gathers:
-            arrivals = getattr(operands, "arrivals", None)
-            self.halves["gather"].run(operands.gather, arrivals, shared, stages, ring, extents, warp)
-        else:
-            self.halves["dz_turned"].run(Idle(operands, shared, extents, ring, warp))
 
     def allocate(self):
         """Pointers to the plan's regions of shared memory."""
@@ -182,7 +173,7 @@ class Gemm:
             step = 2
             count = consumer
             if consumer == 1:  # warpgroup 0 goes first
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * plan.arch.warpgroup)
+                self.main_loop.turns.pass_on(1)
         row, end, n_tile, group = ring.get(count)
         while group >= 0:
             cute.arch.sync_warp()
@@ -190,8 +181,7 @@ class Gemm:
                 ring.free(count)
             tile = Tile(row + row_offset, end, column_of(n_tile), group, count)
             self.epilogue.prepare(tile, work, own, seen)
-            if cutlass.const_expr(plan.pingpong):
-                cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
+            self.main_loop.turns.take(consumer)
             run = Run(ptx.fresh(count) * k_tiles, k_tiles)  # one number less goes from tile to tile
             self.main_loop.run_tile(most, fragments, stages, run, end - row - row_offset, consumer, lane)
             seen = self.epilogue.run(acc, tile, work, own, seen)

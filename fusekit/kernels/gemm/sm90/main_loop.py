@@ -12,11 +12,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, dtype_of
+from fusekit.kernels.gemm.operands.base import BOTH, LEFT, RIGHT, Extents, dtype_of
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
+from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.maps import swizzled
 from fusekit.kernels.gemm.sm90.scheduler import column_of
-from fusekit.plan.gemm import GemmPlan
+from fusekit.plan.gemm import TURNS, GemmPlan
 
 MMA_BYTES = 32  # of K, that one wgmma multiplies
 
@@ -38,6 +39,23 @@ class Run(NamedTuple):
     count: Int32
 
 
+class Turns:
+    """The consumer warpgroups of a ping-pong kernel, of which one at a time has the tensor cores."""
+
+    def __init__(self, plan: GemmPlan) -> None:
+        self.there, self.first, self.threads = plan.pingpong, plan.named_barrier(TURNS), 2 * plan.arch.warpgroup
+
+    def take(self, consumer) -> None:
+        """Wait until it is this warpgroup's turn."""
+        if self.there:
+            cute.arch.barrier(barrier_id=self.first + consumer, number_of_threads=self.threads)
+
+    def pass_on(self, consumer) -> None:
+        """This warpgroup's turn ends."""
+        if self.there:
+            cute.arch.barrier_arrive(barrier_id=self.first + 1 - consumer, number_of_threads=self.threads)
+
+
 class MainLoop:
     """Load role and accumulation of one kernel; the factors are those of a GEMM."""
 
@@ -45,19 +63,18 @@ class MainLoop:
         self.plan = plan
         self.x_dtype, self.w_dtype = map(dtype_of, plan.factors)
         self.m_major, self.n_major = plan.wgrad and not plan.quant, plan.b_major == "n"
-        self.x, self.w = halves.get("x"), halves.get("w")
+        operands = Operands(halves)
+        self.left, self.right, self.both = (operands.role(role) for role in (LEFT, RIGHT, BOTH))
+        self.turns = Turns(plan)
         self.block_counts = sorted({1, plan.warpgroup_rows // 64})  # 64-row blocks that a tile may be worked on
         self.wave = plan.tile[1] // plan.waves  # columns of one wgmma
 
     # -- host ---------------------------------------------------------------------------------------------------------
 
-    def groups(self, given):
-        """How many groups of rows there are; None: all rows belong together."""
-        return given.offsets.shape[0] if self.plan.grouped else None
-
     def extents(self, given):
         """Rows, columns of the product, elements of a row of x."""
-        return (given.index if self.plan.gathers else given.x).shape[0], self.w.view_nke(given.w)[1], given.x.shape[1]
+        rows, k = self.left.extents(given)
+        return rows, self.right.columns(given), k
 
     def most_tiles(self, extents: Extents) -> Int64:
         """Cluster tiles that there can be at most."""
@@ -73,8 +90,7 @@ class MainLoop:
     def load(self, operands, stages: Stages, ring, extents: Extents, rank: Int32):
         """The load thread: fill stage after stage, tile after tile."""
         plan = self.plan
-        x_map = None if cutlass.const_expr(plan.gathers) else ptx.descriptor_address(operands.x)
-        w_map = ptx.descriptor_address(operands.w)
+        x_map, w_map = self.left.descriptor(operands), self.right.descriptor(operands)
         k_tiles = ptx.divide(extents.k + (plan.tile_k - 1), plan.tile_k)
         count = Int32(0)
         stage = Int32(0)
@@ -85,8 +101,8 @@ class MainLoop:
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(stages.empty + stage, phase)
                 cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.tma_bytes)
-                x = self.x.boxes(x_map, stages, stage, k_tile, row)
-                w = self.w.boxes(w_map, stages, stage, k_tile, (column_of(n_tile), extents.half_n, group))
+                x = self.left.boxes(x_map, stages, stage, k_tile, row)
+                w = self.right.boxes(w_map, stages, stage, k_tile, (column_of(n_tile), extents.half_n, group))
                 if cutlass.const_expr(plan.gathers):
                     load_alone(w, True, n_tile, rank, stage, plan.cluster_size > 1)
                 else:
@@ -153,8 +169,7 @@ class MainLoop:
                 warpgroup.wait_group(1)
             self.give_back(accumulators, stages.empty + released, lane)
             released = stage
-        if cutlass.const_expr(self.plan.pingpong):
-            cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * self.plan.arch.warpgroup)
+        self.turns.pass_on(consumer)
         if cutlass.const_expr(accumulators is not None):
             warpgroup.wait_group(0)
         self.give_back(accumulators, stages.empty + released, lane)

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from fusekit.plan.gemm import BIG
+from fusekit.plan.gemm import BIG, WARP_ROWS, GemmPlan
 
 LARGEST = 2**31 - 1
 WRAP = 2**35  # bytes
@@ -24,6 +24,24 @@ def load_op():
 def store_op():
     """From shared to global memory."""
     return cpasync.CopyBulkTensorTileS2GOp()
+
+
+def ragged_place(column, left, end, side=None) -> tuple:
+    """Coordinates in a ragged map of a box that begins at `column`, `left` rows before `end`. side: of a split one."""
+    return (column, BIG - left, BIG, end) if side is None else (column, BIG - left, side, BIG, end)
+
+
+def z_map(op, tensor, plan: GemmPlan):
+    """Tensor map of z or dz."""
+    return ragged_map(op, tensor, (plan.z_columns, WARP_ROWS), split=plan.glu_layout == "concat", both=True)
+
+
+def z_place(plan: GemmPlan, left, end, n_tile, unit) -> tuple:
+    """Coordinates of a unit's box of z or dz, of 16 rows that begin `left` rows before `end`."""
+    column, rows = n_tile * plan.tile[1] + unit * plan.epilogue_box, BIG - left
+    if plan.glu_layout == "concat":
+        return (column, rows, 0, BIG, end)
+    return (column * plan.sides, rows, BIG, end)
 
 
 def not_empty(tensor):

@@ -126,10 +126,6 @@ class Scheduler:
 
     start = 0  # from which the loop of `publish` counts groups
 
-    def source(self, operands):
-        """What the groups' rows are read from."""
-        return getattr(operands, "offsets", None)
-
     def group(self, counted: Int32) -> Int32:
         """The group that `publish` counts so."""
         return counted
@@ -138,7 +134,8 @@ class Scheduler:
     def run(self, ring: TileRing, offsets, extents: Extents, counters, rank: Int32):
         """Fill the ring until the cluster's tiles are over; all lanes of one warp.
 
-        counters: two int32 of the workspace, zero between launches (dynamic schedule). rank: of the CTA in its cluster.
+        offsets: what the operands give as the `source` of the groups' rows. counters: two int32 of the workspace, zero
+        between launches (dynamic schedule). rank: of the CTA in its cluster.
         """
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(ring.shared):
@@ -261,10 +258,6 @@ class OwnFirst(Scheduler):
 
     start = -64
 
-    def source(self, operands):
-        """As in `Scheduler`, with the rows' places, and the window that says which of them are the rank's own."""
-        return OwnRows(operands.offsets, operands.gather.index, operands.arrivals)
-
     def group(self, counted: Int32) -> Int32:
         """As in `Scheduler`."""
         return cutlass.max(counted, 0)
@@ -292,7 +285,7 @@ class OwnFirst(Scheduler):
 
 
 class OwnRows(NamedTuple):
-    """Pointers: the groups' ends, the place of each row's token, the window."""
+    """Pointers: the groups' ends, the place of each row's token, the window that says which are the rank's own."""
 
     offsets: Any
     index: Any
@@ -353,7 +346,7 @@ class GroupScheduler(Scheduler):
                     if group > 0:
                         begin = cutlass.max(offsets[group - 1], 0)
                     end = cutlass.max(cutlass.min(offsets[group], rows), begin)
-                if cutlass.const_expr(self.plan.has("split")):
+                if cutlass.const_expr(self.plan.in_parts):
                     stages = divide(rows + (self.plan.tile_k - 1), self.plan.tile_k)
                     height = divide(stages + (groups - 1), groups) * self.plan.tile_k
                     begin = cutlass.min(group * height, rows)
@@ -403,4 +396,4 @@ def load_word(address) -> Int32:
 
 def scheduler(plan: GemmPlan) -> Scheduler:
     """That of a kernel for tiles of rows."""
-    return (OwnFirst if plan.has("arrivals") else Scheduler)(plan)
+    return (OwnFirst if plan.own_rows_first else Scheduler)(plan)

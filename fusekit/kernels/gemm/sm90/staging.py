@@ -17,6 +17,14 @@ class StagingBoxes:
     def __init__(self, plan: GemmPlan) -> None:
         self.bytes = plan.epilogue_box * WARP_ROWS * 2
         self.count = plan.output_boxes
+        self.single = plan.out_dtype == "f32"
+
+    def store_values(self, number: int, columns: int, values, descriptor, where, staging, add: bool = False) -> None:
+        """Store a box of outputs, packed pairs or float32, or add it to what is there (float32)."""
+        if self.single:
+            self.store_single(number, columns, values, descriptor, where, staging, add)
+        else:
+            self.store(number, columns, values, descriptor, where, staging)
 
     @cute.jit
     def store(self, number: cutlass.Constexpr, columns: cutlass.Constexpr, registers, descriptor, where, staging):

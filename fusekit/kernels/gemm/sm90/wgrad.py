@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusekit.kernels import ptx
-from fusekit.kernels.gemm.operands.base import Extents, Work, dtype_of
+from fusekit.kernels.gemm.operands.base import Extents, Work
 from fusekit.kernels.gemm.sm90.boxes import load_alone, load_share
 from fusekit.kernels.gemm.sm90.hooks import Operands
 from fusekit.kernels.gemm.sm90.kernel import Gemm
@@ -30,18 +30,9 @@ def kernel(plan: GemmPlan, halves) -> Gemm:
 class WgradLoop(MainLoop):
     """Load role of a weight gradient; accumulation is the parent's. Tile and cluster are over dw's rows and columns."""
 
-    def __init__(self, plan: GemmPlan, halves) -> None:
-        super().__init__(plan, halves)
-        self.rows = halves["token_rows"]
-        self.split = halves.get("split")
-
-    def groups(self, given):
-        """As in `MainLoop`; parts of all rows are groups too."""
-        return super().groups(given) if self.split is None else self.split.count(given)
-
     def extents(self, given):
         """Rows of tokens, columns and rows of dw."""
-        return (given.index if self.plan.gathers else given.dy).shape[0], given.x.shape[1], given.dy.shape[1]
+        return self.both.extents(given)
 
     def most_tiles(self, extents: Extents) -> Int64:
         """Cluster tiles of all groups."""
@@ -55,10 +46,7 @@ class WgradLoop(MainLoop):
         """The load thread."""
         plan = self.plan
         tile_m, tile_n = plan.tile
-        dy_map, x_map = (
-            ptx.descriptor_address(getattr(operands.token_rows, name)) if name != plan.gather else None
-            for name in ("dy", "x")
-        )
+        dy_map, x_map = self.both.descriptors(operands)
         count = Int32(0)
         stage = Int32(0)
         phase = Int32(1)
@@ -71,8 +59,8 @@ class WgradLoop(MainLoop):
                 cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.tma_bytes)
                 rows = (BIG - left, BIG, end)
                 to_dy, to_x = stages.x + stage * (tile_m * plan.tile_k), stages.w + stage * (tile_n * plan.tile_k)
-                dy = self.rows.boxes(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, rows)
-                x = self.rows.boxes(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, rows)
+                dy = self.both.boxes(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, rows)
+                x = self.both.boxes(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, rows)
                 if cutlass.const_expr(plan.gathers):
                     other = x if cutlass.const_expr(plan.gather == "dy") else dy
                     load_alone(other, plan.gather == "dy", n_tile, rank, stage, plan.cluster_size > 1)
@@ -94,14 +82,13 @@ class GradEpilogue:
     def __init__(self, plan: GemmPlan, halves) -> None:
         self.plan = plan
         self.operands = Operands(halves)
-        self.result, self.split = halves["dw"], halves.get("split")
-        self.out_dtype = dtype_of(plan.out_dtype)
+        self.columns = plan.result_box(plan.tile[1])
         self.boxes = StagingBoxes(plan)
 
     @cute.jit
     def run(self, acc, row: Int32, rows: Int32, n_tile: Int32, group: Int32, work: Work):
         """Store a tile whose warpgroup begins at row `row` of dw[group], which has `rows`; all four warps."""
-        plan, width = self.plan, self.result.columns
+        plan, width = self.plan, self.columns
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         for block in cutlass.range_constexpr(plan.warpgroup_rows // 64):
@@ -111,23 +98,8 @@ class GradEpilogue:
                     base = block * (plan.tile[1] // 2) + box * (width // 2)
                     number = block * (plan.tile[1] // width) + box
                     column = n_tile * plan.tile[1] + box * width
-                    if cutlass.const_expr(self.split is None):
-                        self.store(acc, base, number, self.result.place(column, first, group), work)
-                    else:
-                        self.split.store_part(acc, base, width, (column, first, group), work)
-
-    def store(self, acc, base: int, number: int, where, work: Work) -> None:
-        """Store a box whose accumulators start at `base`, or add it."""
-        width, dw = self.result.columns, work.operands.dw
-        if self.result.single:
-            values = [acc[base + index] for index in range(width // 2)]
-            self.boxes.store_single(number, width, values, dw, where, work.staging, self.plan.adds)
-        else:
-            pairs = [
-                ptx.pack_pair(acc[base + index], acc[base + index + 1], self.out_dtype)
-                for index in range(0, width // 2, 2)
-            ]
-            self.boxes.store(number, width, pairs, dw, where, work.staging)
+                    values = [acc[base + index] for index in range(width // 2)]
+                    self.operands.result(values, box, number, (column, first, group), work, self.boxes)
 
 
 class Wgrad(Gemm):
@@ -152,14 +124,13 @@ class Wgrad(Gemm):
             step = 2
             count = consumer
             if consumer == 1:  # warpgroup 0 goes first
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * plan.arch.warpgroup)
+                self.main_loop.turns.pass_on(1)
         row, end, n_tile, group, m_tile, position, _, _ = ring.get(count)
         while group >= 0:
             cute.arch.sync_warp()
             if lane == 0:
                 ring.free(count)
-            if cutlass.const_expr(plan.pingpong):
-                cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=2 * plan.arch.warpgroup)
+            self.main_loop.turns.take(consumer)
             n_tile = column_of(n_tile)
             k_tiles = ptx.divide(end - row + (plan.tile_k - 1), plan.tile_k)
             first = m_tile * plan.tile[0] + row_offset
@@ -168,8 +139,7 @@ class Wgrad(Gemm):
                 self.main_loop.run_tile(most, fragments, stages, run, m - first, consumer, lane)
                 self.epilogue.run(acc, first, m, n_tile, group, work)
             else:
-                if cutlass.const_expr(plan.pingpong):
-                    cute.arch.barrier_arrive(barrier_id=2 - consumer, number_of_threads=2 * plan.arch.warpgroup)
+                self.main_loop.turns.pass_on(consumer)
                 if cutlass.const_expr(not plan.adds):  # an empty group's gradient is zero
                     acc.fill(0.0)
                     self.epilogue.run(acc, first, m, n_tile, group, work)

@@ -33,16 +33,12 @@ def kernel(plan: GemmPlan, halves) -> Gemm:
 class SquareLoop(PromotedLoop, WgradLoop):
     """Load role. x has one scale for 128 columns, as the w of a product has."""
 
-    def extents(self, given):
-        """Tokens, columns and rows of dw."""
-        return given.dy_t.shape[1], given.x_t.shape[0], given.dy_t.shape[0]
-
     @cute.jit
     def load(self, operands, stages: Stages, ring: TileRing, extents: Extents, rank: Int32):
         """The load thread."""
         plan = self.plan
         tile_m, tile_n = plan.tile
-        dy_map, x_map = (ptx.descriptor_address(each) for each in operands.token_rows)
+        dy_map, x_map = self.both.descriptors(operands)
         count = Int32(0)
         stage = Int32(0)
         phase = Int32(1)
@@ -54,8 +50,8 @@ class SquareLoop(PromotedLoop, WgradLoop):
                 cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, plan.stage_bytes)
                 token = (first + step) * plan.tile_k
                 to_dy, to_x = stages.x + stage * (tile_m * plan.tile_k), stages.w + stage * (tile_n * plan.tile_k)
-                dy = self.rows.blocks(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, token)
-                x = self.rows.blocks(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, token)
+                dy = self.both.blocks(dy_map, to_dy, stages.full + stage, m_tile * tile_m, tile_m, token)
+                x = self.both.blocks(x_map, to_x, stages.full + stage, column_of(n_tile) * tile_n, tile_n, token)
                 load_share(dy, x, n_tile, rank, stage, plan.cluster_size > 1)
                 stage += 1
                 if stage == plan.stages:
