@@ -2,7 +2,7 @@
 
 from fusekit.kernels import ptx
 from fusekit.kernels.gemm.operands.base import Operand
-from fusekit.plan.gemm import WARP_ROWS
+from fusekit.plan.gemm import GATED_UNIT, WARP_ROWS
 
 
 class Preactivation(Operand):
@@ -11,7 +11,11 @@ class Preactivation(Operand):
     def __init__(self, plan, told, kit) -> None:
         super().__init__(plan, told, kit)
         self.concat = plan.halved and plan.glu_layout == "concat"
-        self.columns = plan.box(plan.tile[1] // 2 if self.concat else plan.tile[1])
+        final = plan.result_box(plan.out_tile_n)  # neighbours in y whose accumulators are final together
+        if plan.glu_layout == "interleaved" or (plan.glu_layout == "interleaved-32" and final >= GATED_UNIT):
+            final *= 2
+        width = plan.tile[1] // 2 if self.concat else plan.tile[1]
+        self.columns = plan.box(width, min(final, plan.epilogue_box))
 
     def parameter(self, given):
         return self.kit.ragged_map(self.kit.store_op(), given.preactivation, (self.columns, WARP_ROWS), self.concat)
