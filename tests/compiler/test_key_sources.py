@@ -195,7 +195,7 @@ def edited(copy, name, before, after):
         ("plan/operands/row_scale.py", "has no right gradient", "has a wrong gradient", None),
         ("plan/tiles.py", "take a smaller tile", "try a smaller tile", None),
         ("plan/operands/bias.py", "* 4, 4)", "* 4, 16)", lambda spec: spec.bias),
-        ("kernels/gemm/operands/bias.py", "warpgroup + 3", "warpgroup + 5",
+        ("kernels/gemm/operands/bias.py", "chunk * 8", "chunk * 9",
          lambda spec: spec.bias or (spec.quant != "none" and "wgrad" not in spec.op)),  # scales of w are columns, too
         ("plan/activations/swiglu.py", "value * shifted, *", "shifted * value, *",
          lambda spec: spec.activation.function == "swiglu"),

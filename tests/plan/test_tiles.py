@@ -1,6 +1,7 @@
 """Shared memory, registers, and which tiles fit."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusekit.plan import product
 from fusekit.plan.arch.sm_90a import ROW as SM90A
-from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, WARP
+from fusekit.plan.gemm import MAX_STAGES, MIN_STAGES, NAMED_BARRIERS, WARP
 from fusekit.plan.shared import Region, SharedMemory, barriers, pipeline
 from fusekit.plan.tiles import CLUSTERS, GLU_LAYOUTS, MAINLOOPS, accumulators, default_mainloop, refusals
 from fusekit.spec import parse_file
@@ -142,3 +143,21 @@ def test_regions_lie_one_behind_the_other():
     assert shared.bytes == 1048
     expected = [("p_full", 0, 1), ("p_empty", 0, 8), ("p_full", 1, 1), ("p_empty", 1, 8), ("q", 0, 3)]
     assert list(shared.barriers) == expected
+
+
+def test_sets_of_named_barriers_lie_apart_and_leave_that_of_all_threads():
+    plan = gemm_plan(tile=(128, 128))
+    firsts = [plan.named_barrier(name) for name in NAMED_BARRIERS]
+    assert firsts[0] == 1
+    sizes = [plan.arch.consumer_warpgroups, *[1 + plan.arch.consumer_warpgroups] * (len(firsts) - 1)]
+    ends = [first + size for first, size in zip(firsts, sizes, strict=True)]
+    assert ends[:-1] == firsts[1:]
+    assert ends[-1] <= 16
+
+
+def test_barriers_of_operands_follow_each_other():
+    plan = gemm_plan(tile=(128, 128), glu_layout="concat", backward=True, row_scale=True, dprob=True, dbias=True)
+    counts = {operand.name: len(operand.barriers(plan)) for operand in plan.operands}
+    places = sorted((plan.first_barrier(name), count) for name, count in counts.items() if count)
+    assert [first for first, _ in places] == [0, *itertools.accumulate(count for _, count in places[:-1])]
+    assert counts["saved_preactivation"] == plan.consumer_warps * plan.z_boxes
