@@ -46,7 +46,7 @@ def checkout(tmp_path_factory):
 
 def run(checkout, *arguments):
     environment = os.environ | {"PYTHONPATH": str(checkout), "FUSEKIT_STORE": str(checkout / "store")}
-    command = [sys.executable, "-P", "-m", "fusekit_cli", *arguments]
+    command = [sys.executable, "-P", "-m", "fusekit", *arguments]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
