@@ -242,7 +242,9 @@ class _Collection:
                 report.without_entry.append(paths[path])
         report.without_entry.sort()
         removed = self._remove_blobs(unneeded)
-        report.cubins = len(unneeded) - removed if self.scan.unread else 0
+        if self.scan.unread:  # the cubin of an entry that could not be read stays as well
+            unknown = [item for item, _ in victims if item.key not in stay and str(item.file.path) in self.scan.unread]
+            report.cubins = len(unneeded) - removed + len(unknown)
         if report.may_be_needed or report.cubins or not gone.isdisjoint(map(Path, self.scan.unread)):
             report.unread = self.unread()
         self._signatures()

@@ -438,3 +438,12 @@ def test_a_dry_run_goes_by_the_clock_of_the_file_system(tmp_path, monkeypatch, d
     done = store.collect(max_age=5 * DAY)
     assert [each.key for each in said.evicted] == [each.key for each in done.evicted]
     assert done.removed == 2
+
+
+def test_removal_says_that_it_leaves_the_cubin_of_an_unreadable_entry(tmp_path, unreadable):
+    store, entries = fill(tmp_path, 2)
+    path = store.layers[0].entry_path(entries[0].key)
+    unreadable(path)
+    done = store.discard([("f/k0@v", "sm_90a")])
+    assert (done.entries, done.cubins, done.unread) == (1, 1, [str(path)])
+    assert store.layers[0].blob(entries[0].cubin_sha256) is not None
