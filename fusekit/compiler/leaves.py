@@ -107,8 +107,18 @@ def run_time(bound: inspect.BoundArguments) -> dict[str, Any]:
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         if not is_constant(parameter.annotation):
-            found |= value if parameter.kind is parameter.VAR_KEYWORD else {name: value}
+            single = {name: _cast(value, parameter.annotation)}
+            found |= value if parameter.kind is parameter.VAR_KEYWORD else single
     return found
+
+
+def _cast(value: Any, annotation: Any) -> Any:
+    """`value` as the DSL passes it: a number in the type that its parameter states."""
+    from cutlass import Numeric
+
+    if not (isinstance(annotation, type) and issubclass(annotation, Numeric)) or annotation.is_abstract:
+        return value
+    return annotation(value) if isinstance(value, bool | int | float | Numeric) else value
 
 
 def argument_name(name: str) -> str:
@@ -143,7 +153,7 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
     elif parts is not None:
         for part in parts:
             yield from flat(f"{name}_{part}", member(value, part))
-    elif kind == "CUstream" or "FakeStream" in kind:
+    elif kind in ("CUstream", "cudaStream_t") or "FakeStream" in kind:
         yield Leaf(name, STREAM, "", value)
     elif kind == "Boolean" or isinstance(value, bool):
         yield Leaf(name, INTEGER, BIT, value)
@@ -155,9 +165,10 @@ def flat(name: str, value: Any) -> Iterator[Leaf]:
         yield Leaf(name, FLOAT, "f32", value)
     elif "Pointer" in kind:
         yield Leaf(name, POINTER, _dtype(name, value.dtype), value)
-    elif hasattr(value, "__get_mlir_types__"):
+    elif not callable(value) or hasattr(value, "__get_mlir_types__"):
         raise BuildError(
-            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Float32"
+            f"{name} is a {kind}, which launch records do not know; pass tensors, pointers, Int32, Int64, Float32 or a"
+            " stream, also in tuples and dataclasses; annotate a constant as cutlass.Constexpr"
         )
 
 

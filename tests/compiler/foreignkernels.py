@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
+from cuda.bindings.runtime import cudaEvent_t, cudaStream_t
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_tensor, make_ptr
 from cutlass.experimental import cuda as driver
@@ -339,3 +340,21 @@ def of_one_name(options: Options, options_factor: cutlass.Float32, stream: CUstr
 
 def clashing():
     return of_one_name, (Options(cutlass.Float32(1), cutlass.Int32(0)), cutlass.Float32(1), CUstream(0))
+
+
+def plainly():
+    """Numbers of Python, in the types that the host function states."""
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    return fill, (y, make_ptr(cutlass.Uint8, 0, cute.AddressSpace.gmem, assumed_align=16), 7, 4, CUstream(0))
+
+
+@cute.jit
+def take_anything(y: cute.Tensor, what, stream: cudaStream_t):
+    fill_kernel(y, y.iterator, cutlass.Int64(1)).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def anything(kind="None"):
+    """An argument of a type that may be one that no record knows; the runtime's stream."""
+    y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
+    what = {"None": None, "dict": {"a": y}, "event": cudaEvent_t(0), "set": {1}, "function": len}[kind]
+    return take_anything, (y, what, cudaStream_t(0))

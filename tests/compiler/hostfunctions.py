@@ -92,6 +92,11 @@ def overflow(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: c
 
 
 @cute.jit
+def wide_number(x: cute.Tensor, n: cutlass.Int64, scale: cutlass.Float32, stream: cuda.CUstream):
+    store_wide(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+@cute.jit
 def either(x: cute.Tensor, n: cutlass.Int32, scale: cutlass.Float32, stream: cuda.CUstream):
     if n > 5:
         store(x, n).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)

@@ -365,6 +365,27 @@ def test_of_a_64_bit_integer_callers_pass_values_of_32(tmp_path):
     assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
 
 
+def test_a_number_of_python_is_as_wide_as_its_parameter(tmp_path):
+    """The host code reads 64 bits of it, and the upper ones of a negative number are not 0."""
+    record, made = compiled(tmp_path, "plainly", FILLED.replace('arguments.count = { value = ["mul", 2, "N"] }', ""))
+    (field,) = [each for _, each in flat(record.parameters) if getattr(each, "value", None) == "count"]
+    assert (field.dtype, made.proof["launches"] >= 64) == ("i64", True)
+
+
+@pytest.mark.parametrize("kind", ["dict", "event", "set"])
+def test_a_type_that_no_record_knows_is_named(kind):
+    said = refused("anything", Y_ALONE + f'params.kind = "{kind}"')
+    name = {"event": "cudaEvent_t"}.get(kind, kind)
+    assert said.startswith(f"what is a {name}, which launch records do not know; pass tensors, pointers, Int32, ")
+
+
+@pytest.mark.parametrize("kind", ["None", "function"])
+def test_the_runtimes_stream_is_a_stream_and_a_function_is_no_argument(tmp_path, kind):
+    record, _ = compiled(tmp_path, "anything", Y_ALONE + f'params.kind = "{kind}"')
+    assert [argument.name for argument in record.arguments] == ["y"]
+
+
+Y_ALONE = 'arguments.y = { role = "output", shape = ["N"] }\n'
 ASKED = FLAGGED + "params.what = "
 
 

@@ -124,6 +124,7 @@ REFUSED = {
     "other_stream": "another stream than the one that it is given",
     "shared_by_size": r"the size of shared memory of a launch is 4 \* M, a launch record has a constant there",
     "nothing": "launches no kernel",
+    "wide_number": "argument 1 has 64 bits, the source gives a number of 32; give it in the parameter's own type",
 }
 
 

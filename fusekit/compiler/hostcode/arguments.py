@@ -11,7 +11,15 @@ from fusekit.compiler.hostcode.bits import Bits, words
 from fusekit.compiler.hostcode.layout import Leaf
 from fusekit.compiler.hostcode.machine import Machine, Value
 from fusekit.compiler.hostcode.terms import Range
-from fusekit.compiler.hostfunction import HostInteger, HostPointer, HostScalar, HostTensor, Signature, TracePlan
+from fusekit.compiler.hostfunction import (
+    HostArgument,
+    HostInteger,
+    HostPointer,
+    HostScalar,
+    HostTensor,
+    Signature,
+    TracePlan,
+)
 from fusekit.errors import BuildError
 
 MEMORY_ALIGNMENT = 256  # of workspace and scratch
@@ -43,6 +51,7 @@ class Arguments:
         self._machine = machine
         for index, (fake, host, type_) in enumerate(zip(fakes, plan.host_arguments, types, strict=True)):
             laid_out = machine.layouts.of(type_)
+            _check_width(index, host, laid_out.leaves[0].width)
             told = self._words(plan.signature, fake, host, index)
             if len(told) != len(laid_out.leaves):
                 raise BuildError(
@@ -90,6 +99,17 @@ class Arguments:
         if isinstance(host, HostInteger):
             return [("", host.value)]
         return [("stream", None)]
+
+
+def _check_width(index: int, host: HostArgument, width: int) -> None:
+    """A number is not wider in the host code than what it is given: the bits above would be anything."""
+    if isinstance(host, HostScalar | HostInteger):
+        given = 64 if isinstance(host, HostInteger) and host.dtype == "i64" else 32
+        if width > given:
+            raise BuildError(
+                f"host code: argument {index} has {width} bits, the source gives a number of {given}; give it in the"
+                f" parameter's own type, such as cutlass.Int{width}(1)"
+            )
 
 
 def ranges(signature: Signature | LaunchRecord) -> dict[str, Range]:
