@@ -66,9 +66,9 @@ def look(
 
 def shown(source: str) -> str:
     """`source` as it may be shown."""
-    from fusekit.store.remote import hidden
+    from fusekit.store.remote import hidden_url
 
-    return hidden(source)
+    return hidden_url(source)
 
 
 def absent(source: str, patterns: Sequence[str], arch: str | None) -> NotBuiltError:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from fusekit.errors import FusekitError, IntegrityError, StoreError, UsageError, install
 from fusekit.store import marker
@@ -69,7 +69,7 @@ class Remote:
     def __init__(
         self, url: str, *, attempts: int = ATTEMPTS, pause: float = FIRST_PAUSE, bounds: Bounds | None = None
     ) -> None:
-        self.url = hidden(url)
+        self.url = hidden_url(url)
         self.bounds = bounds or Bounds()
         self._attempts = attempts
         self._pause = pause
@@ -318,11 +318,28 @@ def _lists_itself(filesystem: Any) -> bool:
     return kind.find is not AbstractFileSystem.find
 
 
-def hidden(text: str) -> str:
-    """`text`, a URL or a message with some, as it may be shown: without passwords and without queries, which may hold
-    a signature.
+def hidden(text: str, url: str = "") -> str:
+    """`text`, a message with URLs, as it may be shown: without user names, passwords, and queries, which may hold a
+    signature. url: one that may stand in it as it was typed.
     """
-    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\")]*", r"\1", re.sub(r"://[^/\s'\"]*@", "://", text))
+    return _URL.sub(_bare, text.replace(url, hidden_url(url)) if url else text)
+
+
+def hidden_url(url: str) -> str:
+    """`hidden` of a text that is one URL, whatever its password holds."""
+    return _URL.sub(_bare, re.sub(r"\s", "%20", url))
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
+
+
+def _bare(match: re.Match[str]) -> str:
+    try:
+        parts = urlsplit(match[0])
+        _ = parts.port  # ValueError for what is none: a part of a password, where that holds / or ?
+    except ValueError:
+        return f"{match[0].partition('://')[0]}://..."
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
@@ -335,15 +352,19 @@ def _filesystem(url: str, seconds: float) -> tuple[Any, str]:
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise StoreError(f"remotes need the package {package}; {install('remote')}") from None
-    shown = hidden(url)
+    shown = hidden_url(url)
     try:
         # Some connect at once, and wait as long as their library likes.
         filesystem, root = within(seconds, lambda: url_to_fs(url))
     except ImportError as error:
-        raise UsageError(f"{shown}: {error}; each kind of URL has its fsspec plugin; install it") from None
+        raise UsageError(
+            f"{shown}: {hidden(str(error), url)}; each kind of URL has its fsspec plugin; install it"
+        ) from None
     except ValueError as error:
-        raise UsageError(f"{shown}: {error}; a remote is a folder or a URL that fsspec knows; check it") from None
+        raise UsageError(
+            f"{shown}: {hidden(str(error), url)}; a remote is a folder or a URL that fsspec knows; check it"
+        ) from None
     except Exception as error:
-        why = hidden(str(error))[:1000]
+        why = hidden(str(error), url)[:1000]
         raise StoreError(f"{shown} cannot be opened ({type(error).__name__}: {why}); check it", path=shown) from error
     return filesystem, root

@@ -36,8 +36,8 @@ def check_url(text: str) -> str:
     """`text`, unless it is a URL with a part missing, which would be taken for a path. Raises UsageError for that."""
     if match := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", text, re.IGNORECASE):
         raise UsageError(
-            f"{text}: a URL has two slashes behind {match[1]}: and then a server's name; write "
-            f"{match[1]}://HOST/..., or ./{text} for a path"
+            f"{match[1]}:/...: a URL has two slashes behind {match[1]}: and then a server's name; write "
+            f"{match[1]}://HOST/..., or ./ in front of a path"
         )
     if re.fullmatch(r"https?://[/?#]*", text, re.IGNORECASE):
         raise UsageError(f"{text} names no server; write the whole URL, such as https://host/kernels")
@@ -71,9 +71,9 @@ def is_bundle(text: str) -> bool:
         return True
     if "://" not in check_url(text):
         return not os.path.isdir(text)  # noqa: PTH112 - False for a path that cannot be looked at, too
-    from fusekit.store.remote import Remote, hidden
+    from fusekit.store.remote import Remote, hidden_url
 
-    if hidden(text).endswith(_SUFFIXES):
+    if hidden_url(text).endswith(_SUFFIXES):
         return True
     remote = Remote(text)
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import http.server
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from fusekit.errors import NotBuiltError, StoreError, UsageError
 from fusekit.store import Store
 from fusekit.store.exchange import Progress, pull, push
-from fusekit.store.remote import Remote
+from fusekit.store.remote import Remote, hidden, hidden_url
 from fusekit.store.selection import select
 from tests.store import pusher
 from tests.store.remotes import NAMES, fill, remote
@@ -216,6 +217,20 @@ def test_a_password_is_not_shown():
     with pytest.raises(UsageError, match="nosuch://host/kernels: Protocol not known") as caught:
         Remote("nosuch://me:secret@host/kernels")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", [*"')\" ?#@/"])
+@pytest.mark.parametrize("form", ["{}", "cannot reach ('{}'), twice", '<a "{}">: refused'])
+def test_no_character_of_a_password_or_a_query_ends_its_hiding(form, mark):
+    secret = f"Xq7{mark}Zk9"
+    url = f"https://me:{secret}@host:8080/kernels?Signature={secret}&more=1#{secret}"
+    texts = [hidden(form.format(url), url), hidden_url(url)]
+    for bad in (url.replace("https", "nosuch"), url.replace("://", ":/")):
+        with pytest.raises(UsageError) as caught:
+            Remote(bad)
+        texts.append(str(caught.value))
+    assert not any(part in text for text in texts for part in ("Xq7", "Zk9"))
+    assert ("https://host:8080/kernels" in texts[0]) == (mark not in "?#/")
 
 
 @pytest.mark.parametrize("missing", ["fsspec", "tenacity"])
