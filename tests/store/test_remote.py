@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import http.server
-import re
 import subprocess
 import sys
 import threading
