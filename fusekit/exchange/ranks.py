@@ -12,13 +12,14 @@ from fusekit.errors import ArgumentError
 from fusekit.exchange.windows import GRANULE, Gather, Window, allocate, between_processes, free, in_process
 from fusekit.plan.exchange import MOST_RANKS
 from fusekit.runtime.devices import Devices, ordinal_of
+from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.side import Side
 
 TIMEOUT = 60_000
 CHECKED = 16  # bytes of a layer that its `check` reads
 
 
-class Ranks:
+class Ranks(SharedHandle):
     """A rank of several, for `library.layer(name, ranks=...)`. Made by `Ranks.in_process` or `Ranks.of_process`.
 
     rank, count: of how many; device: its ordinal; timeout: milliseconds that a launch waits for the other ranks. All

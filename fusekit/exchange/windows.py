@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from fusekit.errors import ArgumentError, FusekitError, PeerTimeoutError
 from fusekit.plan.exchange import MOST_RANKS, NEXT, OPEN, STAGES, STATUS, STATUS_WORDS
 from fusekit.runtime.devices import Device, Devices
+from fusekit.runtime.handle import SharedHandle
 
 GRANULE = 2 << 20  # what the driver maps at a time: a handle is then of this window's memory alone
 _HANDLE = slice(8, 72)  # in what ranks tell each other: the window's size, its handle, the digest of layers
 Gather = Callable[[bytes], Sequence[bytes]]
 
 
-class Window:
+class Window(SharedHandle):
     """This rank's window, and where it finds those of the others. `peers` is what kernels take as `window`.
 
     rank, device: this rank's; size: bytes of each window. Made by `in_process` or `between_processes`. user: stands

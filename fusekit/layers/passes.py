@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError
+from fusekit.runtime.handle import Handle
 from fusekit.runtime.side import Queue, run
 from fusekit.runtime.streams import stream_handle
 
@@ -35,11 +36,13 @@ class Sizes:
         return max(self.forward, self.inference, self.backward)
 
 
-class Pass:
+class Pass(Handle):
     """A pass bound to its arguments: `forward(stream)` queues its launches, and may be captured in a CUDA graph.
 
     It belongs to one thread at a time, and keeps its arguments alive.
     """
+
+    again = "bind the pass of its layer again"
 
     __slots__ = ("_after", "_arguments", "_turn", "_windows", "_written", "launches")
 

@@ -18,6 +18,7 @@ from fusekit.errors import ArgumentError, DriverError, IntegrityError, whole
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
 from fusekit.runtime.driver import Driver
+from fusekit.runtime.handle import SharedHandle
 from fusekit.runtime.launch import Launch, Launches, filled, launch, launch_parts
 from fusekit.runtime.launch_plan import Loaded, Plan, Settings, active_clusters
 from fusekit.runtime.peers import check_windows, placed, spread
@@ -32,12 +33,14 @@ _ELF_ABI_OFFSET, _ELF_ABI_CUDA13, _CUDA13 = 8, 8, 13000
 _Scalars = list[float | int]
 
 
-class Kernel:
+class Kernel(SharedHandle):
     """A kernel from a store, ready on `device` and made ready on other devices as their tensors come.
 
     Calling it from several threads is fine. `name`, `arch`, `record`, `digest` (SHA-256 of the cubin), `spec`
-    (canonical form) and `defaults` (of the scalars) say what it is.
+    (canonical form) and `defaults` (of the scalars) say what it is. A copy is the kernel itself.
     """
+
+    again = "pickle its name, and load it there: library.load(name)"
 
     def __init__(
         self, devices: Devices, name: str, record: LaunchRecord, cubin: bytes, defaults: Mapping[str, Any], device: int,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import ArgumentError, DriverError
+from fusekit.runtime.handle import Handle
 from fusekit.runtime.launch_plan import Block, Plan
 from fusekit.runtime.streams import PER_THREAD, stream_handle
 from fusekit.runtime.tensors import Meta
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     from fusekit.runtime.kernel import Kernel
 
 
-class Launch:
+class Launch(Handle):
     """A kernel bound to its arguments: `launch(stream)` is one driver call, and safe under graph capture.
 
     It keeps the bound arguments alive. Belongs to one thread at a time, like a stream; bind again for another thread.
     """
+
+    again = "bind its kernel again"
 
     __slots__ = ("_arguments", "_block", "_driver", "_metas", "_plan", "_settings", "kernel")
 

@@ -10,10 +10,11 @@ from typing import Any
 from fusekit.dtypes import ARGUMENTS, DTYPES
 from fusekit.errors import ArgumentError
 from fusekit.runtime.devices import Devices
+from fusekit.runtime.handle import Handle
 from fusekit.runtime.tensors import compact_strides
 
 
-class DeviceArray:
+class DeviceArray(Handle):
     """A row-major array in device memory, in the terms that launches read: data_ptr(), stride(), shape, dtype, device.
 
     shape: extents in elements. dtype: a fusekit dtype name. device: an ordinal. Freed by `free()` or with the object.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
+import pickle
 import threading
 from typing import Any
 
 import pytest
 
-from fusekit.errors import ArgumentError, DriverError
+from fusekit.errors import ArgumentError, DriverError, UsageError
+from fusekit.layers.passes import Pass
 from fusekit.runtime import Devices, Driver, Kernel
+from fusekit.runtime.memory import DeviceArray
 from tests.runtime.fake import CUresult
 from tests.runtime.samples import CUBIN, Torchlike, fake_for, load, record, tensors, with_workspace
 from tests.threads import at_once
@@ -37,6 +41,35 @@ def test_loading_and_unloading_leaves_nothing(soak: bool) -> None:
     gc.collect()
     assert len(gc.get_objects()) < objects + 50
     assert (fake.loaded, fake.memory) == (0, {})
+
+
+def test_a_copy_of_a_kernel_is_the_kernel() -> None:
+    kernel, fake = load(record())
+    for copied in (copy.copy(kernel), copy.deepcopy({"kernel": kernel})["kernel"]):
+        assert copied is kernel
+    kernel.unload()
+    with pytest.raises(ArgumentError, match="was unloaded"):
+        copied(**tensors())
+    copied.unload()
+    assert (fake.loaded, fake.calls.count("cuLibraryUnload")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda kernel: kernel, r"<Kernel sample/.*> cannot be .*; pickle its name, and load it there: library.load\("),
+        (lambda kernel: kernel.bind(**tensors()), "<Launch of sample/.*> cannot be .*; bind its kernel again"),
+        (lambda kernel: Pass([], {}, {}), "<.*Pass.*> cannot be .*; bind the pass of its layer again"),
+        (lambda kernel: DeviceArray(kernel._devices, (4,), "f32"), "DeviceArray.* cannot be .*; make another one"),
+    ],
+)
+def test_what_is_of_this_process_is_not_pickled(make: Any, remedy: str) -> None:
+    handle = make(load(record())[0])
+    with pytest.raises(UsageError, match=remedy):
+        pickle.dumps(handle)
+    if not isinstance(handle, Kernel):  # a copy would have the same memory
+        with pytest.raises(UsageError, match="copied"):
+            copy.copy(handle)
 
 
 @pytest.mark.parametrize("function", ["cuStreamIsCapturing", "cuEventQuery"])
