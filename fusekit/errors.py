@@ -37,6 +37,14 @@ class FusekitError(Exception):
     """Base of every error; exit code 1: what was asked failed."""
 
     exit_code: ClassVar[int] = 1
+    one_line: bool = True
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if text.isprintable() or not self.one_line:
+            return text
+        # A document or a path that somebody else made must not write lines of its own.
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class UsageError(FusekitError):
@@ -53,6 +61,7 @@ class SpecError(FusekitError):
     """
 
     exit_code = 2
+    one_line = False
 
     def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -176,6 +185,8 @@ class SignatureError(IntegrityError):
 
 class BuildError(FusekitError):
     """A kernel that could not be compiled. name: the kernel, where it is known."""
+
+    one_line = False  # it has the compiler's own text
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)

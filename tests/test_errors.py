@@ -57,6 +57,15 @@ def test_pickling_keeps_everything(name):
 
 
 @pytest.mark.parametrize("name", EXIT_CODES)
+def test_no_value_in_a_message_writes_a_line_of_its_own(name):
+    error = every_error()[name]("name 'a\nfusekit: all is well\x1b[2J\ud800' is wrong")
+    if isinstance(error, (errors.SpecError, errors.BuildError)):  # they have several lines, of values that are escaped
+        assert str(error).count("\n") == 1
+    else:
+        assert str(error) == r"name 'a\nfusekit: all is well\x1b[2J\ud800' is wrong"
+
+
+@pytest.mark.parametrize("name", EXIT_CODES)
 def test_the_package_offers_it(name):
     assert getattr(fusekit, name) is every_error()[name]
     assert name in fusekit.__all__

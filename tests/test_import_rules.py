@@ -8,7 +8,7 @@
 | plan | errors, abi |
 | choice | errors, plan; store, to read a tuning table |
 | spec | errors, plan, choice |
-| store | errors, config, filelock; for remotes fsspec, aiohttp and tenacity, for signatures cryptography |
+| store | errors, config, filelock; cabi; for remotes fsspec, aiohttp, tenacity, for signatures cryptography |
 | kernels | cutlass, plan, and the stream type of cuda.bindings.driver |
 | compiler | errors, config, plan, spec, abi, store, kernels; cutlass, llvmlite, distributed inside functions |
 | runtime | errors, config, abi, store, choice, cuda.bindings |
@@ -46,7 +46,9 @@ MAY = {
     "plan": {"fusekit.errors", "fusekit.abi"},
     "choice": {"fusekit.errors", "fusekit.plan", "fusekit.store"},
     "spec": {"fusekit.errors", "fusekit.plan", "fusekit.choice"},
-    "store": {"fusekit.errors", "fusekit.config", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography"},
+    "store": {
+        "fusekit.errors", "fusekit.config", "fusekit.cabi", "filelock", "fsspec", "aiohttp", "tenacity", "cryptography",
+    },
     # CUstream is the type by which the DSL knows a stream.
     "kernels": {"cutlass", "fusekit.plan", "cuda.bindings.driver"},
     "compiler": {

@@ -29,6 +29,8 @@ ATTRIBUTES = (
     "preferred_shared_memory_carveout",
     "programmatic_stream_serialization",
 )
+TEXT = 1 << 16
+"""Most bytes of a symbol or a message."""
 T = TypeVar("T")
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
@@ -37,6 +39,8 @@ def check_complete(record: LaunchRecord, prefix: str) -> None:
     """Symbol and parameter offsets are filled in, aligned and disjoint."""
     if not record.symbol:
         raise RecordError(f"{prefix}symbol: empty; a record is complete only after compilation")
+    if "\0" in record.symbol or not _is_text(record.symbol):
+        raise RecordError(f"{prefix}symbol: {record.symbol[:80]!a}; it is UTF-8 text without a 0 byte")
     end = 0
     for index, parameter in sorted(enumerate(record.parameters), key=lambda item: item[1].offset):
         where = f"{prefix}parameters[{index}].offset"
@@ -49,6 +53,13 @@ def check_complete(record: LaunchRecord, prefix: str) -> None:
         if parameter.offset < end:
             raise RecordError(f"{where}: {parameter.offset}; {parameter.name} overlaps what ends at {end}")
         end = parameter.offset + parameter.size
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return len(text.encode()) <= TEXT
+    except UnicodeEncodeError:
+        return False
 
 
 def triple(items: tuple[T, ...], where: str) -> tuple[T, T, T]:

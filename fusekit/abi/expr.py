@@ -23,8 +23,8 @@ operator       operands    value
 =============  ==========  =======================================================
 
 The last five rows belong to records of schema 2. Of an ``if``, only the operand that it chooses is evaluated. A
-divisor must be positive when it is evaluated. Python evaluates with exact integers; a launcher in another language
-uses signed 64-bit arithmetic, which is enough for every value a record may hold. Addresses are the one exception:
+divisor must be positive when it is evaluated. Every step must fit into a signed 64-bit integer, operands being taken
+from left to right; one that does not has no value, in any launcher. Addresses are the one exception:
 they are unsigned 64-bit and wrap modulo 2**64, so a ``*.address`` variable may only stand under ``add``, ``sub`` and
 ``mul``, where wrapping early or late gives the same bits.
 """
@@ -41,7 +41,7 @@ Expr = int | str | list[Any] | tuple[Any, ...]
 MAX_DEPTH = 32
 MAX_NODES = 4096
 """Most constants, variables and operators in one expression."""
-_MAX_BITS = 1024  # of a product: far above any address, far below what takes time
+_LOW, _HIGH, _WRAP = -(2**63), 2**63 - 1, 2**64 - 1
 _RING = frozenset({"add", "sub", "mul"})
 _VARIADIC = frozenset({"add", "mul", "min", "max"})
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
@@ -140,9 +140,10 @@ def operators(expr: Expr) -> set[str]:
 
 
 def evaluate(expr: Expr, env: Mapping[str, int]) -> int:
-    """The value of `expr` with the variables in `env`, as an exact integer.
+    """The value of `expr` with the variables in `env`.
 
-    Raises RecordError for a variable that `env` lacks, an unknown operator, or a divisor that is not positive.
+    Raises RecordError for a variable that `env` lacks, an unknown operator, a divisor that is not positive, or a step
+    that does not fit into 64 bits.
     """
     if isinstance(expr, int):
         return expr
@@ -161,8 +162,15 @@ def evaluate(expr: Expr, env: Mapping[str, int]) -> int:
 
 
 def evaluate_address(expr: Expr, env: Mapping[str, int]) -> int:
-    """`evaluate` modulo 2**64: an unsigned 64-bit device address."""
-    return evaluate(expr, env) & 0xFFFF_FFFF_FFFF_FFFF
+    """`evaluate` modulo 2**64, where sums and products wrap: an unsigned 64-bit device address."""
+    if isinstance(expr, int | str) or (expr[0] not in _RING and expr[0] != "if"):
+        return evaluate(expr, env) & _WRAP
+    if expr[0] == "if":
+        return evaluate_address(expr[2] if evaluate(expr[1], env) else expr[3], env)
+    first, *rest = (evaluate_address(item, env) for item in expr[1:])
+    for item in rest:
+        first = first + item if expr[0] == "add" else first - item if expr[0] == "sub" else first * item
+    return first & _WRAP
 
 
 def render(expr: Expr) -> str:
@@ -187,12 +195,32 @@ _INFIX = {"add": " + ", "sub": " - ", "mul": " * ", "floordiv": " // ", "mod": "
 }
 
 
+def _overflow(what: str, values: list[int]) -> RecordError:
+    return RecordError(f"expression: {what} of {', '.join(map(str, values))} does not fit into 64 bits")
+
+
+def _sum(values: list[int]) -> int:
+    result = 0
+    for value in values:
+        result += value
+        if not _LOW <= result <= _HIGH:
+            raise _overflow("the sum", values)
+    return result
+
+
+def _difference(values: list[int]) -> int:
+    result = values[0] - values[1]
+    if not _LOW <= result <= _HIGH:
+        raise _overflow("the difference", values)
+    return result
+
+
 def _product(values: list[int]) -> int:
     result = 1
     for value in values:
         result *= value
-        if result.bit_length() > _MAX_BITS:
-            raise RecordError(f"expression: a product of more than {_MAX_BITS} bits; a launch has 64-bit values")
+        if not _LOW <= result <= _HIGH:
+            raise _overflow("the product", values)
     return result
 
 
@@ -231,8 +259,8 @@ def _exp2(values: list[int]) -> int:
 
 
 _FUNCTIONS: dict[str, Callable[[list[int]], int]] = {
-    "add": sum,
-    "sub": lambda values: values[0] - values[1],
+    "add": _sum,
+    "sub": _difference,
     "mul": _product,
     "floordiv": _floordiv,
     "ceildiv": _ceildiv,

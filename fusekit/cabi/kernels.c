@@ -36,6 +36,31 @@ static int fk_is_elf(const unsigned char *elf, uint64_t size) {
            fk_elf_table(elf, size, fk_little(elf + 32, 8), fk_little(elf + 54, 2), fk_little(elf + 56, 2), segments, 0);
 }
 
+static const unsigned char *fk_elf_section(const unsigned char *elf, uint64_t index) {
+    return elf + fk_little(elf + 40, 8) + index * fk_little(elf + 58, 2);
+}
+
+/* Whether a whole ELF file defines a function of that name. */
+static int fk_elf_defines(const unsigned char *elf, const char *name) {
+    uint64_t count = fk_little(elf + 60, 2), length = strlen(name) + 1, index, symbol;
+    for (index = 0; index < count; ++index) {
+        const unsigned char *table = fk_elf_section(elf, index), *strings;
+        uint64_t link = fk_little(table + 40, 4), size = fk_little(table + 32, 8) / 24 * 24, most;
+        if (fk_little(table + 4, 4) != 2 || link >= count) continue;
+        strings = fk_elf_section(elf, link);
+        if (fk_little(strings + 4, 4) == 8) continue;
+        most = fk_little(strings + 32, 8);
+        for (symbol = 0; symbol < size; symbol += 24) {
+            const unsigned char *row = elf + fk_little(table + 24, 8) + symbol;
+            uint64_t at = fk_little(row, 4);
+            if ((row[4] & 15) == 2 && fk_little(row + 6, 2) != 0 && at <= most && length <= most - at &&
+                memcmp(elf + fk_little(strings + 24, 8) + at, name, length) == 0)
+                return 1;
+        }
+    }
+    return 0;
+}
+
 /* ---- Which kernel a name means. */
 
 /* How well a kernel suits a device: 0 not at all; best the one for exactly this capability, then the one for the latest
@@ -72,6 +97,24 @@ static fusekit_status fk_choose(const fusekit_bundle *bundle, const char *name, 
                    bundle->title, name, name);
 }
 
+/* Whether a listed kernel's record is its own, and its cubin has what the record launches. */
+static fusekit_status fk_check_listed(const fusekit_bundle *bundle, const fk_listed *listed, const fk_source *source,
+                                      fusekit_error *error) {
+    const fk_record *record;
+    int64_t index;
+    fusekit_status status = fk_read_record(source, listed->name, &record, error);
+    if (status != FUSEKIT_OK) return status;
+    if (strcmp(record->name, listed->name) != 0 || strcmp(record->arch, listed->arch) != 0)
+        status = fk_damaged(bundle, error, "lists %.100s with the launch record of another kernel; export it again",
+                            listed->name);
+    for (index = 0; index < record->node_count && status == FUSEKIT_OK; ++index)
+        if (!fk_elf_defines(source->cubin, record->nodes[index].symbol))
+            status = fk_damaged(bundle, error, "has a cubin for %.80s without its kernel %.80s; export it again",
+                                listed->name, record->nodes[index].symbol);
+    free((void *)(uintptr_t)record);
+    return status;
+}
+
 /* Record and cubin of a kernel, whose memory is to be freed. */
 static fusekit_status fk_fetch(const fusekit_bundle *bundle, const fk_listed *listed, fk_source *source, void *memory[2],
                                fusekit_error *error) {
@@ -91,7 +134,7 @@ static fusekit_status fk_fetch(const fusekit_bundle *bundle, const fk_listed *li
     source->cubin_size = (size_t)listed->cubin_bytes;
     if (!fk_is_elf(source->cubin, source->cubin_size))
         return fk_damaged(bundle, error, "has a cubin for %.120s that is no whole ELF file; export it again", listed->name);
-    return FUSEKIT_OK;
+    return fk_check_listed(bundle, listed, source, error);
 }
 
 /* What the caller may ask of the arguments. */
@@ -170,7 +213,6 @@ fusekit_status fusekit_kernel_unload(fusekit_kernel *kernel, fusekit_error *erro
 
 fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error *error) {
     const fk_listed *listed;
-    const fk_record *record;
     fk_source source;
     void *memory[2];
     size_t index;
@@ -178,8 +220,6 @@ fusekit_status fusekit_bundle_verify(const fusekit_bundle *bundle, fusekit_error
         fusekit_status status;
         if (*listed->problem != 0) continue;
         status = fk_fetch(bundle, listed, &source, memory, error);
-        if (status == FUSEKIT_OK) status = fk_read_record(&source, listed->name, &record, error);
-        if (status == FUSEKIT_OK) free((void *)(uintptr_t)record);
         free(memory[0]);
         free(memory[1]);
         if (status != FUSEKIT_OK) return status;

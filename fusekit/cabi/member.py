@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,19 @@ def export_bundle(store: Store, selection: Selection, path: Path) -> form.Transf
 
 
 def member(selection: Selection, before: Mapping[str, int]) -> tuple[bytes, str]:
-    """The member and its directory's SHA-256. before: by its digest, how far before the member a cubin begins."""
+    """`derived` of a selection."""
     entries = {entry.key: entry for entry, _ in selection.entries}
-    records = [_record(record, entries[record.key]) for record, _ in selection.records]
+    return derived([(record, entries[record.key]) for record, _ in selection.records], before)
+
+
+def derived(kernels: Sequence[tuple[NameRecord, Entry]], before: Mapping[str, int]) -> tuple[bytes, str]:
+    """The member and its directory's SHA-256, which follow from names and entries, both in the bundle's order. before:
+    by its digest, how far before the member a cubin begins.
+    """
+    records = [_record(named, entry) for named, entry in kernels]
     left = size = sum(len(data) for data, _ in records)
     rows = []
-    for (named, _), (data, problem) in zip(selection.records, records, strict=True):
-        entry = entries[named.key]
+    for (named, entry), (data, problem) in zip(kernels, records, strict=True):
         rows.append({
             **flat.of_arch(named.arch), "name": named.name, "problem": problem, **_place("record", left, data),
             "cubin_before": size + before[entry.cubin_sha256], "cubin_bytes": entry.cubin_bytes,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusekit.compiler import elf
+from fusekit.abi import RecordError, elf
 from fusekit.errors import BuildError
 
 RESERVED_SHARED = 1024  # of every block, from sm_80 on; counted in a kernel's section if it uses shared memory at all
@@ -68,9 +68,17 @@ class Cubin:
         }
 
 
+def parsed(data: bytes, what: str) -> elf.Elf:
+    """The ELF file in `data`. Raises BuildError, naming `what`."""
+    try:
+        return elf.parse(data, what)
+    except RecordError as error:
+        raise BuildError(str(error)) from error
+
+
 def kernels(data: bytes) -> tuple[str, ...]:
     """The symbols of the kernels in a cubin."""
-    return _entry_points(elf.parse(data, "cubin"))
+    return _entry_points(parsed(data, "cubin"))
 
 
 def read(data: bytes, symbol: str) -> Cubin:
@@ -82,7 +90,7 @@ def read(data: bytes, symbol: str) -> Cubin:
 
 
 def _read(data: bytes, symbol: str) -> Cubin:
-    file = elf.parse(data, "cubin")
+    file = parsed(data, "cubin")
     known = _entry_points(file)
     if symbol not in known:
         raise BuildError(f"cubin: no kernel {symbol!r}; it has {', '.join(known) or 'none'}")

@@ -249,7 +249,8 @@ class _Reading:
         tensor = TensorArgument(
             name, told["role"], leaf.dtype, tuple(extents), tuple(strides), divisor, max(fake._assumed_align, 1)
         )
-        return HostTensor(name, tuple(freeze(each) for each in hosts), tuple(map(freeze, host_strides))), tensor
+        shape_, strides_ = tuple(map(freeze, hosts)), tuple(map(freeze, host_strides))
+        return HostTensor(name, shape_, strides_, large=told.get("large", False)), tensor
 
     def _extent(self, said: Expr, symbol: Any, factor: int, where: str) -> Expr:
         """The record's extent of a mode whose extent in the trace is `symbol`, a number or symbolic."""

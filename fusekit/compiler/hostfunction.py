@@ -17,12 +17,14 @@ class HostTensor:
 
     argument: the record's tensor whose address is passed. shape, strides: in the order of the fake tensor's modes and
     in elements, expressions as in the record; None stands for the record argument's own. A mode that the fake tensor
-    fixes must evaluate to the fixed value.
+    fixes must evaluate to the fixed value. large: whether the kernel reaches 2**31 elements over modes whose strides
+    are fixed or have 32 bits; else the record refuses such a tensor.
     """
 
     argument: str
     shape: tuple[Expr, ...] | None = None
     strides: tuple[Expr, ...] | None = None
+    large: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def _cast(value: Any, annotation: Any) -> Any:
     """`value` as the DSL passes it: a number in the type that its parameter states."""
     from cutlass import Numeric
 
-    if not (isinstance(annotation, type) and issubclass(annotation, Numeric)) or annotation.is_abstract:
+    if not (isinstance(annotation, type) and issubclass(annotation, Numeric)) or vars(annotation).get("_is_abstract"):
         return value
     return annotation(value) if isinstance(value, bool | int | float | Numeric) else value
 

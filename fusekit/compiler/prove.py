@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusekit.abi import FloatParameter, IntegerParameter, LaunchRecord, RecordError, TensorMapParameter
-from fusekit.abi.expr import evaluate
+from fusekit.abi.expr import evaluate, evaluate_address
 from fusekit.abi.parameters import Parameter, Scalar, StructParameter
 from fusekit.abi.tensormap import DEFINED_BYTES, ENCODER_BITS, decode, encode, encode_raw
 from fusekit.compiler.hostcall import check_plan, pack
@@ -152,7 +152,7 @@ class _Comparison:
             value = struct.pack("<f", parameter.evaluate(self._arguments.floats))
             self.same(name, f"{prefix}value", value.hex(), data.hex())
         else:
-            address = values[f"{parameter.argument}.address"] + evaluate(parameter.shift, values)
+            address = values[f"{parameter.argument}.address"] + evaluate_address(parameter.shift, values)
             self.same(name, f"{prefix}address", address % 2**64, int.from_bytes(data, "little"))
 
     def _tensor_map(self, parameter: TensorMapParameter, data: bytes) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusekit.abi import elf
 from fusekit.abi.tensormap import TensorMap, encode, encoder_modes
-from fusekit.compiler import elf
+from fusekit.compiler.cubin import parsed
 from fusekit.errors import BuildError, ToolchainError, install
 
 # cudaLaunchConfig_t: two dim3, dynamic shared memory, stream, attribute array and its length.
@@ -71,7 +72,7 @@ class HostFunction:
         self._launches: list[RecordedLaunch] = []
         self._failure: Exception | None = None
         self._callbacks = self._make_callbacks()  # referenced by the linked code: they live as long as this object
-        file = elf.parse(host_object, "host object")
+        file = parsed(host_object, "host object")
         self._refuse_unknown_symbols(file)
         self._engine = self._link(host_object)
         start = f"_mlir_{prefix}_"

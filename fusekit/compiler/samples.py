@@ -128,9 +128,11 @@ class _Sampler:
         """A set with the values in `fixed`, or None when it cannot be launched. padding: between rows."""
         record, source = self._record, self._source
         values = {dim.name: fixed.get(dim.name, self._extent(dim)) for dim in record.dims}
-        for tensor in record.tensors:
-            if not _place(tensor, values, source, padding):
+        try:
+            if not all(_place(tensor, values, source, padding) for tensor in record.tensors):
                 return None
+        except RecordError:  # no value in 64 bits
+            return None
         for memory in ("workspace", "scratch"):
             values[f"{memory}.address"] = source.randrange(2**32, ADDRESS_LIMIT) // 256 * 256
         values["sm_count"] = source.choice((132, 114, 78, source.randrange(8, _MOST_MULTIPROCESSORS)))
@@ -203,11 +205,12 @@ def _launchable(record: LaunchRecord, values: Mapping[str, int]) -> bool:
 
 def expected_map(parameter: TensorMapParameter, values: Mapping[str, int]) -> TensorMap:
     """The tensor map that the record asks for under `values`."""
+    value = evaluate if parameter.encoding == "driver" else evaluate_address
     return TensorMap(
         address=evaluate_address(parameter.address, values),
         dtype=parameter.dtype,
-        dims=tuple(evaluate(dim, values) for dim in parameter.dims),
-        strides=tuple(evaluate(stride, values) for stride in parameter.strides),
+        dims=tuple(value(dim, values) for dim in parameter.dims),
+        strides=tuple(value(stride, values) for stride in parameter.strides),
         box=parameter.box,
         element_strides=parameter.element_strides,
         interleave=parameter.interleave,

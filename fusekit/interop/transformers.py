@@ -167,12 +167,14 @@ def layer_for(library: Library, layers: str, experts: Experts, module: str) -> s
             ' dtype="bfloat16", or run it under autocast',
             argument="dtype",
         )
-    raise NotBuiltError(
+    error = NotBuiltError(
         f"{module}: no layer of the store computes these experts; save this as experts.toml and build it with:"
         f" fusekit build experts.toml\n\n{experts.table(DEFAULT.name)}",
         name="experts/moe",
         command="fusekit build experts.toml",
     )
+    error.one_line = False
+    raise error
 
 
 def described(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from fusekit.abi import LaunchRecord, RecordError, ScalarArgument, evaluate
+from fusekit.abi.elf import check_cubin
 from fusekit.errors import ArgumentError, DriverError, IntegrityError, whole
 from fusekit.runtime.binding import bind, check_names, check_scalar, pairs
 from fusekit.runtime.devices import Device, Devices, check_arch
@@ -70,7 +71,9 @@ class Kernel(SharedHandle):
         # Both before the driver sees the cubin: its own errors would not say what was expected.
         first = devices.get(device)
         check_arch(record.arch, first, name)
-        check_cubin(cubin, self._driver, name)
+        check_cubin(cubin, [step.symbol for step in record.launches], name)
+        if cubin[_ELF_ABI_OFFSET] >= _ELF_ABI_CUDA13:
+            self._driver.require(_CUDA13, f"{name} (a cubin of CUDA 13's format)")
         devices.refuse_capture(first, f"loading {name}")
         with (
             self._devices.active(first),
@@ -312,14 +315,6 @@ def check_priority(value: Any) -> int | None:
             argument="priority",
         )
     return number
-
-
-def check_cubin(cubin: bytes, driver: Driver, name: str) -> None:
-    """Raises IntegrityError for what is no cubin, DriverError for one whose format the driver does not know."""
-    if cubin[:4] != b"\x7fELF" or len(cubin) < 64:
-        raise IntegrityError(f"{name}: the stored cubin is no ELF file; it begins with {cubin[:4]!r}; rebuild it")
-    if cubin[_ELF_ABI_OFFSET] >= _ELF_ABI_CUDA13:
-        driver.require(_CUDA13, f"{name} (a cubin of CUDA 13's format)")
 
 
 def _default(scalar: ScalarArgument, defaults: Mapping[str, Any]) -> float | int | None:

@@ -21,6 +21,7 @@ from fusekit.abi import (
     PointerParameter,
     TensorMapParameter,
     evaluate,
+    evaluate_address,
     flat,
     variables,
 )
@@ -153,7 +154,7 @@ class Plan:
         self.template[offset : offset + parameter.size] = parameter.to_bytes(value)
 
     def _put_pointer(self, parameter: PointerParameter, offset: int, env: Mapping[str, int]) -> None:
-        shift = evaluate(parameter.shift, env)
+        shift = evaluate_address(parameter.shift, env)
         if parameter.argument == "workspace":
             self.workspace_at.append((offset, shift))
         elif parameter.argument == "scratch":

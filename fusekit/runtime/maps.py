@@ -42,8 +42,9 @@ class MapSlot:
         self._address = None if parameter.address == f"{parameter.argument}.address" else parameter.address
         self._env = env
         self.reads = {name.removesuffix(".address") for name in variables(parameter.address) if ".address" in name}
-        dims = [evaluate(expr, env) for expr in parameter.dims]
-        strides = [evaluate(expr, env) for expr in parameter.strides]
+        value = evaluate if parameter.encoding == "driver" else evaluate_address  # what is cut to fields may wrap
+        dims = [value(expr, env) for expr in parameter.dims]
+        strides = [value(expr, env) for expr in parameter.strides]
         self._prepare(parameter, dims, strides)
 
     def _prepare(self, parameter: TensorMapParameter, dims: list[int], strides: list[int]) -> None:

@@ -8,6 +8,7 @@ same functions when it is imported, pulled, verified and loaded.
 from __future__ import annotations
 
 from fusekit.abi import LaunchRecord, RecordError
+from fusekit.abi.elf import check_cubin
 from fusekit.choice.tuning import Tuning
 from fusekit.choice.variants import check_layer, check_name
 from fusekit.errors import IntegrityError
@@ -24,9 +25,13 @@ def launch_record(entry: Entry) -> LaunchRecord:
         raise IntegrityError(f"entry {entry.key}: launch record: {error}{remedy}", key=entry.key) from error
 
 
-def check_entry(entry: Entry) -> None:
-    """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key."""
+def check_entry(entry: Entry, cubin: bytes | None = None) -> None:
+    """Raises IntegrityError unless `entry` has a launch record, of the architecture of its key, and of its `cubin`
+    where that is at hand.
+    """
     record = launch_record(entry)
+    if cubin is not None:
+        check_cubin(cubin, [step.symbol for step in record.launches], f"entry {entry.key}")
     if record.arch != entry.arch:
         raise IntegrityError(
             f"entry {entry.key} is for {entry.arch}, its launch record for {record.arch}; build it again", key=entry.key

@@ -26,6 +26,10 @@ ARGUMENT_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
         (list,),
         'a list with "free" for a stride that the tensor says, or an expression for one that is fixed',
     ),
+    "large": (
+        (bool,),
+        "true for a tensor that may have 2**31 elements and more although its strides are fixed or have 32 bits",
+    ),
     "rename": ((str,), "a name"),
     "optional": ((bool,), "true where the trace may lack it"),
     "value": ((int, str, list), "an expression: what an integer argument is computed from"),
@@ -42,7 +46,7 @@ DIM_KEYS = ("divisor", "minimum", "maximum", "skip_if_zero")
 # What an argument's table cannot say, by what it says besides.
 _OF_WORKSPACES = frozenset({"bytes", "zeroed"})
 OF_CALLERS = frozenset({"default", "minimum", "maximum", "divisor"})  # of an integer that they pass
-_OF_TENSORS = frozenset({"shape", "strides"})
+_OF_TENSORS = frozenset({"shape", "strides", "large"})
 
 _LISTS = ("distributions", "files", "env", "ran_on")
 _SOURCE = re.compile(r"\w+(\.\w+)*:[A-Za-z_]\w*")

@@ -98,7 +98,7 @@ def export_bundle(store: Store, selection: Selection, path: Path, loader: Loader
         raise UsageError(f"{path}: there is no folder {path.parent}; a bundle is put where one is; make it first")
     selection = selection.signed(store)
     members = tuple(_members(selection))
-    own_content, digest = (b"", None) if loader is None else loader(_before(members))
+    own_content, digest = (b"", None) if loader is None else loader(before(members))
     if loader is not None:
         members = (*members, loader_of(sha256(own_content), len(own_content)))
     index = _index_bytes(members)
@@ -184,7 +184,7 @@ def loader_of(digest: str, size: int) -> Member:
     return Member("loader", LOADER, size, digest, LOADER, (digest, size))
 
 
-def _before(members: tuple[Member, ...]) -> dict[str, int]:
+def before(members: tuple[Member, ...]) -> dict[str, int]:
     """How many bytes each cubin begins before the content of the loader's member."""
     found: dict[str, int] = {}
     at = BLOCK  # that member's own header

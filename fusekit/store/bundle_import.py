@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,9 +17,11 @@ from fusekit.store.bundle import (
     BLOCK,
     END,
     INDEX,
+    LOADER,
     SCHEMAS,
     Member,
     Transfer,
+    before,
     blob_of,
     entry_of,
     header,
@@ -178,21 +180,29 @@ class _Reader:
         """Read everything once: digests, documents, and how they belong together. Names, and entries by key."""
         blobs = {member.sha256: member.bytes for member in index.of("blob")}
         signed = {member.subject[0] for member in index.of("signature")}
+        at = {member.sha256: (member, offset) for member, offset in self._offsets(index) if member.kind == "blob"}
         records: list[NameRecord] = []
         entries: dict[str, Entry] = {}
         held: dict[str, dict[str, bytes]] = {}
+        loader: bytes | None = None
         for member, data in self._members(index):
             if member.kind == "signature":
                 of, key_id = member.subject
                 held.setdefault(of, {})[key_id] = data
+            elif member.kind == "loader":
+                loader = data
             elif member.kind in ("entry", "name"):
                 signed.discard(member.sha256)
-                document = self._document(member, data, held, inspect)
+                document = self._document(member, data, held)
                 if isinstance(document, Entry):
                     if blobs.get(document.cubin_sha256) != document.cubin_bytes:
                         raise self._bad(f"has the entry {document.key}, but not its cubin {document.cubin_sha256}")
+                    if inspect is not None:
+                        self._inspect(member, inspect.entry, document, self._again(*at[document.cubin_sha256]))
                     entries[document.key] = document
                     continue
+                if inspect is not None:
+                    self._inspect(member, inspect.name, document)
                 if document.key not in entries or entries[document.key].arch != document.arch:
                     raise self._bad(
                         f"has the name {document.name} for {document.arch}, but no such entry {document.key}"
@@ -204,7 +214,26 @@ class _Reader:
             raise self._bad(f"has a signature over {min(signed)}, which is none of its documents")
         if self._file.read(len(END) + 1) != END:
             raise self._bad("does not end where its index says")
+        if loader is not None:
+            self._check_loader(loader, index, [(record, entries[record.key]) for record in records])
         return records, entries
+
+    def _check_loader(self, loader: bytes, index: Index, kernels: Sequence[tuple[NameRecord, Entry]]) -> None:
+        """What the C loader reads follows from the documents, byte for byte; no digest tells whether it does."""
+        from fusekit.cabi.member import derived
+
+        if loader != derived(kernels, before(index.members[:-1]))[0]:
+            raise self._bad(
+                f"has a {LOADER} that does not follow from its entries and names: somebody changed it, or another"
+                " version of fusekit wrote it",
+                remedy="; export it again",
+            )
+
+    def _inspect(self, member: Member, look: Callable[..., None], *what: object) -> None:
+        try:
+            look(*what)
+        except IntegrityError as error:
+            raise self._bad(f"has {member.path}, which cannot be used: {error}", remedy="") from None
 
     def publish(self, index: Index, store: Store, dry_run: bool = False) -> Transfer:
         """Publish what `check` has passed: each entry with its cubin, then the names."""
@@ -266,15 +295,13 @@ class _Reader:
                 if not fits or not all(fit(value) for fit, value in zip(columns, row, strict=True)):
                     raise self._bad(f"lists among its {label} {_short(row)}, which cannot be one")
             made = [make(*row) for row in rows]
-            for before, after in itertools.pairwise(made):
-                if before.subject >= after.subject:
+            for one, after in itertools.pairwise(made):
+                if one.subject >= after.subject:
                     raise self._bad(f"lists {after.path} twice or out of order among its {label}")
             members += made
         return tuple(members)
 
-    def _document(
-        self, member: Member, data: bytes, held: dict[str, dict[str, bytes]], inspect: Inspect | None = None
-    ) -> Entry | NameRecord:
+    def _document(self, member: Member, data: bytes, held: dict[str, dict[str, bytes]]) -> Entry | NameRecord:
         where = f"{self._path}:{member.path}"
         if self._trust is not None:
             self._trust.check(member.kind, data, held.get(member.sha256, {}), where)
@@ -285,11 +312,6 @@ class _Reader:
             document = NameRecord.from_bytes(data, where, *member.subject)
         if document.to_bytes() != data:
             raise self._bad(f"has {member.path} in another form than the one that a store writes")
-        if inspect is not None:
-            try:
-                inspect.entry(document) if isinstance(document, Entry) else inspect.name(document)
-            except IntegrityError as error:
-                raise self._bad(f"has {member.path}, which cannot be used: {error}", remedy="") from None
         return document
 
     def _offsets(self, index: Index) -> Iterator[tuple[Member, int]]:
@@ -336,8 +358,10 @@ class _Reader:
         return data
 
     def _again(self, member: Member, offset: int) -> bytes:
+        at = self._file.tell()
         self._file.seek(offset)
         data = self._read(member.bytes)
+        self._file.seek(at)
         if sha256(data) != member.sha256:
             raise self._bad(f"changed while it was imported, in {member.path!r}")
         return data

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 from fusekit.errors import FusekitError, IntegrityError, OtherSchemaError
@@ -44,7 +45,7 @@ def check_readable(data: bytes, what: str) -> None:
     try:
         parse(data)
     except ValueError as error:
-        raise FusekitError(f"{what} cannot be kept, since {error}; make it smaller") from None
+        raise FusekitError(f"{what} cannot be kept, since {error}; leave that out") from None
 
 
 def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
@@ -69,12 +70,16 @@ def unseal(data: bytes, path: AnyPath) -> dict[str, Any]:
 
 def parse(data: bytes, values: int = VALUES) -> Any:
     """The JSON value in `data`. Raises ValueError for what is none, for a number that is not finite or does not fit
-    into 64 bits, and for more than `values` values or `DEPTH` levels.
+    into 64 bits, for half of a surrogate pair, and for more than `values` values or `DEPTH` levels.
     """
     if data.count(b",") > values:
         raise ValueError(f"it has more than {values} values")
     try:
         document = _DECODER.decode(data.decode())
+        if _SURROGATE.search(data):
+            json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it has the text {error.object[error.start : error.end]!a}, half of a character") from None
     except RecursionError:
         raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
     if _LONG not in data.translate(_DIGITS) and _is_shallow(data):
@@ -113,6 +118,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"it has the number {text}, which JSON has not")
 
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 
 

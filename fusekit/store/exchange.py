@@ -309,7 +309,7 @@ class _Reading(Exchange):
         entry = Entry.from_bytes(data, self.remote.at(path), key)
         check_form(entry.to_bytes(), data, self.remote.at(path))
         if self.inspect is not None:
-            self.inspect.entry(entry)
+            self.inspect.entry(entry, None)
         return entry, len(data), signatures
 
     def cubin(self, entry: Entry) -> bytes:
@@ -319,6 +319,8 @@ class _Reading(Exchange):
         if cubin is None or sha256(cubin) != entry.cubin_sha256:
             what = "is missing" if cubin is None else f"has the digest {sha256(cubin)}, not that of its name"
             raise self._broken(blob, what)
+        if self.inspect is not None:
+            self.inspect.entry(entry, cubin)
         return cubin
 
     def check_size(self, entry: Entry, sizes: Mapping[str, int | None]) -> None:
@@ -376,7 +378,7 @@ class _Pull(_Reading):
         """Bytes that were moved; 0 when the store has it."""
         if (there := self.store.present(key)) is not None:
             if self.inspect is not None:
-                self.inspect.entry(there)
+                self.inspect.entry(there, None)
             return 0
 
         def take() -> int:

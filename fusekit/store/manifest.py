@@ -152,7 +152,7 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
             )
         inspect.name(record)
 
-    def entry(found: Entry) -> None:
+    def entry(found: Entry, cubin: bytes | None) -> None:
         locked, now = by_key.get(found.key), Locked.of(found)
         if locked != now:
             part = "cubin" if locked is None or locked.cubin_sha256 != now.cubin_sha256 else "launch record"
@@ -162,7 +162,7 @@ def pinned(manifest: Manifest, inspect: Inspect) -> Inspect:
                 "or the kernel again",
                 key=found.key,
             )
-        inspect.entry(found)
+        inspect.entry(found, cubin)
 
     return Inspect(entry, name, inspect.tuning)
 

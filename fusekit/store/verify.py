@@ -29,10 +29,11 @@ _PATIENCE = 2.0  # seconds, of one verification: a store that lost thousands of 
 class Inspect:
     """What looks into documents that a store only keeps; each raises IntegrityError for one that cannot be used.
 
-    tuning takes the bytes, the path and the architecture of a tuning table. See `fusekit.runtime.wellformed`.
+    entry takes the cubin too, where that is at hand; tuning takes the bytes, the path and the architecture of a tuning
+    table. See `fusekit.runtime.wellformed`.
     """
 
-    entry: Callable[[Entry], None]
+    entry: Callable[[Entry, bytes | None], None]
     name: Callable[[NameRecord], None]
     tuning: Callable[[bytes, str, str], None]
 
@@ -121,7 +122,7 @@ class _Check:
         self._patience = _PATIENCE
 
     def entries_of(self, layer: Layer) -> None:
-        cubins: dict[str, Entry] = {}
+        cubins: dict[str, list[Entry]] = {}
         spoken_for: set[str] = set()  # what damaged entries may need, as far as they can be read
         told: set[Path] = set()
         try:
@@ -137,7 +138,7 @@ class _Check:
                         self.entries -= 1
                         continue
                     if self._inspect is not None:
-                        self._inspect.entry(entry)
+                        self._inspect.entry(entry, None)
                     blob = at = layer.blob_path(entry.cubin_sha256)
                     if (size := self._size_in_time(blob)) is None:
                         at = path
@@ -149,7 +150,7 @@ class _Check:
                     elif size != entry.cubin_bytes:
                         raise damaged(blob, f"has {size} bytes, where its entry says {entry.cubin_bytes}")
                     self._keys[key] = entry.arch
-                    cubins[entry.cubin_sha256] = entry
+                    cubins.setdefault(entry.cubin_sha256, []).append(entry)
                 except (IntegrityError, StoreError) as error:
                     self._damaged.add(key)
                     spoken_for |= digests_of(path) or frozenset()
@@ -160,22 +161,27 @@ class _Check:
         except StoreError as error:
             self._add(layer, layer.root, error, "")
 
-    def _blobs_of(self, layer: Layer, cubins: dict[str, Entry], spoken_for: set[str], told: set[Path]) -> None:
+    def _blobs_of(self, layer: Layer, cubins: dict[str, list[Entry]], spoken_for: set[str], told: set[Path]) -> None:
         for path in layer.blob_files():
             self.blobs += 1
-            owner = cubins.get(path.name)
-            self.orphans += owner is None and path.name not in spoken_for
+            owners = cubins.get(path.name, [])
+            key = owners[-1].key if owners else ""
+            self.orphans += not owners and path.name not in spoken_for
             if path in told:
                 continue
             try:
                 if not is_digest(path.name) or path != layer.blob_path(path.name):
                     raise damaged(path, "is no blob; it does not have a blob's name and place")
                 if self.full:
-                    layer.blob(path.name)
+                    cubin = layer.blob(path.name)
+                    if self._inspect is not None and cubin is not None:
+                        for owner in owners:
+                            key = owner.key
+                            self._inspect.entry(owner, cubin)
                 else:
                     size_of(path)
             except (IntegrityError, StoreError) as error:
-                self._add(layer, path, error, owner.key if owner else "")
+                self._add(layer, path, error, key)
 
     def names_of(self, layer: Layer) -> None:
         try:

@@ -17,6 +17,7 @@ from fusekit.abi import LaunchRecord, PeersArgument, TensorArgument
 from fusekit.abi.record import Parameter
 from fusekit.cabi import Exported, generate
 from fusekit.cabi.identifiers import kernel_identifiers, members
+from tests.cubins import cubin_of
 
 from .recorder import Recorder
 
@@ -25,8 +26,7 @@ LANGUAGES = {"c11": ("gcc", "-std=c11"), "c++17": ("g++", "-x", "c++", "-std=c++
 (
     OK, INVALID_ARGUMENT, NO_DRIVER, WRONG_ARCH, MISMATCH, OUT_OF_MEMORY, CUDA_ERROR, FILE_ERROR, BAD_BUNDLE, NOT_FOUND,
 ) = range(10)  # fmt: skip
-# An ELF file without sections or segments.
-CUBIN = b"\x7fELF\x02\x01" + bytes(58) + bytes(range(200)) + b"odd"
+CUBIN = cubin_of("kernel", *(f"kernel_{number}" for number in range(1, 17))) + bytes(range(200)) + b"odd"
 
 
 class Error(ctypes.Structure):

@@ -23,6 +23,7 @@ from fusekit.store import Store
 from fusekit.store import bundle as form
 from fusekit.store.selection import select
 from tests.abi.test_schema_2 import SECOND
+from tests.cubins import cubin_of
 from tests.runtime.samples import record
 
 from .bundles import bundle_of
@@ -384,6 +385,21 @@ def test_a_cubin_that_would_lead_the_driver_astray(hostile, tmp_path, cubin):
     ((checked, loaded, _, said),) = attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin)])
     assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
     assert "is no whole ELF file" in said
+
+
+def test_a_cubin_that_lacks_what_its_record_launches(hostile, tmp_path):
+    others = cubin_of("another", "kernel_"), cubin_of(), CUBIN.replace(b"kernel\0", b"kerneL\0")
+    for checked, loaded, _, said in attempts(hostile, tmp_path, [packed(KERNEL, cubin=cubin) for cubin in others]):
+        assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
+        assert "without its kernel kernel; export it again" in said
+
+
+def test_a_record_that_is_listed_under_another_name(hostile, tmp_path):
+    """As in a bundle whose variants somebody exchanged."""
+    data = packed(KERNEL, flat.encode("", "record", [row_of(KERNEL) | {"name": "sample/other@1"}]))
+    ((checked, loaded, _, said),) = attempts(hostile, tmp_path, [data])
+    assert (checked, loaded) == (BAD_BUNDLE, BAD_BUNDLE)
+    assert f"lists {KERNEL.name} with the launch record of another kernel" in said
 
 
 def test_statuses_are_those_of_the_header():

@@ -14,8 +14,8 @@ from fusekit.plan.operands.saved_preactivation import DZ, Z
 from fusekit.plan.operations import GEMM, OPERATIONS
 from fusekit.runtime import Driver
 from fusekit.store import Entry, NameRecord, Store, key_of
+from tests.cubins import cubin_of
 from tests.runtime.fake import FakeDriver
-from tests.runtime.samples import CUBIN
 
 
 def records(options: Options) -> dict[str, LaunchRecord]:
@@ -58,13 +58,14 @@ def library(root: Path, options: Options) -> tuple[Library, FakeDriver]:
     """A library whose store at `root` holds the layer, on a fake driver."""
     store = Store.open(Config(store=root))
     made = records(options)
+    cubin = cubin_of(*(record.symbol for record in made.values()))
     for part, record in made.items():
         fields = {"arch": record.arch, "spec": part}
         entry = Entry(
-            key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(CUBIN).hexdigest(), cubin_bytes=len(CUBIN),
+            key=key_of(fields), fields=fields, cubin_sha256=hashlib.sha256(cubin).hexdigest(), cubin_bytes=len(cubin),
             launch=record.to_json(), resources={}, proof={}, toolchain={}, seconds=1.0,
         )  # fmt: skip
-        store.publish(entry, CUBIN)
+        store.publish(entry, cubin)
         op = program(options).parts[part]["op"]
         spec: dict[str, Any] = {"op": op, "layer": options.canonical()}
         gemm = OPERATIONS[op].family == GEMM if op in OPERATIONS else False

@@ -24,9 +24,10 @@ from fusekit.library import Library
 from fusekit.runtime import Devices, Driver, Kernel
 from fusekit.runtime.tensors import compact_strides
 from fusekit.store import Entry, NameRecord, Store, key_of
+from tests.cubins import cubin_of
 from tests.runtime.fake import FakeDriver
 
-CUBIN = b"\x7fELF\x02\x01\x01\x33\x07" + bytes(120)
+CUBIN = cubin_of("kernel", "second", "check", "other")
 SPEC = {
     "op": "grouped-gemm",
     "tile": [128, 160],

@@ -223,7 +223,7 @@ def test_a_symbol_that_is_not_there() -> None:
 
 def test_bytes_that_are_no_cubin() -> None:
     made = record()
-    with pytest.raises(IntegrityError, match="no ELF file"):
+    with pytest.raises(IntegrityError, match="sample/fc1: its cubin: begins with 3c68746d6c3e; a 64-bit"):
         Kernel(Devices(Driver(fake_for(made))), "sample/fc1", made, b"<html>", {}, 0)
 
 

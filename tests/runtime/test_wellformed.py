@@ -22,6 +22,7 @@ from fusekit.store.exchange import pull, push
 from fusekit.store.manifest import read_manifest
 from fusekit.store.remote import Remote
 from fusekit.store.selection import select
+from tests.cubins import cubin_of
 from tests.plan.test_layer_program import CASES, options
 from tests.store.samples import build_entry, build_launch, build_record, files
 
@@ -51,8 +52,21 @@ LAYERS = [
 LAUNCHES = [
     {}, {"schema": 99}, {"grid": "1"}, {"grid": [1, 1]}, {"arguments": {}}, {"symbol": 5}, {"more": 1},
     {"block": [2**40, 1, 1]}, {"grid": [nested(40), 1, 1]}, {"grid": [["mul", *[2**62] * 100_000], 1, 1]},
-    {"dims": [{}] * 2000}, {"arch": "sm_100a"},
+    {"dims": [{}] * 2000}, {"symbol": ""}, {"symbol": "a\0b"}, {"symbol": "x" * 70_000}, {"symbol": "other"},
+    {"arch": "sm_100a"},
 ]  # fmt: skip
+
+
+WHOLE = cubin_of("kernel")
+CUBINS = [
+    b"<html>",
+    WHOLE[:63],
+    WHOLE[:-1],
+    b"\x7fELF\x02\x01" + bytes(58) + b"no table",
+    cubin_of(),
+    WHOLE[:0x28] + (2**40).to_bytes(8, "little") + WHOLE[0x30:],  # sections, far outside
+    WHOLE[:0x20] + (2**40).to_bytes(8, "little") + WHOLE[0x28:0x38] + b"\1" + WHOLE[0x39:],  # a segment
+]
 
 
 def write(store, entry, cubin, record):
@@ -64,6 +78,11 @@ def write(store, entry, cubin, record):
 def bad_name(spec):
     entry, cubin = build_entry(0)
     return entry, cubin, dataclasses.replace(build_record(entry, NAME), spec=SPEC | spec)
+
+
+def bad_cubin(cubin):
+    entry, cubin = build_entry(0, cubin)
+    return entry, cubin, build_record(entry, NAME)
 
 
 def bad_launch(launch):
@@ -85,6 +104,7 @@ def bad_launch(launch):
             for i, each in enumerate(LAYERS)
         ),
         *(pytest.param(lambda each=each: bad_launch(each), id=f"launch-{i}") for i, each in enumerate(LAUNCHES[:-1])),
+        *(pytest.param(lambda each=each: bad_cubin(each), id=f"cubin-{i}") for i, each in enumerate(CUBINS)),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
@@ -103,7 +123,7 @@ def test_what_cannot_be_used_is_refused_at_every_door(made, tmp_path):
     assert files(tmp_path / "pulled") == {}
     record = store.find_name(NAME, "sm_90a")
     with pytest.raises(IntegrityError):
-        check_entry(store.find_entry(record.key))
+        check_entry(*store.load(record.key))
         check_name(record)
         stored_options("layers/moe", {"layers/moe.fc1@a": record.spec})
 

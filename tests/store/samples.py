@@ -8,6 +8,7 @@ from fusekit.store import Entry, NameRecord, key_fields, key_of
 from fusekit.store.documents import seal
 from fusekit.store.keys import sha256
 from fusekit.store.layout import MARKER
+from tests.cubins import cubin_of
 
 
 def build_launch(dynamic_shared: int) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def build_launch(dynamic_shared: int) -> dict[str, Any]:
 
 
 def build_entry(seed: int = 0, cubin: bytes | None = None, seconds: float = 1.5) -> tuple[Entry, bytes]:
-    cubin = cubin if cubin is not None else b"\x7fELF cubin %d" % seed * 20
+    cubin = cubin if cubin is not None else cubin_of("kernel", seed=f"cubin {seed}" * 20)
     fields = key_fields(
         device_spec={"op": "dense-gemm", "tile": [128, 160], "seed": seed},
         arch="sm_90a",

@@ -12,9 +12,11 @@ from fusekit.abi import (
     Parameter,
     PointerParameter,
     StructParameter,
+    TensorArgument,
     TensorMapParameter,
     render,
 )
+from fusekit.abi.arguments import PEER
 from fusekit.compiler.cubin import Cubin
 from fusekit.compiler.hostcode import maps
 from fusekit.compiler.hostcode.bits import Bits, Pointer
@@ -23,6 +25,8 @@ from fusekit.compiler.hostcode.layout import Layout, Leaf
 from fusekit.compiler.hostcode.lower import Lowering
 from fusekit.compiler.hostcode.machine import Call
 from fusekit.compiler.hostcode.terms import Term
+from fusekit.compiler.hostfunction import Signature
+from fusekit.dtypes import DTYPES
 from fusekit.errors import BuildError
 
 Draft = Callable[[Writer, set[str]], Any]
@@ -36,20 +40,24 @@ class Parameters:
     """Reads parameters. terms: everything in them that will be an expression. alignments: of arguments, in bytes, what
     the descriptors that are made of them need.
 
-    types: of each piece of host memory. scalars: the f32 arguments. allow: is told what a launcher refuses by itself.
+    reaches: (what must be 0 or less, rule) of tensor maps that may reach beyond their tensor.
+
+    types: of each piece of host memory. allow: is told what a launcher refuses by itself.
     """
 
     def __init__(
         self,
         types: Mapping[int, Layout],
         lowering: Lowering,
-        scalars: frozenset[str],
+        signature: Signature,
         allow: Callable[[Term, int, int], None],
     ) -> None:
         self.terms: list[Term] = []
         self.alignments: dict[str, int] = {}
         self._types, self._lowering, self._algebra = types, lowering, lowering.algebra
-        self._scalars, self._allow = scalars, allow
+        self._scalars, self._allow = frozenset(scalar.name for scalar in signature.scalars), allow
+        self._tensors = {tensor.name: tensor for tensor in signature.tensors if tensor.role != PEER}
+        self.reaches: list[tuple[Term, str]] = []
 
     def of(self, call: Call, pointers: Pointer, kernel: Cubin) -> list[Draft]:
         """Those of the launch `call`, whose addresses lie at `pointers`."""
@@ -92,7 +100,9 @@ class Parameters:
             for stride in fields.strides:
                 self._allow(stride, 0, 2**40 - 1)
         address = self._aligned(fields.address)
-        argument = self._base(address, call)[0]
+        argument, shift = self._base(address, call)
+        if not fields.raw and argument in self._tensors:
+            self._bound(self._tensors[argument], fields, shift)
         self.terms += [address, *fields.dims, *fields.strides]
         return lambda writer, names: TensorMapParameter(
             _name(f"map_{argument}", names),
@@ -104,6 +114,26 @@ class Parameters:
             encoding="raw" if fields.raw else "driver",
             **{mode: getattr(fields.modes, mode) for mode in _MODES},
         )
+
+    def _bound(self, tensor: TensorArgument, fields: maps.MapFields, shift: Term) -> None:
+        """Keeps a tensor map within the tensor that it is made over: the kernel reads and writes what the map has."""
+        algebra, bits = self._algebra, DTYPES[fields.modes.dtype].bits
+        ends = algebra.floordiv(algebra.plus(algebra.scale(fields.dims[0], bits), 7), algebra.const(8))
+        for dim, stride in zip(fields.dims[1:], fields.strides, strict=True):
+            ends = algebra.add(ends, algebra.mul(algebra.plus(dim, -1), stride))
+        span = algebra.const(1)
+        for extent, step in zip(tensor.shape, tensor.strides, strict=True):
+            steps = algebra.plus(algebra.term(extent), -1)
+            span = algebra.add(span, algebra.mul(steps, algebra.term(step)))
+        beyond = algebra.sub(algebra.add(ends, shift), algebra.scale(span, tensor.itemsize))
+        if beyond.low > 0:  # whatever the arguments: its coordinates are meant to wrap
+            return
+        if beyond.high > 0:
+            rule = f"{tensor.name} is smaller than what the kernel's tensor map over it reaches: give it all"
+            self.reaches.append((beyond, f"{rule} of its elements, or smaller sizes"))
+        if shift.low < 0:
+            before = f"the kernel's tensor map over {tensor.name} begins before it; give other sizes"
+            self.reaches.append((algebra.scale(shift, -1), before))
 
     def _aligned(self, address: Term) -> Term:
         """An address that host code rounds, with what is rounded apart: the argument must be aligned, or the launch is

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fusekit.abi import Argument, Constraint, Expr, LaunchRecord, LaunchStep, TensorArgument, render
 from fusekit.compiler import cubin as cubins
+from fusekit.compiler.hostcall import given, layout, tensor_of
 from fusekit.compiler.hostcode.arguments import Arguments
 from fusekit.compiler.hostcode.bits import Bits, Pointer, Symbol, UndecidedError
 from fusekit.compiler.hostcode.expressions import Writer
@@ -16,7 +17,7 @@ from fusekit.compiler.hostcode.lower import Guard, Lowering
 from fusekit.compiler.hostcode.machine import Call, Machine
 from fusekit.compiler.hostcode.parameters import Parameters
 from fusekit.compiler.hostcode.terms import Algebra, Term
-from fusekit.compiler.hostfunction import TracePlan
+from fusekit.compiler.hostfunction import HostTensor, TracePlan
 from fusekit.errors import BuildError
 
 _ENTRY = "_mlir_ciface_"
@@ -113,15 +114,17 @@ class _Record:
         self._lowering = Lowering(machine.graph, self._algebra, terms, arguments.floats)
         # What a launcher refuses by itself: term -> the range that it allows.
         self._allowed: dict[Term, tuple[int, int]] = {}
-        scalars = frozenset(scalar.name for scalar in plan.signature.scalars)
-        self._parameters = Parameters(machine.types, self._lowering, scalars, self._allow)
+        self._parameters = Parameters(machine.types, self._lowering, plan.signature, self._allow)
 
     def make(self, calls: Sequence[Call]) -> LaunchRecord:
         drafts = [self._launch(call) for call in calls]
         traps = [self._lowering.condition(bits) for bits, _ in self._machine.traps]
         guards = [guard for guard in self._lowering.guards if not self._implied(guard)]
-        writer = Writer([*self._parameters.terms, *(guard.term for guard in guards), *traps])
+        bounds = [*self._spans(), *self._parameters.reaches]
+        roots = [guard.term for guard in guards] + [term for term, _ in bounds]
+        writer = Writer([*self._parameters.terms, *roots, *traps])
         constraints = [_constraint(guard, writer) for guard in guards]
+        constraints += [Constraint(("max", 0, writer.write(term)), message) for term, message in bounds]
         constraints += [
             Constraint(writer.write(trap), f"the host function stops the program where {render(writer.write(trap))}")
             for trap in traps
@@ -152,6 +155,29 @@ class _Record:
         return replace(argument, alignment=math.lcm(argument.alignment, needed))
 
     # -- what a launch is given
+
+    def _spans(self) -> Iterator[tuple[Term, str]]:
+        """(what must be 0 or less, rule) of tensors over which the kernel's address sums have 32 bits."""
+        signature, algebra = self._plan.signature, self._algebra
+        for fake, host in zip(given(self._plan), self._plan.host_arguments, strict=True):
+            if not isinstance(host, HostTensor) or host.large:
+                continue
+            last = algebra.const(0)
+            modes = zip(*layout(tensor_of(signature, host.argument), host), fake.stride, strict=True)
+            for extent, stride, symbol in modes:
+                if getattr(symbol, "width", 32) == 32:
+                    steps = algebra.plus(algebra.term(extent), -1)
+                    last = algebra.add(last, algebra.mul(steps, algebra.term(stride)))
+            beyond = algebra.plus(last, 1 - 2**31)
+            if beyond.high > 0:
+                yield (
+                    beyond,
+                    (
+                        f"{host.argument} must span fewer than 2**31 elements: the kernel was traced with strides that"
+                        " are fixed or have 32 bits; trace it with sym_int64 strides, or say"
+                        f" arguments.{host.argument}.large = true in its spec if it computes with 64 bits"
+                    ),
+                )
 
     def _launch(self, call: Call) -> Callable[[Writer], LaunchStep]:
         config, kernel, parameters = call.arguments

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fusekit.errors import BuildError
+from fusekit.abi.expr import RecordError
+from fusekit.errors import IntegrityError, some
 
 SHT_SYMTAB = 2
 SHT_NOBITS = 8
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 
 
@@ -47,23 +50,53 @@ class Elf:
     def section(self, name: str) -> Section | None:
         return next((section for section in self.sections if section.name == name), None)
 
+    @property
+    def functions(self) -> frozenset[str]:
+        """Names of functions that it defines."""
+        return frozenset(symbol.name for symbol in self.symbols if symbol.is_function and symbol.section)
+
+
+def check_cubin(data: bytes, symbols: Iterable[str], name: str) -> None:
+    """Raises IntegrityError, naming `name`, unless `data` is a whole ELF file with functions of these names: the driver
+    is handed an address and no size.
+    """
+    try:
+        functions = parse(data, "its cubin").functions
+    except RecordError as error:
+        raise IntegrityError(f"{name}: {error}") from None
+    for symbol in symbols:
+        if symbol not in functions:
+            known = some(sorted(functions)) or "none"
+            raise IntegrityError(
+                f"{name}: its launch record launches {symbol!r}, its cubin has {known}; build it again"
+            )
+
 
 def parse(data: bytes, what: str) -> Elf:
-    """The ELF file in `data`; raises BuildError, naming `what`, when it is none or is cut short."""
+    """The ELF file in `data`; raises RecordError, naming `what`, when it is none or a table of it lies outside."""
     try:
         return _parse(data, what)
     except (struct.error, IndexError, ValueError) as error:
-        raise BuildError(f"{what}: {len(data)} bytes that end inside an ELF table ({error}); build it again") from error
+        raise RecordError(
+            f"{what}: {len(data)} bytes that end inside an ELF table ({error}); build it again"
+        ) from error
 
 
 def _parse(data: bytes, what: str) -> Elf:
     if data[:6] != b"\x7fELF\x02\x01":
-        raise BuildError(
-            f"{what}: begins with {data[:6].hex() or 'nothing'}; a 64-bit little-endian ELF file is expected"
+        raise RecordError(
+            f"{what}: begins with {data[:6].hex() or 'nothing'}; a 64-bit little-endian ELF file is expected; build it"
+            " again"
         )
     header = _HEADER.unpack_from(data)
-    table, flags, count, names_at = header[6], header[7], header[12], header[13]
-    raw = [_SECTION.unpack_from(data, table + index * _SECTION.size) for index in range(count)]
+    segments, table, flags, count, names_at = header[5], header[6], header[7], header[12], header[13]
+    for index in range(header[10]):
+        segment = _SEGMENT.unpack_from(data, segments + index * header[9])
+        if header[9] < _SEGMENT.size or segment[2] + segment[5] > len(data):
+            raise ValueError(f"segment {index} ends at byte {segment[2] + segment[5]}")
+    if count and header[11] < _SECTION.size:
+        raise ValueError(f"rows of {header[11]} bytes")
+    raw = [_SECTION.unpack_from(data, table + index * header[11]) for index in range(count)]
     names = _contents(data, raw[names_at]) if count else b""
     sections = tuple(
         Section(_text(names, entry[0]), entry[1], entry[5], entry[6], _contents(data, entry)) for entry in raw
@@ -79,7 +112,7 @@ def _parse(data: bytes, what: str) -> Elf:
 
 def _contents(data: bytes, entry: tuple[int, ...]) -> bytes:
     kind, offset, size = entry[1], entry[4], entry[5]
-    if kind in (0, SHT_NOBITS):
+    if kind == SHT_NOBITS:
         return b""
     if offset + size > len(data):
         raise ValueError(f"a section ends at byte {offset + size}")
