@@ -173,7 +173,7 @@ def differences(
     """(name, key, what is wrong) of each kernel that `manifest` lists and that is not there, or is another. look: the
     record of a full name, and its entry.
     """
-    check = pinned(manifest, Inspect(lambda _: None, lambda _: None, lambda *_: None))
+    check = pinned(manifest, Inspect(lambda *_: None, lambda _: None, lambda *_: None))
     for name, locked in sorted(manifest.kernels.items()):
         try:
             found = look(name)
@@ -181,7 +181,7 @@ def differences(
                 what = "is not there" if found is None else "leads to no entry"
                 raise IntegrityError(f"{name} for {manifest.arch} is in the manifest and {what}; get it again")
             check.name(found[0])
-            check.entry(found[1])
+            check.entry(found[1], None)
         except (IntegrityError, StoreError) as error:
             yield name, locked.key, str(error)
 

@@ -17,6 +17,8 @@ from fusekit.store.signature import read_signing_key
 from tests.cli.conftest import NAMES
 from tests.store.samples import build_entry
 
+CUBINS = sum(len(build_entry(seed)[1]) for seed in range(3))  # bytes of the store's
+
 
 @pytest.fixture
 def other(fusekit, tmp_path):
@@ -46,7 +48,7 @@ def test_export_and_import(fusekit, store, other, tmp_path):
     first = (tmp_path / "kernels.tar").read_bytes()
     assert fusekit("export", "kernels.tar").out.startswith("kernels.tar: 3 names, 3 entries, ")
     assert (tmp_path / "kernels.tar").read_bytes() == first
-    assert other("import", "kernels.tar", "--json").json == {"entries": 3, "names": 3, "bytes": 720, "skipped": 0}
+    assert other("import", "kernels.tar", "--json").json == {"entries": 3, "names": 3, "bytes": CUBINS, "skipped": 0}
     assert other("import", "kernels.tar").out == "3 names, 3 entries, 3 of them there already; 0 B of cubins imported\n"
     assert [row["name"] for row in other("ls", "--json").json] == list(NAMES)
     assert other("verify", "--full", "--json").json["bad"] == []
@@ -236,7 +238,7 @@ def test_import_from_standard_input(fusekit, store, tmp_path):
                 env=fusekit.environment, cwd=tmp_path, stdin=stream, capture_output=True, text=True, check=False,
             )  # fmt: skip
         if file == "kernels.tar":
-            assert json.loads(done.stdout) == {"entries": 3, "names": 3, "bytes": 720, "skipped": 0}
+            assert json.loads(done.stdout) == {"entries": 3, "names": 3, "bytes": CUBINS, "skipped": 0}
         else:
             assert (done.returncode, "standard input has 5000 bytes" in done.stderr) == (1, True)
 

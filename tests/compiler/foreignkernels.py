@@ -358,3 +358,42 @@ def anything(kind="None"):
     y = make_fake_tensor(cutlass.Float32, (cute.sym_int(),), (1,), assumed_align=4)
     what = {"None": None, "dict": {"a": y}, "event": cudaEvent_t(0), "set": {1}, "function": len}[kind]
     return take_anything, (y, what, cudaStream_t(0))
+
+
+@cute.kernel
+def copy_rows_kernel(x: cute.Tensor, y: cute.Tensor):
+    row, column = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+    y[row, column] = x[row, column]
+
+
+@cute.jit
+def copy_rows(x: cute.Tensor, y: cute.Tensor, stream: CUstream):
+    copy_rows_kernel(x, y).launch(grid=[x.shape[0], 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def rows(bits=32):
+    """Rows of 128, apart by a stride of so many bits; 0: a fixed one."""
+    m = cute.sym_int()
+
+    def matrix():
+        stride = {0: 128, 32: cute.sym_int(), 64: cute.sym_int64()}[bits]
+        return make_fake_tensor(cutlass.Float16, (m, 128), (stride, 1), assumed_align=2)
+
+    return copy_rows, (matrix(), matrix(), CUstream(0))
+
+
+@cute.jit
+def map_by_sizes(x: cute.Pointer, m: cutlass.Int32, n: cutlass.Int32, stream: CUstream):
+    n = cute.assume(n, divby=64)
+    view = cute.make_tensor(x, cute.make_ordered_layout((m, n), order=(1, 0)))
+    layout = cute.make_layout((64, 64), stride=(64, 1))
+    load, _ = cute.nvgpu.cpasync.make_tiled_tma_atom(
+        cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp(), view, layout, (64, 64)
+    )
+    map_kernel(load).launch(grid=[1, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def mapped_by_sizes():
+    """A tensor map over a pointer, as large as two numbers say."""
+    x = make_ptr(cutlass.BFloat16, 0, cute.AddressSpace.gmem, assumed_align=128)
+    return map_by_sizes, (x, cutlass.Int32(256), cutlass.Int32(256), CUstream(0))

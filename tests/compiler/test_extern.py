@@ -8,9 +8,11 @@ import pytest
 from fusekit.abi import Dim, LaunchRecord, RecordError, TensorArgument, evaluate, flat
 from fusekit.abi.arguments import OPTIONS
 from fusekit.compiler.lift import LIFT_VALUES, unify
-from fusekit.errors import BuildError, FusekitError
+from fusekit.errors import ArgumentError, BuildError, FusekitError
+from fusekit.runtime.binding import bind
 from fusekit.runtime.checked import CheckedKernel
 from fusekit.runtime.kernel import Kernel
+from fusekit.runtime.tensors import View
 from fusekit.spec import parse_text
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (extra `build`) is not installed")
@@ -486,3 +488,40 @@ def test_a_module_that_is_not_there():
 
     with pytest.raises(BuildError, match="source no_such_module:f: there is no module 'no_such_module'"):
         call_source("no_such_module:f", {}, "sm_90a")
+
+
+ROWS = """
+arguments.x = { role = "input", shape = ["M", 128] }
+arguments.y = { role = "output", shape = ["M", 128] }
+"""
+
+
+@pytest.mark.parametrize(("bits", "large", "bounded"), [(0, False, 2), (32, False, 2), (64, False, 0), (32, True, 1)])
+def test_address_sums_of_32_bits_do_not_reach_2_31_elements(tmp_path, bits, large, bounded):
+    rest = ROWS.replace("128] }", "128], large = true }", 1) if large else ROWS
+    record, _ = compiled(tmp_path, "rows", f"{rest}params.bits = {bits}")
+    assert len([each for each in record.constraints if "2**31 elements" in each.message]) == bounded
+    most = 2**24 if bits == 0 else (2**31 - 128) // 200 + 1
+    for m, fits in ((1, True), (most, True), (most + 1, bounded == 0)):
+        views = [View("fp16", (m, 128), (200 if bits else 128, 1), 0) for _ in range(2)]
+        if fits:
+            bind(record, views)
+            continue
+        name = "y" if large else "x"
+        words = rf"{name} must span fewer than 2\*\*31 elements: .*, or say arguments\.{name}\.large = true in its spec"
+        with pytest.raises(ArgumentError, match=words):
+            bind(record, views)
+
+
+def test_a_tensor_map_stays_within_its_tensor(tmp_path):
+    record, made = compiled(tmp_path, "mapped_by_sizes", 'arguments.x = { role = "input", shape = ["elements"] }')
+    (constraint,) = record.constraints
+    assert made.proof["launches"] >= 64
+    assert constraint.message.startswith("x is smaller than what the kernel's tensor map over it reaches: give it all")
+    for m, n, elements, fits in ((4, 64, 256, True), (4, 64, 255, False), (5, 64, 256, False), (1, 64, 64, True)):
+        assert (evaluate(constraint.expr, {"m": m, "n": n, "elements": elements}) == 0) == fits
+
+
+def test_large_is_said_of_tensors():
+    with pytest.raises(FusekitError, match=r"arguments\.count\.large"):
+        spec_of("filled", FILLED.replace('value = ["mul", 2, "N"]', "large = true, value = 3"))

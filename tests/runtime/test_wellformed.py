@@ -295,7 +295,7 @@ def test_an_expression_has_a_cost(expr):
 
 def test_a_product_has_a_size():
     validate(["mul", *[2**62] * 4000])
-    with pytest.raises(RecordError, match="a product of more than 1024 bits"):
+    with pytest.raises(RecordError, match=r"the product of .* does not fit into 64 bits"):
         evaluate(["mul", *[2**62] * 4000], {})
 
 

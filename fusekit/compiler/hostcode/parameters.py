@@ -19,6 +19,7 @@ from fusekit.abi import (
 from fusekit.abi.arguments import PEER
 from fusekit.compiler.cubin import Cubin
 from fusekit.compiler.hostcode import maps
+from fusekit.compiler.hostcode.arguments import ADDRESS_BITS
 from fusekit.compiler.hostcode.bits import Bits, Pointer
 from fusekit.compiler.hostcode.expressions import Writer
 from fusekit.compiler.hostcode.layout import Layout, Leaf
@@ -126,7 +127,7 @@ class Parameters:
             steps = algebra.plus(algebra.term(extent), -1)
             span = algebra.add(span, algebra.mul(steps, algebra.term(step)))
         beyond = algebra.sub(algebra.add(ends, shift), algebra.scale(span, tensor.itemsize))
-        if beyond.low > 0:  # whatever the arguments: its coordinates are meant to wrap
+        if ends.low >= 1 << ADDRESS_BITS:  # beyond all memory: its coordinates are meant to wrap
             return
         if beyond.high > 0:
             rule = f"{tensor.name} is smaller than what the kernel's tensor map over it reaches: give it all"
