@@ -104,11 +104,11 @@ def test_a_launch_record_is_pinned(store):
     record = store.names()[0].record
     entry = store.find_entry(record.key)
     manifest = Manifest("sm_90a", TOOLCHAIN, {record.name: Locked.of(entry)})
-    inspect = pinned(manifest, Inspect(lambda _: None, lambda _: None, lambda *_: None))
-    inspect.entry(entry)
+    inspect = pinned(manifest, Inspect(lambda *_: None, lambda _: None, lambda *_: None))
+    inspect.entry(entry, None)
     other = replace(entry, launch=entry.launch | {"grid": [7, 1, 1]})
     with pytest.raises(IntegrityError, match=f"launch record {other.launch_sha256}, which the manifest does not list"):
-        inspect.entry(other)
+        inspect.entry(other, None)
     assert not list(differences(manifest, lambda name: (record, entry)))
     for found, what in (((record, other), "has the launch record"), ((record, None), "no entry"), (None, "not there")):
         ((name, key, why),) = differences(manifest, lambda name, found=found: found)
