@@ -60,8 +60,9 @@ def compile(function: Callable[..., Any], *args: Any, options: str = "", **kwarg
     What a tensor is for cannot be told from the call: each is `inout` in the store, and at a launch tensors may
     overlap, as they may with `cute.compile`. Not supported: integers of more than 32 bits; the stream that
     `--enable-tvm-ffi` takes from the framework (the call gives it); host functions that do more than launch; and what
-    the program changed in a module after importing it, for the compile process imports it anew. Configuration comes
-    from the environment (`FUSEKIT_STORE`).
+    the program changed in a module after importing it (a global, a class attribute, what was read of the environment):
+    the compile process imports it anew, and a value that the call reaches and that differs there is a BuildError.
+    Configuration comes from the environment (`FUSEKIT_STORE`).
 
     Raises BuildError in words, for what cannot be written as a spec, or not be compiled or proved; then `cute.compile`
     is the way. Needs no GPU before the first launch.

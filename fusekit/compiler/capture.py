@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fusekit.compiler import fakes
+from fusekit.compiler import fakes, values
 from fusekit.compiler.foreign import Foreign
 from fusekit.compiler.intercept import listening
 from fusekit.compiler.leaves import POINTER, TENSOR, leaves
@@ -69,6 +69,9 @@ def captured(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], op
     if arch not in FOREIGN:
         raise BuildError(f"arch {arch}: a spec is for one of {', '.join(FOREIGN)}; compile with --gpu-arch")
     call = fakes.write(function, args, kwargs, _options(options))
+    made, given, named = fakes.read(call.source, call.params)
+    if held := values.reached((made, *given, *named.values()), _foreign()):
+        call.params[values.VALUES] = held
     return Captured(_name(call.source), arch, call.source, call.params, _arguments(call), _distributions(call))
 
 
@@ -151,7 +154,8 @@ def capture() -> Capture:
     calls do what they always do. A call inside the block is compiled once; one that a spec cannot repeat (a
     function of `__main__`, a class made as it runs, an object of the framework as argument) is a line of
     `found.problems`, which says what to do. Not captured are the DSL's environment variables, but for the
-    architecture, and what the program changed in a module after importing it.
+    architecture. What the call reaches of its modules' values is recorded where their sources do not say it; a build
+    that finds other values after a fresh import is refused.
 
     Blocks may be nested, and be open in several threads at once: each collects everything. Entering imports the DSL;
     raises ToolchainError where it is not installed.

@@ -45,7 +45,7 @@ def free_of(inner: FunctionType) -> dict[str, Any] | None:
     try:
         return {
             name: cell.cell_contents
-            for name, cell in zip(_code_of(inner).co_freevars, inner.__closure__ or (), strict=True)
+            for name, cell in zip(code_of(inner).co_freevars, inner.__closure__ or (), strict=True)
         }
     except ValueError:
         return None
@@ -56,7 +56,7 @@ def place_of(inner: FunctionType, outer: Any) -> str | None:
     a name. None where it does not stand there, as in a module that was changed.
     """
     names = inner.__qualname__.split(f".{_LOCALS}", 1)[1].replace(f".{_LOCALS}", "").strip(".").split(".")
-    return next((path for path, code in _below(_code_of(outer), names) if code is _code_of(inner)), None)
+    return next((path for path, code in _below(code_of(outer), names) if code is code_of(inner)), None)
 
 
 def made(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, Any], jit: bool) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def made(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, Any],
     variables.
     """
     parts = [part.partition("#")[0] for part in place.split(".")]
-    code = dict(_below(_code_of(outer), parts)).get(place)
+    code = dict(_below(code_of(outer), parts)).get(place)
     if code is None or set(code.co_freevars) != free.keys():
         raise ValueError(f"{place} with {', '.join(free) or 'no free variables'} is not in {outer.__qualname__}")
     function: Any = FunctionType(code, names, None, None, tuple(CellType(free[name]) for name in code.co_freevars))
@@ -76,7 +76,7 @@ def made(outer: Any, place: str, free: Mapping[str, Any], names: dict[str, Any],
     return cute.jit(function)  # type: ignore[no-any-return]
 
 
-def _code_of(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """The code as it was compiled, which the DSL replaces when it traces a function; None of what has none."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     return getattr(function, "_original_code", getattr(function, "__code__", None))

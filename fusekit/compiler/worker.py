@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusekit.compiler import foreign
+from fusekit.compiler import foreign, values
+from fusekit.compiler.fakes import FAKES
 from fusekit.compiler.hostfunction import TracePlan
 from fusekit.compiler.options import compile_options
 from fusekit.compiler.places import with_keys, with_places
@@ -102,7 +103,11 @@ def _made(job: Job, cache: Path | None) -> Done | FusekitError:
     try:
         _same_spec(job)
         _import_compiler()
-        compiled = compile_plan(job.planner(job.spec), Path.cwd())
+        plan = job.planner(job.spec)
+        if isinstance(job.spec, ExternSpec) and FAKES in job.spec.params:
+            called = plan.function, *plan.arguments, *plan.keywords.values()
+            values.check(called, job.spec.params.get(values.VALUES, {}), foreign.Foreign(cache))
+        compiled = compile_plan(plan, Path.cwd())
         versions = distributions(cache)
         check_loaded(versions)
     except FusekitError as error:

@@ -210,6 +210,17 @@ def test_a_tensor_of_the_dsl_is_taken(launched):
     assert struct.unpack_from("<Q", fake.launches[0].parameters[0])[0] == tensor.data_ptr
 
 
+def test_what_the_program_changed_in_a_module_is_refused_although_the_store_has_the_kernel(monkeypatch):
+    compile_kinds()
+    monkeypatch.setattr(hostfunctions, "THREADS", 64)
+    with pytest.raises(
+        BuildError, match=r"hostfunctions\.THREADS is 64 in the program that compiles, and 32 after a fr"
+    ):
+        compile_kinds()
+    monkeypatch.setattr(hostfunctions, "THREADS", 32)
+    compile_kinds()
+
+
 def test_a_bound_launch_of_the_same_arguments(launched):
     compiled = compile_kinds()
     fake = launched(compiled)
