@@ -211,14 +211,13 @@ def test_a_tensor_of_the_dsl_is_taken(launched):
 
 
 def test_what_the_program_changed_in_a_module_is_refused_although_the_store_has_the_kernel(monkeypatch):
-    compile_kinds()
-    monkeypatch.setattr(hostfunctions, "THREADS", 64)
-    with pytest.raises(
-        BuildError, match=r"hostfunctions\.THREADS is 64 in the program that compiles, and 32 after a fr"
-    ):
-        compile_kinds()
-    monkeypatch.setattr(hostfunctions, "THREADS", 32)
-    compile_kinds()
+    function, arguments = rows.arguments(2)
+    fusekit.compile(function, *arguments, options=ARCH)
+    monkeypatch.setattr(rows, "THREADS", 128)
+    with pytest.raises(BuildError, match=r"rows\.THREADS is 128 in the program that compiles, and 256 after a fresh"):
+        fusekit.compile(function, *arguments, options=ARCH)
+    monkeypatch.setattr(rows, "THREADS", 256)
+    fusekit.compile(function, *arguments, options=ARCH)
 
 
 def test_a_bound_launch_of_the_same_arguments(launched):
