@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from fusekit.abi import TensorMapParameter, evaluate, evaluate_address
@@ -97,11 +98,10 @@ class MapSlot:
             self._call(self._driver.api.cuTensorMapReplaceAddress, tensor_map, address)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        result = function(*arguments)
         # It takes a context, and one of a device that has tensor maps: another one may be current, or none.
-        if result[0] and not self._driver.is_inside(self._context):
-            with self._driver.inside(self._context):
-                result = function(*arguments)
+        driver = self._driver
+        with nullcontext() if driver.is_inside(self._context) else driver.inside(self._context):
+            result = function(*arguments)
         if result[0]:
             error = self._driver.error(result[0], f"encoding {self._name}")
             raise ArgumentError(str(error), argument=self._argument)

@@ -3,9 +3,9 @@
 A GEMM that leaves out `tile`, `cluster` or `schedule` is given variants that fit its problem, by the model of
 fusekit.choice:
 
-- no tile: three. The best one of `TILES` and `CLUSTERS`, the same tile with the other cluster, and the best one with
-  another tile. Tiles of `COMMON` are preferred, where the model calls them hardly dearer than the best, or as the other
-  tile not much dearer.
+- no tile: three. The best one of `TILES` (`LOW` for a dense product of few columns alone) and `CLUSTERS`, the same tile
+  with the other cluster, and the best one with another tile. Tiles of `COMMON` are preferred, where the model calls
+  them hardly dearer than the best, or as the other tile not much dearer.
 - no tile, but clusters: for each of them the best tile and that other one.
 - a tile, but no cluster: for each tile the better of `CLUSTERS`.
 - no schedule: dynamic.
@@ -26,7 +26,9 @@ from fusekit.spec.values import show
 if TYPE_CHECKING:
     from fusekit.spec.family import Family, Spec
 
-TILES = ((128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
+LOW = (64, 128)
+NARROW = 128  # columns of a dense product, such as a router's, that LOW is a candidate for
+TILES = (LOW, (128, 128), (128, 160), (128, 192), (128, 256), (256, 128), (256, 192))
 CLUSTERS = ((2, 1), (1, 2))
 CANDIDATES = {"tile": TILES, "cluster": CLUSTERS, "schedule": ("dynamic",)}
 COMMON = ((128, 192), (256, 192))
@@ -77,7 +79,7 @@ def expand(family: "Family", stem: str, values: Mapping[str, Any], index: Index)
                 continue
             rules = family.broken(spec)
             broken += rules
-            if not rules:
+            if not rules and ("tile" not in free or spec.tile != LOW or _narrow(spec)):
                 built.append(spec)
         found.specs += _chosen(built, free) if free and built else built
         if broken and not built:
@@ -132,6 +134,10 @@ def _chosen(specs: Sequence[Any], free: Mapping[str, Any]) -> list[Any]:
     others = [spec for spec in (*common(MUCH_DEARER), *ordered) if spec.tile != first.tile]
     twins = [spec for spec in ordered if spec.tile == first.tile and spec is not first]
     return [first, *twins[:1], *others[:1]]
+
+
+def _narrow(spec: Any) -> bool:
+    return spec.op == "dense-gemm" and spec.problem is not None and spec.problem.N <= NARROW
 
 
 def _problem(spec: KernelSpec) -> dict[str, int]:

@@ -65,6 +65,20 @@ def test_the_record(built):
     assert compiled.launch["parameters"]
 
 
+def test_few_registers_are_spilled(built):
+    """Bytes of a thread. Kernels of many ranks hold the address of each window."""
+    spec, compiled = built
+    few = {"moe-combine": 32, "moe-dispatch": 0}[spec.op]
+    assert compiled.resources["spill_bytes"] <= (few if spec.ranks <= 8 else 320)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(4, 64), (32, 160)])
+def test_combine_of_many_ranks_spills_little(ranks, most, tmp_path):
+    text = f'{HEAD}op = "moe-combine"\nranks = {ranks}\nexperts = 256\ntopk = 8\nweighted = true\noverflow = true\n'
+    (spec,) = parse_text(text, "s")
+    assert compile_plan(plan(spec), tmp_path).resources["spill_bytes"] <= most
+
+
 def test_flags_are_released_and_acquired_at_system_scope(built):
     """A weak flag would be right in most runs."""
     _, compiled = built

@@ -195,6 +195,15 @@ def test_a_problem_decides():
     assert variants(few) != variants(GEMM + PROBLEM)
 
 
+def test_products_of_few_columns_have_low_tiles():
+    """Such as a router's: tiles of 128 rows are too few for all multiprocessors."""
+    dense = HEAD + 'op = "dense-gemm"\nout_dtype = "f32"\n'
+    narrow = variants(dense + "problem = { E = 1, M = 8192, N = 128, K = 2048 }\n")
+    assert narrow[0].startswith("64x128") and any(each.startswith("128x128") for each in narrow)
+    for more in (dense + "problem = { E = 1, M = 8192, N = 256, K = 2048 }\n", GEMM + PROBLEM.replace("5760", "128")):
+        assert not any(each.startswith("64x") for each in variants(more))
+
+
 def test_a_sweep_excludes_pairs():
     sweep = GEMM + 'tile = [[128, 128], [256, 192]]\ncluster = [[2, 1], [1, 2]]\nschedule = ["static", "dynamic"]\n'
     all_of_them = variants(sweep)
