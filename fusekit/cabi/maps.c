@@ -23,21 +23,22 @@ static fusekit_status fk_ask_encoder(const fk_kernel *kernel, const fk_map *map,
     unsigned char *made = room + (FK_MAP_ALIGNMENT - (uintptr_t)room % FK_MAP_ALIGNMENT) % FK_MAP_ALIGNMENT;
     uint64_t dims[FK_MOST_RANK] = {0}, steps[FK_MOST_RANK] = {0};
     unsigned box[FK_MOST_RANK] = {0}, element_strides[FK_MOST_RANK] = {0};
-    void *before;
-    int index, result = FK_INVALID_CONTEXT, attempt;
+    void *before, *current = NULL;
+    int index, result, inside;
     for (index = 0; index < map->rank; ++index) {
         dims[index] = (uint64_t)extents[index];
         box[index] = (unsigned)map->box[index];
         element_strides[index] = (unsigned)map->element_strides[index];
     }
     for (index = 0; index + 1 < map->rank; ++index) steps[index] = (uint64_t)strides[index];
-    for (attempt = 0; attempt < 2 && result != 0; ++attempt) {
-        /* It takes a context, and one of a device that has tensor maps: this thread's may do, the kernel's does. */
-        if (attempt == 1 && driver->push(kernel->context) != 0) break;
+    /* It takes a context, and one of a device that has tensor maps. */
+    inside = driver->current(&current) == 0 && current == kernel->context;
+    result = inside ? 0 : driver->push(kernel->context);
+    if (result == 0) {
         result = driver->encode(made, (int)map->dtype, (unsigned)map->rank, (void *)(uintptr_t)at, dims, steps, box,
                                 element_strides, (int)map->interleave, (int)map->swizzle, (int)map->promotion,
                                 (int)map->fill);
-        if (attempt == 1) driver->pop(&before);
+        if (!inside) driver->pop(&before);
     }
     if (result == 0) {
         memcpy(place, made, FK_MAP_BYTES);
