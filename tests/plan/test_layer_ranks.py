@@ -280,7 +280,7 @@ def test_rows_are_sent_aside_and_joined_before_they_are_read():
         f"{again} ~fc2-dgrad |fc1-dgrad weights-bwd combine-dx {again} fc2-wgrad |fc1-wgrad"
     )
     made = program(over(2, "recompute", overlap=True, router={"input": "choices"}, bias=False, shared=0))
-    assert shown(made, BACKWARD).startswith(f"{again} ~fc1-again {again} ~fc2-dgrad |fc1-dgrad")
+    assert shown(made, BACKWARD).startswith(f"{again} ~fc1-recompute {again} ~fc2-dgrad |fc1-dgrad")
     made = program(over(2, "choices-overlap"))
     assert shown(made, BACKWARD).startswith(f"{apart} ~fc2-dgrad"), "dy . b2 is of the choices"
     for name in OVERLAP:

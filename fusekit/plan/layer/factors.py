@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusekit.plan.layer.program import ARGUMENT, QUANTISE, WEIGHTS
+from fusekit.plan.layer.program import ARGUMENT, QUANTISE, WGRAD
 from fusekit.plan.quant import BLOCK, NONE, SIDE
 from fusekit.plan.quantise import MOST_TOPK, SQUARE
 
@@ -145,7 +145,7 @@ class Blocks:
         return Given({"quant": {"in": BLOCK}}, {**reads, "w": f"{weight}_{codes}", "w_s": f"{weight}_{scales}"})
 
     def tokens(self, argument: str, rows: Rows) -> Given:
-        self.codes(WEIGHTS, rows, by_row=False, turned=True)
+        self.codes(WGRAD, rows, by_row=False, turned=True)
         reads = {f"{argument}_t": f"{rows.base}_t", f"{argument}_ts": f"{rows.base}_ts"}
         return Given({"quant": {"in": BLOCK} | ({"x_blocks": SQUARE} if rows.squares else {})}, reads)
 

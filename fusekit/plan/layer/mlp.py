@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusekit.plan.layer.factors import Rows
-from fusekit.plan.layer.program import ARGUMENT, BOTH, KEPT, SCRATCH, THROUGH
+from fusekit.plan.layer.program import ARGUMENT, BOTH, DGRAD, KEPT, SCRATCH
 
 if TYPE_CHECKING:
     from fusekit.plan.layer.passes import Passes
@@ -34,14 +34,14 @@ def mlp(p: Passes, prefix: str, width: int, y: str, dx: str) -> None:
     given = p.factors.product(BOTH, between, w2, major)
     second = {**p.gemm("dense-gemm", h, width, bias=bias), **given.keys}
     p.step(BOTH, f"{part}fc2", second, {**given.reads, **b2}, {"y": y})
-    given = p.factors.product(THROUGH, dy, w2, major, backward=True) | p.factors.gradient(back, between)
+    given = p.factors.product(DGRAD, dy, w2, major, backward=True) | p.factors.gradient(back, between)
     keys = p.gemm("dense-gemm", width, h, recompute=True, dbias=bias)
     made = {**given.writes, **({"dbias": "db1"} if bias else {})}
-    p.step(THROUGH, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
+    p.step(DGRAD, f"{part}fc2-dgrad", {**keys, **p.activation("d"), **given.keys},
               {**given.reads, "preactivation": z}, made)  # fmt: skip
-    given = p.factors.product(THROUGH, back, w1, major, backward=True)
+    given = p.factors.product(DGRAD, back, w1, major, backward=True)
     keys = {**p.gemm("dense-gemm", h, n), **given.keys}
-    p.step(THROUGH, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})
+    p.step(DGRAD, f"{part}fc1-dgrad", keys, given.reads, {"y": dx})
     sums = {"dbias": "db2"} if bias else {}
     p.wgrad(f"{part}fc2-wgrad", "dense-wgrad", dy, between, major, {"dw": dw2, **sums})
     p.wgrad(f"{part}fc1-wgrad", "dense-wgrad", back, x, major, {"dw": dw1})

@@ -15,17 +15,17 @@ from fusekit.plan.layer.logits import logits, rounded
 from fusekit.plan.layer.mlp import mlp
 from fusekit.plan.layer.options import CHOICES, LOGITS, MLP, Options, X
 from fusekit.plan.layer.program import (
-    AGAIN,
     ARGUMENT,
     BACKWARD,
     BOTH,
+    DGRAD,
     FORWARD,
     INFERENCE,
     KEPT,
     QUANTISE,
+    RECOMPUTE,
     SCRATCH,
-    THROUGH,
-    WEIGHTS,
+    WGRAD,
     Buffer,
     Program,
     Step,
@@ -48,7 +48,7 @@ def program(options: Options) -> Program:
         from fusekit.plan.layer.ranks import RankedExperts  # which varies what stands here
 
         (Experts if options.ranks == 1 else RankedExperts)(passes).write()
-    backward = [step for which in (AGAIN, THROUGH, WEIGHTS) for step in passes.steps[which]]
+    backward = [step for which in (RECOMPUTE, DGRAD, WGRAD) for step in passes.steps[which]]
     steps = {which: tuple(passes.steps[which]) for which in BOTH} | {BACKWARD: tuple(backward)}
     if not options.trained:
         steps |= {FORWARD: steps[INFERENCE], BACKWARD: ()}
@@ -64,9 +64,9 @@ class Passes:
         self.options = options
         self.parts: dict[str, dict[str, Any]] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, AGAIN, THROUGH, WEIGHTS)}
+        self.steps: dict[str, list[Step]] = {which: [] for which in (QUANTISE, *BOTH, RECOMPUTE, DGRAD, WGRAD)}
         self.factors = factors(self)
-        self.firsts = BOTH if options.keep == "z" else (*BOTH, AGAIN)  # passes that launch the first projection
+        self.firsts = BOTH if options.keep == "z" else (*BOTH, RECOMPUTE)  # passes that launch the first projection
 
     def buffer(self, name: str, *shape: int | str, dtype: str = "", place: str = SCRATCH) -> str:
         """A buffer, of the layer's dtype unless told otherwise; its name."""
@@ -118,7 +118,7 @@ class Passes:
             self.step(INFERENCE, f"{part}-infer", whole, reads, made.writes)
             return
         self.step(BOTH, f"{part}-infer", whole, reads, made.writes)
-        self.step(AGAIN, f"{part}-again", keys, reads, {"y": z})
+        self.step(RECOMPUTE, f"{part}-recompute", keys, reads, {"y": z})
 
     def wgrad(
         self, part: str, op: str, rows: Rows, columns: Rows, major: str, writes: Names, also: Names | None = None, *,
@@ -136,7 +136,7 @@ class Passes:
         keys |= {"dbias": True} if "dbias" in writes else {}
         if op == "dense-wgrad" and "quant" not in keys and parts(keys["problem"]) > 1:
             keys["split"] = True
-        self.step(WEIGHTS, part, keys, {**given.reads, **(also or {})}, writes)
+        self.step(WGRAD, part, keys, {**given.reads, **(also or {})}, writes)
 
 
 class Experts:
@@ -248,7 +248,7 @@ class Experts:
             sums = {"score_sum": p.buffer("score_sum", "T", dtype="f32")}
         function = {"score_function": self.router["score_function"]}
         keys = self.router_op("router-aux-score", **function)
-        p.step((*BOTH, AGAIN), "aux-score", keys, {"logits": "logits"}, made | sums)
+        p.step((*BOTH, RECOMPUTE), "aux-score", keys, {"logits": "logits"}, made | sums)
         factors = {
             "total_tokens": p.buffer("total_tokens", 1, dtype="i32", place=ARGUMENT),
             "coefficient": p.buffer("aux_coefficient", 1, dtype="f32", place=ARGUMENT),
@@ -260,10 +260,10 @@ class Experts:
         reads = {"grad_loss": p.buffer("dloss", 1, dtype="f32", place=ARGUMENT), **factors}
         made = {"grad_scores": p.buffer("dscores", "T", o.experts, dtype="f32")}
         keys = self.router_op("moe-aux-loss-bwd", scalars="device")
-        p.step(THROUGH, "aux-loss-bwd", keys, reads, made)
+        p.step(DGRAD, "aux-loss-bwd", keys, reads, made)
         reads = {"scores": "scores", **sums, **made}
         made = {"grad_logits": p.buffer("aux_dlogits", "T", o.experts, dtype="f32")}
-        p.step(THROUGH, "aux-score-bwd", self.router_op("router-aux-score-bwd", **function), reads, made)
+        p.step(DGRAD, "aux-score-bwd", self.router_op("router-aux-score-bwd", **function), reads, made)
 
     # -- experts
 
@@ -287,7 +287,7 @@ class Experts:
         if self.by_input:  # rows times their weights, which no GEMM can take by index
             p.buffer("rows", "M", o.hidden)
             permuted = {"x": self.x, "inverse": "inverse", "weights": self.weights_in}
-            p.step((*BOTH, AGAIN), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
+            p.step((*BOTH, RECOMPUTE), "permute", self.rows("moe-permute", scaled=True), permuted, {"y": "rows"})
         given = self.factors.product(p.firsts, self.rows_x, "w1", o.b_major)
         reads = {**given.reads, "offsets": "offsets", **({"bias": "b1"} if o.bias else {})}
         keys = {**p.gemm("grouped-gemm", self.n, o.hidden, bias=o.bias), **given.keys}
@@ -310,7 +310,7 @@ class Experts:
     def through(self) -> None:
         """From dy to the gradients of the rows of x, and of each row's weight."""
         p, o = self.passes, self.o
-        given = self.factors.product(THROUGH, self.rows_dy, "w2", o.b_major, backward=True)
+        given = self.factors.product(DGRAD, self.rows_dy, "w2", o.b_major, backward=True)
         given |= self.factors.gradient(self.rows_dz, self.rows_a)
         keys = {**p.gemm("grouped-gemm", o.intermediate, o.hidden), **p.activation("d"), **given.keys}
         keys |= {"recompute": True, "dbias": o.bias}
@@ -320,10 +320,10 @@ class Experts:
             keys |= {"row_scale": True, "dprob": True}
             reads["row_scale"] = "row_scale"
             made["dprob"] = p.buffer("dprob", "M", dtype="f32")
-        p.step(THROUGH, "fc2-dgrad", keys, reads, made)
-        given = self.factors.product(THROUGH, self.rows_dz, "w1", o.b_major, backward=True)
+        p.step(DGRAD, "fc2-dgrad", keys, reads, made)
+        given = self.factors.product(DGRAD, self.rows_dz, "w1", o.b_major, backward=True)
         keys = {**p.gemm("grouped-gemm", o.hidden, self.n), **given.keys}
-        p.step(THROUGH, "fc1-dgrad", keys, {**given.reads, "offsets": "offsets"}, {"y": "drows"})
+        p.step(DGRAD, "fc1-dgrad", keys, {**given.reads, "offsets": "offsets"}, {"y": "drows"})
 
     def rows_weights_backward(self) -> None:
         """The gradient of each row's weight, by token."""
@@ -332,16 +332,16 @@ class Experts:
             p.buffer("rows_dx", self.dim, o.hidden)
             reads = {"x": self.x, "grad_y": "drows", "inverse": "inverse", "weights": self.weights_in}
             made = {"grad_x": "rows_dx", "grad_weights": self.dweights}
-            p.step(THROUGH, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
+            p.step(DGRAD, "permute-bwd", self.rows("moe-permute-bwd"), reads, made)
             return
         reads = {"dprob": "dprob", "inverse": "inverse"}
         if o.bias:  # y = r (a . w2 + b2): what dprob lacks is dy . b2
             p.buffer("dy_b2", self.dim, o.local, dtype="f32")
             keys = p.gemm("dense-gemm", o.local, o.hidden, out_dtype="f32")
-            p.step(THROUGH, "dy-b2", keys, {"x": self.dy, "w": "b2"}, {"y": "dy_b2"})
+            p.step(DGRAD, "dy-b2", keys, {"x": self.dy, "w": "b2"}, {"y": "dy_b2"})
             reads |= {"indices": self.chosen, "addend": "dy_b2"}
         keys = self.router_op("moe-weights-bwd", addend=o.bias, experts=o.local)
-        p.step(THROUGH, "weights-bwd", keys, reads, {"grad_weights": self.dweights})
+        p.step(DGRAD, "weights-bwd", keys, reads, {"grad_weights": self.dweights})
 
     def choices_backward(self) -> None:
         """The gradients of the weights, of the logits, and through the router."""
@@ -356,17 +356,17 @@ class Experts:
         reads = {"logits": "logits", "indices": "indices", "grad_weights": "dweights"}
         reads |= {"addend": "aux_dlogits"} if r["aux_loss"] else {}
         keys = {"outputs": "compact", "grad_dtype": kind, "addend": r["aux_loss"], **{name: r[name] for name in ROUTER}}
-        p.step(THROUGH, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
+        p.step(DGRAD, "router-topk-bwd", self.router_op("router-topk-bwd", **keys), reads, {"grad_logits": "dlogits"})
         if own:
             p.buffer("router_dx", "T", o.hidden)
-            w = rounded(p, THROUGH)
+            w = rounded(p, DGRAD)
             keys = p.gemm("dense-gemm", o.hidden, o.experts, b_major="n")
-            p.step(THROUGH, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
+            p.step(DGRAD, "router-dgrad", keys, {"x": "dlogits", "w": w}, {"y": "router_dx"})
 
     def sum_dx(self) -> None:
         """dx, of all that came through."""
         more = [name for name in ("router_dx", "shared_dx") if name in self.passes.buffers]
-        self.unpermute(THROUGH, "unpermute-dx", "drows", "dx", more, self.by_input)
+        self.unpermute(DGRAD, "unpermute-dx", "drows", "dx", more, self.by_input)
 
     def weights(self) -> None:
         """The gradients of the parameters."""
@@ -375,7 +375,7 @@ class Experts:
         if o.bias:
             keys = self.rows("moe-bias-bwd", experts=o.local)
             reads = {"grad_y": self.dy, "token": "token", "row_scale": "row_scale", **offsets}
-            p.step(WEIGHTS, "b2-grad", keys, reads, {"grad_bias": "db2"})
+            p.step(WGRAD, "b2-grad", keys, reads, {"grad_bias": "db2"})
         p.wgrad("fc1-wgrad", "grouped-wgrad", self.rows_dz, self.rows_x, o.b_major, {"dw": "dw1"}, offsets)
         if self.router["input"] == X:
             writes = {"dw": "drouter", **({"dbias": "drouter_bias"} if self.router["bias"] else {})}

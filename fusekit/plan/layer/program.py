@@ -20,7 +20,7 @@ from fusekit.plan.quant import SIDE
 ARGUMENT, KEPT, SCRATCH, CHECKED = "argument", "kept", "scratch", "checked"
 FORWARD, INFERENCE, BACKWARD = "forward", "inference", "backward"
 BOTH = (FORWARD, INFERENCE)
-AGAIN, THROUGH, WEIGHTS = "again", "through", "weights"  # what a backward pass does, in this order
+RECOMPUTE, DGRAD, WGRAD = "recompute", "dgrad", "wgrad"  # what a backward pass does, in this order
 QUANTISE = "quantise"  # makes codes of the weights, where the layer reads codes
 ALIGNMENT = 256  # of a buffer within kept or scratch memory
 

@@ -27,7 +27,7 @@ from fusekit.plan.layer.factors import CODES as E4M3
 from fusekit.plan.layer.factors import Blocks, Rows
 from fusekit.plan.layer.options import Options
 from fusekit.plan.layer.passes import Experts, Passes
-from fusekit.plan.layer.program import AGAIN, BOTH, CHECKED, KEPT, THROUGH, WEIGHTS, Program
+from fusekit.plan.layer.program import BOTH, CHECKED, DGRAD, KEPT, RECOMPUTE, WGRAD, Program
 from fusekit.plan.quant import NONE
 from fusekit.plan.quantise import SIDE
 
@@ -168,11 +168,11 @@ class RankedExperts(Experts):
 
     def forward(self) -> None:
         if self.again:
-            self.dispatch(AGAIN, "x", SENT, self.by_input)
+            self.dispatch(RECOMPUTE, "x", SENT, self.by_input)
         if self.first == CODES:
             assert isinstance(self.factors, Blocks)
             if self.again:
-                self.factors.codes(AGAIN, self.rows_x, turned=True)
+                self.factors.codes(RECOMPUTE, self.rows_x, turned=True)
             reads = {"x": f"{CODES}.rows", "x_s": f"{CODES}.scales", "inverse": "inverse"}
             keys = {**self.rows("moe-permute"), "dtype": E4M3}
             made = self.factors.of_rows("y", self.rows_x)
@@ -180,7 +180,7 @@ class RankedExperts(Experts):
         super().forward()
 
     def through(self) -> None:
-        self.dispatch(THROUGH, "dy", GRADS, self.o.bias)
+        self.dispatch(DGRAD, "dy", GRADS, self.o.bias)
         super().through()
 
     def rows_weights_backward(self) -> None:
@@ -188,13 +188,13 @@ class RankedExperts(Experts):
         keys = self.exchange("moe-combine", gradients=True, rows=False)
         reads = {"grad_weights": "row_dweights", "indices": "indices"}
         spared = "dx" if self.given else ""  # combine-dx brings them
-        self.passes.step(THROUGH, "weights-return", keys, reads, {"returned": "dweights"}, RETURNED, spared=spared)
+        self.passes.step(DGRAD, "weights-return", keys, reads, {"returned": "dweights"}, RETURNED, spared=spared)
 
     def unpermute(
         self, which: str | tuple[str, ...], part: str, x: str, y: str, more: Sequence[str], weighted: bool
     ) -> None:
         """The sum of each token's rows on every rank, their sum on the token's rank, and `more`."""
-        returned = which == THROUGH and self.given
+        returned = which == DGRAD and self.given
         keys = self.exchange("moe-combine", weighted=weighted, addends=len(more), gradients=returned)
         keys |= {"overflow": True} if which == BOTH else {}
         reads = {"x": x, "inverse": "inverse", "indices": "indices"}
@@ -209,5 +209,5 @@ class RankedExperts(Experts):
 
     def weights(self) -> None:
         if not self.again:
-            self.dispatch(WEIGHTS, "x", SENT, False)
+            self.dispatch(WGRAD, "x", SENT, False)
         super().weights()
